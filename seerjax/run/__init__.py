@@ -1,1 +1,1 @@
-"""What every training run has: its directory, its records, its stops and what it reports."""
+"""Shared parts of all training runs: configuration, directory, records, signals and reports."""

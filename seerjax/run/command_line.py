@@ -1,4 +1,4 @@
-"""What every command shares: the meaning of a word, stray words, and a refusal in one line."""
+"""Shared parts of all commands: parsing of values, argument checks, and one-line errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seerjax.run import stops
 
 
 def literal(text: str) -> Any:
-  """Returns what a command line's text means: True and False in any case, a number, else text."""
+  """Parses a command-line value: true/false in any case, a Python literal, else the text itself."""
   if text.lower() in ("true", "false"):
     return text.lower() == "true"
   try:
@@ -27,10 +27,10 @@ def literal(text: str) -> Any:
 
 
 def keep_programs() -> None:
-  """Has JAX keep compiled programs in the user's cache, where no other folder is set.
+  """Enables JAX's persistent compilation cache in the user's cache directory, unless it is set.
 
-  The next process of the same command then starts in seconds. JAX_COMPILATION_CACHE_DIR sets
-  another folder, or none where it is empty. To be called before anything is compiled.
+  Later processes of the same command then start in seconds. JAX_COMPILATION_CACHE_DIR overrides the
+  directory; an empty value disables the cache. Call this before anything is compiled.
   """
   if jax.config.jax_compilation_cache_dir is not None:
     return
@@ -40,10 +40,10 @@ def keep_programs() -> None:
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-  """Refuses words on a command line that belong to no flag.
+  """Raises if positional arguments are present.
 
   Raises:
-    ValueError: naming them.
+    ValueError: naming the arguments.
   """
   if argv[1:]:
     raise ValueError(
@@ -54,13 +54,13 @@ def check_arguments(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-  """Ends the program with a refusal's message alone on stderr and status 2.
+  """Turns expected errors into a one-line message on stderr and exit status 2.
 
-  What a command refuses is the caller's to mend (a flag, a path, a full disk, a package that is
-  missing): the message says how, and a traceback would bury it. Ctrl-C and SIGTERM are no mistakes,
-  and get one line as well, with the status that a shell expects: 130 and 143.
+  Such errors are for the user to fix (a flag, a path, a full disk, a missing package); the message
+  says how, and a traceback would hide it. Ctrl-C and SIGTERM also produce one line, with the exit
+  status that shells expect: 130 and 143.
 
-  It is where every command begins, so that XLA's flags of a GPU are set here (`xla_flags.pin`).
+  Every command starts here, so this also sets the XLA flags for GPUs (`xla_flags.pin`).
   """
   try:
     with stops.heard():
@@ -73,6 +73,6 @@ def refusals() -> Iterator[None]:
     print(stopped)
     sys.exit(stopped.status)
   except KeyboardInterrupt as stop:
-    # What a command keeps it says itself (`stops.Interrupted`); most keep nothing on the way.
+    # Commands that save partial results report that themselves (`stops.Interrupted`).
     print(f"stopped by {stops.name_of(stop)} before the end", file=sys.stderr)
     sys.exit(stops.status_of(stop))

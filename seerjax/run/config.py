@@ -1,7 +1,7 @@
-"""What one training run is told: `RunConfig`, its part on learning, and what is left to the model.
+"""Configuration of a training run: `RunConfig`, its trainer part, and model-dependent defaults.
 
-A field of 0 or () that a model decides is filled by `for_model`, and `chat.now` by
-`policy.chatting`; a resume takes both from the run's checkpoint (`directory.as_begun`).
+Fields left at 0 or () that depend on the model are filled in by `for_model`, and `chat.now` by
+`policy.chatting`. A resume takes both from the checkpoint (`directory.as_begun`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ from seerjax.trainer import losses, packing, step as step_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-  """How a step's groups become gradients.
+  """Configuration of how a step's groups become gradients.
 
   Attributes:
-    rows_per_micro_batch: rows of one gradient program; 0 lets model and context decide
-      (`packing.derived_sizes`), never the memory that is free, for they shape a gradient's sums.
-    sequences_per_micro_batch: most sequences in it; scratch pages are kept for so many. 0 as above.
-    num_mini_batches: optimiser steps on one batch of rollouts; the first is exactly on-policy.
-    max_rounds: DAPO's dynamic sampling: groups whose rewards are all equal are replaced by the next
-      problems' for at most this many rounds; 1 keeps every group.
-    overlong_buffer: DAPO's overlong shaping: answers within this many tokens of `max_tokens` lose
-      reward linearly; 0 is off.
-    remat: what a gradient keeps of the forward pass: "none" computes nothing again; "layer" keeps
-      each layer's input alone, which takes a third more time and far less memory;
-      "layer_offloaded" keeps it in the host's memory. Scores have the same bits; sums of a gradient
-      may be rounded elsewhere (beyond eight layers they are), so that the fingerprint names it.
+    rows_per_micro_batch: rows of one gradient program; 0 derives it from model and context
+      (`packing.derived_sizes`), never from free memory, because it determines the order of a
+      gradient's sums.
+    sequences_per_micro_batch: maximum number of sequences per micro-batch; determines the scratch
+      pages. 0 as above.
+    num_mini_batches: optimiser steps per batch of rollouts; the first is exactly on-policy.
+    max_rounds: DAPO's dynamic sampling: groups with all-equal rewards are replaced by further
+      problems, in at most this many rounds; 1 keeps every group.
+    overlong_buffer: DAPO's overlong shaping: completions within this many tokens of `max_tokens`
+      lose reward linearly; 0 disables it.
+    remat: activations kept for the backward pass: "none" recomputes nothing; "layer" keeps only
+      each layer's input (a third more time, far less memory); "layer_offloaded" keeps it in host
+      memory. Scores have the same bits; gradient sums may round differently (they do beyond eight
+      layers), so the fingerprint includes this setting.
   """
 
   rows_per_micro_batch: int = 0
@@ -70,38 +72,38 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-  """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
+  """Configuration of a training run. Every field can be set as `--config.field` (nested: dots).
 
   Attributes:
     model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    task: of this library ("word_problems", "reasoning_gym.chain_sum", "gsm8k", ...; see
+    task: a built-in task ("word_problems", "reasoning_gym.chain_sum", "gsm8k", ...; see
       `tasks.load`), "module:Task" or "module:reward_function".
-    task_path: what the task reads, if it reads anything.
-    task_options: parameters of a generator of reasoning-gym, by name.
-    seed: decides problems and samples.
-    num_steps: rounds of sample, judge, learn, publish.
-    num_instances: devices that sample and learn side by side; changes no bit.
-    model_shards: devices that share the slabs of every instance's weights, 1, 2, 4 or 8 and no more
-      than there are slabs (`NumericsConfig.reduction_shards`); changes no bit.
-    publish_bytes: most bytes of weights on their way at once: on a device, from what all devices
-      have of them to what runs, and to workers of a cluster; changes no bit.
-    checkpoint_every: steps.
-    lora_rank: columns of the low-rank adapters that learn in place of the weights; 0 is full
-      fine-tuning.
-    lora_alpha: adapters count alpha / rank times.
-    numerics: what decides bits.
+    task_path: data file or directory of the task, if it needs one.
+    task_options: parameters of a reasoning-gym generator, by name.
+    seed: determines problems and samples.
+    num_steps: number of steps (sample, judge, learn, publish).
+    num_instances: data-parallel devices for sampling and learning; does not affect results.
+    model_shards: devices that share the weights of each instance: 1, 2, 4 or 8, at most the number
+      of slabs (`NumericsConfig.reduction_shards`); does not affect results.
+    publish_bytes: upper bound on bytes of weights in flight per device while publishing, to the
+      engine and to cluster workers; does not affect results.
+    checkpoint_every: steps between checkpoints.
+    lora_rank: rank of trained LoRA adapters; 0 is full fine-tuning.
+    lora_alpha: adapters are scaled by alpha / rank.
+    numerics: all settings that determine bits.
     engine: sizes of the engine.
-    rollout: what a step samples.
-    chat: what every prompt says besides its problem, evaluations included.
-    scheduler: which request's next chunk runs, and where; changes no bit.
-    kv_pool: where keys of waiting requests go when their pages are needed; changes no bit.
-    speculation: what drafts, and how much where it pays; changes no bit.
-    cluster: workers that sample in the place of the run's own engine; changes no bit.
-    stale: whether it may learn from what older weights sampled, as a rival; by default it does not.
-    trainer: how it learns.
+    rollout: problems, group size and sampling of a step.
+    chat: chat settings of every prompt, including evaluations.
+    scheduler: which request's next chunk runs, and where; does not affect results.
+    kv_pool: where KV pages of waiting requests are spilled; does not affect results.
+    speculation: drafter and draft budget; does not affect results.
+    cluster: workers that sample instead of the run's own engine; does not affect results.
+    stale: off-policy training on samples from older weights, a baseline for comparison; off by
+      default.
+    trainer: how groups become gradients.
     loss: the objective.
     optimizer: the optax chain.
-    evaluation: held-out accuracy.
+    evaluation: held-out evaluations.
   """
 
   model: str = "nano"
@@ -176,7 +178,7 @@ class RunConfig:
         " lower it or sample more groups."
       )
     most = self.rollout.max_tokens
-    # A prompt has one token at least, and the last token of an answer needs no row.
+    # A prompt has at least one token, and the last generated token needs no row.
     rows = self.trainer.rows_per_micro_batch
     room = min(self.engine.max_context - 1, rows or self.engine.max_context)
     if most > room:
@@ -193,7 +195,7 @@ class RunConfig:
       )
 
   def _check_cluster(self) -> None:
-    """Refuses what workers of a cluster do not do.
+    """Checks that the settings are compatible with cluster workers.
 
     Raises:
       ValueError: naming the setting.
@@ -210,7 +212,7 @@ class RunConfig:
 
   @property
   def weights(self) -> WeightsConfig:
-    """Which weights learn."""
+    """Which weights are trained."""
     return WeightsConfig(
       numerics=self.numerics,
       lora_rank=self.lora_rank,
@@ -221,15 +223,15 @@ class RunConfig:
 
   @property
   def keeps_base(self) -> bool:
-    """Whether the first weights are kept: adapters stand on them, or a pull goes to them."""
+    """Whether the initial weights are kept, as base of adapters or as KL reference."""
     return bool(self.lora_rank or self.loss.kl_coefficient)
 
 
 def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunConfig:
-  """Returns the config with what it leaves to the model as the model decides it.
+  """Returns the config with all model-dependent defaults filled in.
 
   Raises:
-    ValueError: if answers are longer than the model's own context.
+    ValueError: if completions could exceed the model's context.
   """
   if config.rollout.max_tokens >= model.max_context:
     raise ValueError(
@@ -264,7 +266,7 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunCo
 
 
 def chosen(config: RunConfig, of_model: RunConfig) -> str:
-  """Returns one line on what a config left to the model (`for_model`); "" if nothing."""
+  """Returns one line with the defaults that `for_model` filled in; "" if there are none."""
   names = [
     f"{field}={new}"
     for field, old, new in (
@@ -284,7 +286,7 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
 
 
 def chosen_sizes(config: RunConfig) -> dict[str, Any]:
-  """Returns what the model decided, where the config left it open, for a resume."""
+  """Returns the values that `for_model` chose, in the form a checkpoint stores for a resume."""
   return {
     "now": config.chat.now,
     "implementation": config.numerics.implementation,

@@ -1,10 +1,10 @@
-"""A run's draft model learns between steps, from what the policy said in each step.
+"""Trains a run's draft model between steps, on the tokens sampled from the policy.
 
-    step's groups -> one pass over prompts and answers (trainer.distill) -> the draft's new weights
+    step's groups -> one pass over prompts and completions (trainer.distill) -> new draft weights
 
-A policy that learns moves away from a draft that does not. What the draft learns is a function of
-its state and of the step's tokens, so that a resumed run goes on to the same bits; and no draft
-moves a bit of the policy.
+Without this, a policy in training drifts away from its draft. The update is a function of the
+draft's state and the step's tokens, so a resumed run continues with the same bits. Drafts never
+affect the policy.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from seerjax.speculation.draft_model import ModelDrafter
 from seerjax.trainer import distill
 from seerjax.types import RolloutGroup
 
-# The shortest documents' length, padding included; each further one is twice as long.
+# Length of the shortest padded documents; each longer length is twice the one before.
 SHORTEST = 64
-# Rows of a batch times their length, at least.
+# Minimum number of tokens per batch (rows times length).
 TOKENS_PER_BATCH = 2048
-# The optimiser has seen so few tokens of a policy that moves: no weight decay, no cooling down.
+# No weight decay and no learning-rate decay: few tokens are seen while the policy moves.
 SECOND_MOMENT = 0.98
 
 
 class DraftState(NamedTuple):
-  """A draft that learns, as a checkpoint holds it.
+  """State of a draft in training, as stored in checkpoints.
 
   Attributes:
-    params: master weights, f32, of one slab.
+    params: master weights, f32, with one slab.
     opt_state: optax state.
   """
 
@@ -45,15 +45,15 @@ class DraftState(NamedTuple):
 
 
 class DraftLearner:
-  """Teaches a draft model.
+  """Trains a draft model.
 
   Attributes:
-    drafter: whose weights are replaced after each step.
-    state: as of the last whole step.
+    drafter: the drafter that receives the new weights after each step.
+    state: state after the last completed step.
   """
 
   def __init__(self, drafter: ModelDrafter):
-    """Begins with the drafter's weights, at the rate of its config."""
+    """Starts from the drafter's weights, with the learning rate of its config."""
     program = drafter.program
     self.drafter = drafter
     masters = jax.tree.map(
@@ -68,16 +68,16 @@ class DraftLearner:
     self._step = distill.make_step(program.config, optimizer)
 
   def restore(self, state: DraftState) -> None:
-    """Goes on from a checkpoint's state."""
+    """Restores the state of a checkpoint and publishes its weights."""
     self.state = state
     self._publish()
 
   def learn(self, groups: Sequence[RolloutGroup], step: int) -> dict[str, float]:
-    """Learns a step's answers once; returns the step's numbers.
+    """Trains on a step's completions once; returns the metrics.
 
     Args:
-      groups: with their answers; what broke off, or has no token, teaches nothing.
-      step: from 0; orders them.
+      groups: the step's groups; failed or empty completions are skipped.
+      step: step number, from 0; determines the order of documents.
     """
     texts = [
       (rollout.request.prompt, rollout.completion.tokens)
@@ -85,7 +85,7 @@ class DraftLearner:
       for rollout in group.rollouts
       if rollout.completion.tokens and rollout.completion.finish_reason != "error"
     ]
-    # A target's padding has ids that no draft can read.
+    # The target's vocabulary padding has ids that the draft cannot read.
     readable = self.drafter.program.config.vocab_size
     texts = [text for text in texts if max(map(max, text)) < readable]
     if not texts:
@@ -102,7 +102,7 @@ class DraftLearner:
     counts = np.diff(answers.starts)
     padded = np.asarray(self._lengths)[np.searchsorted(self._lengths, counts)]
     num_batches = max(1, round(int(padded.sum()) / tokens_per_batch))
-    # The step takes the place of what it is given, and a checkpoint may still need that.
+    # The step donates its inputs, which a checkpoint may still need.
     params, opt_state = jax.tree.map(jnp.copy, tuple(self.state))
     found = []
     for batch in itertools.islice(distill.batches(answers, None, config), num_batches):
@@ -118,14 +118,14 @@ class DraftLearner:
 
   def _publish(self) -> None:
     numerics = self.drafter.program.numerics
-    # Copies: float32 weights are otherwise the masters themselves.
+    # Copied, because float32 weights would otherwise be the masters themselves.
     params = jax.tree.map(jnp.copy, self.state.params)
     self.drafter.set_params(parameters.compute_params(params, numerics))
 
 
 @functools.cache
 def _lengths_up_to(context: int) -> tuple[int, ...]:
-  """Returns lengths of documents, ascending, the last of which holds any."""
+  """Returns document lengths in ascending order; the last is at least `context`."""
   lengths = [SHORTEST]
   while lengths[-1] < context:
     lengths.append(2 * lengths[-1])

@@ -1,10 +1,10 @@
-"""Joules that processors spend, where the machine lets them be read.
+"""Measures the energy used by processors, where the machine exposes it.
 
-    CPU  RAPL, /sys/class/powercap/intel-rapl:*/energy_uj (Intel's and AMD's; often for root alone)
-    GPU  NVML, nvmlDeviceGetTotalEnergyConsumption (NVIDIA's, from Volta on), by its own library
+    CPU  RAPL, /sys/class/powercap/intel-rapl:*/energy_uj (Intel and AMD; often for root only)
+    GPU  NVML, nvmlDeviceGetTotalEnergyConsumption (NVIDIA, since Volta)
 
-Counters are of whole processors: what else runs there counts as well. RAPL's wrap around after a
-quarter of a million joules or so, so that a meter is read every few minutes at least.
+Counters cover whole processors, including other processes. RAPL counters wrap around after about
+250,000 joules, so a meter must be read at least every few minutes.
 Sources: https://docs.kernel.org/power/powercap/powercap.html,
 https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
@@ -20,34 +20,34 @@ NVML = "libnvidia-ml.so.1"
 
 
 class Meter:
-  """Counts joules from its making on."""
+  """Counts joules since construction."""
 
   def __init__(self, powercap: pathlib.Path = POWERCAP, nvml: str = NVML):
-    """Finds what can be read.
+    """Finds the readable counters.
 
     Args:
-      powercap: where the kernel shows RAPL's zones.
-      nvml: name of the library.
+      powercap: sysfs directory of the RAPL zones.
+      nvml: name of the NVML library.
     """
     self._counters = [*_zones(powercap), *_devices(nvml)]
     self._last = [counter.microjoules() for counter in self._counters]
     self._total = 0
 
   def read(self) -> float | None:
-    """Returns the joules so far, None if nothing here can be read."""
+    """Returns the joules so far; None if no counter is readable."""
     if not self._counters:
       return None
     for place, counter in enumerate(self._counters):
       now = counter.microjoules()
       spent = now - self._last[place]
-      # A counter begins again at 0.
+      # The counter wrapped around.
       self._total += spent if spent >= 0 else spent + counter.range_microjoules
       self._last[place] = now
     return self._total / 1e6
 
 
 class _Zone:
-  """A zone of RAPL: a processor's package, or its memory."""
+  """A RAPL zone: a processor package or its memory."""
 
   def __init__(self, directory: pathlib.Path):
     self._path = directory / "energy_uj"
@@ -58,10 +58,10 @@ class _Zone:
 
 
 def _zones(powercap: pathlib.Path) -> list[_Zone]:
-  """Returns the zones that may be read and that no other one includes."""
+  """Returns the readable zones that are not part of another one."""
   found = []
   for directory in sorted(powercap.glob("intel-rapl:*")):
-    # Cores are part of their package, and "psys" has all packages in it.
+    # "core" zones are part of their package, and "psys" includes all packages.
     with contextlib.suppress(OSError, ValueError):
       name = (directory / "name").read_text().strip()
       if name.startswith("package") or name == "dram":
@@ -72,7 +72,7 @@ def _zones(powercap: pathlib.Path) -> list[_Zone]:
 
 
 class _Device:
-  """A GPU of NVML."""
+  """A GPU read through NVML."""
 
   range_microjoules = 2**64 * 1000
 
@@ -83,11 +83,11 @@ class _Device:
   def microjoules(self) -> int:
     value = ctypes.c_ulonglong()
     _check(self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(value)))
-    return 1000 * value.value  # It says millijoules.
+    return 1000 * value.value  # NVML reports millijoules.
 
 
 def _devices(name: str) -> list[_Device]:
-  """Returns the GPUs that tell; none where there is no driver."""
+  """Returns the GPUs with an energy counter; empty without a driver."""
   with contextlib.suppress(OSError):
     library = ctypes.CDLL(name)
     _check(library.nvmlInit_v2())

@@ -1,11 +1,11 @@
-"""Held-out evaluation: each problem answered by any sampler of completions, and what came of it.
+"""Evaluation on held-out problems.
 
     held-out problems -> n requests each -> completions -> verdicts -> means with standard errors
 
-Which problems, and which seeds, follow from the run's seed alone, so that evaluations before and
-after learning answer the same ones.
+Problems and seeds depend only on the run's seed, so that evaluations before and after training use
+the same ones.
 
-    pass@k of one problem with c of n answers right: 1 - C(n - c, k) / C(n, k)
+    pass@k of one problem with c correct of n completions: 1 - C(n - c, k) / C(n, k)
 
 Source of pass@k: Chen et al. 2021, https://arxiv.org/abs/2107.03374, the unbiased estimator.
 """
@@ -28,7 +28,7 @@ from seerjax.run import progress as progress_lib, sampling, summary
 from seerjax.tasks import loading
 from seerjax.types import Completion, Problem, Task, Verdict
 
-# Numbers of the run's own task are metrics of this room; those of a set NAME of `heldout_NAME`.
+# Metric prefix of the run's own task; a set NAME uses `heldout_NAME`.
 ROOM = "heldout"
 METRIC = re.compile(rf"({ROOM}(?:_[a-z][a-z0-9_]*)?)/([a-z0-9_./]+)")
 MEANS = ("reward", "accuracy", "well_formed", "ended", "accuracy_well_formed", "length")
@@ -36,20 +36,20 @@ MEANS = ("reward", "accuracy", "well_formed", "ended", "accuracy_well_formed", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-  """What is measured before and after.
+  """Configuration of held-out evaluations.
 
   Attributes:
-    num_problems: of the held-out split, each answered `num_samples` times.
-    temperature: 0 is greedy.
-    every: steps between two evaluations besides the first and the last; 0 for none.
-    num_samples: answers of each problem; fractions and rewards are means over all of them.
-    pass_at: each k of which pass@k is reported, the chance that one of k answers is right.
-    sets: further tasks that are asked besides the run's own, by name: "TASK" or "TASK=PATH", in the
-      words of `RunConfig.task` and `task_path`, or "TASK=OPTIONS" as `loading.load_set` says. Each
-      has its numbers as `heldout_NAME/...`, and the
-      parts of its reward count once each.
-    best: the metric by which the best checkpoint is kept, of equals the earliest; "" keeps the
-      latest checkpoints alone.
+    num_problems: held-out problems to evaluate, each with `num_samples` completions.
+    temperature: sampling temperature; 0 is greedy.
+    every: steps between evaluations, in addition to the first and the last; 0 for none.
+    num_samples: completions per problem; fractions and rewards are means over all of them.
+    pass_at: values of k for which pass@k is reported (the probability that at least one of k
+      completions is correct).
+    sets: further evaluation tasks by name: "TASK" or "TASK=PATH", with the meaning of
+      `RunConfig.task` and `task_path`, or "TASK=OPTIONS" (see `loading.load_set`). Metrics are
+      named `heldout_NAME/...`; the parts of a set's reward have weight 1.
+    best: metric that selects the best checkpoint, which is kept (ties: the earliest); "" keeps only
+      the latest checkpoints.
   """
 
   num_problems: int = 1024
@@ -105,7 +105,7 @@ class EvaluationConfig:
 
 
 class Answer(NamedTuple):
-  """What was answered to one problem, and what the task says of it."""
+  """Completion of one problem and its verdict."""
 
   problem: Problem
   completion: Completion
@@ -115,12 +115,12 @@ class Answer(NamedTuple):
 def load_sets(
   config: EvaluationConfig, further: Mapping[str, Task] | None = None
 ) -> dict[str, Task]:
-  """Returns the tasks of `EvaluationConfig.sets` and further ones, by name.
+  """Returns the tasks of `EvaluationConfig.sets` and of `further`, by name.
 
   Raises:
-    ValueError: naming the set whose task cannot be loaded, or whose name cannot be or is given
-      twice; or if `EvaluationConfig.best` is of none.
-    FileNotFoundError: if a task's file is not there.
+    ValueError: if a task cannot be loaded or a name is invalid or duplicate (the message names the
+      set), or if `EvaluationConfig.best` refers to an unknown set.
+    FileNotFoundError: if a task's file does not exist.
   """
   found: dict[str, Task] = dict(further or {})
   for name in found:
@@ -153,15 +153,15 @@ def check_prompts(
   context: int,
   seed: int,
 ) -> None:
-  """Refuses held-out prompts that leave no room for an answer, before anything is computed.
+  """Checks that held-out prompts leave room for a completion, before anything is computed.
 
   Args:
-    config: how many problems are asked.
-    tasks: that pose them.
-    tokenizer: of the policy.
-    max_tokens: most generated tokens of an answer.
-    context: most tokens of prompt and answer together, the lower of the engine's and the model's.
-    seed: of the run.
+    config: gives the number of problems.
+    tasks: the evaluation tasks.
+    tokenizer: the policy's tokenizer.
+    max_tokens: maximum number of generated tokens.
+    context: maximum length of prompt and completion: the smaller of the engine's and the model's.
+    seed: the run's seed.
 
   Raises:
     ValueError: as `groups.check_prompts`.
@@ -193,30 +193,30 @@ def evaluate(
   """Returns held-out accuracy and mean reward, with standard errors.
 
   Args:
-    config: how many problems, how many answers of each, at which temperature.
-    generate: requests to completions, in any order.
-    task: poses and judges.
-    tokenizer: of the policy.
-    max_tokens: most generated tokens of an answer.
-    seed: of the run.
-    stop_strings: an answer ends before the first of these.
+    config: number of problems, completions per problem, and temperature.
+    generate: maps requests to completions, in any order.
+    task: source of problems and verdicts.
+    tokenizer: the policy's tokenizer.
+    max_tokens: maximum number of generated tokens.
+    seed: the run's seed.
+    stop_strings: a completion ends before the first of these.
     reward_weights: as in `RolloutConfig`.
 
   Returns:
-    accuracy, standard_error, reward, reward_standard_error, well_formed (an answer could be read),
-    ended (by itself), accuracy_well_formed (correct among well-formed), length (mean tokens);
-    pass_at_K and pass_at_K_standard_error; part/NAME, the mean of a part of the reward. Problems
-    are independent, the answers to one are not: errors are those of the problems' means.
+    accuracy, standard_error, reward, reward_standard_error, well_formed (an answer could be
+    parsed), ended (by itself), accuracy_well_formed (correct among well-formed), length (mean
+    tokens); pass_at_K and pass_at_K_standard_error; part/NAME, the mean of a part of the reward.
+    Standard errors are those of per-problem means, since completions of one problem are correlated.
 
   Raises:
-    ValueError: if the task has no held-out problem or cannot judge, or an error ended a request.
+    ValueError: if the task has no held-out problem or cannot judge, or if a request failed.
   """
   found = _answers(
     config, config.num_problems, config.num_samples, generate=generate, task=task,
     tokenizer=tokenizer, max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
     reward_weights=reward_weights,
   )  # fmt: skip
-  # In the order of the problems, so that no sum depends on who finishes first.
+  # Sorted by problem, so that sums do not depend on the order of completion.
   answers = [answer for _, answer in sorted(found, key=lambda placed: placed[0])]
   verdicts = [one.verdict for one in answers]
   by_problem = lambda values: np.asarray(values, np.float64).reshape(-1, config.num_samples)
@@ -242,9 +242,10 @@ def evaluate(
 
 
 def pass_at(k: int, num_samples: int, num_correct: int) -> float:
-  """Returns the unbiased estimate that one of k answers is right, of so many samples of a problem.
+  """Returns the unbiased pass@k estimate for one problem.
 
-  It is 1 - C(n - c, k) / C(n, k), as a product of k factors at most, so that nothing overflows.
+  Computes 1 - C(n - c, k) / C(n, k) for n = `num_samples` and c = `num_correct` as a product, which
+  cannot overflow.
   """
   failing = 1.0
   for place in range(num_samples - num_correct + 1, num_samples + 1):
@@ -268,7 +269,7 @@ def first_answer(
   stop_strings: tuple[str, ...] = (),
   reward_weights: Mapping[str, float] | None = None,
 ) -> Answer:
-  """Returns the first answer to the first problem of `evaluate`, to the same bits; see there."""
+  """Returns the completion of the first problem of `evaluate`, bit for bit; same arguments."""
   ((_, answer),) = _answers(
     config, 1, 1, generate=generate, task=task, tokenizer=tokenizer, max_tokens=max_tokens,
     seed=seed, stop_strings=stop_strings, reward_weights=reward_weights,
@@ -289,7 +290,7 @@ def _answers(
   stop_strings: tuple[str, ...],
   reward_weights: Mapping[str, float] | None,
 ) -> Iterator[tuple[tuple[int, int], Answer]]:
-  """Yields ((place, sample), answer) of the first problems of the seed's order, as they finish."""
+  """Yields ((problem position, sample), answer) for the seed's first problems, as they finish."""
   num_problems = groups.num_problems(task, "heldout")
   count = min(most, num_problems)
   one = groups.RolloutConfig(
@@ -315,7 +316,7 @@ def _answers(
 
 
 def describe(numbers: Mapping[str, float]) -> str:
-  """Returns one line for people."""
+  """Returns a one-line summary for display."""
   reward, half = numbers["reward"], 1.96 * numbers["reward_standard_error"]
   passes = [
     f"{value:.1%} pass@{name.removeprefix('pass_at_')}"
@@ -342,16 +343,16 @@ def describe(numbers: Mapping[str, float]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-  """Asks a run's engine, with whatever weights it has.
+  """Evaluates with a run's engine and the engine's current weights.
 
   Attributes:
-    config: how many problems, at which temperature.
-    engine: with its tokenizer.
-    tasks: that pose and judge, by the room of their metrics: the run's own is `ROOM`'s.
-    rollout: what an answer may be.
-    policy: of scheduling.
-    seed: of the run.
-    progress: is told.
+    config: number of problems and temperature.
+    engine: the engine, with a tokenizer.
+    tasks: evaluation tasks by metric prefix; `ROOM` is the run's own task.
+    rollout: limits of completions.
+    policy: scheduling policy.
+    seed: the run's seed.
+    progress: receives progress updates.
   """
 
   config: EvaluationConfig
@@ -363,9 +364,10 @@ class Evaluator:
   progress: progress_lib.Progress
 
   def accuracy(self, room: str = ROOM) -> dict[str, float]:
-    """Returns what `evaluate` says of a room's task.
+    """Returns the metrics of `evaluate` for one task.
 
-    Weights are of the run's own task: another set's parts, which may be others, count once each.
+    `reward_weights` apply to the run's own task only, because other sets may have other parts;
+    their parts have weight 1.
     """
     run = divided.DividedRollout(self.engine, self.policy).run
     num_tokens = lambda: self.engine.counters.sampled_tokens
@@ -373,7 +375,7 @@ class Evaluator:
     return evaluate(self.config, generate=watched, **self._asked(room))
 
   def answer(self) -> Answer:
-    """Returns the answer to the first held-out problem; see `first_answer`."""
+    """Returns the completion of the first held-out problem; see `first_answer`."""
     run = divided.DividedRollout(self.engine, self.policy).run
     return first_answer(self.config, generate=run, **self._asked(ROOM))
 
@@ -390,5 +392,5 @@ class Evaluator:
 
 
 def tasks_by_room(task: Task, sets: Mapping[str, Task]) -> dict[str, Task]:
-  """Returns the tasks of an evaluation by the rooms of their metrics, the run's own first."""
+  """Returns the evaluation tasks by metric prefix, the run's own task first."""
   return {ROOM: task} | {f"{ROOM}_{name}": one for name, one in sets.items()}

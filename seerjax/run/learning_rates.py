@@ -1,14 +1,14 @@
-"""Usual learning rates of reinforcement, by the size of a model and by what of it learns.
+"""Default learning rates for reinforcement learning, by model size and trained weights.
 
     parameters          all weights          adapters (LoRA)
     1.1 M (nano)        1e-4                 2e-4
     11 M                1e-5                 2e-4
     0.1 B and more      1e-6                 2e-5
 
-At 0.1 B and more they are what others publish: 1e-6 for all weights (DAPO, 32 B,
-https://arxiv.org/abs/2503.14476; it is also the default of TRL's GRPO), and for adapters 10 to 100
-times that (TTT-Discover, rank 32: 4e-5, https://arxiv.org/abs/2601.16175). nano's was tried here.
-Between them the rate falls with the number of parameters, an interpolation that nobody measured.
+From 0.1 B on, the values follow published ones: 1e-6 for all weights (DAPO, 32 B,
+https://arxiv.org/abs/2503.14476; also the default of TRL's GRPO), and 10 to 100 times that for
+adapters (TTT-Discover, rank 32: 4e-5, https://arxiv.org/abs/2601.16175). The values for nano were
+tried here. The interpolation in between, by number of parameters, was not measured.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import jax
 
 from seerjax.models import config as model_config, parameters
 
-FULL_RATE = 1e-6  # Of all weights, from `LARGE` parameters on.
-LORA_TIMES = 20.0  # How many times that of all weights the rate of adapters is.
-MOST_FULL, MOST_LORA = 1e-4, 2e-4  # The highest rates, however small the model.
+FULL_RATE = 1e-6  # Rate for all weights, from `LARGE` parameters on.
+LORA_TIMES = 20.0  # Rate of adapters relative to that of all weights.
+MOST_FULL, MOST_LORA = 1e-4, 2e-4  # Upper bounds for small models.
 LARGE = 1.2e8  # Parameters.
-# A rate so many times the usual one is warned of, from so many parameters on. Smaller models bear
-# more, and are often trained from nothing.
+# From `WARNED` parameters on, a rate above `MOST_TIMES` times the default gives a warning. Smaller
+# models tolerate more, and are often trained from scratch.
 MOST_TIMES = 5.0
 WARNED = 1e7
 
 
 def num_parameters(model: model_config.TransformerConfig) -> int:
-  """Returns how many weights a model has."""
+  """Returns the number of weights of a model."""
   leaves = jax.tree.leaves(parameters.shapes(model, 1))
   return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def usual(count: int, *, is_lora: bool) -> float:
-  """Returns the usual learning rate of a model of `count` parameters, to one significant digit.
+  """Returns the default learning rate for a model of `count` parameters, to one significant digit.
 
   Args:
-    count: weights of the whole model, those that do not learn included.
-    is_lora: whether adapters learn in place of all weights.
+    count: weights of the whole model, including frozen ones.
+    is_lora: whether adapters are trained instead of all weights.
   """
   rate = FULL_RATE * max(1.0, LARGE / count)
   rate = min(MOST_LORA, LORA_TIMES * rate) if is_lora else min(MOST_FULL, rate)
@@ -48,7 +48,7 @@ def usual(count: int, *, is_lora: bool) -> float:
 
 
 def warning(rate: float, model: model_config.TransformerConfig, *, is_lora: bool) -> str:
-  """Returns one line on a learning rate far above the usual one; "" if it is not."""
+  """Returns a one-line warning if a learning rate is far above the default; "" otherwise."""
   count = num_parameters(model)
   found = usual(count, is_lora=is_lora)
   most = float(f"{MOST_TIMES * found:.0e}")

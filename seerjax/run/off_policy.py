@@ -1,12 +1,12 @@
-"""What gives up on-policy data for time: rivals to compare with.
+"""Off-policy training modes that trade on-policy data for time, as baselines for comparison.
 
-    one step off   step k + 1 is sampled beside the learning of step k, on devices of its own
-    partial        more groups are begun than a step needs; once enough are whole the others wait,
-                   with their tokens, for the next step and its other weights
+    one step off   step k + 1 is sampled during the update of step k, on separate devices
+    partial        more groups are started than a step needs; once enough are complete, the others
+                   keep their tokens and continue in the next step under its new weights
 
-Both learn from tokens that older weights sampled: the gap between engine and trainer that a run
-measures in every step is then their age, and no fault. What a partial rollout gives depends on who
-finished first. Neither can be resumed.
+Both train on tokens from older weights, so the gap between sampler and trainer log-probabilities
+that a run reports then measures staleness and is not an error. With partial rollouts, the result
+depends on which requests finish first. Neither mode can be resumed.
 
 Source: arXiv 2511.14617v3, section 4.4 (partial rollouts as in APRIL); TailSieve for one step off.
 """
@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaleConfig:
-  """How old what is learnt from may be. The default is on-policy.
+  """Configuration of off-policy training. The default is on-policy.
 
   Attributes:
-    steps_ahead: 1 samples a step beside the learning of the one before; 0 after it.
-    begun: groups under way at once, in multiples of those that a step learns from; above 1 those
-      that are not whole in time wait for the next step.
+    steps_ahead: 1 samples a step during the update of the previous one; 0 samples after it.
+    begun: groups in progress, as a multiple of the groups per step; above 1, groups that do not
+      finish in time continue in the next step.
   """
 
   steps_ahead: int = 0
@@ -62,24 +62,24 @@ class StaleConfig:
 
 
 class OneStepOff(Generic[T]):
-  """Samples each step beside the learning of the one before.
+  """Samples each step during the update of the previous one.
 
-  It stands in the place of what a loop samples and publishes with.
+  Wraps a loop's sample and publish functions.
   """
 
   def __init__(
     self, sample: Callable[[int], T], publish: Callable[[Any, int], None], *, num_steps: int
   ):
-    """Takes what samples a step and what publishes weights of a version, and how many steps."""
+    """Wraps `sample` and `publish` for a run of `num_steps` steps."""
     self._sample, self._publish, self._num_steps = sample, publish, num_steps
     self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
     self._begun: dict[int, concurrent.futures.Future[T]] = {}
 
   def sample(self, step: int) -> T:
-    """Returns what was sampled for a step, and begins the next by the same weights.
+    """Returns the samples of a step and starts sampling the next with the same weights.
 
     Raises:
-      Exception: what sampling it raised.
+      Exception: any error raised while sampling the step.
     """
     begun = self._begun.pop(step, None)
     found = self._sample(step) if begun is None else begun.result()
@@ -88,12 +88,12 @@ class OneStepOff(Generic[T]):
     return found
 
   def publish(self, weights: Any, policy_version: int) -> None:
-    """Publishes a copy of weights when nothing is being sampled.
+    """Publishes a copy of the weights once no sampling is in progress.
 
-    A copy, for the engine samples while an update takes the place of float32 masters.
+    The copy is needed because the engine samples while an update overwrites the float32 masters.
 
     Raises:
-      Exception: what sampling raised.
+      Exception: any error raised while sampling.
     """
     weights = jax.tree.map(jnp.copy, weights)
     for begun in self._begun.values():
@@ -101,12 +101,12 @@ class OneStepOff(Generic[T]):
     self._publish(weights, policy_version)
 
   def close(self) -> None:
-    """Waits, and ends the thread."""
+    """Waits for the sampling thread and ends it."""
     self._thread.shutdown()
 
 
 class Partial:
-  """Samples steps whose groups may wait for the next one; in the place of what samples a step."""
+  """Samples steps with partial rollouts: unfinished groups continue in the next step."""
 
   def __init__(
     self,
@@ -121,7 +121,7 @@ class Partial:
     progress: progress_lib.Progress,
     drafts: RunDrafts,
   ):
-    """Takes what samples, poses and judges, and `StaleConfig.begun`."""
+    """Creates the sampler; `begun` is `StaleConfig.begun`."""
     self._engine, self._task, self._journal, self._rollout = engine, task, journal, rollout
     self._num_begun = math.ceil(begun * rollout.groups_per_step)
     self._policy, self._seed = policy, seed
@@ -129,7 +129,7 @@ class Partial:
     self._carried = Carried()
 
   def sample(self, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
-    """Returns a step's groups, the others carried on, and how they were sampled."""
+    """Returns a step's groups and sampling metrics; unfinished groups are carried over."""
     engine = self._engine
     measure = sampling.Measure(engine, self._drafts)
     num_problems = groups_lib.num_problems(self._task, "train")
@@ -140,7 +140,7 @@ class Partial:
       return groups_lib.problem_of(self._task, "train", index)
 
     def rollout_of(beginnings: Mapping[str, Completion]) -> DividedRollout:
-      # They are continued with other weights: that is what a partial rollout is.
+      # Continuing with new weights is the point of a partial rollout.
       version = engine.policy_version
       renewed = {
         name: dataclasses.replace(one, policy_version=version) for name, one in beginnings.items()
@@ -173,12 +173,12 @@ class Partial:
 
 @dataclasses.dataclass(eq=False)
 class Begun:
-  """A group that is under way.
+  """A group in progress.
 
   Attributes:
-    problem: that its members answer.
-    requests: of its members.
-    rollouts: by member, those that are whole.
+    problem: the problem of the group.
+    requests: requests of all members.
+    rollouts: finished rollouts by member.
   """
 
   problem: Problem
@@ -187,18 +187,18 @@ class Begun:
 
   @property
   def is_whole(self) -> bool:
-    """Whether every member has answered."""
+    """Whether every member is finished."""
     return len(self.rollouts) == len(self.requests)
 
 
 @dataclasses.dataclass
 class Carried:
-  """What goes from step to step where groups wait.
+  """State carried from step to step by partial rollouts.
 
   Attributes:
-    groups: under way, those begun first in front.
-    beginnings: by request id, the beginnings of answers.
-    num_posed: problems begun so far.
+    groups: groups in progress, oldest first.
+    beginnings: partial completions by request id.
+    num_posed: number of problems started so far.
   """
 
   groups: list[Begun] = dataclasses.field(default_factory=list)
@@ -219,22 +219,22 @@ def sample_partial(
   rollout_of: Callable[[Mapping[str, Completion]], DividedRollout],
   on_rollout: Callable[[Problem, Rollout], None],
 ) -> tuple[list[RolloutGroup], int]:
-  """Samples until as many groups are whole as a step learns from; the others are carried on.
+  """Samples until enough groups for a step are complete; carries the others over.
 
   Args:
-    carried: from the step before; changed.
-    config: of a step.
-    num_begun: groups under way.
-    step: names what is begun now.
-    pose: position of a problem -> problem.
-    task: judges.
-    tokenizer: makes the prompts.
-    seed: of the run.
-    rollout_of: makes a rollout that goes on from those beginnings.
-    on_rollout: called as each answer is whole.
+    carried: state from the previous step; modified.
+    config: configuration of a step's rollouts.
+    num_begun: number of groups to keep in progress.
+    step: step number, used in new request ids.
+    pose: problem position -> problem.
+    task: judges completions.
+    tokenizer: encodes prompts.
+    seed: the run's seed.
+    rollout_of: creates a rollout that continues the given partial completions.
+    on_rollout: called for each finished completion.
 
   Returns:
-    (the groups, numbered as they stand, how many of their tokens older weights sampled).
+    The complete groups, renumbered from 0, and the number of their tokens from older weights.
 
   Raises:
     ValueError: if the task cannot judge a text.
@@ -246,7 +246,7 @@ def sample_partial(
     )
     carried.groups.append(Begun(problem, requests))
     carried.num_posed += 1
-  # Tokens by older weights: all of an answer that was whole before, else its beginning.
+  # Tokens from older weights: all of a completion that was finished before, else its prefix.
   old_tokens = {
     rollout.request.request_id: len(rollout.completion.tokens)
     for group in carried.groups
@@ -259,7 +259,7 @@ def sample_partial(
     if member not in group.rollouts
   }
 
-  # Whole by these weights, yet not theirs alone: what learns has to know.
+  # Finished under these weights, but started under older ones, which the trainer must see.
   versions = {name: one.policy_version for name, one in carried.beginnings.items() if one.tokens}
 
   def keep(completion: Completion) -> None:

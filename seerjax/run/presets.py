@@ -1,4 +1,4 @@
-"""Whole runs, whose settings go together: nano's, and that of any other model."""
+"""Complete run configurations: one for nano, and one for any other model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seerjax.trainer import losses, step as step_lib
 
 
 def main_job() -> RunConfig:
-  """Returns the main job: nano on word problems, two devices side by side on two cores."""
+  """Returns the main job: nano on word problems, on two data-parallel devices (two cores)."""
   return RunConfig(
     num_steps=20,
     num_instances=2,
@@ -26,16 +26,16 @@ def main_job() -> RunConfig:
     ),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
-    # Asked as it is trained: sampled, at the temperature of the rollouts.
+    # Evaluates as in training: sampled, at the rollout temperature.
     evaluation=EvaluationConfig(num_problems=2048, temperature=1.0),
   )
 
 
 def named_model() -> RunConfig:
-  """Returns what a run of a pretrained model begins with: one device, 128 answers a step.
+  """Returns the default configuration for a pretrained model: one device, 128 completions a step.
 
-  The learning rate follows from the model's size and from what learns (`learning_rates.usual`), the
-  tiles from the platform. Nothing of it was tuned.
+  The learning rate depends on model size and on LoRA (`learning_rates.usual`), the tiles on the
+  platform. None of these settings was tuned.
   """
   return RunConfig(
     num_steps=20,
@@ -50,5 +50,5 @@ def named_model() -> RunConfig:
 
 
 def of_model(name: str) -> RunConfig:
-  """Returns what a run of a model by name begins with: the main job if it is in the package."""
+  """Returns the default configuration for a model name; the main job for shipped models."""
   return main_job() if name in loading.SHIPPED else named_model()

@@ -1,11 +1,11 @@
-"""What a run is doing, reported at least every ten seconds.
+"""Reports a run's current activity at least every ten seconds.
 
     step 3 of 20: sampling, 212 of 384 requests, 3,412 tokens/s, 9 s left here, 4 min left in all
     step 1 of 20: learning; compiling jit(gradient) for 8 s
 
-A thread of its own reports it, so that a long compilation is not silent. On a terminal it stands
-next to the bar and changes every second; elsewhere it is a line, where nothing else was printed for
-so long. It is for people: nothing that a run computes depends on it.
+A separate thread reports, so that long compilations are not silent. On a terminal the text is shown
+next to the progress bar and updated every second. Elsewhere it is printed as a line if nothing else
+was printed for that long. No result of a run depends on it.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from numba.core import event as numba_events
 
 T = TypeVar("T")
 
-LINE_SECONDS = 10.0  # Without a line, at most.
+LINE_SECONDS = 10.0  # Longest time without a line.
 TICK = 1.0  # Seconds.
-RECENT = 10.0  # Seconds that a rate is measured over.
-# JAX names what it traces, lowers and compiles, as each begins and as it ends.
+RECENT = 10.0  # Window of the token rate, in seconds.
+# Prefix of JAX's events at the start and end of tracing, lowering and compiling.
 COMPILING = "/jax/core/compile/"
 NUMBA_COMPILES = "numba:compile"
-SAYS_MUCH = 20  # A twentieth of the requests.
-COMPILES_LONG = 1.0  # Seconds; what is shorter is not named.
+SAYS_MUCH = 20  # Time left is estimated once 1/20 of the requests are finished.
+COMPILES_LONG = 1.0  # Seconds; shorter compilations are not reported.
 
 
 @dataclasses.dataclass(eq=False)
 class Phase:
-  """What a run is at.
+  """One activity of a run.
 
   Attributes:
-    name: such as "sampling".
-    total: requests of it, 0 if it has none.
-    num_tokens: returns those sampled so far, from any beginning.
-    began: seconds, by the clock of `Progress`.
-    details: returns what more there is to say; "" if nothing.
-    num_finished: requests.
-    seen: (seconds, tokens), of the last while.
+    name: for example "sampling".
+    total: number of requests, 0 if it has none.
+    num_tokens: returns the tokens sampled so far, from any starting count.
+    began: start time in seconds, by the clock of `Progress`.
+    details: returns further text; "" if there is none.
+    num_finished: finished requests.
+    seen: recent (seconds, tokens) pairs.
   """
 
   name: str
@@ -56,7 +56,7 @@ class Phase:
 
 
 class Progress:
-  """Phases of a run and how far each is. Use as a context manager."""
+  """Tracks and reports the phases of a run. Use as a context manager."""
 
   def __init__(
     self,
@@ -65,12 +65,12 @@ class Progress:
     every: float = LINE_SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Takes who says a line.
+    """Configures the output.
 
     Args:
-      say: takes lines for people.
-      every: seconds without a line, at most.
-      clock: seconds.
+      say: receives lines for display.
+      every: longest time without a line, in seconds.
+      clock: returns seconds.
     """
     self._say, self._every, self._clock = say, every, clock
     self._show: Callable[[str], bool] = lambda text: False
@@ -79,32 +79,32 @@ class Progress:
     self._compiling: list[tuple[str, float]] = []
     self._numba = _Numba(self._compiling, clock)
     self._step = self._num_steps = 0
-    self._steps: list[float] = []  # Seconds of each.
+    self._steps: list[float] = []  # Duration of each step, in seconds.
     self._step_began = self._printed_at = self._beat_at = clock()
     self._beating = threading.Lock()
     self._ended = threading.Event()
     self._thread: threading.Thread | None = None
 
-  # What a run tells.
+  # Called by the run.
 
   def say(self, line: str) -> None:
-    """Says a line now."""
+    """Prints a line now."""
     self._say(line)
     self.has_printed()
 
   def has_printed(self) -> None:
-    """Is told that another line was printed."""
+    """Records that another line was printed."""
     self._printed_at = self._clock()
 
   def begin_step(self, step: int, num_steps: int) -> None:
-    """Begins a step, from 1; the one before is finished."""
+    """Starts a step (counted from 1) and ends the previous one."""
     now = self._clock()
     if self._step and step > self._step:
       self._steps.append(now - self._step_began)
     self._step, self._num_steps, self._step_began = step, num_steps, now
 
   def end_steps(self) -> None:
-    """The last step is finished."""
+    """Ends the last step."""
     self._step = 0
 
   @contextlib.contextmanager
@@ -116,13 +116,13 @@ class Progress:
     num_tokens: Callable[[], int] | None = None,
     details: Callable[[], str] = str,
   ) -> Iterator[Phase]:
-    """Within, the run is at `name`.
+    """Marks the block as a phase of the run.
 
     Args:
-      name: such as "sampling".
-      total: requests of it, 0 if it has none.
-      num_tokens: those sampled so far, from any beginning.
-      details: returns what more there is to say; "" if nothing.
+      name: for example "sampling".
+      total: number of requests, 0 if it has none.
+      num_tokens: returns the tokens sampled so far, from any starting count.
+      details: returns further text; "" if there is none.
     """
     phase = Phase(name, total, num_tokens, self._clock(), details)
     self._phases.append(phase)
@@ -132,17 +132,17 @@ class Progress:
       self._phases.remove(phase)
 
   def judged(self, completions: Iterable[T], phase: Phase) -> Iterator[T]:
-    """Yields completions, each a finished request of `phase`; who has one is judging it."""
+    """Yields completions, counting each as finished; the consumer's time counts as judging."""
     for completion in completions:
       phase.num_finished += 1
       with self.phase("judging"):
         yield completion
 
-  # What people read.
+  # Output.
 
   @property
   def text(self) -> str:
-    """What the run is at, in one line; "" if that is not known."""
+    """The current activity in one line; "" if unknown."""
     now = self._clock()
     head = f"step {self._step} of {self._num_steps}" if self._step else ""
     parts, left = [], []
@@ -152,7 +152,7 @@ class Progress:
         parts.append(f"{phase.num_finished:,} of {phase.total:,} requests")
       if phase.num_tokens is not None:
         parts += self._rate(phase, phase.num_tokens(), now)
-      # The first few say little of the others.
+      # The first few requests do not predict the others.
       if phase.total <= SAYS_MUCH * phase.num_finished < SAYS_MUCH * phase.total:
         rest = (now - phase.began) * (phase.total - phase.num_finished) / phase.num_finished
         left = [f"{duration(rest)} left here"]
@@ -163,21 +163,21 @@ class Progress:
     text = ": ".join(part for part in (head, ", ".join(parts + left)) if part)
     for details in filter(None, (phase.details() for phase in [*self._phases])):
       text += f"; {details}"
-    compiling = self._compiling[:1]  # The outermost; another thread may end it meanwhile.
+    compiling = self._compiling[:1]  # The outermost; another thread may remove it concurrently.
     if compiling and now - compiling[0][1] >= COMPILES_LONG:
       name, began = compiling[0]
       text += f"{'; ' if text else ''}compiling {name} for {duration(now - began)}"
     return text
 
   def _rate(self, phase: Phase, count: int, now: float) -> list[str]:
-    """Returns tokens a second of the last seconds, [] if there were none."""
+    """Returns the recent token rate as text; [] if no tokens were sampled."""
     phase.seen = [one for one in phase.seen if now - one[0] <= RECENT] + [(now, count)]
     begin, before = phase.seen[0]
     return [f"{(count - before) / (now - begin):,.0f} tokens/s"] if count > before else []
 
   @contextlib.contextmanager
   def shown(self, show: Callable[[str], bool]) -> Iterator[None]:
-    """Within, `show` takes the text every second, and returns whether people see it there."""
+    """Within the block, `show` receives the text every second; it returns whether it is visible."""
     self._show = show
     try:
       yield
@@ -186,16 +186,16 @@ class Progress:
 
   @contextlib.contextmanager
   def beaten(self, beat: Callable[[str], None]) -> Iterator[None]:
-    """Within, `beat` takes the text every ten seconds, whatever else is printed."""
+    """Within the block, `beat` receives the text every ten seconds, whatever else is printed."""
     self._beat = beat
     try:
       yield
     finally:
-      with self._beating:  # No beat comes after this.
+      with self._beating:  # No call starts after this.
         self._beat = lambda text: None
 
   def tick(self) -> None:
-    """Says what is due."""
+    """Reports whatever is due."""
     now, text = self._clock(), self.text
     if not text:
       return
@@ -240,7 +240,7 @@ class Progress:
 
 
 class _Numba(numba_events.Listener):
-  """Hears what numba compiles as it begins and ends."""
+  """Records the start and end of numba compilations."""
 
   def __init__(self, compiling: list[tuple[str, float]], clock: Callable[[], float]):
     self._compiling, self._clock = compiling, clock
@@ -256,12 +256,12 @@ class _Numba(numba_events.Listener):
 
 
 def silent() -> Progress:
-  """Returns one that prints nothing, for callers that have no other."""
+  """Returns a `Progress` that prints nothing."""
   return Progress(lambda line: None)
 
 
 def duration(seconds: float) -> str:
-  """Returns "9 s", "4 min" or "2.5 h"."""
+  """Formats seconds as "9 s", "4 min" or "2.5 h"."""
   if seconds < 100:
     return f"{seconds:.0f} s"
   return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,7 @@
-"""Takes steps of a run again from its journal: the weights between two checkpoints, to the bit.
+"""Recomputes the weights between two checkpoints from the journal, bit for bit.
 
-Nothing is sampled and nothing judged: the rewards are the journal's, and the task only poses its
-problems again.
+Nothing is sampled or judged: rollouts and rewards come from the journal; the task only supplies its
+problems.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from seerjax.run import rounds
 from seerjax.run.config import RunConfig
 from seerjax.types import Completion, Request, Rollout, RolloutGroup, Task, TrainState
 
-# Takes one step's optimiser steps, as the run did: (state, groups) -> (state, numbers).
+# Runs one step's optimiser steps as the run did: (state, groups) -> (state, metrics).
 Learn = Callable[[TrainState, Sequence[RolloutGroup]], tuple[TrainState, Mapping[str, float]]]
 
 
@@ -30,23 +30,23 @@ def learn_again(
   *,
   log: Callable[[str], None] = print,
 ) -> TrainState:
-  """Takes steps of a run again with the rollouts of its journal; the state has the run's bits.
+  """Repeats training steps from journalled rollouts; the resulting state has the run's bits.
 
   Args:
-    learn: the run's own, on any number of instances.
-    config: the run.
-    task: the run's.
-    tokenizer: of its policy, with its chat.
-    state: before the first of `steps`.
-    steps: consecutive.
-    known: (step, group, member) -> the journal's rollout, None if it has none.
-    log: takes a line a step.
+    learn: the run's own update, on any number of instances.
+    config: configuration of the run.
+    task: the run's task.
+    tokenizer: the policy's tokenizer, with the run's chat settings.
+    state: state before the first of `steps`.
+    steps: consecutive step numbers.
+    known: (step, group, member) -> the journalled rollout, or None.
+    log: receives one line per step.
 
   Returns:
     The state after the last of `steps`.
 
   Raises:
-    ValueError: naming the rollouts that the journal lacks, before anything is computed.
+    ValueError: if rollouts are missing from the journal; raised before anything is computed.
   """
 
   def refuse(step: int, requests: Sequence[Request]) -> tuple[Completion, ...]:

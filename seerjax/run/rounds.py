@@ -1,6 +1,6 @@
-"""The groups that a step learns from: rounds of problems, until enough of them say something.
+"""Samples a step's groups in rounds of problems (DAPO's dynamic sampling).
 
-With DAPO's dynamic sampling a group whose rewards are all equal is replaced by the next problem's.
+A group whose rewards are all equal has no gradient and is replaced by the next problem's group.
 Source: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
 """
 
@@ -27,22 +27,21 @@ def step_groups(
   known: groups_lib.Known,
   on_rollout: Callable[[int, int, Problem, Rollout], None],
 ) -> list[RolloutGroup]:
-  """Returns the groups that a step learns from.
+  """Returns the groups of a step.
 
-  With `max_rounds` above 1, rounds follow each other until enough groups have unequal rewards;
-  which problems a round takes depends on the counts of the rounds before, never on who finished
-  first.
+  With `max_rounds` above 1, rounds follow until enough groups have unequal rewards. The problems of
+  a round depend on the counts of earlier rounds, never on the order of completion.
 
   Args:
-    config: of a step.
-    max_rounds: 1 keeps every group.
-    task: poses and judges.
-    tokenizer: makes the prompts.
-    seed: of the run.
-    step: of the run, from 0.
-    generate: as in `sample_groups`, and so the last two.
-    known: rollouts that need not be sampled again.
-    on_rollout: called as each one finishes.
+    config: configuration of a step's rollouts.
+    max_rounds: maximum number of rounds; 1 keeps every group.
+    task: source of problems and verdicts.
+    tokenizer: encodes prompts.
+    seed: the run's seed.
+    step: step number, from 0.
+    generate: as in `sample_groups`.
+    known: returns rollouts that need not be sampled again.
+    on_rollout: called for each finished rollout.
   """
   wanted = config.groups_per_step
   num_problems = groups_lib.num_problems(task, "train")
@@ -50,7 +49,7 @@ def step_groups(
   rejected: list[RolloutGroup] = []
   taken = 0
   for _ in range(max_rounds):
-    # A step's problems start at the same place however many rounds the steps before it took.
+    # A step's first problem does not depend on the number of rounds of earlier steps.
     start = step * wanted * max_rounds + taken
     count = wanted - len(kept)
     indices = [
@@ -74,6 +73,6 @@ def step_groups(
     rejected += [group for group, keep_it in zip(groups, is_kept, strict=True) if not keep_it]
     if len(kept) == wanted:
       break
-  # A step always has the same number of groups; those without information fill it up.
+  # A step always has the same number of groups; rejected groups fill it up.
   chosen = kept + rejected[: wanted - len(kept)]
   return sorted(chosen, key=lambda group: group.group_index)

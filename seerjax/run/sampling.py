@@ -1,4 +1,4 @@
-"""What a step's sampling took: trace, drafts and seconds; and what people are told of it."""
+"""Measures a step's sampling (trace, drafts, seconds) and reports its progress."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from seerjax.types import Completion, Request
 
 
 class Counted(NamedTuple):
-  """Tokens so far, of whatever samples.
+  """Token counts of a sampler since its start.
 
   Attributes:
-    sampled_tokens: all of them.
-    drafted_tokens: that drafts proposed and that were verified.
-    accepted_tokens: of those.
+    sampled_tokens: all sampled tokens.
+    drafted_tokens: draft tokens that were verified.
+    accepted_tokens: draft tokens that were accepted.
   """
 
   sampled_tokens: int
@@ -30,16 +30,16 @@ class Counted(NamedTuple):
 
 
 def counted_by(engine: engine_lib.Engine) -> Counted:
-  """Returns what an engine has counted."""
+  """Returns the token counts of an engine."""
   counters = engine.counters
   return Counted(counters.sampled_tokens, counters.drafted_tokens, counters.accepted_tokens)
 
 
 class Measure:
-  """Measures one step's sampling, from here to `finish`.
+  """Measures one step's sampling, from construction to `finish`.
 
   Attributes:
-    traces: of the step's rollouts, to be filled.
+    traces: traces of the step's rollouts; filled by the caller.
   """
 
   def __init__(
@@ -48,12 +48,12 @@ class Measure:
     drafts: RunDrafts | None,
     counted: Callable[[], Counted] | None = None,
   ):
-    """Begins.
+    """Starts measuring.
 
     Args:
-      engine: that samples.
-      drafts: of its drafter, None if it has none of a run's.
-      counted: so far, where it is not the engine that samples.
+      engine: the sampling engine.
+      drafts: the run's drafter state, or None.
+      counted: returns current token counts; the engine's if None.
     """
     self._counted = counted or (lambda: counted_by(engine))
     self._begun_at = self._counted()
@@ -61,15 +61,15 @@ class Measure:
     self._drafts = drafts
     self._begin = time.monotonic()
     if drafts is not None:
-      drafts.take()  # Those of evaluations are not the step's.
+      drafts.take()  # Discards the counts of evaluations.
 
   def finish(self, directory: pathlib.Path, step: int, *, num_old: int) -> dict[str, float]:
-    """Appends the step's trace to its file in a directory, and returns the step's numbers.
+    """Appends the step's trace to the trace file and returns the step's sampling metrics.
 
     Args:
-      directory: of the run.
-      step: from 0.
-      num_old: tokens of the step's groups that older weights sampled.
+      directory: the run's directory.
+      step: step number, from 0.
+      num_old: tokens of the step's groups that were sampled from older weights.
     """
     drafts = statistics.Acceptance() if self._drafts is None else self._drafts.take()
     done = trace_lib.StepTrace(self.traces, drafts)
@@ -95,9 +95,10 @@ def watched(
   requests: Sequence[Request],
   details: Callable[[], str] = str,
 ) -> Iterator[Completion]:
-  """Yields what `run` does, a phase of that name; who takes one is judging it.
+  """Yields the completions of `run` within a progress phase `name`.
 
-  `num_tokens` returns how many were sampled so far, `details` what more a line has to say.
+  The time until the next completion is requested counts as judging. `num_tokens` returns the tokens
+  sampled so far; `details` returns further text for the progress line.
   """
   count = len(requests)
   with progress.phase(name, total=count, num_tokens=num_tokens, details=details) as phase:

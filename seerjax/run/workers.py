@@ -1,9 +1,9 @@
-"""A run whose steps are sampled by the workers of a cluster, each with an engine of its own.
+"""Cluster workers that sample a run's steps, each with its own engine.
 
     weights -- publish --> workers <-- orders, results --> ClusterRollout <-> the run's journal
 
-The run's own engine answers what else is asked (evaluations), and says what workers have to be: one
-whose numerics, key or weights are not the run's is not taken.
+The run's own engine is used for everything else (evaluations). It also defines the required
+numerics, key and weights: a worker that differs in any of them is rejected.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from seerjax.run.config import RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class WorkerOfRun:
-  """Makes a worker of a run, without weights until the run publishes some. It may be pickled.
+  """Picklable factory of a run's workers; they have no weights until the run publishes some.
 
   Attributes:
-    config: the run, whose model has decided what it left open and whose engine has its sizes.
-    model: its shape.
-    tokenizer: of the run.
+    config: configuration of the run, with model-dependent values and engine sizes filled in.
+    model: shape of the model.
+    tokenizer: the run's tokenizer.
   """
 
   config: RunConfig
@@ -51,13 +51,13 @@ class WorkerOfRun:
   tokenizer: Tokenizer
 
   def __call__(self, number: int) -> EngineWorker:
-    """Makes one in a process of its own, of which it takes a device for each model shard."""
+    """Creates a worker in its own process, with one device per model shard."""
     config = dataclasses.replace(self.config, num_instances=1)
     parallel.start(parallel.SliceConfig(), num_devices=config.model_shards)
     return self.on(programs_lib.make_programs(config, self.model).runner, number)
 
   def on(self, runner: runner_lib.Runner, number: int) -> EngineWorker:
-    """Makes one on programs that are there."""
+    """Creates a worker that uses existing compiled programs."""
     config = self.config
     shapes = policy_lib.running_shapes(config.weights, self.model)
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
@@ -74,23 +74,23 @@ class WorkerOfRun:
 
 
 class RunWorkers:
-  """The workers of a run, which sample its steps."""
+  """The workers that sample a run's steps."""
 
   def __init__(self, config: RunConfig, workers: Workers, engine: engine_lib.Engine):
-    """Takes them; `publish` comes before the first rollout.
+    """Wraps the workers; call `publish` before the first rollout.
 
     Args:
-      config: the run.
-      workers: which do nothing else.
-      engine: the run's own.
+      config: configuration of the run.
+      workers: workers used by this run only.
+      engine: the run's own engine.
     """
     self._config, self._workers = config, workers
     self._engine = EngineWorker(engine, name="the run's own engine")
-    self._before = sampling.Counted(0, 0, 0)  # Of the rollouts before the one of now.
+    self._before = sampling.Counted(0, 0, 0)  # Counts of all rollouts before the current one.
     self._rollout: ClusterRollout | None = None
 
   def counted(self) -> sampling.Counted:
-    """Returns what the chunks of all rollouts so far have brought."""
+    """Returns the token counts of all rollouts so far."""
     if self._rollout is None:
       return self._before
     counts, before = self._rollout.counts, self._before
@@ -101,18 +101,18 @@ class RunWorkers:
     )
 
   def text(self) -> str:
-    """Returns how many workers are up and what they do, for people; "" between two rollouts."""
+    """Returns a progress text on the workers; "" if no rollout has started."""
     return "" if self._rollout is None else self._rollout.text(self._config.cluster.workers)
 
   def publish(self, weights: parameters.Params, policy_version: int) -> None:
-    """Has the workers run the weights that the run's own engine runs; nothing waits for it."""
+    """Sends the workers the weights of the run's own engine, without waiting."""
     published = weights_lib.publish(
       weights, self._workers.put, publish_bytes=self._config.publish_bytes
     )
     self._workers.load(published, policy_version)
 
   def rollout(self, journal: Journal) -> ClusterRollout:
-    """Returns a rollout on the workers, which goes on from what the journal holds."""
+    """Returns a rollout on the workers that continues from the journal."""
     self._before = self.counted()
     self._rollout = ClusterRollout(
       self._workers, self._config.scheduler, journal, expected=self._engine.report()
@@ -128,18 +128,18 @@ def opened(
   engine: engine_lib.Engine,
   enter: Callable[[contextlib.AbstractContextManager], object],
 ) -> RunWorkers | None:
-  """Returns the workers that `RunConfig.cluster` asks for; None if it asks for none.
+  """Starts the workers of `RunConfig.cluster`; returns None if it has none.
 
   Args:
-    config: the run, as `WorkerOfRun` takes it.
-    model: its shape.
-    tokenizer: of the run.
-    runner: of the run's own engine, which engines of the same process share.
-    engine: the run's own.
-    enter: takes what ends with the run.
+    config: configuration of the run, as for `WorkerOfRun`.
+    model: shape of the model.
+    tokenizer: the run's tokenizer.
+    runner: programs of the run's own engine, shared with engines in this process.
+    engine: the run's own engine.
+    enter: registers a context manager that is closed when the run ends.
 
   Raises:
-    ImportError: if Ray is needed and not installed.
+    ImportError: if Ray is needed but not installed.
     ConnectionError: if there is no Ray cluster at the address.
   """
   cluster = config.cluster
