@@ -1,4 +1,4 @@
-"""A run's directory: what is refused, what a resume reads back, and what it misses."""
+"""Checks of a run's directory, and records that a resume reads back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from seerjax.run.config import RunConfig
 
 
 def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
-  """Refuses a directory that cannot be begun or resumed.
+  """Raises if a run cannot start or resume in a directory.
 
-  Of a directory to resume, damaged checkpoints are set aside, with a warning, as long as there is
-  one before them: what the run has done since is done again, to the same bits.
+  On resume, damaged checkpoints are renamed with a warning, as long as there is an earlier one: the
+  steps since then are repeated, to the same bits.
 
   Raises:
-    ValueError: if a new run would meet another one, or there is nothing to resume.
+    ValueError: if a new run finds another run, or there is nothing to resume.
   """
   if re.match("[a-z][a-z0-9]+:/", str(directory)):
     raise ValueError(
@@ -56,10 +56,10 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
 
 
 def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
-  """Returns the config of a resume, with what it leaves open as the run's checkpoint has it."""
+  """Returns the config for a resume, with defaults filled in from the run's checkpoint."""
   begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
-  # JSON has lists. A run that does not tell its implementation began when "tiled" was the default,
-  # and one that does not tell its learning rate when that was 1e-4.
+  # JSON has lists, not tuples. Checkpoints without an implementation are from versions in which
+  # "tiled" was the default; those without a learning rate from versions in which it was 1e-4.
   begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
   begun.setdefault("implementation", "tiled")
   begun.setdefault("learning_rate", 1e-4)
@@ -85,15 +85,15 @@ def check_settings(
   *,
   free: Sequence[str],
 ) -> None:
-  """Refuses to resume a run with settings that would make it another one.
+  """Raises if settings differ from those of the run to resume.
 
   Args:
-    stored: that the run began with.
-    current: of today, JSON.
-    free: names of settings that may be others.
+    stored: settings of the run, from the checkpoint.
+    current: current settings, JSON.
+    free: names of settings that may differ.
 
   Raises:
-    ValueError: naming them with both values.
+    ValueError: naming each difference with both values.
   """
   before, now = (
     {name: value for name, value in settings.items() if name not in free}
@@ -109,15 +109,17 @@ def check_settings(
 def missing_records(
   directory: pathlib.Path, step: int, journal: journal_lib.Journal | None
 ) -> list[str]:
-  """Returns a sentence for each file that lacks what whole steps had written: a run needs none.
+  """Returns a sentence for each record file that lacks data of completed steps.
+
+  A resumed run does not need this data.
 
   Args:
-    directory: of a run that is resumed.
-    step: whole steps of it.
-    journal: of the run; None if it has none.
+    directory: directory of the resumed run.
+    step: number of completed steps.
+    journal: the run's journal; None if it has none.
 
   Raises:
-    ValueError: if the numbers are damaged before their end.
+    ValueError: if metrics.jsonl is corrupt before its last line.
   """
   sentences = []
   if journal is not None:
@@ -150,12 +152,12 @@ def missing_records(
 def accuracy_at(
   directory: pathlib.Path, step: int, room: str = evaluation.ROOM
 ) -> dict[str, float]:
-  """Reads the evaluation after a step back; empty if there was none or it was not finished.
+  """Reads the metrics of the evaluation after a step; empty if there is no complete one.
 
   Args:
-    directory: of the run.
-    step: after which it was made.
-    room: of its metrics; see `evaluation.tasks_by_room`.
+    directory: the run's directory.
+    step: step after which the evaluation ran.
+    room: metric prefix; see `evaluation.tasks_by_room`.
   """
   path, start = directory / metrics.FILE_NAME, f"{room}/"
   rows = [row for row in metrics.read(path) if row["step"] == step] if path.is_file() else []
@@ -164,20 +166,20 @@ def accuracy_at(
 
 
 def best_step(directory: pathlib.Path, metric: str, step: int) -> tuple[int, float] | None:
-  """Returns the step whose evaluation has the highest `metric`, and that; of equals the earliest.
+  """Returns the step whose evaluation has the highest `metric`, and its value (ties: the earliest).
 
-  A step counts if its checkpoint is there, or if it is `step`, the run's last whole one.
+  Only steps with a checkpoint count, and `step` itself.
 
   Args:
-    directory: of the run.
-    metric: its name in metrics.jsonl.
-    step: whose evaluation was made last, if it was.
+    directory: the run's directory.
+    metric: name in metrics.jsonl.
+    step: the last completed step.
 
   Returns:
     (step, value); None if no such step was evaluated.
 
   Raises:
-    ValueError: if the evaluation after `step` has no such metric, naming those that it has.
+    ValueError: if the evaluation after `step` lacks the metric; the message lists its metrics.
   """
   path = directory / metrics.FILE_NAME
   rows = metrics.read(path) if path.is_file() else []
@@ -185,7 +187,7 @@ def best_step(directory: pathlib.Path, metric: str, step: int) -> tuple[int, flo
   evaluated = sorted(
     name for row in rows if row["step"] == step for name in row if evaluation.METRIC.fullmatch(name)
   )
-  # An evaluation of an earlier version has no reward, however `metric` is written.
+  # Evaluations from earlier versions have no reward.
   if f"{evaluation.ROOM}/reward" in evaluated and step not in found:
     raise ValueError(
       f"EvaluationConfig.best: got {metric!r}, expected a metric of the evaluation after step"

@@ -1,4 +1,4 @@
-"""A run's drafts: the drafter that its config names, what comes of them, what a draft learns."""
+"""A run's drafter: created from the config, its acceptance statistics, and draft training."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from seerjax.speculation.draft_model import ModelDrafter
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.types import RolloutGroup
 
-PART = "draft"  # The name of a checkpoint's part.
+PART = "draft"  # Name of the checkpoint part.
 
 
 class RunDrafts:
-  """Gives a run's engine its drafter, and tells step by step what came of the drafts."""
+  """Creates the drafter of a run's engine, and collects draft statistics per step."""
 
   def __init__(self, config: config_lib.SpeculationConfig):
-    """Refuses what names no drafter, before a run begins.
+    """Checks the drafter's name before a run starts.
 
     Raises:
-      ValueError: if there is no function of that name.
+      ValueError: if there is no such function.
     """
     config_lib.load(config)
     self._config = config
@@ -31,10 +31,10 @@ class RunDrafts:
     self._acceptance = statistics.Acceptance()
 
   def begin(self, engine: Engine) -> None:
-    """Makes the drafter, which may measure the engine's steps, and hands it to the engine.
+    """Creates the drafter, which may time the engine's steps, and installs it in the engine.
 
     Raises:
-      ValueError: if it is no drafter, or has no model where one is to learn.
+      ValueError: if the result is not a drafter, or has no draft model but should train one.
     """
     run = config_lib.DraftedRun(
       engine=engine,
@@ -53,13 +53,13 @@ class RunDrafts:
     engine.drafter = drafter
 
   def restore(self, restored_part: Callable[[str, Callable[[], Any]], Any]) -> str:
-    """Goes on with what the draft had learnt, if it learns.
+    """Restores the state of a trained draft.
 
     Args:
       restored_part: `Session.restored_part`.
 
     Returns:
-      A sentence for people; "" if there is nothing to say.
+      A sentence for display; "" if the draft is not trained.
     """
     learner = self._learner
     if learner is None:
@@ -71,13 +71,13 @@ class RunDrafts:
     return "the draft model goes on from what it had learnt"
 
   def learn(self, answers: Sequence[RolloutGroup], step: int) -> dict[str, float]:
-    """Teaches the draft a step's answers, if it learns; returns the step's numbers."""
+    """Trains the draft on a step's completions, if enabled; returns the metrics."""
     return {} if self._learner is None else self._learner.learn(answers, step)
 
   def parts(self) -> Mapping[str, Any]:
-    """Returns what a checkpoint holds of the draft."""
+    """Returns the draft's part of a checkpoint."""
     return {} if self._learner is None else {PART: self._learner.state}
 
   def take(self) -> statistics.Acceptance:
-    """Returns what came of the drafts since this was asked last."""
+    """Returns the draft statistics since the last call."""
     return self._acceptance.take()

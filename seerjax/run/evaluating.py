@@ -1,9 +1,9 @@
-"""Evaluation of any model on any task, without a run: held-out problems, answered and judged.
+"""Evaluates any model on any task, without a training run.
 
-    model directory --Engine--> answers --task--> numbers of `evaluation.evaluate`, room by room
+    model directory --Engine--> completions --task--> metrics of `evaluation.evaluate` per task
 
-A run's own evaluations ask the same problems with the same seeds, so that a model which a run wrote
-in float32 gets the numbers that the run found.
+A run's own evaluations use the same problems and seeds, so a model that a run saved in float32 gets
+the same metrics as in the run.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from seerjax.types import Task
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
-  """One evaluation. Every field can be set as `--config.field`, nested ones by dots.
+  """Configuration of one evaluation. Every field can be set as `--config.field` (nested: dots).
 
   Attributes:
     model: "nano", a Hugging Face directory (a run's is RUN/model), a GGUF file, or a Hub id.
     task: as in `RunConfig`.
-    task_path: what the task reads, if it reads anything.
+    task_path: data file or directory of the task, if it needs one.
     task_options: as in `RunConfig`.
-    seed: decides problems and samples.
-    max_tokens: most generated tokens of an answer.
-    stop_strings: an answer ends before the first of these.
+    seed: determines problems and samples.
+    max_tokens: maximum number of generated tokens.
+    stop_strings: a completion ends before the first of these.
     reward_weights: as in `RolloutConfig`.
-    numerics: what decides bits.
+    numerics: all settings that determine bits.
     engine: sizes of the engine.
-    chat: what every prompt says besides its problem.
-    evaluation: how many problems and answers, and further sets.
+    chat: chat settings of every prompt.
+    evaluation: number of problems and completions, and further sets.
   """
 
   model: str = "nano"
@@ -66,10 +66,10 @@ class EvaluateConfig:
         f" {self.engine.max_context - 1}, because prompt and answer have to fit"
         f" EngineConfig.max_context={self.engine.max_context}; lower it, or raise that."
       )
-    self.answers()  # Refuses, field by field, what no answer can be.
+    self.answers()  # Validates its fields.
 
   def answers(self) -> groups.RolloutConfig:
-    """Returns what an answer may be, as a run's config has it."""
+    """Returns the limits of completions, as in a run's config."""
     return groups.RolloutConfig(
       max_tokens=self.max_tokens,
       stop_strings=self.stop_strings,
@@ -85,23 +85,23 @@ def evaluate_model(
   sets: Mapping[str, Task] | None = None,
   log: Callable[[str], None] = print,
 ) -> dict[str, dict[str, float]]:
-  """Returns a model's numbers on a task and on further sets.
+  """Evaluates a model on a task and on further sets.
 
   Args:
     config: the evaluation.
-    model: in the place of the one that the config names; what `seerjax.load_model` returns.
-    task: in the place of the one that the config names.
-    sets: further tasks by name, besides those of `config.evaluation.sets`.
+    model: model from `seerjax.load_model`; overrides `config.model`.
+    task: overrides `config.task`.
+    sets: further tasks by name, in addition to `config.evaluation.sets`.
     log: receives progress lines, at least one every ten seconds.
 
   Returns:
-    The numbers of `evaluation.evaluate`: of the task as "heldout", of a set NAME as
-    "heldout_NAME".
+    The metrics of `evaluation.evaluate` by task: "heldout" for the task itself, "heldout_NAME" for
+    a set NAME.
 
   Raises:
-    ValueError: for a model, a task or prompts that will not do, before anything is sampled; for a
-      text that a task cannot judge.
-    FileNotFoundError: if there is no such model or task's file.
+    ValueError: for an invalid model, task or prompt, before sampling starts; later for a text that
+      a task cannot judge.
+    FileNotFoundError: if the model or a task's file does not exist.
   """
   if task is None:
     task = loading.load(

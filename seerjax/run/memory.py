@@ -1,4 +1,4 @@
-"""What a run takes of memory, counted before anything is taken."""
+"""Estimates the memory of a run before anything is allocated."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from seerjax.trainer import plan as plan_lib, shards
 
 
 class MemoryPlan(NamedTuple):
-  """What a run takes of memory, in bytes of its fullest device.
+  """Estimated memory of a run, in bytes, on the device that uses the most.
 
   Attributes:
-    learning: masters, moments, gradient sums and the rest.
-    frozen: weights that do not learn, beside those that run.
-    pages: of the engine.
-    are_pages_given_back: while it learns.
-    held: by this process already, the policy's first weights included; of a CPU alone.
-    others: of all other devices together, where they share one memory; else 0.
-    free: now.
-    engine: sizes, with what was open decided.
+    learning: masters, moments, gradient sums and the rest of training.
+    frozen: frozen weights, in addition to the running ones.
+    pages: KV pages of the engine.
+    are_pages_given_back: whether the engine releases its KV pages during training.
+    held: memory that this process already uses, including the policy's initial weights; CPU only.
+    others: total of all other devices if they share one memory, else 0.
+    free: memory that is free now.
+    engine: engine sizes, with all defaults filled in.
   """
 
   learning: plan_lib.Plan
@@ -41,12 +41,12 @@ class MemoryPlan(NamedTuple):
 
   @property
   def needed(self) -> int:
-    """Bytes on top of what is held, at the most."""
+    """Peak bytes in addition to `held`."""
     while_learning = self.learning.learning + (0 if self.are_pages_given_back else self.pages)
     return self.learning.kept + self.frozen + max(self.pages, while_learning) + self.others
 
   def describe(self) -> str:
-    """Returns one line in MiB."""
+    """Returns a one-line summary in MiB."""
     mib = plan_lib.MIB
     given_back = " that are given back while it learns" if self.are_pages_given_back else ""
     others = f", {self.others / mib:,.0f} on the other devices" if self.others else ""
@@ -63,15 +63,15 @@ class MemoryPlan(NamedTuple):
 def memory_plan(
   config: RunConfig, model: model_config.TransformerConfig, *, keeps_base: bool | None = None
 ) -> MemoryPlan:
-  """Returns what a run is going to take; nothing is computed or allocated.
+  """Estimates a run's memory without computing or allocating anything.
 
   Args:
-    config: the run.
-    model: its shape.
-    keeps_base: whether the first weights are kept too; None is as the config needs them.
+    config: configuration of the run.
+    model: shape of the model.
+    keeps_base: whether the initial weights are kept too; None follows the config.
 
   Raises:
-    ValueError: with all figures, if that does not fit what is free.
+    ValueError: with all figures, if the run does not fit in free memory.
   """
   config = for_model(config, model)
   trainer, mesh = programs_lib.make_programs(config, model).trainer, programs_lib.meshes(config)[1]
@@ -80,7 +80,7 @@ def memory_plan(
   plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
   weights = policy_lib.running_shapes(config.weights, model)
   learning = trainer.plan(weights, programs_lib.layout(config), _most_micro_batches(config))
-  # Under adapters the frozen weights are those that run.
+  # With adapters, the frozen weights are the running ones.
   keeps_base = config.keeps_base if keeps_base is None else keeps_base
   is_beside = keeps_base and not config.lora_rank
   frozen = shards.bytes_of(plain, parameters.specs_of(plain), mesh) if is_beside else 0
@@ -124,7 +124,7 @@ def memory_plan(
 
 
 def _most_micro_batches(config: RunConfig) -> int:
-  """Returns how many micro-batches an optimiser step has where every answer is a whole context."""
+  """Returns the micro-batches per optimiser step if every completion has the maximum length."""
   groups = -(-config.rollout.groups_per_step // config.trainer.num_mini_batches)
   longest = min(config.engine.max_context - 1, config.trainer.rows_per_micro_batch)
   fitting = max(1, config.trainer.rows_per_micro_batch // longest)

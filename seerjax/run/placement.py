@@ -1,6 +1,6 @@
-"""Flags for how a command runs its model: dtype, implementation, and the devices that share it.
+"""Command-line flags for dtype, backend and devices of a model.
 
-They have the names and checks of `RunConfig`. What cannot be is refused before any weight is read.
+Names and checks are those of `RunConfig`. Invalid values raise before any weight is read.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from seerjax.models import config as model_config, huggingface, loading
 
 
 class Placement(NamedTuple):
-  """How a model runs.
+  """Numerics and devices of a model.
 
   Attributes:
-    shape: of the model.
-    numerics: with what the model and this machine decide.
-    mesh: the devices; several instances have a copy of the weights each, and the devices of one
-      share them.
+    shape: shape of the model.
+    numerics: numerics with all defaults filled in for the model and this machine.
+    mesh: the devices; each instance has a copy of the weights, sharded over its devices.
   """
 
   shape: model_config.TransformerConfig
@@ -30,7 +29,7 @@ class Placement(NamedTuple):
   mesh: jax.sharding.Mesh
 
   def describe(self) -> str:
-    """Returns one line that says what was decided."""
+    """Returns a one-line summary."""
     numerics, shape = self.numerics, self.mesh.shape
     return (
       f"runs in {numerics.compute_dtype} by {numerics.implementation!r},"
@@ -55,17 +54,17 @@ def define_flags() -> None:
 
 
 def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
-  """Returns what the flags say, for a model; on a CPU it makes the devices.
+  """Returns the placement that the flags request; on a CPU, also creates the devices.
 
-  To be called before the first use of a device.
+  Call this before the first use of a device.
 
   Args:
-    model: shipped, a directory, a GGUF file, or a Hub id; only its shape is read.
-    numerics: what the flags leave as it is.
+    model: a shipped model, a directory, a GGUF file, or a Hub id; only its shape is read.
+    numerics: values of all settings without a flag.
 
   Raises:
-    FileNotFoundError: if there is no such model.
-    ValueError: if a flag cannot be, for itself, for this model or for this machine.
+    FileNotFoundError: if the model does not exist.
+    ValueError: if a flag is invalid, or does not suit this model or machine.
   """
   args = flags.FLAGS
   numerics = dataclasses.replace(
@@ -83,11 +82,11 @@ def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
 def placed(
   model: str, numerics: numerics_lib.NumericsConfig, *, num_instances: int, model_shards: int
 ) -> Placement:
-  """Returns how a model runs on the devices that are there.
+  """Returns the placement of a model on the available devices.
 
   Raises:
-    FileNotFoundError: if there is no such model.
-    ValueError: if its numerics or shards cannot be for this model or this machine.
+    FileNotFoundError: if the model does not exist.
+    ValueError: if numerics or shards do not suit this model or machine.
   """
   parallel.require_sizes(num_instances, model_shards, numerics.reduction_shards, what="--")
   shape = huggingface.load_config(loading.path_of(model))

@@ -1,8 +1,8 @@
-"""What learns, and what engine and trainer run of it.
+"""The trained policy, and the weights that engine and trainer run.
 
     Policy -- initial_state --> masters (TrainState.params) -- running_weights --> engine, trainer
        |                                                            ^
-       +----- frozen_weights: the base under adapters, the reference of a pull ----+
+       +----- frozen_weights: the base under adapters, or the KL reference -------+
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from seerjax.types import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-  """Which weights learn, and the numbers in which they run.
+  """Which weights are trained, and the numerics in which they run.
 
   Attributes:
-    numerics: of engine and trainer.
-    lora_rank: columns of the adapters that learn; 0 where all weights learn.
-    lora_alpha: adapters count alpha / rank times.
-    seed: of fresh adapters.
-    publish_bytes: of weights on their way to where they run; see `RunConfig`.
+    numerics: numerics of engine and trainer.
+    lora_rank: rank of the trained adapters; 0 trains all weights.
+    lora_alpha: adapters are scaled by alpha / rank.
+    seed: seed of new adapters.
+    publish_bytes: upper bound on bytes in flight while publishing; see `RunConfig`.
   """
 
   numerics: numerics_lib.NumericsConfig
@@ -52,18 +52,18 @@ class WeightsConfig:
 
   @property
   def scale(self) -> float:
-    """How many times adapters count."""
+    """Scale of the adapters."""
     return self.lora_alpha / self.lora_rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-  """What learns: a model's shape, its first f32 master weights, and how its text reads.
+  """A policy to train: the model's shape, initial f32 master weights, and tokenizer.
 
   Attributes:
-    model: its shape.
-    params: f32 master weights, as a run begins with them.
-    tokenizer: None of a policy that says no text: edits have a vocabulary of their own.
+    model: shape of the model.
+    params: initial f32 master weights.
+    tokenizer: None for a policy that produces no text: edits have their own vocabulary.
   """
 
   model: model_config.TransformerConfig
@@ -84,21 +84,21 @@ class Policy:
     return self.tokenizer
 
   def with_chat(self, config: chat_template.ChatConfig) -> Policy:
-    """Returns the policy with the tokenizer of `chatting`."""
+    """Returns the policy with its tokenizer changed by `chatting`."""
     return dataclasses.replace(self, tokenizer=chatting(self.require_tokenizer(), config))
 
 
 def chatting(
   tokenizer: tokenizer_lib.Tokenizer, config: chat_template.ChatConfig
 ) -> tokenizer_lib.Tokenizer:
-  """Returns the tokenizer with a run's chat settings; its `chat_config` is what they come to.
+  """Returns the tokenizer with the run's chat settings applied and its `chat_config` resolved.
 
-  If the chat template reads the clock, the moment is that of `config`, else that at which the
-  tokenizer was loaded, by the first process's clock where several share a run.
+  If the chat template reads the clock, the time is `config.now`, else the time at which the
+  tokenizer was loaded; of several processes, the first one's clock is used.
 
   Raises:
-    ValueError: if the tokenizer has other settings of its own, which no journal would know of; or
-      if `config` sets a moment that the template does not read.
+    ValueError: if the tokenizer already has other chat settings, which the journal would not
+      record; or if `config.now` is set but the template does not read the clock.
   """
   own = tokenizer.chat_config
   if dataclasses.replace(own, now=config.now) not in (
@@ -125,7 +125,7 @@ def initial_state(
   optimizer: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
 ) -> TrainState:
-  """Returns the state of a run that has not learnt: of all weights, or of fresh adapters."""
+  """Returns the initial training state, of all weights or of new adapters."""
   return state_lib.first_state(first_params(weights, policy), optimizer, mesh)
 
 
@@ -135,13 +135,13 @@ def abstract_state(
   optimizer: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
 ) -> TrainState:
-  """Returns shapes, dtypes and places of `initial_state`; nothing is computed."""
+  """Returns shapes, dtypes and shardings of `initial_state` without computing anything."""
   params = jax.eval_shape(lambda: first_params(weights, policy))
   return state_lib.abstract_state(params, optimizer, mesh)
 
 
 def first_params(weights: WeightsConfig, policy: Policy) -> Any:
-  """Returns what learns, as it begins: the policy's weights themselves, or fresh adapters."""
+  """Returns the initial trained weights: the policy's weights, or new adapters."""
   if not weights.lora_rank:
     return policy.params
   key = numerics_lib.key(groups_lib.request_seed(weights.seed, -2))
@@ -151,31 +151,30 @@ def first_params(weights: WeightsConfig, policy: Policy) -> Any:
 def frozen_weights(
   policy: Policy, numerics: numerics_lib.NumericsConfig, mesh: jax.sharding.Mesh
 ) -> parameters.Params:
-  """Returns the policy's first weights in compute dtype, on the mesh that learns.
+  """Returns the policy's initial weights in compute dtype, on the training mesh.
 
-  They are the base under adapters, and the reference of a pull to the first policy; a run without
-  either has no need of them.
+  They are the base under adapters and the reference of a KL penalty; other runs do not need them.
   """
-  # On the whole mesh at once, so that no step has to copy them there.
+  # Placed on the whole mesh now, so that no step has to copy them there.
   return parameters.placed(parameters.compute_params(policy.params, numerics), mesh)
 
 
 def running_weights(
   weights: WeightsConfig, params: Any, base: parameters.Params | None
 ) -> parameters.Params:
-  """Returns what engine and trainer both run.
+  """Returns the weights that both engine and trainer run.
 
   Args:
-    weights: which of them learn.
-    params: f32 masters of what learns (`TrainState.params`).
-    base: of `frozen_weights`; needed under adapters alone.
+    weights: which weights are trained.
+    params: f32 masters of the trained weights (`TrainState.params`).
+    base: result of `frozen_weights`; required for adapters only.
   """
   if not weights.lora_rank:
     found = parameters.compute_params(params, weights.numerics)
   else:
     assert base is not None
     found = lora.attach(base, params, weights.scale)
-  # Rounded where the masters lie, on all devices; then each instance gets its copy.
+  # Rounded where the masters are, across all devices; then each instance gets a copy.
   first = jax.tree.leaves(params)[0]
   place = first.sharding if isinstance(first, jax.Array) else None
   if not isinstance(place, jax.sharding.NamedSharding) or place.num_devices == 1:
@@ -189,8 +188,8 @@ def published_weights(
 ) -> parameters.Params:
   """Returns `running_weights` for the engine.
 
-  With `is_copied` it may sample while an update takes `params`: float32 weights are otherwise the
-  masters themselves, whose place the next masters take before the engine runs again.
+  With `is_copied`, the engine may sample while an update donates `params`. Otherwise float32
+  weights are the masters themselves, which the update overwrites before the engine runs again.
   """
   found = running_weights(weights, params, base)
   return jax.tree.map(jnp.copy, found) if is_copied else found
@@ -199,7 +198,7 @@ def published_weights(
 def running_shapes(
   weights: WeightsConfig, model: model_config.TransformerConfig
 ) -> parameters.Params:
-  """Returns shapes and dtypes of `running_weights`; nothing is computed."""
+  """Returns shapes and dtypes of `running_weights` without computing anything."""
   numerics = weights.numerics
   masters = parameters.shapes(model, numerics.reduction_shards)
   found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, numerics.dtype), masters)
@@ -212,18 +211,18 @@ def running_shapes(
 def reference_weights(
   weights: WeightsConfig, params: Any, base: parameters.Params
 ) -> parameters.Params:
-  """Returns the policy before it learnt, as `running_weights` has it now."""
+  """Returns the initial policy, in the form of `running_weights`."""
   if not weights.lora_rank:
     return base
-  # Adapters that say nothing: scored by the program that scores those that learn, so that a fresh
-  # one is at a distance of exactly zero.
+  # Zero adapters rather than no adapters: the reference is scored by the same program as the
+  # policy, so that its KL to new adapters is exactly zero.
   return running_weights(weights, jax.tree.map(jnp.zeros_like, params), base)
 
 
 def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> parameters.Params:
-  """Returns plain f32 weights of what was learnt, adapters merged; for other programs to load.
+  """Returns the trained weights as plain f32, adapters merged, for export.
 
-  Where several processes share them, all ask for them together.
+  If several processes share the weights, all must call this together.
   """
   if jax.process_count() > 1:
     params = parallel.on_host(params)
@@ -233,20 +232,20 @@ def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> par
 
 
 def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
-  """Returns a model by name: "nano", a Hugging Face directory, a GGUF file, or a Hub id."""
+  """Loads a policy by name: "nano", a Hugging Face directory, a GGUF file, or a Hub id."""
   path = loading.path_of(name)
   params, model = huggingface.load(path, numerics)
   return Policy(model, params, tokenizer_lib.load(path))
 
 
 def policy_of(model: loading.Model) -> Policy:
-  """Returns a loaded model as what learns: its weights in f32, with a list of layers."""
+  """Returns a loaded model as a policy: f32 weights, layers as a list."""
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), parameters.unstacked(model.params))
   return Policy(model.config, params, model.tokenizer)
 
 
 def ignored_settings(tokenizer: tokenizer_lib.Tokenizer) -> str:
-  """Returns one line on what a model's directory asks for in vain."""
+  """Returns one line on the settings in generation_config.json that are ignored."""
   return (
     f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are not taken; how is"
     " sampled is decided by flags alone"

@@ -1,6 +1,6 @@
-"""A run's compiled programs, the devices that they run on, and the shapes of what they learn from.
+"""A run's compiled programs, their meshes, and the shapes of training state and batches.
 
-Runs of one shape in one process may share them: `make_programs`, once.
+Runs of equal shapes in one process may share the result of one `make_programs` call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seerjax.types import RolloutGroup, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """A run's compiled programs. Runs of one shape in one process may share them."""
+  """Compiled programs of a run. Runs of equal shapes in one process may share them."""
 
   made_for: tuple[Any, ...]
   trainer: step_lib.Trainer
@@ -40,18 +40,18 @@ def make_programs(
   loss: step_lib.PolicyLoss = losses.policy_loss,
   optimizer: optax.GradientTransformation | None = None,
 ) -> Programs:
-  """Returns what a run compiles; nothing is compiled before it is first used.
+  """Returns a run's programs; each is compiled on first use.
 
   Args:
-    config: the run.
-    model: its shape.
-    loss: of one micro-batch, as `losses.policy_loss`.
-    optimizer: an optax chain in the place of the config's.
+    config: configuration of the run.
+    model: shape of the model.
+    loss: loss of one micro-batch, like `losses.policy_loss`.
+    optimizer: optax chain; replaces the config's.
 
   Raises:
-    ValueError: if the model has fewer slabs than `RunConfig.model_shards`, or there are fewer
-      devices than the config asks for.
-    NotImplementedError: if kernels would learn on several devices of the model axis.
+    ValueError: if the model has fewer slabs than `RunConfig.model_shards`, or there are too few
+      devices.
+    NotImplementedError: if kernels would have to train on several devices of the model axis.
   """
   config = for_model(config, model)
   parallel.local_slabs(config.numerics.reduction_shards, config.model_shards)
@@ -76,7 +76,7 @@ def make_programs(
 
 
 def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
-  """Returns where it samples and where it learns: everywhere, unless both go on at once."""
+  """Returns the (sampling, training) meshes: the same one, unless both run at the same time."""
   shards = config.model_shards
   if not config.stale.steps_ahead:
     mesh = parallel.make_mesh(num_instances=config.num_instances, model_shards=shards)
@@ -92,7 +92,7 @@ def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
 def first_state(
   config: RunConfig, policy: Policy, optimizer: optax.GradientTransformation | None = None
 ) -> TrainState:
-  """Returns the state of a run that has not learnt; `optimizer` in the place of the config's."""
+  """Returns the initial training state; `optimizer` replaces the config's."""
   optimizer = step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer
   return policy_lib.initial_state(config.weights, policy, optimizer, meshes(config)[1])
 
@@ -104,13 +104,13 @@ def abstract_state(
   *,
   mesh: jax.sharding.Mesh | None = None,
 ) -> TrainState:
-  """Returns shapes, dtypes and places of `first_state`; nothing is computed.
+  """Returns shapes, dtypes and shardings of `first_state` without computing anything.
 
   Args:
-    config: the run.
-    policy: what learns.
-    optimizer: in the place of the config's.
-    mesh: whose devices share it; None is where the run learns.
+    config: configuration of the run.
+    policy: the policy to train.
+    optimizer: replaces the config's.
+    mesh: mesh to shard over; None is the training mesh.
   """
   optimizer = step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer
   mesh = meshes(config)[1] if mesh is None else mesh
@@ -118,7 +118,7 @@ def abstract_state(
 
 
 def base_weights(config: RunConfig, policy: Policy) -> parameters.Params | None:
-  """Returns `policy.frozen_weights` where the run learns, None if it does not need them."""
+  """Returns `policy.frozen_weights` on the training mesh; None if the run does not need them."""
   if not config.keeps_base:
     return None
   return policy_lib.frozen_weights(policy, config.numerics, meshes(config)[1])
@@ -130,7 +130,7 @@ def key_of(
   loss: step_lib.PolicyLoss = losses.policy_loss,
   optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Any, ...]:
-  """Returns all that decides a run's programs (`Programs.made_for`)."""
+  """Returns a key of everything that determines a run's programs (`Programs.made_for`)."""
   return (
     model, config.num_instances, config.model_shards, config.stale.steps_ahead, config.lora_rank,
     config.numerics,
@@ -156,5 +156,5 @@ def layout(config: RunConfig) -> packing.Layout:
 
 
 def pack(config: RunConfig, groups: Sequence[RolloutGroup], values: np.ndarray) -> Any:
-  """Returns the groups as one `TrainBatch` of the run's fixed shapes."""
+  """Packs groups into one `TrainBatch` with the run's fixed shapes."""
   return packing.pack(groups, values, **_packing_arguments(config))

@@ -1,20 +1,20 @@
-"""A run's life in its directory, which every loop that trains enters.
+"""The lifecycle of a run in its directory, shared by all training loops.
 
     with Session(directory, num_steps=..., resume=..., log=...) as run:
-                                         a directory that will not do is refused, Ctrl-C is heard
-      run.hold_to(settings, ...)         what a run to resume must have begun with
-      found = run.restore(like, ...)     what its latest checkpoint holds, None of a new run
+                                         checks the directory, handles Ctrl-C
+      run.hold_to(settings, ...)         checks settings against the run to resume
+      found = run.restore(like, ...)     reads the latest checkpoint; None for a new run
       run.open(...)                      status.json, journal, config.json, metrics.jsonl
-      run.begin(state, host_state)       the first checkpoint: from here on a stop saves
+      run.begin(state, host_state)       first checkpoint; from here on a stop saves
       while run.step < num_steps:
         with run.next_step() as put_off_stops:
-          ...                            `put_off_stops` before the first update of the weights
+          ...                            call `put_off_stops` before the first weight update
           run.finish_step(state, host_state, numbers)
         run.save_if_due(every=...)
 
-A checkpoint holds the state (a tree of arrays) and the host state (JSON) of the last whole step,
-the run's clock, and which settings its model chose. Ctrl-C and SIGTERM end the `with` as one
-`stops.Interrupted`, when that step has been saved.
+A checkpoint contains the state (a tree of arrays) and host state (JSON) of the last completed step,
+the run's clock, and the model-dependent defaults. On Ctrl-C and SIGTERM the last completed step is
+saved, and the `with` block raises `stops.Interrupted`.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from seerjax.run import (
 from seerjax.tasks import digests
 from seerjax.trainer import state as state_lib
 
-# Names the step of the best checkpoint, by which metric it is, and the metric's value.
+# File with the step of the best checkpoint, the metric that selected it, and the metric's value.
 BEST_FILE_NAME = "best_checkpoint.json"
-# Of a checkpoint's parts, none.
+# A checkpoint without optional parts.
 NO_PARTS: Mapping[str, Any] = {}
-# Returns what a checkpoint holds besides arrays, as JSON; asked when one is due.
+# Returns the non-array state of a checkpoint, as JSON; called when a checkpoint is due.
 HostState = Callable[[], Mapping[str, Any]]
 
 
 class Session:
-  """One run of this process; see above.
+  """One run in this process; see the module docstring.
 
   Attributes:
-    directory: of the run.
-    num_steps: that the run is going to have.
-    step: whole steps so far.
-    progress: what people are told, and what the run is at.
-    clock: of all processes of the run.
-    data_epochs: digests of the data (`tasks.digests`), each with the step from which on they hold.
-    journal: finished rollouts, once open; None of a run without one.
-    writer: of metrics.jsonl, once open.
+    directory: the run's directory.
+    num_steps: total number of steps of the run.
+    step: number of completed steps.
+    progress: reports the current activity.
+    clock: measures all processes of the run.
+    data_epochs: digests of the data (`tasks.digests`), each with the step from which they apply.
+    journal: finished rollouts, once open; None for a run without a journal.
+    writer: writer of metrics.jsonl, once open.
   """
 
   def __init__(
@@ -73,16 +73,16 @@ class Session:
     log: Callable[[str], None] = print,
     keep_checkpoints: int = 3,
   ):
-    """Takes what holds for every run; nothing is touched before `open`.
+    """Stores settings common to all runs; touches no file before `open`.
 
     Args:
-      directory: of the run.
-      num_steps: that the run is going to have.
-      resume: carry on from the latest checkpoint.
-      accept_new_numerics: resume under another fingerprint, as a new epoch.
-      accept_new_data: resume with other data, as a new epoch.
-      log: takes lines for people.
-      keep_checkpoints: how many of the newest are kept.
+      directory: the run's directory.
+      num_steps: total number of steps of the run.
+      resume: resume from the latest checkpoint.
+      accept_new_numerics: resume under a different numerics fingerprint, as a new epoch.
+      accept_new_data: resume with different data, as a new epoch.
+      log: receives lines for display.
+      keep_checkpoints: number of newest checkpoints to keep.
     """
     self.directory = pathlib.Path(directory)
     self.num_steps = num_steps
@@ -100,13 +100,13 @@ class Session:
     self._parts: Mapping[str, Any] = NO_PARTS
     self._host_state: HostState = dict
     self._saved_at = 0.0
-    self._best: int | None = None  # The step of the best checkpoint, which is kept.
+    self._best: int | None = None  # Step of the best checkpoint, which is kept.
 
   def __enter__(self) -> Session:
     with contextlib.ExitStack() as stack:
       self._stops = stack.enter_context(stops_lib.heard())
       if jax.process_count() > 1:
-        # Processes that run one program stop at one place: between two steps.
+        # Processes of one SPMD program must stop at the same point: between two steps.
         stack.enter_context(self._stops.put_off())
       self.progress = stack.enter_context(progress_lib.Progress(self._log))
       self.clock = summary.RunClock()
@@ -118,7 +118,7 @@ class Session:
     self._stack.__exit__(*error)
 
   def enter(self, part: contextlib.AbstractContextManager[Any]) -> Any:
-    """Enters a part of the loop's own, to be left with the session, before its files."""
+    """Enters a context manager that is left with the session, before the session's files close."""
     return self._stack.enter_context(part)
 
   def hold_to(
@@ -128,15 +128,15 @@ class Session:
     free: Sequence[str],
     data: Mapping[str, str],
   ) -> None:
-    """Takes the run's settings; a checkpoint that tells its own must have the same ones.
+    """Sets the run's settings, and checks them against those stored in a checkpoint.
 
     Args:
-      settings: of the run, JSON, with what was left to the model decided.
-      free: names of settings that a resume may change.
-      data: digests of what is read besides (`tasks.digests`).
+      settings: settings of the run as JSON, with all defaults filled in.
+      free: names of settings that may change on resume.
+      data: digests of all other inputs (`tasks.digests`).
 
     Raises:
-      ValueError: naming those that differ with both values.
+      ValueError: naming each difference with both values.
     """
     agreement.compare("settings of the run", settings)
     agreement.compare("data of the run", dict(data))
@@ -144,17 +144,17 @@ class Session:
     if self._resume:
       host_state = checkpoint.read_host_state(self.directory / "checkpoints")
       stored = host_state.get("config")
-      if stored is not None:  # Else the journal tells.
+      if stored is not None:  # Otherwise the journal checks them.
         directory_lib.check_settings(stored, settings, free=free)
-      # A run that does not tell its data began before they were recorded.
+      # Checkpoints from earlier versions have no data digests.
       self.data_epochs = host_state.get("data", [])
     self._hold_to_data(dict(data))
 
   def _hold_to_data(self, data: dict[str, str]) -> None:
-    """Takes the digests of the data; a checkpoint that tells its own must have the same ones.
+    """Sets the digests of the data, and checks them against those stored in a checkpoint.
 
     Raises:
-      ValueError: naming those that differ with both values, unless new data are accepted.
+      ValueError: naming each difference with both values, unless new data is accepted.
     """
     step = checkpoint.latest_step(self.directory / "checkpoints") or 0
     stored = self.data_epochs[-1]["digests"] if self.data_epochs else data
@@ -171,14 +171,14 @@ class Session:
   def restore(
     self, like: Callable[[], Any], *, fingerprint: Mapping[str, str]
   ) -> checkpoint.Restored | None:
-    """Returns what the latest checkpoint holds, None of a new run.
+    """Restores the latest checkpoint; returns None for a new run.
 
     Args:
-      like: returns a state of the run's shapes, which lies where this one shall.
-      fingerprint: of the run's numerics.
+      like: returns a state with the run's shapes and shardings.
+      fingerprint: the run's numerics fingerprint.
 
     Raises:
-      ValueError: if the checkpoint is of other shapes or of other numerics.
+      ValueError: if the checkpoint has other shapes or another fingerprint.
     """
     self._fingerprint = dict(fingerprint)
     agreement.compare("numerics of the run", self._fingerprint)
@@ -196,14 +196,14 @@ class Session:
     return restored
 
   def restored_part(self, name: str, like: Callable[[], Any]) -> Any:
-    """Returns a part of the checkpoint that was restored; None of a new run, or one without it.
+    """Returns a part of the restored checkpoint; None for a new run or a missing part.
 
     Args:
-      name: of the part.
-      like: returns a tree of its shapes; it is traced, nothing is computed.
+      name: name of the part.
+      like: returns a tree of its shapes; traced, not executed.
 
     Raises:
-      ValueError: if the part is of other shapes.
+      ValueError: if the part has other shapes.
     """
     if not self._resume:
       return None
@@ -221,12 +221,12 @@ class Session:
     """Opens the run's files.
 
     Args:
-      sizes: what the model decided, for a resume.
-      console_digits: what the progress bar shows.
-      has_journal: whether rollouts are kept.
+      sizes: model-dependent defaults, stored for a resume.
+      console_digits: metrics shown by the progress bar.
+      has_journal: whether rollouts are journalled.
 
     Raises:
-      ValueError: if another process is at the directory, or the journal is of other settings.
+      ValueError: if another process uses the directory, or the journal has other settings.
     """
     self._sizes = sizes
     self._status = self.enter(status_lib.kept(self.directory, step=self.step))
@@ -243,7 +243,7 @@ class Session:
           accept_new_numerics=self._accept_new_numerics,
           data=digests.data_of(data),
           accept_new_data=self._accept_new_data,
-          # It counts steps from 0: what step `step` sampled is not of a whole step yet.
+          # The journal counts steps from 0; step `step` is not complete yet.
           resume_step=self.step - 1,
         )
       )
@@ -266,7 +266,7 @@ class Session:
   def begin(
     self, state: Any, host_state: HostState, parts: Mapping[str, Any] = NO_PARTS
   ) -> None:
-    """Saves a new run's first checkpoint; from here on a stop saves the last whole step."""
+    """Saves a new run's first checkpoint; from here on a stop saves the last completed step."""
     self._state, self._host_state, self._parts = state, host_state, parts
     self._stack.push(self._stopped)
     self.save()
@@ -274,10 +274,10 @@ class Session:
 
   @contextlib.contextmanager
   def next_step(self) -> Iterator[Callable[[], object]]:
-    """Within, the next step is taken.
+    """Runs the next step within the block.
 
     Yields:
-      What puts a stop off until the step is whole, to be called when its first update comes.
+      A function that defers stops until the step is complete; call it before the first update.
     """
     self.progress.begin_step(self.step + 1, self.num_steps)
     with contextlib.ExitStack() as whole:
@@ -292,10 +292,10 @@ class Session:
     numbers: Mapping[str, float],
     parts: Mapping[str, Any] = NO_PARTS,
   ) -> None:
-    """Writes a step's numbers; from here on its state is what a checkpoint would hold.
+    """Writes a step's metrics and makes its state the one that checkpoints save.
 
-    Call it within `next_step`, so that the two go together whenever a stop comes. `parts` are trees
-    of arrays that a resumed run may do without (`restored_part`).
+    Call it within `next_step`, so that no stop can separate the two. `parts` are trees of arrays
+    that a resumed run may do without (`restored_part`).
     """
     self.writer.write(self.step + 1, numbers)
     self.progress.has_printed()
@@ -304,11 +304,11 @@ class Session:
     self._status.step = self.step
 
   def save_if_due(self, *, every: int, max_seconds: float | None = None) -> None:
-    """Saves the last whole step if it is due.
+    """Saves the last completed step if it is due.
 
     Args:
-      every: steps; the run's last one is due as well.
-      max_seconds: age of the last checkpoint, beyond which the next is due.
+      every: steps between checkpoints; the last step is always due.
+      max_seconds: also due if the last checkpoint is older than this.
     """
     is_old = False
     if max_seconds is not None:
@@ -318,13 +318,13 @@ class Session:
       self._saved_at = time.monotonic()
 
   def keep_best(self, metric: str) -> None:
-    """Keeps the checkpoint of the best evaluation so far, and saves it if it is the last step's.
+    """Keeps the checkpoint of the best evaluation so far; saves it if that is the last step.
 
-    Which one that is follows from metrics.jsonl alone (`directory.best_step`), so that a resumed
-    run keeps the same one. `best_checkpoint.json` names it.
+    The choice depends on metrics.jsonl only (`directory.best_step`), so a resumed run keeps the
+    same checkpoint. `best_checkpoint.json` names it.
 
     Args:
-      metric: by which evaluations are compared, the higher the better; "" keeps none.
+      metric: metric to compare, higher is better; "" keeps none.
 
     Raises:
       ValueError: if the last evaluation has no such metric.
@@ -344,7 +344,7 @@ class Session:
     )
 
   def save(self) -> None:
-    """Saves the last whole step, if it is not saved yet."""
+    """Saves the last completed step, unless it is already saved."""
     directory = self.directory / "checkpoints"
     if checkpoint.latest_step(directory) == self.step:
       return
@@ -361,18 +361,18 @@ class Session:
         },
         fingerprint=self._fingerprint,
         accept_new_numerics=self._accept_new_numerics,
-        # Each process of a slice has them whole; the first one's are written.
+        # Every process of a slice has complete parts; the first process's are written.
         parts=self._parts if jax.process_count() == 1 else jax.device_get(self._parts),
         keep_latest=self._keep_checkpoints,
         keep_steps=() if self._best is None else (self._best,),
       )
 
   def _stopped(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-    """Saves the last whole step where a signal ends the run, and says so."""
+    """Saves the last completed step if a signal ends the run, and raises `Interrupted`."""
     del kind, trace
     if not isinstance(error, KeyboardInterrupt):
       return
-    if not state_lib.is_given_up(self._state):  # A second one, in the middle of an update.
+    if not state_lib.is_given_up(self._state):  # False after a second signal during an update.
       self.save()
     raise stops_lib.Interrupted(
       f"stopped by {stops_lib.name_of(error)} after step {self.step} of {self.num_steps}; --resume"
@@ -382,7 +382,7 @@ class Session:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-  """Returns shape, dtype and place of an array, or of its shape."""
+  """Returns shape, dtype and sharding of an array or `ShapeDtypeStruct`."""
   is_placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
   return jax.ShapeDtypeStruct(
     leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None

@@ -1,4 +1,4 @@
-"""What a run has when its loop begins, and what closes around the sampling of its steps."""
+"""Builds the state of a run and the sampling and publishing functions of its loop."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from seerjax.tasks import digests
 from seerjax.trainer import step as step_lib
 from seerjax.types import RolloutGroup, Task, TrainState
 
-# What samples a step, and what publishes weights under a version.
+# Sample(step) returns a step's groups and metrics. Publish(weights, policy_version) sends weights.
 Sample = Callable[[int], tuple[list[RolloutGroup], dict[str, float]]]
 Publish = Callable[[parameters.Params, int], None]
 
-# Settings that a resumed run may change: the fingerprint speaks for the first, and the others move
-# no bit.
+# Settings that may change on resume: `numerics` is covered by the fingerprint; the others do not
+# affect results.
 FREE_SETTINGS = (
   "numerics", "num_steps", "num_instances", "model_shards", "publish_bytes", "checkpoint_every",
   "scheduler", "kv_pool", "speculation", "cluster",
 )  # fmt: skip
-# What the progress bar shows.
+# Metrics shown by the progress bar.
 CONSOLE_DIGITS = {
   "rollout/reward_mean": 4,
   "rollout/length_mean": 4,
@@ -59,21 +59,21 @@ CONSOLE_DIGITS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-  """What a run has when its loop begins.
+  """State of a run at the start of its loop.
 
   Attributes:
-    config: with what was left open decided.
-    policy: with the run's chat in its tokenizer.
-    fingerprint: of the run's numerics.
-    trainer: gradient and update.
-    engine: with the weights of `state`.
-    journal: open.
-    drafts: of the engine's drafter.
-    workers: that sample the steps in the engine's place; None if it does.
-    asked: asks the engine held-out problems, of the run's task and of other sets.
-    state: of a new run or of the latest checkpoint.
-    base: of `programs.base_weights`.
-    before: held-out accuracy before the first step, empty if it was not measured yet.
+    config: configuration with all defaults filled in.
+    policy: the policy, with the run's chat settings in its tokenizer.
+    fingerprint: the run's numerics fingerprint.
+    trainer: gradient and update programs.
+    engine: engine with the weights of `state`.
+    journal: the open journal.
+    drafts: state of the engine's drafter.
+    workers: remote workers that sample instead of the engine, or None.
+    asked: evaluator for the run's task and all other sets.
+    state: training state, new or from the latest checkpoint.
+    base: frozen weights from `programs.base_weights`.
+    before: held-out metrics before the first step; empty if not measured yet.
   """
 
   config: RunConfig
@@ -93,11 +93,12 @@ class Setup:
 def opened(
   config: RunConfig, model: str | os.PathLike[str] | Model | Policy
 ) -> tuple[RunConfig, Policy]:
-  """Returns the config with what a model decides of it, and the model as what learns.
+  """Returns the config with the model's settings, and the model as a `Policy`.
 
   Raises:
-    ValueError: if config and model name two models, or two kinds of numerics; for what is no model.
-    FileNotFoundError: if there is no such directory, or the Hub does not give it.
+    ValueError: if config and model disagree on the model's name or numerics, or if `model` is not a
+      model.
+    FileNotFoundError: if the directory does not exist, or the Hub does not provide it.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
   if isinstance(model, Policy):
@@ -141,12 +142,12 @@ def set_up(
   sets: Mapping[str, Task],
   resume: bool,
 ) -> Setup:
-  """Returns what the loop begins with; the arguments are those of `rl.train`.
+  """Builds the initial state of the loop; the arguments are those of `rl.train`.
 
-  `sets` are all further tasks of evaluations, by name.
+  `sets` are all further evaluation tasks, by name.
 
   Raises:
-    ValueError: for settings, programs or a task that cannot work, before the journal is begun.
+    ValueError: for invalid settings, programs or task, before the journal is created.
   """
   slices.require_supported(config)
   given, progress = config, run.progress
@@ -161,7 +162,7 @@ def set_up(
       " way between two steps is kept in memory alone); choose another directory, without resume."
     )
   for split in ("train", "heldout"):
-    groups_lib.num_problems(task, split)  # Refuses none.
+    groups_lib.num_problems(task, split)  # Raises if there are none.
   evaluation.check_prompts(
     config.evaluation, sets.values(), tokenizer=policy.require_tokenizer(),
     max_tokens=config.rollout.max_tokens,
@@ -199,7 +200,7 @@ def set_up(
     config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
   )
   tiers = kv_pool_lib.config_of(config.kv_pool, programs.runner.mesh)
-  # Before the journal, which holds a run to its settings from its first line on.
+  # Created before the journal, whose first line fixes the run's settings.
   engine = engine_lib.Engine(
     Model(policy.model, published, config.numerics, policy.require_tokenizer()),
     config=memory.engine,
@@ -213,7 +214,7 @@ def set_up(
     config.optimizer.learning_rate, policy.model, is_lora=config.lora_rank > 0
   )
   if optimizer is not None:
-    warned = ""  # Its rates are its own.
+    warned = ""  # A custom optimizer has its own learning rate.
   for line in (config_lib.chosen(given, config), memory.describe(), engine.plan(), warned):
     if line:
       progress.say(line)
@@ -241,9 +242,9 @@ def set_up(
 def ends(
   ready: Setup, run: session_lib.Session, task: Task, sample: Sample
 ) -> tuple[Sample, Publish]:
-  """Returns what samples a run's steps and what publishes its weights.
+  """Returns the (sample, publish) functions of the loop.
 
-  They are `sample` and the engine's own, or what `StaleConfig` closes around them.
+  These are `sample` and the engine's own update, or their off-policy wrappers (`StaleConfig`).
   """
   config, engine = ready.config, ready.engine
 
@@ -268,10 +269,10 @@ def ends(
 def accuracy_after(
   step: int, run: session_lib.Session, asked: evaluation.Evaluator
 ) -> dict[str, float]:
-  """Returns held-out accuracy after a step, and keeps the best checkpoint of all evaluations.
+  """Returns held-out metrics after a step, and keeps the best checkpoint of all evaluations.
 
-  Every set is asked, the run's own task first, whose numbers are returned. What a run that was
-  stopped since had found is read.
+  Every set is evaluated, the run's own task first; its metrics are returned. Evaluations that were
+  finished before a restart are read from metrics.jsonl.
   """
   numbers = [_asked_in(room, step, run, asked) for room in asked.tasks]
   run.keep_best(asked.config.best)
@@ -281,7 +282,7 @@ def accuracy_after(
 def _asked_in(
   room: str, step: int, run: session_lib.Session, asked: evaluation.Evaluator
 ) -> dict[str, float]:
-  """Returns the numbers of one set's evaluation after a step, read if they are there."""
+  """Returns one set's metrics after a step, read from metrics.jsonl if present."""
   if found := directory_lib.accuracy_at(run.directory, step, room):
     return found
   when = {run.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
@@ -298,7 +299,7 @@ def _asked_in(
 def sets_gained(
   run: session_lib.Session, asked: evaluation.Evaluator
 ) -> dict[str, dict[str, Any]]:
-  """Returns what accuracy and reward of each further set were before and are after the run."""
+  """Returns accuracy and reward of each further set before and after the run."""
   return {
     room.removeprefix(f"{evaluation.ROOM}_"): summary.gains(before, after)
     for room in asked.tasks

@@ -1,10 +1,10 @@
-"""A run of several processes: one directory, one task's verdicts, one end.
+"""Runs of several processes: one shared directory, and one process's verdicts.
 
-Every process of a slice (`parallel.start`) runs the whole loop, on its own devices' part of each
-step. The first one's directory is the run's: it alone writes journal, numbers, config and report.
-The others have a directory of their own, which begins with what the run's holds and is thrown away
-at the end; checkpoints are written and read by all of them together, in the run's directory, which
-all have to see.
+Every process of a slice (`parallel.start`) runs the whole loop on its own devices' part of each
+step. The first process uses the run's directory and alone writes journal, metrics, config and
+report. Each other process has a temporary directory, which starts as a copy of the run's records.
+Checkpoints are written and read by all processes together in the run's directory, which must be
+visible to all of them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from seerjax.run.config import RunConfig
 from seerjax.types import Problem, Task, Verdict
 
 CHECKPOINTS = "checkpoints"
-# What a resume reads of a run's directory besides its checkpoints.
+# Files that a resume reads, besides checkpoints.
 RECORDS = (journal_lib.FILE_NAME, metrics.FILE_NAME, trace_lib.FILE_NAME, "config.json")
 
 
 @contextlib.contextmanager
 def own_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields where this process keeps the records of a run in `directory`; see above.
+  """Yields the directory in which this process keeps records of a run in `directory`.
 
-  All processes enter it together, before the run is begun.
+  All processes must enter it together, before the run starts.
   """
   if jax.process_count() == 1:
     yield directory
@@ -51,11 +51,13 @@ def own_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 class JudgedByFirst:
-  """A task whose verdicts are the first process's: a judge may read a clock, or run a program.
+  """A task whose verdicts all come from the first process.
+
+  Verdicts could otherwise differ between processes: a judge may read a clock or run a program.
 
   Attributes:
-    name: of the task.
-    task: itself.
+    name: name of the task.
+    task: the wrapped task.
   """
 
   def __init__(self, task: Task):
@@ -63,25 +65,25 @@ class JudgedByFirst:
     self.task = task
 
   def num_problems(self, split: str) -> int:
-    """Returns what the task does."""
+    """Returns the number of problems of the wrapped task."""
     return self.task.num_problems(split)
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns what the task does: equal arguments give equal problems in every process."""
+    """Returns a problem of the wrapped task, which is equal in every process."""
     return self.task.problem(split, index)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Returns the verdict of the first process, which all of them ask for together."""
+    """Returns the first process's verdict; all processes must call this together."""
     return agreement.from_first(lambda: self.task.verdict(problem, text))
 
 
 def own_task(task: Task) -> Task:
-  """Returns the task itself, of one that `shared_task` gave."""
+  """Unwraps a task from `shared_task`."""
   return task.task if isinstance(task, JudgedByFirst) else task
 
 
 def require_supported(config: RunConfig) -> None:
-  """Refuses what the processes of a slice cannot do together yet.
+  """Raises for settings that several processes do not support.
 
   Raises:
     NotImplementedError: naming the setting.
@@ -100,6 +102,6 @@ def require_supported(config: RunConfig) -> None:
 
 
 def shared_task(task: Task) -> Task:
-  """Returns a task, as the processes of a slice judge together."""
+  """Wraps a task so that all processes of a slice get the first process's verdicts."""
   is_shared = jax.process_count() == 1 or isinstance(task, JudgedByFirst)
   return task if is_shared else JudgedByFirst(task)

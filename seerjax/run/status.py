@@ -1,12 +1,12 @@
-"""status.json: what has become of a run, for programs that watch its directory.
+"""status.json: the state of a run, for programs that watch its directory.
 
     running --> finished            summary.json is there
-            --> stopped             by Ctrl-C or SIGTERM, its last whole step saved: --resume
-            --> failed              by an error, which "why" says
+            --> stopped             by Ctrl-C or SIGTERM; the last completed step is saved: --resume
+            --> failed              by an error, described in "why"
 
-The file is replaced whole, never half. While a run is running it is written every ten seconds, so
-that one which says "running" and is older than a minute was killed (kill -9, no memory left): its
-process, "pid" on "host", is gone. `read` says so where it can see that, as "killed".
+The file is replaced atomically. A running process rewrites it every ten seconds, so a file that
+says "running" and is older than a minute belongs to a killed process ("pid" on "host"; for example
+kill -9 or out of memory). `read` returns "killed" if it can check that.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ FILE_NAME = "status.json"
 
 
 class Status:
-  """Writes the status of a run of this process; see `kept`."""
+  """Writes the status of a run in this process; see `kept`."""
 
   def __init__(self, directory: pathlib.Path, step: int = 0):
-    """Takes a run's directory and its whole steps so far; the file is written by `write`."""
+    """Sets the directory and the number of completed steps; `write` writes the file."""
     self.path = directory / FILE_NAME
     self.step = step
     self._began = _now()
@@ -40,8 +40,8 @@ class Status:
 
     Args:
       state: "running", "finished", "stopped" or "failed".
-      why: of a run that did not finish.
-      at: what it is doing.
+      why: reason, for a run that did not finish.
+      at: current activity.
 
     Raises:
       OSError: if the disk is full.
@@ -61,21 +61,21 @@ class Status:
 
 
   def beat(self, at: str) -> None:
-    """Says that the run is still running, and what it is at; a full disk is for others to say."""
+    """Updates the file of a running run; ignores a full disk, which other writes report."""
     with contextlib.suppress(OSError):
       self.write("running", at=at)
 
 
 @contextlib.contextmanager
 def kept(directory: pathlib.Path, *, step: int = 0) -> Iterator[Status]:
-  """Within, the directory's status.json says "running"; afterwards, how it ended.
+  """Keeps status.json at "running" within the block; then writes how the run ended.
 
   Args:
-    directory: of the run.
-    step: whole steps so far.
+    directory: the run's directory.
+    step: number of completed steps.
 
   Raises:
-    ValueError: if another process, which is alive, is at the same directory.
+    ValueError: if another live process uses the same directory.
   """
   before = read(directory)
   if before is not None and before["state"] == "running" and not _is_mine(before):
@@ -96,7 +96,7 @@ def kept(directory: pathlib.Path, *, step: int = 0) -> Iterator[Status]:
     status.write("stopped", f"by {stops.name_of(stop)}; what was saved is kept")
     raise
   except BaseException as error:
-    # The disk may be full, and the error is what has to be told.
+    # The disk may be full; the original error is the one to report.
     with contextlib.suppress(OSError):
       status.write("failed", f"{type(error).__name__}: {error}")
     raise
@@ -104,9 +104,9 @@ def kept(directory: pathlib.Path, *, step: int = 0) -> Iterator[Status]:
 
 
 def read(directory: pathlib.Path) -> dict[str, Any] | None:
-  """Returns a run's status, None if it has none or the file is damaged.
+  """Returns a run's status; None if the file is missing or damaged.
 
-  `state` is "killed" where the file says "running" and its process, of this host, is not there.
+  `state` is "killed" if the file says "running" but its process, on this host, no longer exists.
   """
   try:
     record = json.loads((directory / FILE_NAME).read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def _is_mine(record: dict[str, Any]) -> bool:
 
 
 def _is_alive(record: dict[str, Any]) -> bool:
-  """Returns whether the process that wrote a record is there; False on another host."""
+  """Returns whether the process that wrote a record exists; False on another host."""
   if not _is_here(record):
     return False
   try:
@@ -134,18 +134,18 @@ def _is_alive(record: dict[str, Any]) -> bool:
   except ProcessLookupError:
     return False
   except PermissionError:
-    pass  # Another user's.
+    pass  # Belongs to another user.
   return record["process_started"] in ("", _started(record["pid"]))
 
 
 def _started(pid: int) -> str:
-  """Returns when a process began, in the kernel's own words; "" where it does not say.
+  """Returns a process's start time in kernel ticks, with the boot id; "" if unavailable.
 
-  A number is given again to another process, at another time.
+  It distinguishes a process from a later one with the same pid.
   """
   try:
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Its name may hold spaces and parentheses; field 22 is the 20th after it.
+    # The name may contain spaces and parentheses; field 22 is the 20th after it.
     ticks = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
   except OSError:
     return ""

@@ -1,14 +1,13 @@
-"""Ctrl-C and SIGTERM: both end a run after its last whole step, and neither within one.
+"""Handles Ctrl-C and SIGTERM: either one stops a run after the current step completes.
 
     with stops.heard() as heard:       SIGTERM raises Terminated, as Ctrl-C raises KeyboardInterrupt
-      ...                              ... at once, wherever the main thread is
-      with heard.put_off():            ... or at the end of what has to be whole
+      ...                              ... immediately, in the main thread
+      with heard.put_off():            ... or at the end of a block that must complete
         save()
 
-A signal is heard between two lines of Python: one that comes while XLA compiles is heard when it
-has compiled. Where nothing can be raised (a function of ours that C calls, as LLVM does) it comes
-again until it can. Who sends it a second time, while it is put off, means it: that one raises at
-once.
+Python handles signals between bytecodes, so a signal that arrives during an XLA compilation is
+handled after it. If an exception cannot propagate (in a Python callback of C code, as in LLVM), the
+signal is sent again until it can. A second signal during a deferral raises immediately.
 Source: https://docs.python.org/3/library/signal.html, "Note on Signal Handlers and Exceptions".
 """
 
@@ -27,14 +26,14 @@ AGAIN_SECONDS = 0.05
 
 
 class Terminated(KeyboardInterrupt):
-  """SIGTERM has come."""
+  """Raised on SIGTERM."""
 
 
 class Interrupted(Exception):
-  """A command was stopped by Ctrl-C or SIGTERM, and its message says what it keeps.
+  """Raised when Ctrl-C or SIGTERM stopped a command; the message says what was saved.
 
   Attributes:
-    status: that the program should end with: 130 or 143, as a shell says it.
+    status: exit status for the program, by shell convention: 130 or 143.
   """
 
   def __init__(self, message: str, status: int):
@@ -43,17 +42,17 @@ class Interrupted(Exception):
 
 
 def status_of(stop: KeyboardInterrupt) -> int:
-  """Returns the status of a program that was stopped so: 128 and the signal's number."""
+  """Returns the exit status for a stop: 128 plus the signal number."""
   return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
 def name_of(stop: KeyboardInterrupt) -> str:
-  """Returns what people call it."""
+  """Returns the name of the stop for display."""
   return "SIGTERM" if isinstance(stop, Terminated) else "Ctrl-C"
 
 
 class Stops:
-  """A handler of both signals; see `heard`."""
+  """Handler of both signals; see `heard`."""
 
   def __init__(self):
     self._depth = 0
@@ -61,22 +60,22 @@ class Stops:
     self._has_raised = False
 
   def __call__(self, number: int, frame: Any) -> None:
-    """Raises, or remembers; Python calls it in the main thread."""
+    """Raises or defers; Python calls this in the main thread."""
     del frame
     if self._depth and self._waiting is None:
       self._waiting = number
-      # Not by `print`: the signal may have come in the middle of one.
+      # Not `print`, because the signal may have interrupted one.
       os.write(2, b"\nstopping as soon as this is whole; once more stops at once\n")
       return
     self._raise(number)
 
   @property
   def waiting(self) -> int:
-    """The signal that is put off; 0 if there is none."""
+    """The deferred signal; 0 if there is none."""
     return self._waiting or 0
 
   def raise_together(self, number: int) -> None:
-    """Raises for a signal that some process of a slice has put off; 0 is none."""
+    """Raises for a signal that any process of a slice has deferred; 0 is none."""
     if number:
       self._waiting = None
       self._raise(number)
@@ -86,17 +85,17 @@ class Stops:
     raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
   def send_again(self, stop: KeyboardInterrupt) -> None:
-    """Sends a signal once more whose exception was raised where it could go nowhere."""
+    """Sends a signal again after its exception was raised where it could not propagate."""
     number = signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT
     self._has_raised = False
-    # Not at once: we are still where it would be lost.
+    # With a delay, because the caller is still where exceptions are lost.
     timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()
 
   @contextlib.contextmanager
   def put_off(self) -> Iterator[None]:
-    """Within, a signal waits until the end; after one was raised already, the next is forgotten."""
+    """Defers signals to the end of the block; drops them if one was already raised."""
     self._depth += 1
     try:
       yield
@@ -110,10 +109,10 @@ class Stops:
 
 @contextlib.contextmanager
 def heard() -> Iterator[Stops]:
-  """Within, both signals are heard by the `Stops` that it yields.
+  """Handles both signals within the block by the yielded `Stops`.
 
-  Handlers of the caller's own stay, and so does what is ignored (Ctrl-C, in a shell's background);
-  in another thread than the main one nothing is heard.
+  Handlers that the caller installed remain, as do ignored signals (Ctrl-C in a shell's background
+  jobs). Outside the main thread no handler is installed.
   """
   stops, before, usual_hook = Stops(), {}, sys.unraisablehook
   if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""A run in numbers: what a step's rollouts were like, and what summary.json says of the whole."""
+"""Metrics of a step's rollouts, and the contents of summary.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seerjax.types import RolloutGroup, Verdict
 
 
 def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-  """Returns what metrics.jsonl says of a step's judged groups."""
+  """Returns the metrics of a step's judged groups, for metrics.jsonl."""
   rollouts = [rollout for group in groups for rollout in group.rollouts]
   lengths = np.asarray([len(rollout.completion.tokens) for rollout in rollouts])
   spread = [float(np.ptp(group.rewards)) > 0 for group in groups]
@@ -34,7 +34,7 @@ def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def part_means(verdicts: Sequence[Verdict]) -> dict[str, float]:
-  """Returns "part/NAME" -> the mean of a part over the verdicts that have it, unweighted."""
+  """Returns "part/NAME" -> unweighted mean of a part, over the verdicts that have it."""
   names = sorted({name for verdict in verdicts for name in verdict.parts})
   return {
     f"part/{name}": float(
@@ -47,7 +47,7 @@ def part_means(verdicts: Sequence[Verdict]) -> dict[str, float]:
 def of_run(
   before: dict[str, float], after: dict[str, float], rows: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-  """Returns the numbers of summary.json that come from accuracies and metrics."""
+  """Returns the entries of summary.json that come from evaluations and metrics."""
 
   def highest(name: str) -> float:
     return max((abs(metrics.decode_number(row[name])) for row in rows), default=0.0)
@@ -55,8 +55,8 @@ def of_run(
   def mean(name: str) -> float:
     return float(np.mean([row[name] for row in rows])) if rows else 0.0
 
-  # All tokens by all time: a step that a resumed run read from its journal sampled nothing, in no
-  # time worth a name.
+  # Total tokens by total time: steps that a resumed run read from its journal count with almost no
+  # time and no tokens.
   seconds = sum(row["rollout/seconds"] for row in rows)
   sampled = sum(row["rollout/seconds"] * row["rollout/tokens_per_second"] for row in rows)
   return dict(
@@ -78,11 +78,11 @@ def of_run(
 
 
 def gains(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, Any]:
-  """Returns accuracy and mean reward before and after, and what they gained, with intervals."""
+  """Returns accuracy and mean reward before and after, and their gains with 95 % intervals."""
 
   def gain(name: str, error_name: str) -> tuple[float, list[float]]:
     gained = after[name] - before[name]
-    # The two evaluations answer the same problems; unpaired errors are the wider interval.
+    # Both evaluations use the same problems; unpaired errors give the wider interval.
     error = float(np.hypot(after[error_name], before[error_name]))
     return gained, [gained - 1.96 * error, gained + 1.96 * error]
 
@@ -93,7 +93,7 @@ def gains(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
     gain=gained,
     gain_interval_95=interval,
   )
-  if "reward" in before and "reward" in after:  # A run that was begun earlier measured none.
+  if "reward" in before and "reward" in after:  # Runs from earlier versions have no reward.
     gained, interval = gain("reward", "reward_standard_error")
     found |= dict(
       reward_before=before["reward"],
@@ -105,10 +105,10 @@ def gains(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, 
 
 
 class RunClock:
-  """Measures a run over all its processes: seconds, those XLA compiled, peak memory, and joules.
+  """Measures a run across restarts: seconds, XLA compilation time, peak memory, and joules.
 
-  Each checkpoint holds what was measured until then (`read`), and a resumed run begins with it
-  (`carry_on`): what a kill lost since the last checkpoint is not counted.
+  Each checkpoint stores the values so far (`read`), and a resumed run continues from them
+  (`carry_on`). Work lost to a kill since the last checkpoint is not counted.
   """
 
   def __init__(self):
@@ -123,18 +123,18 @@ class RunClock:
       self._compile_seconds += duration_secs
 
   def carry_on(self, before: Mapping[str, float]) -> None:
-    """Begins with what the clock of the process before read last."""
-    self._before |= before  # It says no joules where none could be read.
+    """Continues from the last values of the previous process."""
+    self._before |= before  # Has no joules if they were not readable.
 
   @property
   def joules(self) -> float | None:
-    """Those of all processes so far, None where they cannot be read; see `energy`."""
+    """Joules of all processes so far; None if not readable (see `energy`)."""
     joules = self._meter.read()
     return None if joules is None else self._before["joules"] + joules
 
   def read(self) -> dict[str, float]:
-    """Returns seconds, compile_seconds, peak_memory_gib, and joules where they can be read."""
-    # Linux counts memory in KiB.
+    """Returns seconds, compile_seconds, peak_memory_gib, and joules if readable."""
+    # Linux reports ru_maxrss in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return dict(
       seconds=self._before["seconds"] + time.monotonic() - self._started,
