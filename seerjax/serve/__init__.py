@@ -1,1 +1,1 @@
-"""An OpenAI-style HTTP server whose answers do not depend on who else is asking."""
+"""An OpenAI-compatible HTTP server whose responses do not depend on concurrent requests."""

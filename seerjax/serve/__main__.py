@@ -1,18 +1,18 @@
-"""Serves a model by OpenAI's protocol, from this machine alone unless a token is set.
+"""Serves a model with OpenAI's protocol, on loopback only unless a token is set.
 
     python -m seerjax.serve [MODEL]      MODEL: nano, nano-sleep, a Hugging Face directory, a GGUF
                                          file, a Hub id
-      --adapter=NAME=DIR                 a low-rank adapter beside it, as PEFT writes it; any number
+      --adapter=NAME=DIR                 also serves a low-rank adapter in PEFT format; repeatable
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "How many?"}], "seed": 1}'
 
-Equal `system_fingerprint`, question, parameters and seed mean equal bits, whatever else is asked.
-A token comes from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
+Equal `system_fingerprint`, prompt, parameters and seed give equal bits under any other load.
+The token is read from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
 
-      --contexts=DIR                     contexts are registered, and rewritten in spare rows
+      --contexts=DIR                     registers contexts, and rewrites them in spare rows
 
-nano was never trained to rewrite a context, and leaves nothing; the shipped model that was is
+nano was not trained to rewrite contexts and produces no rewrites; a shipped model that was:
 
     python -m seerjax.serve nano-sleep --is_taught --contexts=DIR
 """
@@ -49,10 +49,10 @@ TOKEN_VARIABLE = "SEERJAX_SERVE_TOKEN"
 
 
 def token_of(file: str) -> str:
-  """Returns the token that clients have to send, of a file or of the environment; "" is none.
+  """Returns the token that clients must send, from a file or the environment; "" for none.
 
   Raises:
-    ValueError: if the file holds none.
+    ValueError: if the file is empty.
   """
   if not file:
     return os.environ.get(TOKEN_VARIABLE, "")
@@ -63,10 +63,10 @@ def token_of(file: str) -> str:
 
 
 def tenants_of(file: str) -> dict[str, str]:
-  """Returns names by token, of a file with a name and its token a line.
+  """Returns names by token, from a file with a name and a token per line.
 
   Raises:
-    ValueError: if a line is none, or a name or a token is there twice.
+    ValueError: if a line is malformed, or a name or token occurs twice.
   """
   found: dict[str, str] = {}
   if not file:
@@ -85,7 +85,7 @@ def tenants_of(file: str) -> dict[str, str]:
 
 
 def serve_config() -> ServeConfig:
-  """Returns what the flags say."""
+  """Returns the configuration that the flags set."""
   args = flags.FLAGS
   return ServeConfig(
     host=args.host,
@@ -103,14 +103,14 @@ def serve_config() -> ServeConfig:
 
 
 def adapter_directories(flags: Sequence[str], model: str) -> dict[str, str]:
-  """Returns directories by name.
+  """Returns adapter directories by name.
 
   Args:
-    flags: each NAME=DIR.
-    model: the base's name.
+    flags: values of the form NAME=DIR.
+    model: name of the base.
 
   Raises:
-    ValueError: if one is no such pair, or a name is the model's or there twice.
+    ValueError: if a value is malformed, or a name is the model's or occurs twice.
   """
   found: dict[str, str] = {}
   for flag in flags:
@@ -131,7 +131,7 @@ def adapter_directories(flags: Sequence[str], model: str) -> dict[str, str]:
 
 
 def name_of(name: str) -> str:
-  """Returns the name under which a model is served: of a directory or GGUF file its own."""
+  """Returns the name that a model is served under; for a directory or GGUF file, its base name."""
   path = pathlib.PurePath(name)
   if gguf_file.is_named(path):
     return path.stem
@@ -139,7 +139,7 @@ def name_of(name: str) -> str:
 
 
 def load(name: str) -> Family:
-  """Returns what is served."""
+  """Loads the model, its adapters and the engine."""
   args = flags.FLAGS
   placed = placement.of_flags(name, numerics_lib.NumericsConfig(reduction_shards=0))
   say(placed.describe())
@@ -194,7 +194,7 @@ def load(name: str) -> Family:
 
 
 def sleep(family: Family) -> dict[str, Sleeping]:
-  """Returns the contexts that the base sleeps for, by its name; none without --contexts."""
+  """Returns the sleep state of the base, by name; empty without --contexts."""
   args = flags.FLAGS
   if not args.contexts:
     return {}
@@ -219,7 +219,7 @@ def sleep(family: Family) -> dict[str, Sleeping]:
 
 
 def warm(engine: Engine) -> None:
-  """Compiles what answers need, so that no client waits for it."""
+  """Compiles the engine's programs, so that no client waits for it."""
   last = engine.config.row_buckets[-1]
   room = min(last, engine.config.max_context) - 40
   if room > 0:
@@ -229,7 +229,7 @@ def warm(engine: Engine) -> None:
 
 
 def say(line: str) -> None:
-  """Prints a line of what is going on."""
+  """Prints a progress line to stderr."""
   print(line, file=sys.stderr, flush=True)
 
 

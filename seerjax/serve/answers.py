@@ -1,7 +1,7 @@
-"""Answers as OpenAI's protocol writes them: one body, or the pieces of a stream.
+"""Writes responses in OpenAI's format, as one body or as the chunks of a stream.
 
-What the protocol has no place for stands beside it under names of its own: a choice's `seed`, each
-token's id and its log-probability before temperature and filters, a prompt's log-probabilities.
+Extensions of the protocol have names of their own: the `seed` of a choice, the id of each token,
+its log-probability before temperature and filters, and the log-probabilities of the prompt.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(body: Mapping[str, Any]) -> bytes:
-  """Returns one piece of a stream."""
+  """Returns one server-sent event."""
   return b"data: " + encoded(body) + b"\n\n"
 
 
 def encoded(body: Mapping[str, Any]) -> bytes:
-  """Returns JSON in ASCII: whatever a stranger wrote can be quoted."""
+  """Returns JSON in ASCII, so that client text can be quoted safely."""
   return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
 
 
 class Answer:
-  """One request's answer while it comes."""
+  """Builds one response incrementally."""
 
   def __init__(self, plan: Plan, *, answer_id: str, created: int):
     self._plan = plan
@@ -59,7 +59,7 @@ class Answer:
 
   @property
   def usage(self) -> Body:
-    """Tokens that were read and said."""
+    """Token counts of prompts and completions."""
     read = sum(len(prompt) for prompt in self._plan.prompts)
     return {
       "prompt_tokens": read,
@@ -68,15 +68,15 @@ class Answer:
     }
 
   def begin(self, fingerprint: str) -> None:
-    """Takes the fingerprint of the weights that answer, which comes before the first part."""
+    """Sets the fingerprint of the weights in use; called before the first part."""
     self._head["system_fingerprint"] = fingerprint
 
   def take_prompt(self, scores: PromptScores) -> None:
-    """Takes a prompt's scores, which come before its first choice."""
+    """Takes the scores of a prompt; called before its first choice."""
     self._prompts[scores.prompt] = scores
 
   def whole(self, parts: Sequence[Part]) -> Body:
-    """Returns the body of an answer that is not streamed; `parts` are whole choices."""
+    """Returns the body of a non-streamed response; each part is a whole choice."""
     choices = []
     for part in sorted(parts, key=lambda part: part.choice):
       self.num_answered += len(part.tokens)
@@ -84,20 +84,20 @@ class Answer:
     return {**self._head, "choices": choices, "usage": self.usage}
 
   def chunks(self, part: Part) -> list[bytes]:
-    """Returns the pieces of a stream that a part makes."""
+    """Returns the chunks of a stream for a part."""
     self.num_answered += len(part.tokens)
     if self._plan.asked.is_chat:
       return [event(piece) for piece in self._chat_pieces(part)]
     return [event({**self._head, "choices": [self._completion(part)]})]
 
   def end(self) -> bytes:
-    """Returns the end of a stream: a count of tokens, where one was asked for, and a mark."""
+    """Returns the end of a stream: token counts, if requested, and the [DONE] event."""
     if not self._plan.asked.wants_usage:
       return DONE
     return event({**self._head, "choices": [], "usage": self.usage}) + DONE
 
   def failure(self, refusal: Refusal) -> bytes:
-    """Returns the end of a stream in which something went wrong, which has no mark."""
+    """Returns the end of a stream that failed: the error, without a [DONE] event."""
     return event(refusal.body)
 
   # Chats.
@@ -149,7 +149,7 @@ class Answer:
     return {"tool_calls": [{"index": index, **self._call(choice, piece, index)}]}
 
   def _joined(self, choice: int, pieces: Sequence[Piece]) -> tuple[Body, int]:
-    """Returns the fields of a message and how many calls it has."""
+    """Returns (fields of a message, number of its tool calls)."""
     text = lambda kind: "".join(piece.text for piece in pieces if piece.kind == kind)
     message: Body = {"content": text("content")}
     if reasoning := text("reasoning"):
@@ -162,8 +162,8 @@ class Answer:
     return message, len(calls)
 
   def _call(self, choice: int, piece: Piece, index: int) -> Body:
-    # Results of a conversation's calls name them: no two may be alike, and asked again an answer is
-    # the same bytes.
+    # Tool results refer to calls by id, so ids must be unique in a conversation; they are also
+    # deterministic, so that a repeated request gives the same bytes.
     request = self._plan.requests[choice]
     source = f"{request.prompt}/{request.seed}/{index}".encode()
     return {
@@ -197,13 +197,13 @@ class Answer:
     }
 
   def _prompt_of(self, choice: int) -> list[Body | None] | None:
-    """Returns a prompt's tokens, as chats and completions both name them."""
+    """Returns a prompt's scored tokens, in the format of both chats and completions."""
     asked, place = self._plan.asked, self._plan.prompt_of(choice)
     scores = self._prompts.get(place)
     if scores is None:
       return None
     prompt = self._plan.prompts[place]
-    found: list[Body | None] = [None]  # Nothing precedes the first.
+    found: list[Body | None] = [None]  # The first token has no score.
     for token, logprob, top in zip(prompt[1:], scores.logprobs, scores.tops, strict=True):
       row = self._token(token, logprob)
       if asked.num_prompt_top:
@@ -242,7 +242,7 @@ class Answer:
 
 
 class _Rows:
-  """The columns of a completion's log-probabilities."""
+  """Columns of a completion's log-probabilities."""
 
   def __init__(self, vocabulary: Vocabulary, has_tops: bool):
     self._vocabulary = vocabulary

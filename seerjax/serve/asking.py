@@ -1,4 +1,4 @@
-"""One request for answers, from its body to its last byte.
+"""Handles one request for responses, from its body to the last byte.
 
     body --protocol--> Asked --served.plan--> requests --engine_thread--> parts --answers--> body
 """
@@ -32,17 +32,17 @@ from seerjax.serve.served import Plan
 from seerjax.serve.service import LOG, Entry, Service
 from seerjax.serve.sleeping import Reading
 
-# Like nginx's: the client has left, and does not read the status.
+# The status that nginx uses if the client disconnected before a response.
 GONE = 499
 
 
 class Kind(NamedTuple):
-  """How one route reads a request and writes its answer.
+  """How one route parses a request and writes its response.
 
   Attributes:
-    read: a body to what is asked for.
-    answer: writes the answer.
-    prefix: begins the answer's id.
+    read: parses a body.
+    answer: class that writes the response.
+    prefix: prefix of the response id.
   """
 
   read: Callable[[Mapping[str, Any]], Asked]
@@ -58,9 +58,9 @@ KINDS = {
 
 
 class Asking:
-  """One request for answers, from its body to its last byte: an ASGI response.
+  """ASGI response that handles one request for responses.
 
-  A client that leaves cancels its job, whether it reads a stream or waits for the whole.
+  If the client disconnects, the job is cancelled, whether or not the response is streamed.
   """
 
   def __init__(self, service: Service, request: Request, route: str):
@@ -118,7 +118,7 @@ class Asking:
     with contextlib.suppress(OSError):
       if not self._has_begun:
         await _send_whole(send, service_lib.refused(refusal))
-      elif self._answer is not None:  # The status is out: a stream ends by what went wrong.
+      elif self._answer is not None:  # The status line was sent: end the stream with the error.
         await send(_body(self._answer.failure(refusal), more=False))
 
   async def _plan(self) -> Plan:
@@ -129,7 +129,7 @@ class Asking:
     asked = self._asked(body) if is_quick else await asyncio.to_thread(self._asked, body)
     await self._service.try_grammar(asked, namespace)
     reading = await self._reading(asked, namespace)
-    if is_quick and asked.grammar is None:  # One that was forgotten is compiled again.
+    if is_quick and asked.grammar is None:  # A grammar may have been evicted and compile again.
       return self._plan_of(asked, namespace, reading)
     return await asyncio.to_thread(self._plan_of, asked, namespace, reading)
 
@@ -146,7 +146,7 @@ class Asking:
     return asked
 
   async def _reading(self, asked: Asked, namespace: str) -> Reading | None:
-    """Returns the context that a question is about, as it is read now."""
+    """Returns the context that a question is about, in its current version."""
     if not asked.context:
       return None
     sleeping = self._service.sleeping_of(self._service.find(asked.model))
@@ -167,7 +167,7 @@ class Asking:
     )
 
   async def _until_gone(self, running: Any, receive: Receive) -> None:
-    """Runs it as long as the client is there."""
+    """Runs a coroutine until it ends or the client disconnects."""
     task = asyncio.ensure_future(running)
     gone = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -203,12 +203,12 @@ class Asking:
     await send(_body(answer.end(), more=False))
 
   async def _parts(self, plan: Plan, answer: answers.Answer) -> AsyncIterator[Part]:
-    """Submits the job and yields its parts until every choice has ended."""
+    """Submits the job and yields its parts until every choice has finished."""
     asked, entry = plan.asked, self._entry
     loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
     def deliver(event: Event) -> None:
-      with contextlib.suppress(RuntimeError):  # The loop is over, and with it who would read.
+      with contextlib.suppress(RuntimeError):  # The event loop is closed.
         loop.call_soon_threadsafe(events.put_nowait, event)
 
     address = self._request.client.host if self._request.client else ""
@@ -253,7 +253,7 @@ class Asking:
         left -= 1
         reasons.add(found.finish_reason)
       yield found
-    self._job = None  # There is nothing left to cancel.
+    self._job = None  # Nothing is left to cancel.
     entry.reason = "+".join(sorted(reasons))
 
 
@@ -263,7 +263,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def _ignored(asked: Asked) -> dict[str, str]:
-  """Returns the header that lists fields which were accepted without effect."""
+  """Returns the header that lists fields accepted without effect."""
   return {"x-ignored-fields": ", ".join(asked.ignored)} if asked.ignored else {}
 
 

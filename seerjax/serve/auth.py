@@ -1,4 +1,4 @@
-"""Authorisation: which client sent a request, by its token."""
+"""Authorisation: maps a request's token to its client."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from seerjax.serve.refusals import Refusal
 
 
 def namespace_of(request: Request, config: ServeConfig) -> str:
-  """Returns whose a request is: a tenant's name, "" with the server's token or where it has none.
+  """Returns the tenant that sent a request; "" for the server's token, or if there is none.
 
-  Who sends no token of these is refused, in one way whatever is wrong with it.
+  A wrong scheme, a wrong token and a missing one get the same response.
 
   Raises:
-    Refusal: 401.
+    Refusal: if no valid token was sent (401).
   """
   if not config.token:
     return ""
   scheme, _, sent = request.headers.get("authorization", "").partition(" ")
   tokens = {config.token: "", **config.tenants}
-  # All are compared, always, and in constant time.
+  # Compare with every token, in constant time.
   found = [
     name
     for token, name in tokens.items()
@@ -40,10 +40,10 @@ def namespace_of(request: Request, config: ServeConfig) -> str:
 
 
 def require_token(request: Request, config: ServeConfig) -> None:
-  """Refuses who does not send the server's own token.
+  """Requires the server's own token.
 
   Raises:
-    Refusal: 401 as `namespace_of`, 403 for a tenant.
+    Refusal: 401 as in `namespace_of`; 403 for a tenant's token.
   """
   if namespace_of(request, config):
     raise Refusal(

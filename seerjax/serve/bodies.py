@@ -1,7 +1,7 @@
-"""Bodies of requests: JSON from a stranger, and its fields, each taken once and checked by name.
+"""Parses JSON bodies of clients; each field is taken once and validated by name.
 
-A field that is left over is accepted without effect where none of its values could change an
-answer's text (`WITHOUT_EFFECT`), or refused by its name; null is as if a field were not there.
+Unknown fields are accepted without effect if no value of theirs could change a response's text
+(`WITHOUT_EFFECT`), and refused otherwise. A null field counts as absent.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from seerjax.serve import schemas
 from seerjax.serve.refusals import Refusal, refuse, shown
 
-MAX_DEPTH = 64  # Of lists and objects within one another.
-# Fields of OpenAI's and vLLM's protocols that concern an account, a cache, a queue or a family of
-# models, and could change no text here. They are listed in an answer's header, or refused by
+MAX_DEPTH = 64  # Nesting of lists and objects.
+# Fields of OpenAI's and vLLM's protocols that concern accounts, caches, queues or other model
+# families, and cannot change the text here. They are listed in a response header, or refused with
 # `ServeConfig.strict_fields`.
 WITHOUT_EFFECT = frozenset({
   "cache_salt", "kv_transfer_params", "metadata", "moderation", "prediction", "priority",
@@ -24,7 +24,7 @@ WITHOUT_EFFECT = frozenset({
   "reasoning_effort", "request_id", "safety_identifier", "service_tier", "store",
   "stream_options.include_obfuscation", "verbosity",
 })  # fmt: skip
-# Fields of the protocols that ask for nothing at one value, and are refused at every other.
+# Fields of these protocols that are accepted only with values that have no effect.
 NEUTRAL = {
   "add_generation_prompt": (True,),
   "add_special_tokens": (False,),
@@ -48,11 +48,11 @@ NEUTRAL = {
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-  """Returns the object that a body is.
+  """Returns a body as an object.
 
   Raises:
-    Refusal: if it is no JSON object, says a name twice or a number that is none, or is nested
-      deeper than `MAX_DEPTH`.
+    Refusal: if the body is not a JSON object, repeats a name, has a number such as NaN, or is
+      nested deeper than `MAX_DEPTH`.
   """
 
   def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -95,10 +95,10 @@ def _depth(value: Any) -> int:
 
 
 class Fields:
-  """The fields of one body, each of which is taken once.
+  """The fields of one body; each may be taken once.
 
   Attributes:
-    ignored: names of the fields that `finish` accepted without effect.
+    ignored: names of fields that `finish` accepted without effect.
   """
 
   def __init__(self, body: Mapping[str, Any], where: str = ""):
@@ -107,19 +107,19 @@ class Fields:
     self.ignored: list[str] = []
 
   def take(self, name: str, default: Any, check: Callable[[str, Any], Any]) -> Any:
-    """Takes a field's checked value, the default where it is not there."""
+    """Takes a field's validated value, or the default if the field is absent."""
     if name not in self._left:
       return default
     return check(self._where + name, self._left.pop(name))
 
   def require(self, name: str, check: Callable[[str, Any], Any], fix: str) -> Any:
-    """Takes a field's checked value, and refuses a body without it."""
+    """Takes a field's validated value; refuses a body without the field."""
     if name not in self._left:
       refuse(self._where + name, "nothing", "a value", fix)
     return check(self._where + name, self._left.pop(name))
 
   def finish(self, supported: Sequence[str]) -> None:
-    """Refuses what is left over, but for fields that could change no text."""
+    """Refuses fields that are left, except those that cannot change the text."""
     for name, value in self._left.items():
       where = self._where + name[:80]
       if where in WITHOUT_EFFECT:
@@ -147,21 +147,21 @@ def _kind(value: Any) -> str:
 
 
 def boolean(name: str, value: Any) -> bool:
-  """Returns a field's value if it is true or false, and refuses it otherwise."""
+  """Returns the value if it is true or false; refuses others."""
   if not isinstance(value, bool):
     refuse(name, f"{shown(value)} ({_kind(value)})", "true or false", "write one of them")
   return value
 
 
 def text(name: str, value: Any) -> str:
-  """Returns a field's value if it is text, and refuses it otherwise."""
+  """Returns the value if it is text; refuses others."""
   if not isinstance(value, str):
     refuse(name, f"{shown(value)} ({_kind(value)})", "text", "write it in quotes")
   return value
 
 
 def whole(least: int, most: int, fix: str) -> Callable[[str, Any], int]:
-  """Returns a check that takes whole numbers of a range, and refuses all else."""
+  """Returns a check that accepts whole numbers from `least` to `most`."""
 
   def check(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
@@ -176,14 +176,14 @@ def whole(least: int, most: int, fix: str) -> Callable[[str, Any], int]:
 def number(
   is_good: Callable[[float], bool], expected: str, fix: str
 ) -> Callable[[str, Any], float]:
-  """Returns a check that takes numbers for which `is_good` holds, and refuses all else."""
+  """Returns a check that accepts finite numbers for which `is_good` holds."""
 
   def check(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
       refuse(name, f"{shown(value)} ({_kind(value)})", f"a number, {expected}", fix)
     try:
       found = float(value)
-    except OverflowError:  # A whole number of JSON may have any length.
+    except OverflowError:  # A JSON integer may be too large for a float.
       found = math.inf
     if not math.isfinite(found) or not is_good(found):
       refuse(name, shown(value), expected, fix)
@@ -193,14 +193,14 @@ def number(
 
 
 def json_object(name: str, value: Any) -> dict[str, Any]:
-  """Returns a field's value if it is an object, and refuses it otherwise."""
+  """Returns the value if it is an object; refuses others."""
   if not isinstance(value, dict):
     refuse(name, f"{shown(value)} ({_kind(value)})", "an object", "write {...}")
   return value
 
 
 def json_list(name: str, value: Any) -> list[Any]:
-  """Returns a field's value if it is a list, and refuses it otherwise."""
+  """Returns the value if it is a list; refuses others."""
   if not isinstance(value, list):
     refuse(name, f"{shown(value)} ({_kind(value)})", "a list", "write [...]")
   return value

@@ -1,4 +1,4 @@
-"""How much a server takes, and for how long."""
+"""Configuration of a server: address, tokens and limits."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-  """Bounds of a server. None of them changes a bit of an answer.
+  """Limits of a server. None of them affects the bits of a response.
 
   Attributes:
-    host: address to listen at; another than the machine's own needs a token.
-    port: to listen at; 0 takes one that is free.
-    token: what a client has to send as `Authorization: Bearer TOKEN`; "" asks for none.
-    tenants: by their tokens, names of clients that share nothing with any other: neither contexts
-      nor, in memory or in drafts, anything by which one could tell what another has asked.
-    max_body_bytes: of one request.
-    max_answer_tokens: of one choice; also what is taken where a chat names no `max_tokens`.
-    max_waiting: choices that wait for the engine.
-    max_waiting_of_client: of one client.
-    max_connections: open ones.
-    body_seconds: that a body may take to arrive.
-    timeout_seconds: that an answer may take.
-    grace_seconds: that what runs has once the server is told to stop.
-    strict_fields: whether fields that are accepted without effect are refused instead.
+    host: address to listen on; any other than loopback requires a token.
+    port: port to listen on; 0 picks a free one.
+    token: token that clients send as `Authorization: Bearer TOKEN`; "" requires none.
+    tenants: maps tokens to the names of isolated clients. They share no contexts, and neither
+      memory nor drafts reveal one client's requests to another.
+    max_body_bytes: upper bound of a request body.
+    max_answer_tokens: upper bound of a choice's tokens; default `max_tokens` of a chat.
+    max_waiting: most choices queued for the engine.
+    max_waiting_of_client: most queued choices of one client.
+    max_connections: most open connections.
+    body_seconds: timeout for receiving a body.
+    timeout_seconds: timeout of a whole response.
+    grace_seconds: time that running requests have to finish after a stop signal.
+    strict_fields: refuse fields that would be accepted without effect.
   """
 
   host: str = "127.0.0.1"

@@ -1,11 +1,11 @@
-"""The one thread that runs the engines: jobs come in, parts of answers go out.
+"""The thread that runs all engines: takes jobs and delivers parts of their responses.
 
-    submit --> a line for each client --round robin, as pages allow--> engine --> Job.deliver
-    cancel, swap, call, stop --------------^
-                    contexts --in rows that nobody waits for--------------^
+    submit --> a queue per client --round robin, as pages allow--> engine --> Job.deliver
+    cancel, swap, call, stop ---------------^
+                    contexts --in spare rows--------------^
 
-Nothing here can change a bit of an answer (DESIGN: the contract): who waits, who is cancelled and
-in which order clients are served decide only when a token comes.
+Scheduling never changes the bits of a response (see the contract in DESIGN): queueing, cancelling
+and the order of clients only decide when a token arrives.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from seerjax.serve.sleeping import Reading, Sleeping
 from seerjax.types import Completion, Request
 
 LOG = logging.getLogger("seerjax.serve")
-# Steps of one engine that may break off, one after the other, before its requests are given up.
+# Consecutive failed steps of an engine after which its requests are ended with an error.
 MAX_FAILURES = 3
 MAX_RETRY_SECONDS = 60
-# Between two looks at sleep that has no room.
+# Delay before sleep that found no room is tried again.
 IDLE_SECONDS = 0.05
 
 
 class Part(NamedTuple):
-  """What came of one choice: all of it, or, of a stream, what one visit added.
+  """New output of one choice: all of it, or, when streamed, what the last step added.
 
   Attributes:
     choice: index in `Job.requests`.
     text: new text.
     tokens: new tokens.
-    logprobs: of these, under the processed distribution.
-    raw_logprobs: of these, under softmax(logits).
-    tops: for each of these, (token, log-probability) of the likeliest, where they were asked for.
-    finish_reason: why the choice ended, "" if it did not.
-    error: what it met, where `finish_reason` is "error".
+    logprobs: their log-probabilities under the processed distribution.
+    raw_logprobs: their log-probabilities under softmax(logits).
+    tops: for each token, the top (token, log-probability) pairs, if requested.
+    finish_reason: why the choice ended; "" while it is running.
+    error: the error, if `finish_reason` is "error".
   """
 
   choice: int
@@ -61,12 +61,12 @@ class Part(NamedTuple):
 
 
 class PromptScores(NamedTuple):
-  """Log-probabilities of a prompt's tokens under softmax(logits), by the trainer's forward.
+  """Log-probabilities of a prompt's tokens under softmax(logits), from the trainer's forward pass.
 
   Attributes:
-    prompt: index among the job's prompts.
-    logprobs: of every token but the first.
-    tops: for each of these, (token, log-probability) of the likeliest.
+    prompt: index among the prompts of the job.
+    logprobs: log-probability of every token but the first.
+    tops: for each of these, the top (token, log-probability) pairs.
   """
 
   prompt: int
@@ -75,10 +75,10 @@ class PromptScores(NamedTuple):
 
 
 class Begun(NamedTuple):
-  """A job has begun, by weights that it ends by.
+  """Event: a job has started; it also finishes on the weights it started with.
 
   Attributes:
-    fingerprint: of these.
+    fingerprint: fingerprint of these weights.
   """
 
   fingerprint: str
@@ -89,24 +89,24 @@ Event = Begun | Part | PromptScores | Refusal
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-  """Answers that are asked for together.
+  """Engine requests that were submitted together.
 
   Attributes:
-    job_id: unique.
-    client: whom it is fair to.
+    job_id: unique id.
+    client: key for fair scheduling.
     model: name of the engine.
-    adapter: name of the adapter that answers; "" is the engine's base.
-    fingerprint: asked when the job begins, on the engine's thread; None asks nothing.
-    reading: the context that its prompts were made of, if any: a job whose context has changed
-      while it waited is not answered.
-    requests: one a choice; those of one prompt follow one another and have its `group_id`.
-    masks: of each choice's answer.
-    num_choices: of each prompt.
-    is_streamed: whether every visit's part is delivered.
-    num_top: of `Part.tops`.
-    wants_prompt: whether `PromptScores` are.
-    num_prompt_top: of `PromptScores.tops`.
-    deliver: takes what comes; called on the engine's thread, so it only passes it on.
+    adapter: name of the adapter; "" for the engine's base.
+    fingerprint: called on the engine thread when the job starts; None sends no `Begun`.
+    reading: the context that the prompts were made from, if any; the job is refused if the context
+      has changed while it was queued.
+    requests: one per choice; the choices of a prompt are adjacent and share its `group_id`.
+    masks: one per choice.
+    num_choices: choices per prompt.
+    is_streamed: whether to deliver a part after every step.
+    num_top: length of the entries of `Part.tops`.
+    wants_prompt: whether to deliver `PromptScores`.
+    num_prompt_top: length of the entries of `PromptScores.tops`.
+    deliver: receives events on the engine thread; it must not block.
   """
 
   job_id: str
@@ -127,8 +127,8 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class _Choice:
-  """One choice of a job, how many of its tokens were delivered, what names the others there, and,
-  where it has a mask, what it has said."""
+  """A choice of a job: its number of delivered tokens, the scorer of alternatives, and, if it has
+  a mask, its tokens so far."""
 
   job: Job
   index: int
@@ -146,19 +146,19 @@ class _Choice:
 
 
 class _Asked(NamedTuple):
-  """What another thread wants run here, and who is told of the outcome."""
+  """A function to run on the engine thread, and a callback for its result."""
 
   run: Callable[[], Any]
   done: Callable[[Any], None]
 
 
 class EngineThread:
-  """Runs engines by name on a thread of its own, from `start` to `stop`.
+  """Runs engines on a separate thread, from `start` to `stop`.
 
   Attributes:
-    engines: by name.
-    sleeping: by the names of engines that sleep; the thread's own from `start` on.
-    refused: requests turned away because too many waited.
+    engines: engines by name.
+    sleeping: contexts by engine name; used only on the thread once it has started.
+    refused: number of requests refused because the queue was full.
   """
 
   def __init__(
@@ -171,15 +171,15 @@ class EngineThread:
     on_tokens: Callable[[str, int], None] = lambda model, count: None,
     sleeping: Mapping[str, Sleeping] | None = None,
   ):
-    """Makes it.
+    """Initialises the thread.
 
     Args:
-      engines: by name; nothing else may touch them from `start` on.
-      scorers: by the same names, and those of adapters.
-      max_waiting: choices that wait for an engine, at most.
-      max_waiting_of_client: of one client, at most.
-      on_tokens: told how many tokens each visit sampled, by name.
-      sleeping: contexts of engines, by their names; closed when the thread is over.
+      engines: engines by name; nothing else may use them after `start`.
+      scorers: scorers by the names of engines and adapters.
+      max_waiting: most queued choices.
+      max_waiting_of_client: most queued choices of one client.
+      on_tokens: called with an engine's name and the number of tokens that a step sampled.
+      sleeping: contexts by engine name; closed when the thread ends.
     """
     self.sleeping = dict(sleeping or {})
     self.engines = dict(engines)
@@ -189,31 +189,31 @@ class EngineThread:
     self._max_waiting_of_client = max_waiting_of_client
     self._on_tokens = on_tokens
     self._changed = threading.Condition()
-    # Under `_changed`: those who ask and the thread both have these.
+    # Guarded by `_changed`: shared between callers and the thread.
     self._lines: dict[str, collections.deque[_Choice]] = {}
     self._cancelled: set[str] = set()
     self._swaps: collections.deque[_Asked] = collections.deque()
     self._calls: collections.deque[_Asked] = collections.deque()
     self._deadline = math.inf
     self._is_stopping = self._is_over = False
-    # The thread's own.
+    # Used only on the thread.
     self._live: dict[str, dict[str, _Choice]] = {name: {} for name in engines}
     self._failures: dict[str, int] = dict.fromkeys(engines, 0)
     self._tokens_per_second = 0.0
     self._masking = {name: Masking(engine) for name, engine in engines.items()}
     self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-  # Of any thread.
+  # Callable from any thread.
 
   def start(self) -> None:
     """Starts the thread."""
     self._thread.start()
 
   def submit(self, job: Job) -> None:
-    """Lets a job wait for its engine.
+    """Queues a job.
 
     Raises:
-      Refusal: if the server stops (503), or too many choices wait (429).
+      Refusal: if the server is stopping (503), or the queue is full (429).
     """
     with self._changed:
       if self._is_stopping:
@@ -221,7 +221,7 @@ class EngineThread:
       waiting = self.num_waiting
       line = self._lines.get(job.client, ())
       count, own = waiting + len(job.requests), len(line) + len(job.requests)
-      # A request for more than may wait at all is let in where nothing else waits.
+      # A request larger than the limit is admitted to an empty queue.
       is_full = bool(waiting) and count > self._max_waiting
       if is_full or (line and own > self._max_waiting_of_client):
         self.refused += 1
@@ -240,20 +240,18 @@ class EngineThread:
       self._changed.notify_all()
 
   def cancel(self, job: Job) -> None:
-    """Forgets a job, wherever it is; one that is over may be cancelled as well."""
+    """Cancels a job in any state; a no-op for a finished job."""
     with self._changed:
       self._cancelled.add(job.job_id)
       self._changed.notify_all()
 
   def swap(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
-    """Runs a function on the thread once no engine has a request, and hands `done` what it returns
-    or raises.
+    """Runs a function on the thread once no engine has requests; `done` gets its result or error.
 
-    A job of which a choice has begun is answered to its end before; one that waits, or comes, is
-    answered afterwards.
+    Jobs that have started finish before; queued and new jobs run afterwards.
 
     Raises:
-      Refusal: if the server stops (503).
+      Refusal: if the server is stopping (503).
     """
     with self._changed:
       if self._is_stopping:
@@ -262,10 +260,10 @@ class EngineThread:
       self._changed.notify_all()
 
   def call(self, run: Callable[[], Any], done: Callable[[Any], None]) -> None:
-    """Runs a short function on the thread between two visits; see `swap`.
+    """Runs a short function on the thread between two steps; see `swap`.
 
     Raises:
-      Refusal: if the server stops (503).
+      Refusal: if the server is stopping (503).
     """
     with self._changed:
       if self._is_stopping:
@@ -274,34 +272,34 @@ class EngineThread:
       self._changed.notify_all()
 
   def stop(self, grace_seconds: float) -> None:
-    """Lets no request in from now on; what runs and waits is handed back after the grace period."""
+    """Stops admission; unfinished jobs are refused after the grace period."""
     with self._changed:
       self._is_stopping = True
       self._deadline = min(self._deadline, time.monotonic() + grace_seconds)
       self._changed.notify_all()
 
   def join(self, timeout: float | None = None) -> None:
-    """Waits until the thread is over."""
+    """Waits until the thread has ended."""
     self._thread.join(timeout)
 
   @property
   def is_alive(self) -> bool:
-    """Whether the thread runs."""
+    """Whether the thread is running."""
     return self._thread.is_alive()
 
   @property
   def is_stopping(self) -> bool:
-    """Whether no request is let in any more."""
+    """Whether admission has stopped."""
     return self._is_stopping
 
   @property
   def num_waiting(self) -> int:
-    """Choices that no engine has yet."""
+    """Number of queued choices."""
     return sum(len(line) for line in [*self._lines.values()])
 
   @property
   def num_running(self) -> int:
-    """Choices that an engine has."""
+    """Number of choices that engines are running."""
     return sum(len(live) for live in self._live.values())
 
   def _retry_seconds(self) -> int:
@@ -309,7 +307,7 @@ class EngineThread:
     seconds = tokens / self._tokens_per_second if self._tokens_per_second else 1
     return max(1, min(MAX_RETRY_SECONDS, math.ceil(seconds)))
 
-  # Of the thread.
+  # Called on the thread.
 
   def _run(self) -> None:
     while not self._is_over:
@@ -349,7 +347,7 @@ class EngineThread:
       elif sleeping is not None and engine.num_background:
         before = engine.counters.steps
         self._step(name, engine)
-        if engine.counters.steps == before:  # Pins hold what its rows need.
+        if engine.counters.steps == before:  # Pinned pages leave no room for background rows.
           with self._changed:
             self._changed.wait(IDLE_SECONDS)
 
@@ -359,7 +357,7 @@ class EngineThread:
     return bool(waits or sleeps)
 
   def _outcome(self, asked: _Asked) -> Any:
-    """Returns what a function returns, or what it raises."""
+    """Returns the result of a function, or the exception that it raised."""
     try:
       return asked.run()
     except (ValueError, Refusal) as error:
@@ -369,7 +367,7 @@ class EngineThread:
       return broken()
 
   def _drop(self, job_ids: Iterable[str]) -> None:
-    """Takes jobs out of the lines."""
+    """Removes jobs from the queues. The caller holds the lock."""
     for client, line in [*self._lines.items()]:
       kept = [choice for choice in line if choice.job.job_id not in job_ids]
       if len(kept) < len(line):
@@ -385,26 +383,26 @@ class EngineThread:
           del live[request_id]
 
   def _admit(self) -> None:
-    """Hands choices to their engines, client by client, as far as sequences and pages allow."""
+    """Admits choices to engines, in turns over clients, while sequences and pages are free."""
     while True:
       with self._changed:
         swap, choice = None, self._next_choice()
         if choice is None:
-          # Where nothing runs, no job has begun and waits for room.
+          # If nothing runs, no started job has choices waiting for room.
           if not self._swaps or self.num_running:
             return
           swap = self._swaps.popleft()
       if swap is not None:
         for sleeping in self.sleeping.values():
-          sleeping.stop()  # It begins again, by the new weights.
+          sleeping.stop()  # Jobs start again with the new weights.
         swap.done(self._outcome(swap))
       elif choice is not None:
         self._begin(choice)
 
   def _next_choice(self) -> _Choice | None:
-    """Takes the first choice of the client whose turn it is; None if its engine has no room.
+    """Takes the first choice of the next client in turn; None if its engine has no room.
 
-    Before a swap, only of jobs that have begun: of a job, the first choice begins first.
+    While a swap is pending, only takes choices of jobs that have started.
     """
     turns = (client for client, line in self._lines.items() if line[0].index or not self._swaps)
     client = next(turns, None)
@@ -416,7 +414,7 @@ class EngineThread:
     choice = line.popleft()
     del self._lines[client]
     if line:
-      self._lines[client] = line  # Behind all others.
+      self._lines[client] = line  # Moves the client to the end.
     return choice
 
   def _begin(self, choice: _Choice) -> None:
@@ -430,7 +428,7 @@ class EngineThread:
     try:
       engine.submit(choice.request, mask=choice.mask)
     except ValueError as error:
-      # Checked before it came: a swap of weights may have come between.
+      # It was checked before; a swap of weights may have happened since.
       self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
       return
     except Exception:
@@ -460,7 +458,7 @@ class EngineThread:
         self._failures[name] = 0
         for job in {choice.job for choice in self._live[name].values()}:
           self._give_up(job, broken())
-        if name in self.sleeping:  # Its rows may be what breaks every step.
+        if name in self.sleeping:  # Background rows may cause the failure.
           LOG.error("model %s: sleeps no more, until the server is started again", name)
           self.sleeping[name].give_up()
       return
@@ -474,19 +472,19 @@ class EngineThread:
     self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
 
   def _take_masks(self, name: str) -> bool:
-    """Ends answers whose grammars met a limit, and holds those whose masks are still to come;
-    returns whether a step has something to do."""
+    """Ends requests whose grammar hit a limit, and holds those whose masks are not ready; returns
+    whether a step has anything to do."""
     live = self._live[name]
     masks = {own: choice.mask for own, choice in live.items() if choice.mask is not None}
     has_work = self._masking[name].hold(masks, len(live) - len(masks))
     for own, mask in masks.items():
-      if mask.failure and own in live:  # Not ended with another choice of its job.
+      if mask.failure and own in live:  # May have ended with another choice of its job.
         refusal = Refusal(mask.failure, param=mask.grammar.param, code="grammar_limit")
         self._give_up(live[own].job, refusal)
     return has_work
 
   def _ask_masks(self, name: str, updates: list[StepOutput]) -> None:
-    """Has the masks computed that answers need next, while what they said is delivered."""
+    """Requests the masks of the next step, so that they are computed during delivery."""
     compilers = {}
     for update in updates:
       choice = self._live[name].get(update.request_id)
@@ -559,12 +557,12 @@ class EngineThread:
     return self._scorers[job.adapter or job.model]
 
   def _fail(self, job: Job) -> None:
-    """Ends a job by the error that is being handled, which is none of the others' business."""
+    """Ends a job because of the exception being handled; other jobs continue."""
     LOG.exception("%s: got an error of the server's own; it is given up", job.job_id)
     self._give_up(job, broken())
 
   def _give_up(self, job: Job, refusal: Refusal) -> None:
-    """Ends a job by a refusal."""
+    """Ends a job with a refusal."""
     with self._changed:
       self._drop({job.job_id})
     self._cancel_live({job.job_id})
@@ -580,9 +578,9 @@ class EngineThread:
 
 
 def has_room(engine: Engine, request: Request) -> bool:
-  """Returns whether an engine would begin a request at once: a sequence and its pages are free.
+  """Returns whether a request could start at once: a sequence and enough pages are free.
 
-  What has them and nobody waits for gives them up.
+  Background requests count as free, because they are preempted.
   """
   num_front = engine.num_unfinished - engine.num_background
   if not num_front:
@@ -610,7 +608,7 @@ def _changed(reading: Reading) -> Refusal:
 
 
 def stopping() -> Refusal:
-  """Returns what is said once the server stops."""
+  """Returns the refusal of requests while the server stops."""
   return Refusal(
     "the server: got a request while it stops, expected it to run; ask again when it is back: the"
     " same seed gives the same bits.",
@@ -622,7 +620,7 @@ def stopping() -> Refusal:
 
 
 def broken() -> Refusal:
-  """Returns what is said of a failure that is the server's own."""
+  """Returns the refusal for an internal error."""
   return Refusal(
     "the server: got an error of its own, expected none; look into its log, and ask again.",
     status=500,

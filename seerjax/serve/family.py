@@ -1,9 +1,9 @@
-"""A base and the adapters beside it, on one engine, and how the weights of each are replaced.
+"""A base model and its adapters on one engine; replaces their weights while serving.
 
     directory --read, on any thread--> Loaded --put, between two requests--> other weights answer
 
-Weights that are read are checked before anything stops for them. What runs is answered by those of
-before; what waits, and what comes, by the new ones, whose fingerprint its answer names.
+New weights are checked before serving is interrupted. Requests in progress finish on the old
+weights; queued and new requests use the new ones, and their response has the new fingerprint.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NO_DEFAULTS = Defaults()
 
 
 class Loaded(NamedTuple):
-  """Weights that were read and are this family's.
+  """Weights that were read and match the family.
 
   Attributes:
-    name: whose they become.
-    params: of the base, in compute dtype; None of an adapter.
-    adapter: and its scale; None of the base.
-    digest: of them.
+    name: name of the model that they are for.
+    params: parameters of the base in the compute dtype; None for an adapter.
+    adapter: an adapter with its scale; None for the base.
+    digest: digest of the weights.
   """
 
   name: str
@@ -51,10 +51,10 @@ class Loaded(NamedTuple):
 
 
 class Family:
-  """A base, its adapters, and their engine.
+  """A base model, its adapters, and their engine.
 
   Attributes:
-    models: what is served, by name; the base first.
+    models: served models by name, the base first.
   """
 
   def __init__(
@@ -68,15 +68,15 @@ class Family:
     defaults: Defaults = NO_DEFAULTS,
     created: int = 0,
   ):
-    """Makes it.
+    """Initialises the family.
 
     Args:
-      name: of the base.
-      model: as the engine runs it.
-      engine: with these adapters; the engine's thread has it once that runs.
-      key: the engine's sampling key.
-      adapters: by name.
-      defaults: where a request names nothing.
+      name: name of the base.
+      model: the base, as the engine runs it.
+      engine: engine with these adapters; only the engine thread may use it once that thread runs.
+      key: sampling key of the engine.
+      adapters: adapters by name.
+      defaults: used where a request sets no value.
       created: seconds since 1970.
     """
     self._model, self._engine, self._key = model, engine, key
@@ -118,21 +118,21 @@ class Family:
 
   @property
   def identity(self) -> Identity:
-    """What contexts of the base depend on."""
+    """Identity of the base, on which its contexts depend."""
     return sleeping.identity_of(self._model, self._digest)
 
   def read(self, name: str, directory: str) -> Loaded:
-    """Reads the weights of a directory or GGUF file, to take the place of a model's.
+    """Reads replacement weights of a model from a directory or a GGUF file.
 
     Args:
-      name: whose place; an adapter's is taken by an adapter as PEFT writes it.
-      directory: on this machine.
+      name: name of the model; an adapter is replaced by an adapter in PEFT's format.
+      directory: path on the server's machine.
 
     Raises:
       FileNotFoundError: if a file is missing.
       ImportError: for a GGUF file, if the `gguf` package is not installed.
-      NotImplementedError: for a GGUF file of a kind that is not read.
-      ValueError: if they are not this family's, naming what differs.
+      NotImplementedError: for an unsupported kind of GGUF file.
+      ValueError: if the weights do not fit the family; names the difference.
     """
     path = pathlib.Path(directory)
     is_file = gguf_file.is_named(path) and path.is_file()
@@ -164,8 +164,8 @@ class Family:
     return Loaded(name, params, None, values.weights_digest(params))
 
   def _check_tokenizer(self, path: pathlib.Path) -> None:
-    """Refuses words that are not those by which prompts were encoded."""
-    if path.is_dir() and not (path / "tokenizer.json").is_file():  # Weights alone.
+    """Refuses a tokenizer that encodes prompts differently."""
+    if path.is_dir() and not (path / "tokenizer.json").is_file():  # Only weights.
       return
     new, old = (
       identity.tokenizer_parts(one) for one in (tokenizer_lib.load(path), self.base.tokenizer)
@@ -178,16 +178,16 @@ class Family:
         )
 
   def put(self, loaded: Loaded) -> Served:
-    """Lets weights answer, on the engine's thread, while the engine has no request.
+    """Installs weights. Call it on the engine thread while the engine has no requests.
 
     Raises:
-      ValueError: if they are not finite; then the old ones stay.
+      ValueError: if the weights are not finite; the old weights stay in place.
     """
     if loaded.params is not None:
       self._engine.set_params(loaded.params, self._engine.policy_version + 1)
       self._model = dataclasses.replace(self._model, params=loaded.params)
       self._digest = loaded.digest
-      changed = [*self.models.values()]  # An adapter's answers are those of its base, too.
+      changed = [*self.models.values()]  # The base's weights affect its adapters, too.
     else:
       assert loaded.adapter is not None
       adapters = {**self._adapters, loaded.name: loaded.adapter}
@@ -206,7 +206,7 @@ def _digest(scaled: adapters_lib.Scaled) -> str:
 
 
 def _difference(found: Any, expected: Any) -> str:
-  """Returns a sentence about the first field in which two shapes of a model differ."""
+  """Returns a message about the first field in which two model shapes differ."""
   for field in dataclasses.fields(expected):
     got, should = getattr(found, field.name), getattr(expected, field.name)
     if got != should:

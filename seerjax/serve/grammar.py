@@ -1,21 +1,21 @@
-"""Answers of a given form: a JSON schema or a regular expression as a mask for each token.
+"""Constrained decoding: turns a JSON schema or regular expression into a mask for each token.
 
     Compiler.mask(grammar) --trial--> worker                    before anything is sampled
     AnswerMask.ask(answer) --quick or slow--> worker --> u32[w], a bit for each token
 
-The mask joins the processed distribution, so that log-probabilities are over what was allowed, and
-it is a pure function of the answer so far: whichever worker computes it, the bits are the same.
+The mask is applied before the distribution is normalised, so log-probabilities are over the allowed
+tokens. It is a pure function of the tokens so far: every worker computes the same bits.
 
-A grammar is a stranger's input to native code, so that none of it is read in this process: workers
-of `grammar_server`, with limits of time and memory, may die of it. Three kinds of them:
+Grammars are untrusted input to native code, so none is parsed in this process. Workers of
+`grammar_server`, with limits of time and memory, do that and may crash. There are three kinds:
 
-- trial workers compile a grammar that comes, and look at its first masks, for as long as that may
-  take, beside all that is answered; one that takes long gives way to the engine's threads;
-- the quick worker answers the masks of all grammars that compiled and answered quickly;
-- the slow worker answers those of the others, which nobody but they waits for.
+- trial workers compile a new grammar and compute its first masks, concurrently with serving; one
+  that takes long yields the cores to the engine's threads;
+- the quick worker computes masks of all grammars that compiled and answered quickly;
+- the slow worker computes masks of the other grammars, which delay only each other.
 
-When a worker dies, the grammar that it was reading ends its answer; the other answers are read
-again by a fresh worker. A grammar that killed two workers is refused from then on.
+If a worker dies, the request whose grammar it was processing fails; the other requests move to a
+fresh worker. A grammar that killed two workers is refused from then on.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ from seerjax.serve.protocol import Grammar
 from seerjax.serve.refusals import Refusal, refuse
 
 MAX_SOURCE = 1 << 18  # Characters.
-# Beyond, a grammar is slow: one mask of the quick worker delays those of all the others.
+# Above these a grammar is slow: the quick worker's masks would delay all other grammars.
 QUICK_MASK_SECONDS = 0.005
 QUICK_COMPILE_SECONDS = 0.05
 NUM_TRIALS = 2
 TRIAL_NICE, QUICK_NICE, SLOW_NICE = 5, 0, 10
-# What most grammars take, compiled on a busy machine; a trial that takes longer yields.
+# More than most grammars take to compile on a busy machine; longer trials yield.
 TRIAL_PATIENCE_SECONDS, YIELDING_NICE = 0.1, 15
-MOST_REMEMBERED = 1024  # Grammars whose trial is not held again.
+MOST_REMEMBERED = 1024  # Grammars whose trial result is cached.
 MOST_DEATHS = 2
-MAX_REASON = 160  # Characters of the library's own words.
-MOST_LOST = 3  # Workers in a row that end without an answer, and by nothing that a grammar did.
+MAX_REASON = 160  # Characters of the library's error message.
+MOST_LOST = 3  # Consecutive workers that ended without an answer and not because of a grammar.
 LOST = "it cannot be started, or is ended from outside"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What a grammar may cost.
+  """Limits for one grammar.
 
   Attributes:
-    compile_seconds: of CPU, to compile it and to compute the masks before its first choice.
-    mask_seconds: of CPU, for one mask.
-    wall_seconds: for either, however busy the machine is.
-    memory_bytes: of a worker, beside what it has at its start.
-    trial_seconds: that a request may wait for a worker that compiles.
+    compile_seconds: CPU time to compile it and to compute the masks before its first choice.
+    mask_seconds: CPU time for one mask.
+    wall_seconds: wall time for either, on a machine of any load.
+    memory_bytes: memory of a worker in addition to its memory at start.
+    trial_seconds: longest wait of a request for a free trial worker.
   """
 
   compile_seconds: float = 0.6
@@ -86,12 +86,12 @@ DEFAULT_LIMITS = Limits()
 
 
 class AnswerMask:
-  """What may follow an answer so far. One belongs to one choice, and to one thread."""
+  """Token mask for the next position of one choice. Used on one thread only."""
 
   def __init__(self, compiler: Compiler, grammar: Grammar, digest: str, first: bytes):
     self.grammar, self.digest = grammar, digest
     self.session = compiler.next_session()
-    self.serial = 0  # Counts what was asked.
+    self.serial = 0  # Number of masks requested.
     self.answer: list[int] = []
     self.failure = ""
     self.compiler = compiler
@@ -101,10 +101,10 @@ class AnswerMask:
     weakref.finalize(self, compiler.gone.append, self.session)
 
   def copy(self, *, keeps: bool = False) -> AnswerMask:
-    """Returns one that has read nothing.
+    """Returns a mask at the start of a response.
 
     Args:
-      keeps: whether masks of an answer's beginnings stay at hand, for who scores it later.
+      keeps: whether to keep the masks of all prefixes, for later scoring.
     """
     found = AnswerMask(self.compiler, self.grammar, self.digest, self._first.tobytes())
     if keeps:
@@ -113,34 +113,34 @@ class AnswerMask:
 
   @property
   def is_ready(self) -> bool:
-    """Whether the mask that was asked for last is there."""
+    """Whether the last requested mask has arrived."""
     return self._ready is not None
 
   @property
   def is_awaited(self) -> bool:
-    """Whether it is still to come."""
+    """Whether the last requested mask is still expected."""
     return self._ready is None and not self.failure
 
   def ask(self, answer: Sequence[int]) -> None:
-    """Has the mask behind an answer computed, which is not waited for."""
+    """Requests the mask after `answer`, without waiting for it."""
     if self.answer == [*answer] or self.failure:
       return
-    if self._kept is not None:  # A step may have broken off.
+    if self._kept is not None:  # A failed step may have dropped tokens.
       del self._kept[1 + _num_shared(self.answer, answer) :]
     self.answer, self.serial, self._ready = [*answer], self.serial + 1, None
     self.compiler.put(self)
 
   def found(self, words: np.ndarray) -> None:
-    """Takes the mask that was asked for last."""
+    """Receives the last requested mask."""
     self._ready = words
     if self._kept is not None and len(self._kept) == len(self.answer):
       self._kept.append(words)
 
   def __call__(self, answer: Sequence[int]) -> np.ndarray:
-    """Returns u32[w], a bit for each token; waits for it if it was not asked for before.
+    """Returns u32[w], a bit for each token; requests it and waits if it is not there yet.
 
     Raises:
-      ValueError: if the answer is none of the grammar's, or met a limit.
+      ValueError: if the answer violates the grammar, or hit a limit.
     """
     if self._kept is not None and len(answer) < len(self._kept):
       if [*answer] == self.answer[: len(answer)]:
@@ -154,16 +154,16 @@ class AnswerMask:
 
 
 class Compiler:
-  """Compiles grammars for one tokenizer, and computes their masks, in processes of their own.
+  """Compiles grammars for one tokenizer and computes their masks, in separate processes.
 
-  `mask` is for any thread, `put` and `gather` are for the one that has the answers.
+  `mask` may be called on any thread, `put` and `gather` only on the engine thread.
   """
 
   def __init__(
     self, tokenizer: Tokenizer, vocab_size: int, *, limits: Limits = DEFAULT_LIMITS
   ):
     self.limits = limits
-    self.gone: collections.deque[int] = collections.deque()  # Sessions that ended.
+    self.gone: collections.deque[int] = collections.deque()  # Sessions that have ended.
     self._tokenizer = tokenizer.backend.to_str()
     self._settings = {
       "vocab_size": vocab_size,
@@ -176,17 +176,17 @@ class Compiler:
     self._trials: queue.LifoQueue[workers.Line[AnswerMask] | None] = queue.LifoQueue()
     for _ in range(NUM_TRIALS):
       self._trials.put(None)
-    # By digest; of those that were tried, the first mask or the reason why there is none.
+    # By digest: the first mask, or the reason why the grammar is refused.
     self._tried: collections.OrderedDict[str, bytes | str] = collections.OrderedDict()
     self._slow: collections.OrderedDict[str, None] = collections.OrderedDict()
     self._deaths: collections.Counter[str] = collections.Counter()
-    # By whether it is slow.
+    # By whether the line is slow.
     self._lines: dict[bool, workers.Line[AnswerMask] | None] = {False: None, True: None}
     self._unsent: list[AnswerMask] = []
     self._num_lost = 0
 
   def start(self) -> None:
-    """Starts the server of the workers, so that the first grammar need not wait for it."""
+    """Starts the server of the workers, so that the first grammar does not wait for it."""
     with self._lock:
       self._started()
 
@@ -207,15 +207,15 @@ class Compiler:
       self._server = None
 
   def next_session(self) -> int:
-    """Returns a number that no other answer has."""
+    """Returns a unique session number."""
     with self._lock:
       self._num_sessions += 1
       return self._num_sessions
 
-  # Of any thread: before anything is sampled.
+  # Callable from any thread, before anything is sampled.
 
   def is_tried(self, grammar: Grammar, namespace: str = "") -> bool:
-    """Returns whether `mask` compiles nothing, so that it does not wait."""
+    """Returns whether `mask` would return without compiling."""
     with self._lock:
       return _digest(grammar, namespace) in self._tried
 
@@ -223,12 +223,12 @@ class Compiler:
     """Returns the mask of a grammar, for one choice.
 
     Args:
-      grammar: that is asked for.
-      namespace: of who asks, to whom it is new if others alone have asked for it.
+      grammar: the grammar.
+      namespace: namespace of the client; results are cached per namespace.
 
     Raises:
-      Refusal: if it cannot be compiled within the limits, or allows nothing; or if too many others
-        are being compiled (429).
+      Refusal: if the grammar does not compile within the limits, or allows nothing; or if too many
+        others are being compiled (429).
     """
     if len(grammar.source) > MAX_SOURCE:
       refuse(
@@ -255,10 +255,10 @@ class Compiler:
     return AnswerMask(self, grammar, digest, found)
 
   def _try(self, grammar: Grammar, digest: str) -> bytes | str:
-    """Returns a grammar's first mask, or why it has none.
+    """Returns a grammar's first mask, or the reason why it has none.
 
     Raises:
-      Refusal: if no worker is free in time.
+      Refusal: if no trial worker becomes free in time, or no worker can be started.
     """
     try:
       line = self._trials.get(timeout=self.limits.trial_seconds)
@@ -273,7 +273,7 @@ class Compiler:
       for is_last in (False, True):
         if line is not None and line.is_used_up:
           line.close()
-          line = None  # Where no other can be had, this one is not used again.
+          line = None  # Stays None if starting another one fails.
         if line is None:
           with self._lock:
             line = self._started().line(TRIAL_NICE)
@@ -284,7 +284,7 @@ class Compiler:
         line.close()
         line = None
         if ending is None or ending or is_last:
-          break  # An ending that nobody told of is that of the server: once more.
+          break  # If the server died, which leaves no exit code, try once more.
     finally:
       self._trials.put(line)
     if not answers and ending == "":
@@ -309,7 +309,7 @@ class Compiler:
   ) -> tuple[list[workers.Answer], str | None]:
     deadline, patience = time.monotonic() + 2 * self.limits.wall_seconds, math.inf
     while (now := time.monotonic()) < deadline:
-      if line.process and patience == math.inf:  # Until it runs, it takes no time.
+      if line.process and patience == math.inf:  # Time counts from when the worker runs.
         patience = now + TRIAL_PATIENCE_SECONDS
       if now >= patience and not line.is_yielding:
         line.yield_to(YIELDING_NICE)
@@ -319,20 +319,20 @@ class Compiler:
           return answers, ending
     return [], None
 
-  # Of the thread that has the answers.
+  # Called on the engine thread.
 
   def put(self, mask: AnswerMask) -> None:
-    """Has what a mask asks for sent with the next `gather`."""
+    """Queues a mask's request for the next `gather`."""
     self._unsent.append(mask)
 
   def gather(self, seconds: float) -> bool:
-    """Sends what was put, and takes the masks that are there.
+    """Sends queued requests, and takes masks that have arrived.
 
     Args:
-      seconds: that are waited at most for one that is not there yet.
+      seconds: longest wait for a mask if none has arrived.
 
     Returns:
-      Whether a mask came, or failed.
+      Whether a mask arrived or failed.
     """
     self._send()
     found = self._take()
@@ -343,7 +343,7 @@ class Compiler:
 
   @property
   def awaits_quick(self) -> bool:
-    """Whether the quick worker, or one that was not asked yet, owes masks."""
+    """Whether masks are outstanding at the quick worker, or not sent yet."""
     line = self._lines[False]
     return bool(self._unsent) or (line is not None and bool(line.asked))
 
@@ -369,8 +369,10 @@ class Compiler:
       line.put([self._ask(line, mask) for mask in masks])
 
   def _line(self, is_slow: bool) -> workers.Line | None:
-    """Returns the line of a kind; None while one that is used up owes masks: it gets no more to do,
-    else it would never be replaced where some are always owed."""
+    """Returns the line to the quick or slow worker; None while a used-up worker still owes masks.
+
+    A used-up worker gets no more requests, or under constant load it would never be replaced.
+    """
     line = self._lines[is_slow]
     if line is not None and not line.is_used_up:
       return line
@@ -384,7 +386,7 @@ class Compiler:
     return line
 
   def _ask(self, line: workers.Line, mask: AnswerMask) -> dict[str, Any]:
-    """Returns what a worker is asked: what it knows already is not sent again."""
+    """Returns the request for a worker; leaves out what the worker already has."""
     known, answer = line.sessions.get(mask.session, []), mask.answer
     first = len(known) if answer[: len(known)] == known else 0
     line.sessions[mask.session] = [*answer]
@@ -398,7 +400,7 @@ class Compiler:
     return {**ask, "from": first, "tokens": [int(token) for token in answer[first:]]}
 
   def _take(self) -> bool:
-    """Takes what has come from both workers; returns whether something did."""
+    """Takes what has arrived from both workers; returns whether anything did."""
     has_found = False
     for is_slow, line in self._lines.items():
       if line is None:
@@ -410,7 +412,7 @@ class Compiler:
         if masking > QUICK_MASK_SECONDS:
           self._set_slow(mask.digest)
         if serial != mask.serial:
-          continue  # Of an answer that nobody asks about any more.
+          continue  # Superseded by a later request.
         has_found = True
         if kind == grammar_server.MASK:
           mask.found(_words(text))
@@ -423,11 +425,11 @@ class Compiler:
     return has_found
 
   def _bury(self, is_slow: bool, line: workers.Line, ending: str | None) -> None:
-    """Ends the answer of which a worker died, and has the others asked of a fresh one."""
+    """Fails the request that a worker died of, and moves the others to a fresh worker."""
     line.close()
     self._lines[is_slow] = None
     asked = [mask for mask, serial in line.asked if serial == mask.serial]
-    if ending == "":  # The server has died, which is no grammar's fault.
+    if ending == "":  # The server died, which no grammar caused.
       self._num_lost += 1
       if self._num_lost > MOST_LOST:
         for mask in asked:
@@ -444,9 +446,9 @@ class Compiler:
     self._unsent += asked
 
   def _count_death(self, digest: str) -> int:
-    """Returns how many workers a grammar has ended, this one too.
+    """Returns how many workers a grammar has killed, this one included.
 
-    As many grammars are remembered as are tried. The caller holds the lock.
+    Keeps as many grammars as are cached. The caller holds the lock.
     """
     self._deaths[digest] += 1
     while len(self._deaths) > MOST_REMEMBERED:
@@ -460,7 +462,7 @@ class Compiler:
         self._slow.popitem(last=False)
 
   def _name(self, ending: str | None) -> str:
-    """Returns how a worker ended, in words."""
+    """Describes how a worker ended."""
     limits = self.limits
     if ending is None or ending == str(-signal.SIGALRM):
       return f"it took more than {limits.wall_seconds:g} s"
@@ -476,7 +478,7 @@ class Compiler:
     return f"the library that reads it ended by {ending or 'an unknown cause'}"
 
   def _started(self) -> workers.Server:
-    """Returns the server, which is started where there is none; the lock is held."""
+    """Returns the server, starting it if it does not run. The caller holds the lock."""
     if self._server is None or not self._server.is_alive:
       if self._server is not None:
         self._server.close()
@@ -505,7 +507,7 @@ def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def _one_line(reason: str) -> str:
-  """Returns the library's words, in one short line of printable characters."""
+  """Returns the library's message as one short line of printable characters."""
   text = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
   return text if len(text) <= MAX_REASON else f"{text[: MAX_REASON - 3]}..."
 

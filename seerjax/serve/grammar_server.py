@@ -1,16 +1,16 @@
-"""The program in which strangers' grammars are compiled and read: it forks workers, which may die.
+"""Program that compiles untrusted grammars in forked workers, which may crash.
 
-    grammar.Compiler --socket--> server     reads the tokenizer once, then only forks
-                                  `- worker  limits of its own; compiles, answers masks, or dies
+    grammar.Compiler --socket--> server     loads the tokenizer once, then only forks
+                                  `- worker  limited; compiles, computes masks, or dies
 
-The server sees none of a stranger's text: it hands each worker its socket, and tells by that socket
-how the worker ended. A worker opens no file and no connection, has limits of memory for good, and
-of time for each thing that it is asked.
+The server never sees client text: it passes each worker its socket, and reports on that socket how
+the worker ended. A worker cannot open files or connections; its memory is limited for life, its
+time for each request.
 
     asks     u32 length, JSON {"gone": [session], "asks": [{...}]}
-    answers  `HEAD`, then a mask or a text; the first of them tells the worker's process
+    answers  `HEAD`, then a mask or a text; the first one reports the worker's process id
 
-Run by path, never imported by what it runs; it knows the standard library and llguidance alone.
+Started by path and imported only for constants; needs only the standard library and llguidance.
 Source: man pages getrlimit(2), setitimer(2).
 """
 
@@ -30,20 +30,20 @@ import sys
 import time
 from typing import Any, NoReturn
 
-# Kind, session, seconds of CPU for compiling and for masks, MiB in memory, length of what follows.
+# Kind, session, CPU seconds for compiling and for masks, resident MiB, length of the payload.
 HEAD = struct.Struct("<BQffII")
 MASK, REFUSED, DEAD, BORN = range(4)
 LENGTH = struct.Struct("<I")
-NO_MEMORY = 70  # Exit code of a worker whose Python has found no memory.
-# Tokens that follow without a choice: so far a grammar is looked at before it is taken.
+NO_MEMORY = 70  # Exit code of a worker after a MemoryError.
+# Forced tokens up to which a trial follows a grammar.
 MOST_FORCED = 64
-# Steps of building an expression's automaton, of which there are 50,000 a millisecond or fewer.
+# Steps of building a regular expression's automaton; at most 50,000 take a millisecond.
 LEXER_FUEL = 400_000
 FEW_FILES = 16
 
 
 def main(control: socket.socket, settings: Mapping[str, Any], tokenizer_file: int) -> None:
-  """Reads the tokenizer, then forks a worker for each socket that comes, until EOF."""
+  """Loads the tokenizer, then forks a worker for each socket that arrives, until EOF."""
   sys.path.extend(path for path in settings["packages"] if path not in sys.path)
   import llguidance
 
@@ -59,7 +59,7 @@ def main(control: socket.socket, settings: Mapping[str, Any], tokenizer_file: in
   )
   del source
   workers: dict[int, socket.socket] = {}
-  while True:  # The byte that comes with a socket is how nice its worker is to others.
+  while True:  # Each socket comes with one byte, the worker's nice value.
     ready, _, _ = select.select([control, woken], [], [])
     if woken in ready:
       with contextlib.suppress(BlockingIOError):
@@ -78,14 +78,14 @@ def main(control: socket.socket, settings: Mapping[str, Any], tokenizer_file: in
 
 
 def _tell_of_the_dead(workers: dict[int, socket.socket]) -> None:
-  """Says on the sockets of workers that have ended how they did."""
+  """Reports, on the sockets of dead workers, how they ended."""
   while workers:
     process, status = os.waitpid(-1, os.WNOHANG)
     if not process:
       return
     with workers.pop(process) as channel, contextlib.suppress(OSError):
       ending = str(os.waitstatus_to_exitcode(status)).encode()
-      channel.setblocking(False)  # Nobody may read it any more.
+      channel.setblocking(False)  # The other end may not be read any more.
       channel.sendall(HEAD.pack(DEAD, 0, 0.0, 0.0, 0, len(ending)) + ending)
 
 
@@ -109,7 +109,7 @@ def _become_worker(
     most = pages * resource.getpagesize() + settings["memory_bytes"]
     for limit, value in (
       (resource.RLIMIT_AS, most),
-      (resource.RLIMIT_NOFILE, statm + 1),  # No file and no connection can be opened.
+      (resource.RLIMIT_NOFILE, statm + 1),  # Prevents opening files and connections.
       (resource.RLIMIT_FSIZE, 0),
       (resource.RLIMIT_CORE, 0),
     ):
@@ -125,16 +125,16 @@ def _become_worker(
 
 
 def _above(number: int) -> int:
-  """Returns a copy of a descriptor that is none of the first few."""
+  """Returns a copy of a descriptor above the first few numbers."""
   return fcntl.fcntl(number, fcntl.F_DUPFD, FEW_FILES)
 
 
 class Refused(Exception):
-  """What is wrong with a grammar or with an answer, as the library says it."""
+  """A grammar or response is invalid; has the library's message."""
 
 
 class Worker:
-  """Compiles grammars and answers masks, one after the other."""
+  """Compiles grammars and computes masks, one request after another."""
 
   def __init__(
     self, channel: socket.socket, statm: int, tokenizer: Any, settings: Mapping[str, Any]
@@ -153,7 +153,7 @@ class Worker:
     self._sessions: dict[int, Any] = {}
 
   def run(self) -> None:
-    """Answers until EOF."""
+    """Handles requests until EOF."""
     while (message := self._receive()) is not None:
       for session in message["gone"]:
         self._sessions.pop(session, None)
@@ -186,12 +186,12 @@ class Worker:
     self._channel.sendall(HEAD.pack(kind, ask["session"], *spent, memory, len(text)) + text)
 
   def _set_limits(self, cpu_seconds: float, wall_seconds: float) -> None:
-    """Ends this process, by a signal, once it has taken more."""
+    """Limits the time of the next request; a signal kills the process when it is exceeded."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, wall_seconds)
 
   def _look(self, ask: Mapping[str, Any], spent: list[float]) -> bytes:
-    """Compiles a grammar and follows it as far as it leaves no choice; returns its first mask."""
+    """Compiles a grammar, follows its forced tokens, and returns its first mask."""
     settings = self._settings
     self._set_limits(settings["compile_seconds"], settings["wall_seconds"])
     matcher = self._compile(ask, spent)
@@ -210,10 +210,10 @@ class Worker:
     return first
 
   def _follow(self, ask: Mapping[str, Any], spent: list[float]) -> bytes:
-    """Returns the mask behind an answer, of which the session knows the beginning."""
+    """Returns the mask after a response whose beginning the session already has."""
     settings, session, digest = self._settings, ask["session"], ask["digest"]
     seconds = settings["mask_seconds"]
-    if not ask["from"]:  # Everything again.
+    if not ask["from"]:  # The session starts again.
       seconds += settings["compile_seconds"]
     self._set_limits(seconds, settings["wall_seconds"])
     if digest not in self._compiled:
@@ -239,7 +239,7 @@ class Worker:
       matcher = matcher_of(self._tokenizer, grammar, log_level=0, limits=self._limits)
     except MemoryError:
       raise
-    except BaseException as error:  # A panic of the library is no Exception.
+    except BaseException as error:  # A panic of the library is not an Exception.
       raise Refused(f"{type(error).__name__}: {error}") from error
     if matcher.is_error():
       raise Refused(matcher.get_error())

@@ -1,8 +1,8 @@
-"""The workers that read grammars, as the server of answers sees them: a socket each.
+"""Client side of the grammar workers: starts their server and talks to each over a socket.
 
-    Server --fork--> worker --`Line`--> answers, in the order of what was asked, or how it ended
+    Server --fork--> worker --`Line`--> answers in order of the requests, or how the worker ended
 
-No call waits for a worker but `wait`, and that as long as it is told to.
+Only `wait` blocks, and at most for the given time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import weakref
 
 from seerjax.serve import grammar_server
 
-# Of a worker: beyond, a fresh one takes its place, so that no grammar is blamed for what others
-# have left there.
+# Per worker; above these a fresh worker replaces it, so that state left by earlier grammars is not
+# held against a later one.
 MOST_COMPILED = 256
 MOST_MIB = 512
 Asker = TypeVar("Asker")
@@ -33,7 +33,7 @@ Answer = tuple[int, float, float, bytes]  # Kind, seconds of compiling and of ma
 
 
 class Line(Generic[Asker]):
-  """A worker's socket: what was asked by it, in order, and what came back."""
+  """Socket of one worker, with its outstanding requests in order."""
 
   def __init__(self, channel: socket.socket):
     channel.setblocking(False)
@@ -43,48 +43,51 @@ class Line(Generic[Asker]):
     self.sessions: dict[int, list[int]] = {}
     self.gone: list[int] = []
     self.mib = 0
-    self.process = 0  # Until it has told.
+    self.process = 0  # Process id; 0 until the worker reports it.
     self.is_yielding = False
-    self.since = 0.0  # When the first of `asked` became that.
+    self.since = 0.0  # When the first of `asked` became the first.
     self._out, self._in = bytearray(), bytearray()
 
   @property
   def is_used_up(self) -> bool:
-    """Whether a fresh one should take its place."""
+    """Whether a fresh worker should replace this one."""
     return self.is_yielding or len(self.digests) > MOST_COMPILED or self.mib > MOST_MIB
 
   def yield_to(self, nice: int) -> None:
-    """Has the worker leave the cores to others, for good: no process may take that back."""
+    """Raises the worker's nice value for good: an unprivileged process cannot lower it again."""
     self.is_yielding = True
-    with contextlib.suppress(OSError):  # It may have just ended.
+    with contextlib.suppress(OSError):  # The worker may have just ended.
       if self.process:
         os.setpriority(os.PRIO_PROCESS, self.process, nice)
 
   def put(self, asks: list[dict[str, Any]]) -> None:
-    """Sends what is asked as far as the socket takes it; see `flush`."""
+    """Sends requests as far as the socket accepts them without blocking; see `flush`."""
     text = json.dumps({"gone": self.gone, "asks": asks}).encode()
     self.gone = []
     self._out += grammar_server.LENGTH.pack(len(text)) + text
     self.flush()
 
   def flush(self) -> None:
-    """Sends what is left, as far as the socket takes it."""
+    """Sends buffered data as far as the socket accepts it."""
     try:
       while self._out:
         del self._out[: self.channel.send(self._out)]
     except BlockingIOError:
       pass
-    except OSError:  # It died; `take` will tell.
+    except OSError:  # The worker died; `take` reports it.
       self._out.clear()
 
   @property
   def is_flushed(self) -> bool:
-    """Whether all is sent."""
+    """Whether all data was sent."""
     return not self._out
 
   def take(self) -> tuple[list[Answer], str | None]:
-    """Returns the answers that are there, and how the worker ended: by an exit code, by "" for a
-    cause that nobody told of, None if it did not end."""
+    """Returns (available answers, how the worker ended).
+
+    The second is an exit code as text, "" if the socket closed without one, or None while the
+    worker runs.
+    """
     ending: str | None = None
     try:
       while part := self.channel.recv(1 << 18):
@@ -112,24 +115,24 @@ class Line(Generic[Asker]):
     return found, ending
 
   def close(self) -> None:
-    """Lets the worker end."""
+    """Closes the socket, which ends the worker."""
     self.channel.close()
 
 
 class Server:
-  """The process that forks workers."""
+  """The process that forks the workers."""
 
   def __init__(self, tokenizer: str, settings: Mapping[str, Any]):
-    """Starts it, and does not wait for it.
+    """Starts the process without waiting for it.
 
     Args:
-      tokenizer: as its JSON.
+      tokenizer: the tokenizer as JSON.
       settings: vocab_size, eos_ids, and the fields of `Limits`.
     """
     self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # No interpreter's variable, no token and no path of ours is passed on.
+    # Pass on no variables of the interpreter, no token and no paths.
     environment = {"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without.
+    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without it.
       environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     said = json.dumps({**settings, "packages": [_package_path()]})
     with theirs, tempfile.TemporaryFile() as file:
@@ -144,8 +147,8 @@ class Server:
         stderr=subprocess.DEVNULL,
         env=environment,
         cwd="/",
-        # An interrupt at the terminal is not for it. A session of its own would do the same, but
-        # Linux shares the cores between sessions first, and then by niceness inside each.
+        # Shields the process from an interrupt at the terminal. A separate session would, too, but
+        # Linux first divides the cores between sessions and would ignore nice values across them.
         process_group=0,
       )
     self._process = process
@@ -153,24 +156,24 @@ class Server:
 
   @property
   def is_alive(self) -> bool:
-    """Whether it runs."""
+    """Whether the process runs."""
     return self._process.poll() is None
 
   def line(self, nice: int) -> Line:
-    """Returns a line to a fresh worker."""
+    """Returns a line to a fresh worker with this nice value."""
     ours, theirs = socket.socketpair()
-    with theirs, contextlib.suppress(OSError):  # It may have just died: the line says so then.
+    with theirs, contextlib.suppress(OSError):  # If the server just died, the line reports it.
       socket.send_fds(self._control, [bytes([nice])], [theirs.fileno()])
     return Line(ours)
 
   def close(self) -> None:
-    """Ends it, and with it the workers that have nothing more to do."""
+    """Ends the process, and thereby its idle workers."""
     self._finalizer()
 
 
 def wait(lines: Sequence[Line], seconds: float) -> bool:
-  """Waits until a worker has said something or takes more; returns whether one has."""
-  poll = select.poll()  # A descriptor may be any number.
+  """Waits until a worker answers or accepts data; returns whether one did in time."""
+  poll = select.poll()  # Unlike select, takes descriptors of any number.
   for line in lines:
     poll.register(line.channel, select.POLLIN | (0 if line.is_flushed else select.POLLOUT))
   found = poll.poll(max(1, round(1000 * seconds)))
@@ -180,7 +183,7 @@ def wait(lines: Sequence[Line], seconds: float) -> bool:
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-  control.close()  # The server's sign to end.
+  control.close()  # Tells the server to end.
   try:
     process.wait(timeout=10)
   except subprocess.TimeoutExpired:
@@ -189,7 +192,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def _package_path() -> str:
-  """Returns where llguidance was installed for this interpreter."""
+  """Returns the directory where llguidance is installed."""
   spec = importlib.util.find_spec("llguidance")
   if spec is None or not spec.origin:
     raise ValueError("serve: got no llguidance, expected it; install the extra `serve`.")

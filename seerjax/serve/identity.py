@@ -1,4 +1,4 @@
-"""The fingerprint of a served model: equal ones answer equal questions with equal bits."""
+"""Fingerprint of a served model: with equal ones, equal requests get bit-identical responses."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def fingerprint(
   defaults: Mapping[str, Any] = NOTHING,
   weights: str = "",
 ) -> str:
-  """Returns the digest of numerics, weights, tokenizer, template, sampling key and defaults.
+  """Returns a digest of numerics, weights, tokenizer, template, sampling key and defaults.
 
   Args:
-    model: as the engine runs it, adapters included.
-    key: the engine's sampling key.
-    defaults: what a request that names nothing is sampled by.
-    weights: digest of the weights that answer; "" computes that of the model's.
+    model: the model as the engine runs it, adapters included.
+    key: sampling key of the engine.
+    defaults: sampling fields used where a request sets none.
+    weights: digest of the weights; "" computes it from the model.
   """
   parts = {
     "numerics": numerics_lib.fingerprint(model.numerics)["digest"],
@@ -47,7 +47,7 @@ def fingerprint(
 
 
 def tokenizer_parts(tokenizer: Tokenizer) -> dict[str, Any]:
-  """Returns what text becomes tokens and tokens become text by."""
+  """Returns everything that determines how text is encoded and tokens are decoded."""
   backend = tokenizer.backend.to_str().encode()
   chat = tokenizer.chat_config
   return {
@@ -55,6 +55,6 @@ def tokenizer_parts(tokenizer: Tokenizer) -> dict[str, Any]:
     "template": tokenizer.chat_template,
     "special": dict(tokenizer.special_tokens),
     "ends": list(tokenizer.eos_ids),
-    # The moment of a template that reads the clock; others have none.
+    # The time shown to templates that read the clock; unset for the others.
     "chat": [chat.system, dict(chat.variables), *([chat.now] if chat.now else [])],
   }

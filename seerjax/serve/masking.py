@@ -1,9 +1,9 @@
-"""Which answers a visit goes on with: those whose masks are there, and what is waited for.
+"""Selects the responses that the next step advances: those whose grammar masks are ready.
 
-    tokens --> `follow`: masks are asked for --> `hold`: a short wait --> Engine.hold(the others)
+    tokens --AnswerMask.ask--> worker computes --hold: a short wait--> Engine.hold(requests without)
 
-Whoever has no grammar, or whose mask is there, is not kept waiting by one whose mask takes long:
-that answer grows by no token until its mask has come. No bit depends on it.
+A request whose mask is slow does not delay requests without a grammar or with a ready mask: it gets
+no token until its mask has arrived. This changes timing only, never bits.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import time
 from seerjax.engine.engine import Engine
 from seerjax.serve.grammar import AnswerMask
 
-# Of the time that steps take, what may be waited for masks beside rows that need none.
+# Share of the step time that may be spent waiting for masks while rows without one are running.
 SHARE = 0.06
 MOST_SAVED_SECONDS = 0.03
-# Where nothing else can go on, between two looks at what else there is to do.
+# Longest wait when nothing else can advance, before other work is checked again.
 PATIENCE_SECONDS = 0.01
 
 
 class Masking:
-  """The masks of the answers of one engine, on its thread."""
+  """Mask scheduling for the requests of one engine, on the engine thread."""
 
   def __init__(self, engine: Engine):
     self._engine = engine
     self._is_holding = False
-    self._saved = MOST_SAVED_SECONDS  # Of the share.
+    self._saved = MOST_SAVED_SECONDS  # Unused part of the share.
 
   def spent(self, seconds: float) -> None:
-    """Takes note of a step."""
+    """Accounts for the duration of a step."""
     self._saved = min(MOST_SAVED_SECONDS, self._saved + SHARE * seconds)
 
   def hold(self, masks: Mapping[str, AnswerMask], num_others: int) -> bool:
-    """Waits for masks, and holds the answers whose masks have not come.
+    """Waits for masks, and holds the requests whose masks are not ready.
 
     Args:
-      masks: by request; those that have failed are the caller's to end.
-      num_others: requests that have none.
+      masks: masks by request id; the caller ends requests whose mask failed.
+      num_others: number of requests without a mask.
 
     Returns:
-      Whether a step has something to do.
+      Whether a step has anything to do.
     """
     if not masks:
       if self._is_holding:

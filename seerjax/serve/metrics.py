@@ -1,4 +1,4 @@
-"""What a server counts, for Prometheus."""
+"""Prometheus metrics of a server."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 
 
 class Metrics:
-  """Counters of one server; names begin with `seerjax_`.
+  """Metrics of one server; their names start with `seerjax_`.
 
   Attributes:
-    requests: by route and status.
-    prompt_tokens: read.
-    answer_tokens: answered to clients.
-    sampled_tokens: by the engines, of those too that left before their end.
-    first_token: seconds until a client's first token.
-    duration: seconds of a request.
+    requests: requests by route and status.
+    prompt_tokens: prompt tokens.
+    answer_tokens: tokens sent to clients.
+    sampled_tokens: tokens sampled by the engines, also for requests that were cancelled.
+    first_token: time to first token, in seconds.
+    duration: duration of a request, in seconds.
   """
 
   def __init__(self, thread: EngineThread):
@@ -51,7 +51,7 @@ class Metrics:
     gauge("free_pages", "Pages that could be given out.", lambda: _free_pages(thread))
 
   def text(self) -> bytes:
-    """Returns what Prometheus reads."""
+    """Returns the metrics in Prometheus' text format."""
     return prometheus.generate_latest(self._registry)
 
 

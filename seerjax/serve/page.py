@@ -1,4 +1,4 @@
-"""The page at "/": a chat with the server's models, one file that needs no network."""
+"""Serves the chat page at "/": one file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FILE = pathlib.Path(__file__).parent / "page.html"
 
 
 def response() -> Response:
-  """Returns the page, which holds no data: what it shows it asks for with the client's token."""
+  """Returns the page. It contains no data; its requests for data carry the client's token."""
   text = FILE.read_text()
   return Response(
     text,
@@ -28,7 +28,7 @@ def response() -> Response:
 
 
 def policy(text: str) -> str:
-  """Returns the content security policy of a page: its own script and style, and its own server."""
+  """Returns the content security policy: only the page's own script, style and server."""
   sources = {
     kind: " ".join(
       f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'"

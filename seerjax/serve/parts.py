@@ -1,10 +1,10 @@
-"""An answer's parts as its chat template marks them: content, reasoning, and calls of tools.
+"""Splits a response into the parts that its chat template marks: content, reasoning, tool calls.
 
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 
-Only marks that the template itself writes are looked for; without them all is content. However a
-text is cut into pieces, its parts are the same, and together they hold every character of it
-(`Piece.raw`).
+Only markers that occur in the template are recognised; without them everything is content. The
+parts do not depend on how the text is split into chunks, and their `Piece.raw` add up to the whole
+text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 _READS_TEXT = re.compile(r"arguments\s+is\s+(not\s+)?string")
 _SPACE = re.compile(r"[ \t\n\r]*")
-_QUOTE = re.compile(r'\\.|(")', re.DOTALL)  # Or what is escaped, which is none.
+_QUOTE = re.compile(r'\\.|(")', re.DOTALL)  # Escaped characters match, too, but without a group.
 
 
 def reads_tools(template: str) -> bool:
@@ -29,15 +29,15 @@ def reads_tools(template: str) -> bool:
 
 
 def knows_tools(template: str) -> bool:
-  """Returns whether a chat template reads `tools` and marks the calls of them."""
+  """Returns whether a chat template reads `tools` and marks tool calls."""
   return reads_tools(template) and CALL in template and END_CALL in template
 
 
 def as_template_reads(template: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Returns a message whose calls' arguments are what its template reads.
+  """Returns a message with tool-call arguments in the form that its template expects.
 
-  They come as JSON text. Templates that ask whether they are get them letter by letter as they were
-  said; others write them by `tojson`, and get the object.
+  Arguments arrive as JSON text. Templates that test for a string get that text verbatim; the others
+  apply `tojson` and get the parsed object.
   """
   if not message.get("tool_calls") or _READS_TEXT.search(template):
     return message
@@ -53,13 +53,13 @@ def _arguments(call: Mapping[str, Any]) -> str:
 
 
 class Piece(NamedTuple):
-  """A piece of one part.
+  """A contiguous piece of one part.
 
   Attributes:
-    kind: "content", "reasoning", "call", or "mark", which no client is told.
-    text: of it; of a call its arguments, as the model wrote them.
-    name: of the function that is called.
-    raw: all that the model said here, marks included.
+    kind: "content", "reasoning", "call", or "mark"; marks are not sent to clients.
+    text: the text; for a call its arguments as the model wrote them.
+    name: name of the called function.
+    raw: the model's output for this piece, markers included.
   """
 
   kind: str
@@ -69,15 +69,15 @@ class Piece(NamedTuple):
 
 
 class Splitter:
-  """Takes an answer's text piece by piece and gives back its parts."""
+  """Splits streamed text into its parts."""
 
   def __init__(self, template: str, *, is_thinking: bool = False, has_tools: bool = False):
-    """Makes it.
+    """Initialises the splitter.
 
     Args:
-      template: the chat template, jinja2 source.
-      is_thinking: whether the prompt has begun the reasoning.
-      has_tools: whether the model was told of tools.
+      template: source of the chat template, in jinja2.
+      is_thinking: whether the prompt already opened the reasoning.
+      has_tools: whether the prompt listed tools.
     """
     self._opening = {THINK: "reasoning"} if END_THINK in template else {}
     if has_tools and CALL in template:
@@ -85,11 +85,11 @@ class Splitter:
     self._closing = {"reasoning": END_THINK, "call": END_CALL}
     self._kind = "reasoning" if is_thinking and self._opening else "content"
     self._text = ""
-    self._searched = 0  # Of `_text`: no mark begins there.
-    self._counted = self._num_quotes = 0  # Of `_text`, of a call.
+    self._searched = 0  # Characters of `_text` known to contain no marker.
+    self._counted = self._num_quotes = 0  # Characters of a call searched for quotes; their number.
 
   def push(self, text: str) -> list[Piece]:
-    """Returns what is decided with this text; what may still become a mark is held back."""
+    """Returns text that is safe to emit; holds back a possible prefix of a marker."""
     self._text += text
     found: list[Piece] = []
     while True:
@@ -106,7 +106,7 @@ class Splitter:
         found.append(_call(before))
       else:
         found += _pieces(self._kind, before)
-        if mark != CALL:  # A call is a piece with both of its marks.
+        if mark != CALL:  # The piece of a call includes both markers.
           found.append(Piece("mark", "", raw=mark))
       self._kind = self._opening[mark] if self._kind == "content" else "content"
     held = max((_overlap(self._text, mark) for mark in marks), default=0)
@@ -119,7 +119,7 @@ class Splitter:
     return found
 
   def _find_end(self, mark: str, begin: int) -> int:
-    """Returns where a call ends, -1 for nowhere yet: a mark inside its JSON's texts is none."""
+    """Returns where a call ends, or -1; a marker inside a JSON string does not count."""
     while (place := self._text.find(mark, begin)) >= 0:
       quotes = _QUOTE.finditer(self._text, self._counted, place)
       self._num_quotes += sum(found[1] is not None for found in quotes)
@@ -130,9 +130,9 @@ class Splitter:
     return place
 
   def finish(self) -> list[Piece]:
-    """Returns what was held back; a call that was not closed is content, as it stands."""
+    """Returns the text that was held back; an unclosed call becomes content."""
     found: list[Piece] = []
-    while self._kind == "call" and END_CALL in self._text:  # A text in it was never closed.
+    while self._kind == "call" and END_CALL in self._text:  # The call has an unclosed string.
       before, _, after = self._text.partition(END_CALL)
       found.append(_call(before))
       self._kind, self._text = "content", ""
@@ -145,7 +145,7 @@ class Splitter:
 
 
 def _overlap(text: str, mark: str) -> int:
-  """Returns how many characters at a text's end may begin a mark."""
+  """Returns the length of the longest suffix of a text that could start a marker."""
   longest = min(len(text), len(mark) - 1)
   return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
@@ -162,16 +162,16 @@ def _call(text: str) -> Piece:
     is_call = isinstance(name, str) and isinstance(arguments, dict)
   except (ValueError, KeyError, RecursionError):
     is_call = False
-  if not is_call:  # Nothing that anybody could follow: as it was said.
+  if not is_call:  # Not a valid call: emitted verbatim.
     return Piece("content", raw, raw=raw)
   return Piece("call", written, name, raw)
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:
-  """Returns a JSON object's values by name, each with the text that it was written as.
+  """Returns the members of a JSON object, each as (value, source text).
 
   Raises:
-    ValueError: if the text is no JSON object, or says a name twice.
+    ValueError: if the text is not a JSON object, or repeats a name.
   """
 
   def no_number(word: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What may be asked, field by field: JSON from a stranger to a record, or a refusal by name.
+"""Parses and validates request bodies: untrusted JSON becomes a record or a `Refusal`.
 
     bytes --bodies.parsed--> object --chat | completion--> Asked
 """
@@ -19,20 +19,20 @@ MAX_TOP_LOGPROBS = 16
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIAS = 1e6
-MAX_NAME = 200  # Characters of a context's.
-# What OpenAI's protocol answers to a completion where neither it nor the model's files say more.
+MAX_NAME = 200  # Characters of a context name.
+# OpenAI's default `max_tokens` of a completion, if neither the request nor the model sets one.
 COMPLETION_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grammar:
-  """What an answer's text has to match.
+  """A constraint on the text of a response.
 
   Attributes:
-    kind: "json" (a schema), "object" (any JSON object), "regex", or "calls" (of tools).
+    kind: "json" (a schema), "object" (any JSON object), "regex", or "calls" (tool calls).
     source: the schema as JSON, the expression, or the grammar of calls; "" for "object".
-    param: the field that asked for it.
-    is_spaced: whether JSON may have white space between its parts.
+    param: name of the request field that set the constraint.
+    is_spaced: whether JSON may contain white space between tokens.
   """
 
   kind: str
@@ -43,32 +43,32 @@ class Grammar:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-  """A request for answers, checked as far as that goes without a model.
+  """A request that was validated as far as possible without a model.
 
   Attributes:
-    model: by name, "" where the body names none.
-    messages: of a chat; empty for a completion.
-    variables: of the chat template.
-    tools: that the chat template is told of.
-    prompts: of a completion: texts, or token ids; empty for a chat.
-    sampling: fields of `SamplingParams` that the body names.
-    max_tokens: None where the body names none.
-    stop: strings that end an answer.
-    stop_token_ids: ids that do, besides the model's.
-    seed: None where a fresh one is wanted.
-    num_choices: answers for each prompt.
-    is_streamed: whether pieces are sent as they come.
-    wants_usage: whether a stream ends with a count of tokens.
-    wants_logprobs: whether each token's log-probability is answered.
-    num_top: other tokens that are named at each place.
-    wants_prompt: whether a prompt's own log-probabilities are answered.
-    num_prompt_top: other tokens named at each place of the prompt.
-    is_echoed: whether a completion begins with its prompt.
-    grammar: None where any text will do.
-    context: name of the context that a chat's one message is a question about; "" is none.
-    user: whom fairness between clients takes it for, beside the address.
-    ignored: names of the body's fields that were accepted without effect.
-    names: of `messages` and `max_tokens`, where the body has other names for them.
+    model: model name; "" if the body has none.
+    messages: chat messages; empty for a completion.
+    variables: variables for the chat template.
+    tools: tools shown to the chat template.
+    prompts: prompts of a completion, as text or token ids; empty for a chat.
+    sampling: fields of `SamplingParams` that the body sets.
+    max_tokens: None if the body does not set it.
+    stop: stop strings.
+    stop_token_ids: stop token ids, in addition to the model's.
+    seed: None for a random seed.
+    num_choices: choices per prompt.
+    is_streamed: whether to stream the response.
+    wants_usage: whether a stream ends with token counts.
+    wants_logprobs: whether to return the log-probability of each token.
+    num_top: top alternatives returned for each token.
+    wants_prompt: whether to return the log-probabilities of the prompt's tokens.
+    num_prompt_top: top alternatives returned for each token of the prompt.
+    is_echoed: whether a completion starts with its prompt.
+    grammar: constraint on the text; None for free text.
+    context: name of the context that the chat's only message asks about; "" for none.
+    user: identifies the client for fair scheduling, together with the IP address.
+    ignored: fields of the body that were accepted without effect.
+    names: names of `messages` and `max_tokens` in the body, where they differ.
   """
 
   model: str = ""
@@ -97,7 +97,7 @@ class Asked:
 
   @property
   def is_chat(self) -> bool:
-    """Whether it is a conversation of several turns."""
+    """Whether the request is a chat."""
     return bool(self.messages)
 
 
@@ -143,7 +143,7 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _stream_options(fields: bodies.Fields, *, is_streamed: bool) -> bool:
-  """Takes `stream_options`; returns whether a stream ends with a count of tokens."""
+  """Takes `stream_options`; returns whether the stream ends with token counts."""
   name = "stream_options"
   value = fields.take(name, None, bodies.json_object)
   if value is None:
@@ -158,7 +158,7 @@ def _stream_options(fields: bodies.Fields, *, is_streamed: bool) -> bool:
 
 
 def _grammar_of(name: str, value: Any) -> Grammar | None:
-  """A `response_format`."""
+  """Returns the constraint that a `response_format` sets."""
   kind = bodies.json_object(name, value).get("type")
   if kind == "text" and len(value) == 1:
     return None
@@ -172,7 +172,7 @@ def _grammar_of(name: str, value: Any) -> Grammar | None:
   fields = bodies.Fields(bodies.json_object(where, value.get("json_schema")), where)
   fields.take("name", "", bodies.text)
   fields.take("description", "", bodies.text)
-  fields.take("strict", True, bodies.boolean)  # Every answer is strict.
+  fields.take("strict", True, bodies.boolean)  # Schemas are always enforced.
   schema = fields.require("schema", bodies.json_object, "a schema is an object")
   fields.finish(("name", "description", "strict", "schema"))
   return Grammar(kind="json", source=schemas.source(f"{where}.schema", schema), param=name)
@@ -184,7 +184,7 @@ def _regex(name: str, value: Any) -> Grammar:
   return Grammar(kind="regex", source=value, param=name)
 
 
-# Fields of both routes that become fields of `SamplingParams`.
+# Fields of both routes that map to fields of `SamplingParams`.
 _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
   "temperature": bodies.number(
     lambda x: x == 0 or is_temperature(x), f"0 or {TEMPERATURES}", "0 is greedy, 1 is usual"
@@ -207,17 +207,17 @@ CHAT = (*SHARED, "messages", "max_completion_tokens", "logprobs", "top_logprobs"
 COMPLETION = (*SHARED, "prompt", "logprobs", "echo")
 
 
-# Fields of a model's generation_config.json that are a request's where it names none.
+# Fields of a model's generation_config.json that serve as defaults of a request.
 GENERATION = (
   "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens"
 )  # fmt: skip
 
 
 def generation_fields(written: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-  """Returns (fields of `SamplingParams`, most tokens of an answer) of a generation_config.json.
+  """Returns (fields of `SamplingParams`, `max_tokens` or None) of a generation_config.json.
 
   Raises:
-    Refusal: naming the field that is not what a request's own may be.
+    Refusal: if a field has a value that a request could not have; names the field.
   """
   fields = bodies.Fields({name: written[name] for name in GENERATION if name in written})
   max_tokens = fields.take("max_new_tokens", None, _TOKENS)
@@ -229,7 +229,7 @@ def generation_fields(written: Mapping[str, Any]) -> tuple[dict[str, Any], int |
 
 
 def _sampling(fields: bodies.Fields) -> dict[str, Any]:
-  """Returns the fields of `SamplingParams` that are named."""
+  """Returns the fields of `SamplingParams` that are present."""
   sampling = {
     name: value
     for name, check in _SAMPLING.items()
@@ -241,7 +241,7 @@ def _sampling(fields: bodies.Fields) -> dict[str, Any]:
 
 
 def _shared(fields: bodies.Fields) -> dict[str, Any]:
-  """Returns the fields of `Asked` that both routes have."""
+  """Returns the fields of `Asked` that both routes share."""
   sampling = _sampling(fields)
   is_streamed = fields.take("stream", False, bodies.boolean)
   wants_usage = _stream_options(fields, is_streamed=is_streamed)
@@ -272,10 +272,10 @@ def _shared(fields: bodies.Fields) -> dict[str, Any]:
 
 
 def chat(body: Mapping[str, Any]) -> Asked:
-  """Reads the body of /v1/chat/completions.
+  """Parses the body of /v1/chat/completions.
 
   Raises:
-    Refusal: naming the field that is unknown, unsupported or not what it should be.
+    Refusal: if a field is unknown, unsupported or invalid; names the field.
   """
   fields = bodies.Fields(body)
   shared = _shared(fields)
@@ -320,7 +320,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
 def _tool_choice(
   fields: bodies.Fields, tools: Sequence[Mapping[str, Any]]
 ) -> tuple[bool, Grammar | None]:
-  """Returns whether a model is told of the tools, and the grammar of its calls where it has to."""
+  """Returns (whether the prompt lists the tools, grammar of calls if a call is required)."""
   name = "tool_choice"
   choice = fields.take(name, "auto", lambda _, value: value)
   is_one = not fields.take("parallel_tool_calls", True, bodies.boolean)
@@ -367,7 +367,7 @@ def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
 def _message(name: str, value: Any) -> dict[str, Any]:
   message = {key: one for key, one in bodies.json_object(name, value).items() if one is not None}
   role = message.get("role")
-  if role == "developer":  # Its newer name.
+  if role == "developer":  # OpenAI's newer name of the system role.
     message["role"] = role = "system"
   if role not in ("system", "user", "assistant", "tool"):
     refuse(
@@ -401,7 +401,7 @@ def _message(name: str, value: Any) -> dict[str, Any]:
 
 
 def _call(name: str, value: Any) -> dict[str, Any]:
-  """A call that the assistant made, as it was answered."""
+  """Returns a checked tool call of an earlier assistant message."""
   fields = bodies.Fields(bodies.json_object(name, value), name)
   found: dict[str, Any] = {"id": fields.take("id", "", bodies.text), "type": "function"}
   kind = fields.take("type", "function", bodies.text)
@@ -449,10 +449,10 @@ def _tools(name: str, value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def weights(body: Mapping[str, Any]) -> tuple[str, str]:
-  """Reads the body of /v1/weights: (model by name, "" where none is named; directory).
+  """Parses the body of /v1/weights into (model name or "", directory).
 
   Raises:
-    Refusal: naming the field that is unknown, missing or not what it should be.
+    Refusal: if a field is unknown, missing or invalid; names the field.
   """
   fields = bodies.Fields(body)
   model = fields.take("model", "", bodies.text)
@@ -463,12 +463,12 @@ def weights(body: Mapping[str, Any]) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextBody:
-  """A context as it is registered.
+  """A context to register.
 
   Attributes:
-    name: among its caller's.
-    text: to be read.
-    ttl_steps: of the engine, after which it is gone; None for never.
+    name: unique among the caller's contexts.
+    text: the context itself.
+    ttl_steps: lifetime in engine steps; None for no limit.
   """
 
   name: str
@@ -477,10 +477,10 @@ class ContextBody:
 
 
 def context(body: Mapping[str, Any]) -> ContextBody:
-  """Reads the body of POST /v1/contexts.
+  """Parses the body of POST /v1/contexts.
 
   Raises:
-    Refusal: naming the field that is unknown, missing or not what it should be.
+    Refusal: if a field is unknown, missing or invalid; names the field.
   """
   fields = bodies.Fields(body)
   name = fields.require("name", bodies.text, "name the context")
@@ -496,10 +496,10 @@ def context(body: Mapping[str, Any]) -> ContextBody:
 
 
 def completion(body: Mapping[str, Any]) -> Asked:
-  """Reads the body of /v1/completions.
+  """Parses the body of /v1/completions.
 
   Raises:
-    Refusal: naming the field that is unknown, unsupported or not what it should be.
+    Refusal: if a field is unknown, unsupported or invalid; names the field.
   """
   fields = bodies.Fields(body)
   shared = _shared(fields)
@@ -523,7 +523,7 @@ def completion(body: Mapping[str, Any]) -> Asked:
 
 
 def _completion_logprobs(name: str, value: Any) -> int | None:
-  if value is False:  # As chats write it.
+  if value is False:  # The form that chats use.
     return None
   return 0 if value is True else _TOP(name, value)
 

@@ -1,4 +1,4 @@
-"""What a client gets in an answer's place: a status and an OpenAI-style error body.
+"""Refusals of requests: an HTTP status with an OpenAI-style error body.
 
     {"error": {"message": got, expected, what to change, "type": ..., "param": ..., "code": ...}}
 """
@@ -12,15 +12,15 @@ INVALID = "invalid_request_error"
 
 
 class Refusal(Exception):
-  """A request that is not answered, and why.
+  """An error that is sent to the client.
 
   Attributes:
     message: got, expected, what to change.
-    status: of HTTP.
-    kind: `type` of the body.
-    param: the field, None if it is none of the body's.
-    code: a word for programs, None if there is none.
-    retry_seconds: when asking again makes sense, None if it does not.
+    status: HTTP status.
+    kind: `type` of the error body.
+    param: field at fault; None if it is not a field of the body.
+    code: machine-readable code; None if there is none.
+    retry_seconds: delay after which a retry makes sense; None for no retry.
   """
 
   def __init__(
@@ -52,14 +52,14 @@ class Refusal(Exception):
 
   @property
   def headers(self) -> Mapping[str, str]:
-    """Headers beside it."""
+    """The additional response headers."""
     if self.status == 401:
       return {"www-authenticate": "Bearer"}
     return {} if self.retry_seconds is None else {"retry-after": str(self.retry_seconds)}
 
 
 def refuse(param: str | None, got: object, expected: str, fix: str, **others: Any) -> NoReturn:
-  """Refuses a field; see `Refusal`.
+  """Raises a `Refusal` that names a field.
 
   Raises:
     Refusal: always.
@@ -69,6 +69,6 @@ def refuse(param: str | None, got: object, expected: str, fix: str, **others: An
 
 
 def shown(value: Any) -> str:
-  """Returns a value as a message quotes it: short, whatever a client sent."""
+  """Returns a value's repr for a message, shortened to 80 characters."""
   text = repr(value)
   return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,8 +1,8 @@
-"""OpenAI's Responses protocol, for text: a request is read as a chat, and answered as a response.
+"""OpenAI's Responses protocol for text: parses a request as a chat and writes it as a response.
 
     input, instructions --> messages --protocol.chat--> Asked --> parts --> output items, events
 
-Nothing is stored, so a conversation goes on by sending its items again as `input`.
+Nothing is stored; to continue a conversation, clients send its items again as `input`.
 Source: https://platform.openai.com/docs/api-reference/responses.
 """
 
@@ -21,14 +21,14 @@ from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, refuse, shown
 
 LOGPROBS = "message.output_text.logprobs"
-# Fields that are a chat's own, under the same name.
+# Fields with the same name and meaning as in a chat.
 SAME = (
   "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
   "frequency_penalty", "repetition_penalty", "logit_bias", "seed", "stop",
   "stop_token_ids", "stream", "stream_options", "regex", "user", "chat_template_kwargs", "context",
 )  # fmt: skip
 SUPPORTED = (*SAME, "input", "instructions", "max_output_tokens", "text", "top_logprobs", "include")
-# Fields that ask for nothing at one value; at another they would need what this server lacks.
+# Fields that are accepted only with values that have no effect; others need missing features.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
   "background": ((False,), "ask for a stream"),
   "conversation": ((), "no conversation is stored: send its earlier items as input"),
@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
   "tools": (([],), "ask /v1/chat/completions, which knows tools"),
   "truncation": (("disabled",), "send less input"),
 }
-# The chat's names of fields, by which it refuses them, and the names that the client wrote.
+# Names of chat fields, as refusals have them, and the names in the client's body.
 _WRITTEN = (
   ("messages", "input"), ("max_completion_tokens", "max_output_tokens"),
   ("response_format.json_schema", "text.format"), ("response_format", "text.format"),
@@ -48,10 +48,10 @@ _WRITTEN = (
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-  """Reads the body of /v1/responses.
+  """Parses the body of /v1/responses.
 
   Raises:
-    Refusal: naming the field that is unknown, unsupported or not what it should be.
+    Refusal: if a field is unknown, unsupported or invalid; names the field.
   """
   left = {name: value for name, value in body.items() if value is not None}
   chat: dict[str, Any] = {name: left.pop(name) for name in SAME if name in left}
@@ -94,11 +94,11 @@ def read(body: Mapping[str, Any]) -> Asked:
 
 
 def _as_written(refusal: Refusal, messages: Sequence[str]) -> Refusal:
-  """Returns a chat's refusal with the field's name as the client wrote it.
+  """Returns a chat's refusal with the field named as in the client's body.
 
   Args:
-    refusal: of the chat.
-    messages: what each of its messages is in the body; a text has no fields of its own.
+    refusal: refusal that names a field of the chat.
+    messages: for each message of the chat, its path in the body; plain text has no subfields.
   """
   of_messages = []
   for place, name in enumerate(messages):
@@ -113,8 +113,10 @@ def _as_written(refusal: Refusal, messages: Sequence[str]) -> Refusal:
 
 
 def _messages(value: Any) -> dict[str, dict[str, Any]]:
-  """Returns the messages of an `input`, a text or items as they were sent and answered, by what
-  they are called in the body."""
+  """Returns the messages of an `input`, keyed by their paths in the body.
+
+  An `input` is a text, or a list of items as they were sent and returned.
+  """
   if isinstance(value, str):
     return {"input": {"role": "user", "content": value}}
   if not isinstance(value, list) or not value:
@@ -136,7 +138,7 @@ def _messages(value: Any) -> dict[str, dict[str, Any]]:
         refuse(f"{where}.{name[:80]}", "a field that is not supported", ", ".join(known),
                "leave it out", code="unsupported_parameter")  # fmt: skip
     text = _text_of(f"{where}.content", item.get("content") or "")
-    if kind == "reasoning":  # It belongs to the answer that follows.
+    if kind == "reasoning":  # It belongs to the next assistant message.
       thought += text
       continue
     messages[where] = {"role": item.get("role"), "content": text}
@@ -147,7 +149,7 @@ def _messages(value: Any) -> dict[str, dict[str, Any]]:
 
 
 def _text_of(where: str, content: Any) -> Any:
-  """Returns the text of an item's parts; what is no list is left for the chat to judge."""
+  """Returns the text of an item's parts; any other value is left for the chat to validate."""
   if not isinstance(content, list):
     return content
   found = ""
@@ -164,7 +166,7 @@ def _text_of(where: str, content: Any) -> Any:
 
 
 def _format(value: Any, chat: dict[str, Any]) -> list[str]:
-  """Puts the format that `text` names into a chat; returns fields of it without effect."""
+  """Moves the format in `text` into a chat; returns the names of fields without effect."""
   if not isinstance(value, dict):
     refuse("text", shown(value), "an object", 'write {"format": {"type": "text"}}')
   for name in value:
@@ -181,7 +183,7 @@ def _format(value: Any, chat: dict[str, Any]) -> list[str]:
 
 
 def _logprobs(left: dict[str, Any], chat: dict[str, Any]) -> None:
-  """Takes which log-probabilities are wanted out of a body, and puts that into a chat."""
+  """Moves the options for log-probabilities from a body into a chat."""
   include = left.pop("include", [])
   if not isinstance(include, list):
     refuse("include", shown(include), "a list", f'write ["{LOGPROBS}"]')
@@ -196,25 +198,25 @@ def _logprobs(left: dict[str, Any], chat: dict[str, Any]) -> None:
 
 
 class ResponseAnswer(answers.Answer):
-  """One response while it comes: items of output, and the events by which they grow."""
+  """Builds one response incrementally: its output items, and the events that stream them."""
 
   def __init__(self, plan: Any, *, answer_id: str, created: int):
     super().__init__(plan, answer_id=answer_id, created=created)
     self._output: list[Body] = []
     self._num_events = 0
-    self._rows: list[Body] = []  # Scores of tokens whose text has not come yet.
-    self._is_open = False  # Whether the last item may grow.
+    self._rows: list[Body] = []  # Scores of tokens that have no text yet.
+    self._is_open = False  # Whether the last item is unfinished.
     self._finish_reason = ""
 
   def whole(self, parts: Sequence[Part]) -> Body:
-    """Returns the body of a response that is not streamed."""
+    """Returns the body of a non-streamed response."""
     (part,) = parts
     for _ in self._grown(part):
       pass
     return self._response()
 
   def chunks(self, part: Part) -> list[bytes]:
-    """Returns the events of a stream that a part makes."""
+    """Returns the events of a stream for a part."""
     found = []
     if not self._num_events:
       found += [self._event(f"response.{kind}", response=self._response())
@@ -222,12 +224,12 @@ class ResponseAnswer(answers.Answer):
     return found + [*self._grown(part)]
 
   def end(self) -> bytes:
-    """Returns the event with the whole response, which ends a stream."""
+    """Returns the final event of a stream, which has the whole response."""
     body = self._response()
     return self._event(f"response.{body['status']}", response=body)
 
   def failure(self, refusal: Refusal) -> bytes:
-    """Returns the event that ends a stream in which something went wrong."""
+    """Returns the final event of a stream that failed."""
     error = refusal.body["error"]
     return self._event(
       "error", code=error["code"], message=error["message"], param=error["param"]
@@ -244,7 +246,7 @@ class ResponseAnswer(answers.Answer):
     read = self.usage
     usage = {
       "input_tokens": read["prompt_tokens"],
-      "input_tokens_details": {"cached_tokens": 0},  # Neither of these is counted.
+      "input_tokens_details": {"cached_tokens": 0},  # Not counted, nor are reasoning tokens.
       "output_tokens": read["completion_tokens"],
       "output_tokens_details": {"reasoning_tokens": 0},
       "total_tokens": read["total_tokens"],
@@ -274,7 +276,7 @@ class ResponseAnswer(answers.Answer):
     }
 
   def _grown(self, part: Part) -> Iterator[bytes]:
-    """Adds a part to the output, and yields the events of that."""
+    """Adds a part to the output and yields its events."""
     self.num_answered += len(part.tokens)
     splitter = self._splitters[0]
     pieces = splitter.push(part.text)
@@ -285,14 +287,14 @@ class ResponseAnswer(answers.Answer):
     self._rows += [] if scores is None else scores["content"]
     is_message = said[-1].kind == "content" if said else self._kind == "content"
     if part.finish_reason and not said and is_message:
-      said = [Piece("content", "")]  # Tokens without a text have a place for their scores.
+      said = [Piece("content", "")]  # An item to hold the scores of tokens without text.
     for piece in said:
       if not self._is_open or piece.kind != self._kind:
         yield from self._closed()
         yield from self._opened(piece.kind)
       content = self._output[-1]["content"][0]
       content["text"] += piece.text
-      rows, self._rows = self._rows, []  # Those of reasoning have no place in the protocol.
+      rows, self._rows = self._rows, []  # The protocol has no field for scores of reasoning.
       fields: Body = {}
       if piece.kind == "content":
         content["logprobs"] += rows
@@ -304,12 +306,12 @@ class ResponseAnswer(answers.Answer):
 
   @property
   def _kind(self) -> str:
-    """The kind of the last item; an answer without an item becomes a message."""
+    """The kind of the last item; "content" if there is no item yet."""
     is_message = not self._output or self._output[-1]["type"] == "message"
     return "content" if is_message else "reasoning"
 
   def _of_content(self, what: str, **fields: Any) -> bytes:
-    """Returns an event about the last item's text."""
+    """Returns an event about the text of the last item."""
     name = "output_text" if self._kind == "content" else "reasoning_text"
     return self._event(f"response.{name}.{what}", **self._place(), content_index=0, **fields)
 

@@ -1,4 +1,4 @@
-"""The routes: which function answers which path, and those that ask no engine for an answer."""
+"""HTTP routes: maps paths to handlers, and implements those that do not sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from seerjax.serve.service import Service
 
 
 def application(service: Service) -> Starlette:
-  """Returns the ASGI application; the service's thread is started and stopped by its owner."""
+  """Returns the ASGI application. The caller starts and stops the service's engine thread."""
   config = service.config
 
   def asking(route: str) -> Route:
@@ -32,7 +32,7 @@ def application(service: Service) -> Starlette:
   shown_page = page.response()
 
   async def front(request: Request) -> Response:
-    del request  # Open to all that can reach the port: it holds no data.
+    del request  # Needs no token: the page contains no data.
     return shown_page
 
   async def models(request: Request) -> Response:
@@ -45,7 +45,7 @@ def application(service: Service) -> Starlette:
     return service_lib.json_response(_described(service.find(request.path_params["name"])))
 
   async def health(request: Request) -> Response:
-    del request  # Open to all that can reach the port: it says nothing else.
+    del request  # Needs no token: reports nothing but the status.
     thread = service.thread
     if not thread.is_alive or thread.is_stopping:
       status = "stopping" if thread.is_alive else "stopped"
@@ -76,7 +76,7 @@ def application(service: Service) -> Starlette:
 
   async def embeddings(request: Request) -> Response:
     auth.namespace_of(request, config)
-    # Not 501: clients ask again after a status of 500 or more.
+    # Not 501: clients retry on status 500 and above.
     raise Refusal(
       "/v1/embeddings: got a request for embeddings, expected one for text: these models answer,"
       " and were not trained to embed; ask a server of an embedding model.",
@@ -123,10 +123,11 @@ def application(service: Service) -> Starlette:
 
 
 async def _contexts(service: Service, request: Request) -> Response:
-  """Registers, lists, shows or forgets contexts of a caller.
+  """Registers, lists, returns or deletes contexts of the caller.
 
   Raises:
-    Refusal: if it may not ask, the body is none, or the context is not its own.
+    Refusal: if the caller is not authorised, the body is invalid, or the caller has no such
+      context.
   """
   entry = service_lib.Entry(service, "/v1/contexts")
   try:
@@ -151,11 +152,11 @@ async def _contexts(service: Service, request: Request) -> Response:
 
 
 async def _replace_weights(service: Service, request: Request) -> Response:
-  """Reads a directory, and puts its weights in the place of a model's between two requests.
+  """Reads a directory and replaces a model's weights by its own between two requests.
 
   Raises:
-    Refusal: if there is no token to ask for, or not the token; if the directory's weights are not
-      this model's; or if others are being put there.
+    Refusal: if the server has no token, or the request has another one; if the weights do not fit
+      the model; or if another replacement is in progress.
   """
   entry = service_lib.Entry(service, "/v1/weights")
   try:
@@ -204,10 +205,10 @@ async def _replaced(service: Service, request: Request) -> Served:
   def done(result: Any) -> None:
     def tell() -> None:
       service.is_swapping = False
-      if not found.done():  # Who asked may have left.
+      if not found.done():  # The client may have disconnected.
         found.set_result(result)
 
-    with contextlib.suppress(RuntimeError):  # The loop is over.
+    with contextlib.suppress(RuntimeError):  # The event loop is closed.
       loop.call_soon_threadsafe(tell)
 
   try:
@@ -239,7 +240,7 @@ def _described(served: Served) -> dict[str, Any]:
     "parent": None if served.beside is None else served.beside.name,
     "max_model_len": served.context,
     "system_fingerprint": served.fingerprint,
-    # Of the model's own files; a request's fields come before them.
+    # From the model's own files; fields of a request override them.
     "defaults": {**served.defaults.in_force, "eos_token_id": [*served.tokenizer.eos_ids]},
     "not_taken": [*served.defaults.not_taken],
   }

@@ -1,11 +1,11 @@
-"""JSON schemas of strangers as sources of grammars, and the form in which tools are called.
+"""Turns clients' JSON schemas and tools into sources of grammars.
 
     <tool_call>
     {"name": "weather", "arguments": {"city": "Ulm"}}
     </tool_call>
 
-The form is that of the chat templates which mark calls (`parts`); where a template marks none, the
-answer has it nevertheless. Numbers that the library would read as others are refused.
+This is the format of the chat templates that mark calls (see `parts`); it is also used where a
+template marks none. Numbers that the grammar library would not read exactly are refused.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Any
 from seerjax.serve import parts
 from seerjax.serve.refusals import refuse, shown
 
-# As chat templates write arguments (`tojson`).
+# The separators that chat templates use for arguments (`tojson`).
 _CALL_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LEAST, _MOST = -(2**63), 2**63 - 1  # i64
-_SURE_DIGITS = 15  # So many a float keeps.
+_SURE_DIGITS = 15  # A float keeps this many digits.
 
 
 class Inexact(float):
-  """A number that was written with digits which a float does not keep.
+  """A number with more digits than a float keeps.
 
   Attributes:
-    written: how.
+    written: its source text.
   """
 
   written: str
 
 
 def number(written: str) -> float:
-  """Returns a number of JSON; `Inexact` where a float would be written as another number."""
+  """Returns a JSON number as a float; as `Inexact` if a float does not represent it exactly."""
   value = float(written)
   digits = written.partition("e")[0].partition("E")[0]
   if len(digits) <= _SURE_DIGITS and 1e-300 < abs(value) < 1e300:
@@ -44,7 +44,7 @@ def number(written: str) -> float:
   with decimal.localcontext(prec=decimal.MAX_PREC, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX):
     try:
       is_exact = math.isfinite(value) and decimal.Decimal(repr(value)) == decimal.Decimal(written)
-    except decimal.InvalidOperation:  # An exponent beyond any.
+    except decimal.InvalidOperation:  # The exponent is out of range.
       is_exact = False
   if is_exact:
     return value
@@ -57,11 +57,11 @@ def source(name: str, schema: Mapping[str, Any]) -> str:
   """Returns a schema as JSON.
 
   Args:
-    name: of the field that it came in.
-    schema: as `json` reads it, floats by `number`.
+    name: name of the request field, for messages.
+    schema: parsed by `json`, with floats parsed by `number`.
 
   Raises:
-    Refusal: if it has a number, at any depth, that f64 and i64 do not both hold as it is written.
+    Refusal: if a number at any depth is not exact in both f64 and i64.
   """
   level: list[Any] = [schema]
   while level:
@@ -85,15 +85,15 @@ def source(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def calls(name: str, functions: Sequence[Mapping[str, Any]], *, is_one: bool) -> str:
-  """Returns the grammar of calls: one, or one after the other.
+  """Returns the grammar of one tool call, or of a sequence of calls.
 
   Args:
-    name: of the field that asked for them.
-    functions: that may be called, each with its name and the schema of its parameters, if any.
-    is_one: whether one call is all.
+    name: name of the request field, for messages.
+    functions: functions that may be called, with name and optional schema of parameters.
+    is_one: whether to allow exactly one call.
 
   Raises:
-    Refusal: as `source`.
+    Refusal: as in `source`.
   """
   lines = ["%llguidance {}", "start: call" if is_one else 'start: call ("\\n" call)*']
   names = [f"f{place}" for place in range(len(functions))]

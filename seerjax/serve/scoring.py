@@ -1,10 +1,10 @@
-"""Scores of given tokens, and of the likeliest others: the trainer's forward beside the engine.
+"""Log-probabilities of given tokens and of the top alternatives, by the trainer's forward pass.
 
     tokens --transformer.forward--> hidden rows --head.likeliest--> ids --head, forced--> scores
 
-A program of its own: an engine's step is the same whether a request asks for other tokens or not,
-and so are its bits. The scores are those that the engine gives the same tokens. An answer that is
-streamed keeps its keys from piece to piece (`Following`), so each of its rows is computed once.
+This is a separate program, so that an engine step and its bits are the same whether or not a
+request wants alternatives. The scores equal those that the engine computes for the same tokens. A
+streamed response keeps its KV pages between chunks (`Following`), so each row is computed once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from seerjax.ops import penalties, sampling
 from seerjax.serve.grammar import AnswerMask
 from seerjax.types import SamplingParams, SamplingRows, TokenBatch, TokenScores
 
-# (token, log-probability) of the likeliest at one place.
+# (token, log-probability) of the top tokens at one position.
 Top = tuple[tuple[int, float], ...]
-# Rows of one call of the head, and the shortest sequence of one of the forward.
+# Rows per call of the head, and the shortest padded sequence of the forward pass.
 HEAD_ROWS = 128
 SHORTEST = 64
 MOST_TOP = 16
-# Below any score: the distribution leaves the token out.
+# Below any score: the processed distribution excludes the token.
 LEFT_OUT = -1e20
-# Of the keys that streams keep, all together: beyond, the one that waited longest begins again.
+# Bound on the KV pages of all streams; above it the least recently used one is recomputed.
 MOST_KEPT_BYTES = 1 << 29
 _PLAIN = SamplingParams()
 
@@ -42,17 +42,17 @@ class Scorer:
   """Scores whole sequences of one model.
 
   Attributes:
-    params: the running weights; may be set while nothing is followed.
-    num_rows: that its forward computed so far.
+    params: current weights; may be set while no `Following` is in use.
+    num_rows: rows that the forward pass has computed.
   """
 
   def __init__(self, model: Model, *, context: int, most_kept_bytes: int = MOST_KEPT_BYTES):
-    """Makes it.
+    """Initialises the scorer.
 
     Args:
-      model: as its engine runs it.
-      context: most positions of a sequence.
-      most_kept_bytes: of the keys of answers that are followed; one of them is always kept.
+      model: the model as its engine runs it.
+      context: upper bound of a sequence's length.
+      most_kept_bytes: upper bound of KV pages of followed responses; one is always kept.
     """
     self.params = model.params
     self.num_rows = 0
@@ -73,7 +73,7 @@ class Scorer:
     self, tokens: Sequence[int], num_top: int
   ) -> tuple[tuple[float, ...], tuple[Top, ...]]:
     """Returns, for each token but the first, its log-probability under softmax(logits), and the
-    likeliest `num_top` there."""
+    `num_top` most likely tokens at its position."""
     if len(tokens) < 2:
       return (), ()
     hidden = self._rows(tokens[:-1])
@@ -90,15 +90,15 @@ class Scorer:
     mask: AnswerMask | None = None,
     keeps: bool = True,
   ) -> Following:
-    """Returns what names the likeliest tokens at each place of an answer, under the processed
-    distribution.
+    """Returns an incremental scorer of one response: the most likely tokens at each position, under
+    the processed distribution.
 
     Args:
-      prompt: of the answer.
-      params: of the request.
-      num_top: at each place, at most: what filters leave out is not named.
-      mask: of the answer; it keeps those of the answer's beginnings.
-      keeps: whether the answer comes in pieces, so that its keys are kept between them.
+      prompt: token ids of the prompt.
+      params: sampling parameters of the request.
+      num_top: most tokens per position; tokens that filters exclude are not returned.
+      mask: mask of the response; must keep the masks of the response's prefixes.
+      keeps: whether the response is streamed, so that KV pages are kept between chunks.
     """
     return Following(self, prompt, params, num_top, mask=mask, keeps=keeps)
 
@@ -109,8 +109,10 @@ class Scorer:
     return np.asarray(self._hidden(self.params, padded, np.int32(len(tokens))))[: len(tokens)]
 
   def _next(self, pages: Any, tokens: Sequence[int], first: int) -> tuple[np.ndarray, Any]:
-    """Returns the hidden rows f[n, d] of a sequence from position `first` on, and the pages with
-    their keys; `pages` have those before them, and are gone."""
+    """Returns the hidden rows f[n, d] from position `first` on, and the updated pages.
+
+    `pages` hold keys and values of earlier positions; they are donated.
+    """
     part = tokens[first:]
     size = SHORTEST if len(part) <= SHORTEST else _size_for(len(tokens))
     self.num_rows += len(part)
@@ -120,7 +122,7 @@ class Scorer:
     return np.asarray(hidden)[: len(part)], pages
 
   def _make_pages(self, size: int, following: Following) -> Any:
-    """Returns pages for `size` positions, and takes others' if there is no room for both."""
+    """Returns pages for `size` positions; evicts those of others if there is no room for all."""
     page_size = self._numerics.kv_split
     pages = kv_layout.empty_pages(
       self._config, self._numerics, num_pages=1 - size // -page_size, page_size=page_size
@@ -160,7 +162,7 @@ class Scorer:
   def _scored(
     self, hidden: np.ndarray, tokens: np.ndarray, rows: SamplingRows, *, is_raw: bool = True
   ) -> np.ndarray:
-    """Returns f32[n], the scores of given tokens, by the head that samples."""
+    """Returns f32[n], scores of given tokens by the head that the sampler uses."""
     found = []
     for start in range(0, len(tokens), HEAD_ROWS):
       scores = self._forced(self.params, *_chunk((hidden, tokens, rows), start))
@@ -170,12 +172,11 @@ class Scorer:
 
 
 class Following:
-  """The places of one answer, scored as they come; each row of the forward is computed once as long
-  as its keys are kept.
+  """Scores one response as it grows; computes each row once while the KV pages are kept.
 
   Attributes:
-    pages: keys and values of what was scored; None where none are kept.
-    last_use: counts the scorer's uses of all that it follows.
+    pages: keys and values of scored positions; None if they were dropped or are not kept.
+    last_use: value of the scorer's use counter at the last use.
   """
 
   def __init__(
@@ -199,15 +200,15 @@ class Following:
     self.forget()
 
   def forget(self) -> None:
-    """Gives the pages back; the next piece computes their keys again."""
+    """Drops the KV pages; the next call recomputes them."""
     self.pages: Any = None
     self._size = self._num_written = 0
 
   def take(self, answer: Sequence[int]) -> tuple[Top, ...]:
-    """Returns (token, log-probability) of the likeliest at each place that was not told of yet.
+    """Returns the top (token, log-probability) pairs at each position not yet returned.
 
     Args:
-      answer: all of it so far.
+      answer: the whole response so far.
     """
     places = range(self._num_told, len(answer))
     if not places:
@@ -224,7 +225,7 @@ class Following:
     return self._scorer._tops(hidden, rows, self._num_top)
 
   def _hidden(self, tokens: Sequence[int]) -> np.ndarray:
-    """Returns hidden rows at the end of a sequence, of what was not told of at least."""
+    """Returns the last hidden rows of a sequence; at least those not yet returned."""
     scorer = self._scorer
     if not self._keeps:
       return scorer._rows(tokens)
@@ -240,7 +241,7 @@ class Following:
 
 
 def _size_for(count: int) -> int:
-  """Returns the positions that a program for `count` of them has room for."""
+  """Returns the padded length of a sequence of `count` positions."""
   size = SHORTEST
   while size < count:
     size *= 4
@@ -258,8 +259,8 @@ def _num_bytes(pages: Any) -> int:
 
 
 def _chunk(rows: Any, start: int) -> tuple[Any, ...]:
-  """Returns `HEAD_ROWS` rows from `start` on, the first one again for those missing, and how many
-  are none of these."""
+  """Returns `HEAD_ROWS` rows from `start` on, padded with the first of them, and the number of
+  valid rows."""
   count = min(HEAD_ROWS, jax.tree.leaves(rows)[0].shape[0] - start)
 
   def cut(leaf: np.ndarray) -> np.ndarray:
@@ -277,7 +278,7 @@ def _hidden_rows(
   config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> jax.Array:
-  """Hidden rows f[n, d] of one sequence of `count` tokens, i32[n], on pages of its own."""
+  """Returns hidden rows f[n, d] of a sequence of `count` tokens, i32[n], on scratch pages."""
   page_size = numerics.kv_split
   num_pages = -(-tokens.shape[0] // page_size)
   batch = _batch(tokens, jnp.int32(0), count, num_pages, numerics)
@@ -296,8 +297,8 @@ def _next_rows(
   config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> tuple[jax.Array, kv_layout.Pages]:
-  """Hidden rows f[n, d] of `count` tokens, i32[n], from position `first` of one sequence on, whose
-  keys before them are in `pages`; and the pages with theirs."""
+  """Returns hidden rows f[n, d] of `count` tokens, i32[n], that start at position `first`, and the
+  pages with their keys and values added; `pages` hold those of earlier positions."""
   num_pages = jax.tree.leaves(pages)[0].shape[kv_layout.PAGE_AXIS] - 1
   batch = _batch(tokens, first, count, num_pages, numerics)
   return transformer.forward(params, batch, pages, config=config, numerics=numerics)
@@ -310,7 +311,7 @@ def _batch(
   num_pages: int,
   numerics: numerics_lib.NumericsConfig,
 ) -> TokenBatch:
-  """`count` tokens of one sequence, from position `first` on; page 0 is the dump."""
+  """Returns a batch of `count` tokens of one sequence from `first` on; page 0 is a dummy."""
   size, tile, page_size = tokens.shape[0], numerics.query_tile, numerics.kv_split
   rows = jnp.arange(size, dtype=jnp.int32)
   starts = jnp.arange(-(-size // tile), dtype=jnp.int32) * tile
@@ -359,7 +360,7 @@ def _forced(
     nothing.astype(jnp.uint32),
     nothing,
     num_rows,
-    numerics_lib.key(0),  # Nothing is sampled here.
+    numerics_lib.key(0),  # Unused: nothing is sampled.
     config=config,
     numerics=numerics,
   )

@@ -1,4 +1,4 @@
-"""A model under a name, and what a request of it becomes: prompts, seeds, requests of an engine."""
+"""A served model, and the plan that turns a request for it into engine requests."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Request, SamplingParams
 
 GENERATION_FILE = "generation_config.json"
-# Of its fields, those that ask for nothing at one value. What else it asks for cannot be had.
+# Fields of that file that are accepted only with values that have no effect.
 _NEUTRAL = {
   "do_sample": (True, False), "num_beams": (1,), "use_cache": (True,),
   "num_return_sequences": (1,),
 }  # fmt: skip
-# Of a chat template's variables, those that `chat_template_kwargs` may not name.
+# Variables of a chat template that `chat_template_kwargs` may not set.
 _OWN_VARIABLES = ("self", "messages", "add_generation_prompt", "now", "tools")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
-  """What a model's generation_config.json says, for requests that say nothing else.
+  """Defaults from a model's generation_config.json, for fields that a request does not set.
 
   Attributes:
     sampling: fields of `SamplingParams`.
-    max_tokens: of an answer; None if the file says nothing.
-    not_taken: what the file asks for in vain, such as "num_beams=4".
+    max_tokens: default `max_tokens`; None if the file has none.
+    not_taken: settings of the file that are not supported, such as "num_beams=4".
   """
 
   sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -48,18 +48,18 @@ class Defaults:
 
   @property
   def in_force(self) -> dict[str, Any]:
-    """The file's own fields, as far as they are taken."""
+    """The defaults in use, under the file's field names."""
     length = {} if self.max_tokens is None else {"max_new_tokens": self.max_tokens}
     return {**self.sampling, **length}
 
 
 def generation_defaults(tokenizer: Tokenizer) -> Defaults:
-  """Returns what a model's generation_config.json says; its `eos_token_id` is the tokenizer's.
+  """Returns the defaults in a model's generation_config.json; `eos_token_id` is the tokenizer's.
 
-  Without `do_sample` the file's temperature counts; with `do_sample` false answers are greedy.
+  Without `do_sample` the file's temperature applies; with `do_sample` false decoding is greedy.
 
   Raises:
-    ValueError: if a field that is taken is not what a request's own may be.
+    ValueError: if a supported field has a value that a request could not have.
   """
   if GENERATION_FILE not in tokenizer.files:
     return Defaults()
@@ -81,16 +81,16 @@ def generation_defaults(tokenizer: Tokenizer) -> Defaults:
 
 @dataclasses.dataclass(eq=False)
 class Served:
-  """A model that is served.
+  """A served model.
 
   Attributes:
-    name: by which clients ask for it.
-    engine: that answers; the engine's thread has it.
-    scorer: of the same weights; the engine's thread has it too.
-    fingerprint: `identity.fingerprint`; another once weights are swapped.
-    defaults: where a request names nothing.
+    name: model name in requests.
+    engine: runs the model; used only on the engine thread.
+    scorer: scorer with the same weights; used only on the engine thread.
+    fingerprint: `identity.fingerprint`; changes when weights are replaced.
+    defaults: used where a request sets no value.
     created: seconds since 1970.
-    beside: the base whose engine it shares, of an adapter; None is a base.
+    beside: for an adapter, the base whose engine it shares; None for a base.
   """
 
   name: str
@@ -116,33 +116,33 @@ class Served:
 
   @property
   def base(self) -> Served:
-    """The base, which may be itself."""
+    """The base model; the model itself if it is a base."""
     return self if self.beside is None else self.beside
 
   @property
   def adapter(self) -> str:
-    """Its name in the engine; "" is the base."""
+    """The adapter's name in the engine; "" for a base."""
     return "" if self.beside is None else self.name
 
   @property
   def context(self) -> int:
-    """Most positions of a prompt and its answer."""
+    """Most positions of a prompt with its completion."""
     return min(self.engine.config.max_context, self.engine.model.max_context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """What a request becomes.
+  """The engine requests for one HTTP request.
 
   Attributes:
-    asked: the request.
+    asked: the parsed request.
     served: the model.
-    fingerprint: of the weights that were there; `Begun` names those that answer.
-    prompts: token ids.
-    requests: one a choice, those of one prompt after one another.
-    masks: one a choice, where answers have a grammar.
-    is_thinking: whether the prompt has begun the model's reasoning.
-    reading: the context that the prompt was made of, if any.
+    fingerprint: fingerprint at planning time; `Begun` has that of the weights in use.
+    prompts: token ids of each prompt.
+    requests: one per choice; the choices of a prompt are adjacent.
+    masks: one per choice; None without a grammar.
+    is_thinking: whether the prompt already opened the model's reasoning.
+    reading: the context that the prompt was made from, if any.
   """
 
   asked: Asked
@@ -155,11 +155,11 @@ class Plan:
   reading: Reading | None = None
 
   def splitter(self) -> Splitter:
-    """Returns what splits one choice of a chat into its parts."""
+    """Returns a splitter for one choice of a chat."""
     template, grammar = self.served.tokenizer.chat_template, self.asked.grammar
     if grammar is None:
       return Splitter(template, is_thinking=self.is_thinking, has_tools=bool(self.asked.tools))
-    # Marks in a text of a given form are its own, but for those that the form of calls writes.
+    # In constrained text, markers are ordinary text, except those that the grammar of calls emits.
     return Splitter(parts.CALL + parts.END_CALL, has_tools=grammar.kind == "calls")
 
   def prompt_of(self, choice: int) -> int:
@@ -177,20 +177,20 @@ def plan(
   namespace: str = "",
   reading: Reading | None = None,
 ) -> Plan:
-  """Returns what a request becomes.
+  """Turns a parsed request into engine requests.
 
   Args:
-    asked: the request.
+    asked: the parsed request.
     served: the model that it names.
-    job_id: unique.
-    max_answer_tokens: of one choice, at most.
-    seed_of: `texts.seed_at`.
-    namespace: of who asks.
-    reading: the context whose question `asked` has become.
+    job_id: unique id.
+    max_answer_tokens: upper bound of a choice's tokens.
+    seed_of: see `texts.seed_at`.
+    namespace: namespace of the client.
+    reading: the context that the messages of `asked` were made from, if any.
 
   Raises:
-    Refusal: if the template refuses the messages, a prompt is too long, an id is beyond the
-      vocabulary, or the engine could never answer.
+    Refusal: if the template rejects the messages, a prompt is too long, a token id is beyond the
+      vocabulary, or the engine could never run the request.
   """
   prompts, is_thinking = prompts_of(asked, served)
   masks = _masks(asked, served, len(prompts) * asked.num_choices, namespace)
@@ -241,10 +241,10 @@ def _masks(
 
 
 def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:
-  """Returns (token ids of each prompt, whether the template has begun the model's reasoning).
+  """Returns (token ids of each prompt, whether the template opened the model's reasoning).
 
   Raises:
-    Refusal: if the template refuses the messages, or a text cannot be encoded.
+    Refusal: if the template rejects the messages, or a text cannot be encoded.
   """
   tokenizer = served.tokenizer
   try:
@@ -283,7 +283,7 @@ def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...
 
 
 def _text_field(asked: Asked) -> str:
-  """Returns the field of the body that has the text, as the client wrote it."""
+  """Returns the name of the field with the text, as in the client's body."""
   return asked.names.get("messages", "messages") if asked.is_chat else "prompt"
 
 

@@ -1,4 +1,4 @@
-"""A server from its first connection to its last: SIGTERM ends it as clients would like."""
+"""The HTTP server: connections, limits, and graceful shutdown on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from seerjax.serve import routes, service as service_lib
 from seerjax.serve.refusals import Refusal
 from seerjax.serve.service import Service
 
-# Between the end of the grace period and the last answer that says so.
+# Time after the grace period in which the last responses are sent.
 LAST_SECONDS = 5
 
 
 class Connection(H11Protocol):
-  """A connection whose client is let go once it neither asks nor takes what it was sent.
+  """A connection that is closed when the client neither sends a request nor reads the response.
 
-  Every `patience` seconds it is looked at. What is unsent and was so the last time, with nothing
-  taken in between, or a head of a request that has not ended, is a client that is not there.
+  It is checked every `patience` seconds. The client counts as gone if the same bytes are still
+  unsent as at the last check, or if the headers of a request are still incomplete.
 
   Attributes:
-    patience: seconds between two looks.
-    most: open connections; a request of one beyond is refused.
+    patience: seconds between two checks.
+    most: upper bound of open connections; requests on further ones are refused.
   """
 
   patience = 30.0
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
     response.headers["connection"] = "close"
     await response(scope, receive, send)
 
-  def connection_made(self, transport: Any) -> None:  # Of asyncio, or of uvloop.
+  def connection_made(self, transport: Any) -> None:  # A transport of asyncio or uvloop.
     super().connection_made(transport)
     self._wait()
 
@@ -76,7 +76,7 @@ class Connection(H11Protocol):
     cycle, unsent = self.cycle, self.transport.get_write_buffer_size()
     is_over = cycle is None or cycle.response_complete
     is_stuck = bool(unsent) and (is_over or self.flow.write_paused)
-    # Between two requests uvicorn's own timer runs.
+    # Between two requests uvicorn's keep-alive timer runs instead.
     is_silent = is_over and not unsent and self.timeout_keep_alive_task is None
     before, self._seen = self._seen, (cycle, unsent, is_stuck, is_silent)
     if (is_stuck or is_silent) and before == self._seen:
@@ -86,7 +86,7 @@ class Connection(H11Protocol):
       self._wait()
 
   def send_400_response(self, msg: str) -> None:
-    """Answers what is no HTTP; if an answer has begun, the connection ends."""
+    """Responds to invalid HTTP with 400; aborts the connection if a response has started."""
     refusal = Refusal(
       "the request: got what is no HTTP/1.1 (its first line, a header or a length), expected a"
       " request; use an HTTP client."
@@ -107,10 +107,10 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-  """Serves a service; the first signal stops admission, and what runs has its grace period."""
+  """Serves a service; the first signal stops admission and starts the grace period."""
 
   def __init__(self, service: Service, on_start: Callable[[], object] = lambda: None):
-    """Makes a server; `on_start` is called once its sockets take connections."""
+    """Initialises the server; `on_start` is called once its sockets accept connections."""
     config = service.config
     bounds = dict(patience=config.body_seconds, most=config.max_connections)
     super().__init__(
@@ -132,27 +132,27 @@ class Server(uvicorn.Server):
     self._on_start = on_start
 
   async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-    """Listens, and says so."""
+    """Starts listening, then calls `on_start`."""
     await super().startup(sockets)
     if self.started:
       self._on_start()
 
   def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-    """Takes a signal."""
+    """Handles a signal."""
     self.stop()
     super().handle_exit(sig, frame)
 
   def stop(self) -> None:
-    """Stops admission; the server ends when what runs has ended, or its grace period."""
+    """Stops admission; the server ends after running requests or after the grace period."""
     self._service.thread.stop(self._service.config.grace_seconds)
     self.should_exit = True
 
 
 def bound(service: Service) -> socket.socket:
-  """Returns a socket at the address of the service's config; it takes connections once it runs.
+  """Returns a socket bound to the configured address; it accepts connections once served.
 
   Raises:
-    OSError: if it cannot.
+    OSError: if the address cannot be bound.
   """
   config = service.config
   family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
@@ -170,7 +170,7 @@ def bound(service: Service) -> socket.socket:
 
 
 def address(bound: socket.socket) -> str:
-  """Returns the URL that clients ask."""
+  """Returns the server's URL."""
   host, port = bound.getsockname()[:2]
   return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -180,12 +180,12 @@ def run(
   sockets: list[socket.socket],
   on_start: Callable[[], object] = lambda: None,
 ) -> None:
-  """Serves until a signal comes, and until what ran then has ended.
+  """Serves until a signal arrives and running requests have ended.
 
   Args:
-    service: what is served.
-    sockets: of `bound`.
-    on_start: called once they take connections.
+    service: the service.
+    sockets: sockets made by `bound`.
+    on_start: called once the sockets accept connections.
   """
   service.thread.start()
   try:
@@ -198,7 +198,7 @@ def run(
 
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[str]:
-  """Serves on a thread of its own, and yields the URL."""
+  """Serves on a separate thread, and yields the URL."""
   found = bound(service)
   server = Server(service)
   thread = threading.Thread(target=lambda: server.run(sockets=[found]), name="http", daemon=True)

@@ -1,4 +1,4 @@
-"""What all routes share: models, the engine thread, counters, and how bodies are read and sent."""
+"""State shared by all routes: models, engine thread and metrics; reads and sends bodies."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from seerjax.serve.served import Served
 from seerjax.serve.sleeping import Sleeping
 
 LOG = logging.getLogger("seerjax.serve")
-# Of one body: a longer one is read on another thread, so that no other request waits for it.
+# Longer bodies are parsed on another thread, so that they do not delay other requests.
 QUICK_BYTES = 1 << 14
-# Threads that wait for new grammars, and requests that wait for these threads.
+# Threads that wait for new grammars to compile, and the most such grammars in flight.
 GRAMMAR_THREADS = 16
 MOST_NEW_GRAMMARS = 512
 
 
 class Service:
-  """What the routes share.
+  """State shared by all routes.
 
   Attributes:
-    models: by name; the first is what a request means that names none.
-    thread: that runs the engines.
-    config: bounds.
+    models: served models by name; the first one is the default.
+    thread: runs the engines.
+    config: limits.
     metrics: counters.
-    seed_of: the seed of an answer from the request's seed and the answer's position.
-    families: by the names of their bases, those whose weights may be replaced.
-    sleeping: contexts, by the names of the bases that sleep for them.
-    is_swapping: whether some are being replaced.
+    seed_of: derives a choice's seed from (request seed, prompt index, choice index).
+    families: families that support replacing weights, by the name of their base.
+    sleeping: contexts and sleep-time compute, by the name of the base.
+    is_swapping: whether weights are being replaced.
   """
 
   def __init__(
@@ -76,16 +76,16 @@ class Service:
     self._grammar_threads = concurrent.futures.ThreadPoolExecutor(GRAMMAR_THREADS, "grammar")
 
   def close(self) -> None:
-    """Ends what was started for it, once its thread is over."""
+    """Releases threads and grammar workers; call it after the engine thread has ended."""
     self._grammar_threads.shutdown(cancel_futures=True)
     for served in self.models.values():
       served.compiler.close()
 
   def find(self, name: str) -> Served:
-    """Returns a model by name.
+    """Returns the model with this name, or the default model for "".
 
     Raises:
-      Refusal: if there is none (404).
+      Refusal: if there is no such model (404).
     """
     if not name:
       return next(iter(self.models.values()))
@@ -100,20 +100,20 @@ class Service:
     return self.models[name]
 
   async def call(self, run: Callable[[], Any]) -> Any:
-    """Returns what a short function returns that runs on the engine's thread.
+    """Runs a short function on the engine thread and returns its result.
 
     Raises:
-      Refusal: that it raises, or if the server stops.
+      Refusal: if the function raises it, or if the server is stopping.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Any] = loop.create_future()
 
     def done(result: Any) -> None:
       def tell() -> None:
-        if not found.done():  # Who asked may have left.
+        if not found.done():  # The client may have disconnected.
           found.set_result(result)
 
-      with contextlib.suppress(RuntimeError):  # The loop is over.
+      with contextlib.suppress(RuntimeError):  # The event loop is closed.
         loop.call_soon_threadsafe(tell)
 
     self.thread.call(run, done)
@@ -123,10 +123,10 @@ class Service:
     return result
 
   async def try_grammar(self, asked: Asked, namespace: str) -> None:
-    """Has a grammar compiled that is new, while nothing but other new ones waits for it.
+    """Compiles a request's grammar if it is new; only other new grammars queue behind it.
 
     Raises:
-      Refusal: if it cannot be used, or too many others are new (429).
+      Refusal: if the grammar is unusable, or too many new grammars are queued (429).
     """
     grammar, served = asked.grammar, self.find(asked.model)
     if grammar is None or served.compiler.is_tried(grammar, namespace):
@@ -150,7 +150,7 @@ class Service:
     """Returns the contexts of a model.
 
     Raises:
-      Refusal: if it has none (404).
+      Refusal: if the server keeps none for this model (404).
     """
     found = self.sleeping.get(served.name)
     if found is None:
@@ -166,7 +166,7 @@ class Service:
 
 
 class Entry:
-  """One request's line in the log and its place in the counters."""
+  """Log line and metrics of one request."""
 
   def __init__(self, service: Service, route: str):
     self._service, self._route = service, route
@@ -193,7 +193,7 @@ class Entry:
 
 
 def refused(refusal: Refusal) -> Response:
-  """Returns a refusal as a response."""
+  """Returns the HTTP response for a refusal."""
   return Response(
     answers.encoded(refusal.body),
     status_code=refusal.status,
@@ -203,17 +203,18 @@ def refused(refusal: Refusal) -> Response:
 
 
 def json_response(body: Mapping[str, Any], status: int = 200) -> Response:
-  """Returns an object as a response."""
+  """Returns a JSON response."""
   return Response(
     json.dumps(body, allow_nan=False), status_code=status, media_type="application/json"
   )
 
 
 async def read_body(request: Request, config: ServeConfig) -> bytes:
-  """Returns a body within its bounds.
+  """Reads a request body within the configured limits.
 
   Raises:
-    Refusal: if it is no JSON by its type (415), too long (413), or takes too long (408).
+    Refusal: if the content type is not JSON (415), the body is too long (413), or it arrives too
+      slowly (408).
   """
   kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
   if kind != "application/json":
@@ -243,10 +244,10 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
 
 
 async def read_object(request: Request, config: ServeConfig) -> dict[str, Any]:
-  """Returns the object that a body is.
+  """Reads a request body that is a JSON object.
 
   Raises:
-    Refusal: as `read_body` and `bodies.parsed`.
+    Refusal: see `read_body` and `bodies.parsed`.
   """
   body = await read_body(request, config)
   if len(body) <= QUICK_BYTES:

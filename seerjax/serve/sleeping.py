@@ -1,9 +1,9 @@
-"""What a server knows of contexts, and the sleep for them: of the engine's thread alone.
+"""Server state for registered contexts and sleep-time compute. Used only on the engine thread.
 
     register, forget, read --between two visits--> registry on disk, runner --background rows--> c'
 
-A context is its caller's: another caller's is as unknown as one that is not there. A question that
-names a context is asked with its rewrites, or with its text while there is none yet.
+A caller sees only its own contexts; any other name is reported as not found. A question about a
+context is answered from the context's rewrites, or from its text while there are none.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from seerjax.sleep.thinkers import Message
 from seerjax.types import Completion
 
 LOG = logging.getLogger("seerjax.serve")
-# The namespace, in the registry, of callers that are no tenant.
+# Namespace in the registry for callers that are not a tenant.
 EVERYBODY = "everybody"
 
 
 class Reading(NamedTuple):
-  """A context as a question reads it.
+  """A context as a question uses it.
 
   Attributes:
-    context: of the version that is read.
-    question: about it.
-    messages: the conversation that the model is asked.
-    jobs: whose rewrites are read; none where the text itself is.
+    context: the version that is used.
+    question: the question.
+    messages: the chat messages for the model.
+    jobs: jobs that made the rewrites in use; empty if the text itself is used.
   """
 
   context: Context
@@ -50,12 +50,12 @@ class Reading(NamedTuple):
 
   @property
   def group_id(self) -> str:
-    """Of the requests that ask it: drafts of the context's rewrites are theirs."""
+    """Group of requests about this context; they share drafts with the context's rewrites."""
     return runner_lib.group_of(self.context)
 
   @property
   def body(self) -> dict[str, Any]:
-    """What an answer says of it."""
+    """The `context` object of the response."""
     return {
       "name": self.context.name, "id": self.context.context_id, "version": self.context.version,
       "rewrites": list(self.jobs),
@@ -63,19 +63,19 @@ class Reading(NamedTuple):
 
 
 def identity_of(model: Model, weights: str) -> Identity:
-  """Returns what contexts of a model's registry depend on.
+  """Returns the identity that a registry's contexts are bound to.
 
   Args:
-    model: as it answers.
-    weights: digest of its weights.
+    model: the model as it is served.
+    weights: digest of the weights.
 
   Raises:
-    ValueError: if it has no tokenizer.
+    ValueError: if the model has no tokenizer.
   """
   if model.tokenizer is None:
     raise ValueError("identity_of: got a model without a tokenizer, expected one; load another.")
   parts = identity_lib.tokenizer_parts(model.tokenizer)
-  # Not the moment of its dates: notes on a context outlive a restart.
+  # Without the template's time: rewrites stay valid across a restart.
   template = json.dumps([parts.pop("template"), parts.pop("chat")[:2]], sort_keys=True)
   return Identity(
     weights=weights,
@@ -89,12 +89,13 @@ def _digest(text: str) -> str:
 
 
 class Sleeping:
-  """The contexts of one engine. It is made on any thread, and then the engine's alone uses it.
+  """The contexts of one engine. Made on any thread, then used only on the engine thread.
 
   Attributes:
     contexts: the registry.
-    runner: that sleeps for them.
-    num_by_state: contexts of all callers by `states.STATES`; other threads may read it.
+    runner: runs sleep-time compute.
+    num_by_state: number of contexts by `states.STATES`, over all callers; other threads may read
+      it.
   """
 
   def __init__(
@@ -111,17 +112,17 @@ class Sleeping:
     """Opens the registry.
 
     Args:
-      directory: of it.
-      engine: that sleeps, and answers.
-      prompts: how its model is asked.
-      identity: of the model.
-      config: budgets of sleep.
-      planner_config: what sleep costs.
-      max_contexts: of one namespace.
+      directory: directory of the registry.
+      engine: engine that rewrites contexts and answers questions.
+      prompts: prompts for rewriting and for questions.
+      identity: identity of the model.
+      config: budgets of sleep-time compute.
+      planner_config: cost model of sleep-time compute.
+      max_contexts: upper bound per namespace.
 
     Raises:
-      ValueError: as `Contexts` and `Runner`.
-      OSError: if it cannot be written.
+      ValueError: see `Contexts` and `Runner`.
+      OSError: if the registry cannot be written.
     """
     self.contexts = Contexts(
       directory, identity=identity, on_drop=self._dropped, max_contexts=max_contexts
@@ -134,13 +135,13 @@ class Sleeping:
       self.contexts.close()
       raise
     self._engine, self._prompts, self._config = engine, prompts, config
-    assert engine.tokenizer is not None  # Else there is no runner.
+    assert engine.tokenizer is not None  # `Runner` checks this.
     self._tokenizer = engine.tokenizer
     self._first_step = self.contexts.last_step - engine.counters.steps
-    self._has_news = True  # Whether there may be something to begin.
+    self._has_news = True  # Whether new jobs may be worth starting.
     self._is_off = False
     self.num_by_state: dict[str, int] = dict.fromkeys(states.STATES, 0)
-    self._states: dict[tuple[str, int], str] = {}  # By the context's id and version.
+    self._states: dict[tuple[str, int], str] = {}  # By (context id, version).
 
   def _dropped(self, dropped: Dropped) -> None:
     self.runner.dropped(dropped)
@@ -148,26 +149,26 @@ class Sleeping:
 
   @property
   def step(self) -> int:
-    """Steps of all servers on this registry."""
+    """Engine steps, summed over all servers that used this registry."""
     return self._first_step + self._engine.counters.steps
 
-  # Of the engine's thread, at every turn.
+  # Called by the engine thread in every iteration.
 
   @property
   def has_work(self) -> bool:
-    """Whether there is something to do while no request waits."""
+    """Whether there is work while no request is queued."""
     return not self._is_off and (self._has_news or bool(self._engine.num_background))
 
   def advance(self) -> None:
-    """Begins what is worth sleeping for."""
-    spaces = self.contexts.namespaces(step=self.step)  # Lets go what is over, too.
+    """Starts jobs that are worth running."""
+    spaces = self.contexts.namespaces(step=self.step)  # Also drops expired contexts.
     if self._has_news and not self._is_off:
       self._has_news = False
       self.runner.advance(spaces, step=self.step)
       self._look()
 
   def _look(self) -> None:
-    """Counts contexts by their states, and logs each that has another one than before."""
+    """Counts contexts by state, and logs every change of a state."""
     step, found = self.step, dict[tuple[str, int], str]()
     counts: dict[str, int] = dict.fromkeys(states.STATES, 0)
     for space in self.contexts.namespaces(step=step):
@@ -177,23 +178,23 @@ class Sleeping:
         key = (context.context_id, context.version)
         counts[state] += 1
         found[key] = state
-        if self._states.get(key) != state:  # Without any text, names included.
+        if self._states.get(key) != state:  # Logs no user text, not even names.
           LOG.info(
             "context %s version=%d %s: %s", context.context_id[:12], context.version, state, reason
           )
     self._states, self.num_by_state = found, counts
 
   def _state(self, context: Context) -> tuple[str, str]:
-    """Returns the state of a context's sleep, and a sentence about it."""
+    """Returns (state of a context, a sentence that explains it)."""
     progress = self.runner.progress(context, step=self.step)
     if self._is_off and progress.state in (states.QUEUED, states.RUNNING):
       return states.SKIPPED, "this server sleeps no more: steps broke off; see its log"
     return progress.state, progress.reason
 
   def take(self, completions: Iterable[Completion]) -> list[Completion]:
-    """Takes what has finished of sleep; returns the others.
+    """Takes finished sleep jobs out of completions; returns the other completions.
 
-    A full disk loses the rewrite and no earlier one; it is slept again once something else happens.
+    If the disk is full, only the new rewrite is lost; its job runs again after the next event.
     """
     completions = [*completions]
     ours = [one for one in completions if one.request_id.startswith(runner_lib.NAME)]
@@ -209,31 +210,31 @@ class Sleeping:
     return [one for one in completions if not one.request_id.startswith(runner_lib.NAME)]
 
   def stop(self) -> None:
-    """Cuts jobs short, which begin again; what has finished is on disk."""
+    """Aborts running jobs, which start again later; finished rewrites are on disk."""
     self.runner.stop()
     self._has_news = True
 
   def give_up(self) -> None:
-    """Sleeps no more; what was slept is read as before."""
+    """Ends sleep-time compute; existing rewrites stay in use."""
     self.runner.stop()
     self._is_off = True
     self._look()
 
   def close(self) -> None:
-    """Stops, and lets another process have the registry."""
+    """Stops jobs and releases the registry to other processes."""
     self.runner.stop()
     self._has_news = False
     self.contexts.close()
 
-  # Of callers, between two visits.
+  # Called for clients, between two visits.
 
   def register(
     self, namespace: str, name: str, text: str, ttl_steps: int | None
   ) -> dict[str, Any]:
-    """Registers a context; another text than before ends all that was made of that one.
+    """Registers a context; a changed text invalidates the rewrites of the old one.
 
     Raises:
-      Refusal: as `Contexts.register`, or if the text leaves no room for a question.
+      Refusal: see `Contexts.register`; also if the text leaves no room for a question.
     """
     try:
       text.encode()
@@ -264,13 +265,13 @@ class Sleeping:
     return self._described(context)
 
   def forget(self, namespace: str, name: str) -> dict[str, Any]:
-    """Lets a context go with all that was made of it; Refusal if it is not the caller's."""
+    """Deletes a context and its rewrites; raises `Refusal` if the caller has no such context."""
     self._find(namespace, name)
     self.contexts.forget(namespace or EVERYBODY, name, step=self.step)
     return {"object": "context", "name": name, "deleted": True}
 
   def inspect(self, namespace: str, name: str) -> dict[str, Any]:
-    """Returns a context with its rewrites; Refusal if it is not the caller's."""
+    """Returns a context with its rewrites; raises `Refusal` if the caller has no such context."""
     context = self._find(namespace, name)
     body = self._described(context)
     space = context.namespace
@@ -284,13 +285,13 @@ class Sleeping:
     }
 
   def list(self, namespace: str) -> dict[str, Any]:
-    """Returns a caller's contexts."""
+    """Returns the caller's contexts."""
     names = self.contexts.names(namespace or EVERYBODY, step=self.step)
     found = [self._described(self._find(namespace, name)) for name in names]
     return {"object": "list", "data": found}
 
   def read(self, namespace: str, name: str, question: str) -> Reading:
-    """Returns a context as a question reads it; Refusal if it is not the caller's."""
+    """Returns a context as a question uses it; `Refusal` if the caller has no such context."""
     context = self._find(namespace, name)
     rewrites = self.contexts.rewrites(context.namespace, name, step=self.step)
     notes = self._prompts.joined([one.text for one in rewrites]) if rewrites else ""
@@ -300,7 +301,7 @@ class Sleeping:
     return Reading(context, question, messages, jobs)
 
   def is_current(self, reading: Reading) -> bool:
-    """Returns whether the version that was read is still there."""
+    """Returns whether the version in use is still the current one."""
     context = reading.context
     names = self.contexts.names(context.namespace, step=self.step)
     if context.name not in names:
@@ -309,7 +310,7 @@ class Sleeping:
     return (now.context_id, now.version) == (context.context_id, context.version)
 
   def answered(self, reading: Reading, completion: Completion) -> None:
-    """Counts an answer about a context; it tells the planner what the next ones are worth."""
+    """Records an answer about a context; the planner estimates the value of sleep from it."""
     if completion.finish_reason == "error" or not self.is_current(reading):
       return
     self.runner.answered(

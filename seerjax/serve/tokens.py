@@ -1,6 +1,7 @@
-"""The routes /tokenize and /detokenize: text to token ids and back, without an answer.
+"""Implements /tokenize and /detokenize, which convert between text and token ids.
 
-The forms are vLLM's: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
+Request and response formats follow vLLM:
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ Find = Callable[[str], Served]
 
 
 def tokenize(body: Mapping[str, Any], find: Find) -> dict[str, Any]:
-  """Returns the tokens of a prompt or of a conversation, as an answer to it would read them.
+  """Returns the token ids of a prompt or chat, exactly as a request for a response encodes it.
 
   Raises:
-    Refusal: if the body, the model or the text is not what it should be.
+    Refusal: if the body, the model or the text is invalid.
   """
   sent = dict(body)
   wants_texts = sent.pop("return_token_strs", None) or False
@@ -45,7 +46,7 @@ def detokenize(body: Mapping[str, Any], find: Find) -> dict[str, Any]:
   """Returns the text of token ids, special tokens included.
 
   Raises:
-    Refusal: if the body or the model is not what it should be, or an id is none of the model's.
+    Refusal: if the body, the model or a token id is invalid.
   """
   for name in body:
     if name not in ("model", "tokens"):

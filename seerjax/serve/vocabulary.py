@@ -1,4 +1,4 @@
-"""What each token is: its bytes, and the text by which an answer names it."""
+"""Bytes and text of single tokens, and their character offsets in a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _byte_letters() -> dict[str, int]:
-  """The letters by which byte-level vocabularies write bytes.
+  """Returns the byte that each letter of a byte-level vocabulary stands for.
 
   Source: GPT-2's encoder, https://github.com/openai/gpt-2/blob/master/src/encoder.py.
   """
@@ -38,7 +38,7 @@ class Vocabulary:
     self.bytes_of = functools.lru_cache(maxsize=1 << 16)(self._bytes_of)
 
   def _bytes_of(self, token: int) -> bytes:
-    """Returns a token's bytes; none for an id beyond the vocabulary (a model's padding)."""
+    """Returns a token's bytes; b"" for an id beyond the vocabulary (padding of the model)."""
     if token in self._added:
       return self._added[token].content.encode()
     piece = self._backend.id_to_token(token)
@@ -50,11 +50,11 @@ class Vocabulary:
     return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
 
   def is_special(self, token: int) -> bool:
-    """Returns whether decoding leaves a token out where it leaves out special tokens."""
+    """Returns whether decoding with `skip_special_tokens` drops the token."""
     return token in self._added and self._added[token].special
 
   def text_of(self, token: int) -> str:
-    """Returns a token's text; `bytes:` and its bytes where these are no whole characters."""
+    """Returns a token's text, or `bytes:` and its bytes if they are not valid UTF-8."""
     found = self.bytes_of(token)
     try:
       return found.decode()
@@ -63,34 +63,33 @@ class Vocabulary:
 
 
 class Offsets:
-  """Computes where each token of a text begins in it, in characters.
+  """Computes the character offset of each token in a text.
 
-  A token that continues a character of several bytes begins where that character does. Bytes that
-  are no characters count as decoding replaces them: one character for each longest part that could
-  have begun a character.
+  A token that continues a multi-byte character has the offset of that character. Invalid bytes
+  count as decoding replaces them: one character for each maximal prefix of a valid sequence.
   """
 
   def __init__(self, vocabulary: Vocabulary, *, start: int = 0, skips_special: bool = True):
-    """Makes it.
+    """Initialises the offsets.
 
     Args:
-      vocabulary: of the tokens.
-      start: where the text begins.
-      skips_special: whether the text leaves special tokens out.
+      vocabulary: vocabulary of the tokens.
+      start: offset at which the text starts.
+      skips_special: whether the text omits special tokens.
     """
     self._vocabulary = vocabulary
     self._start = start
     self._skips_special = skips_special
     self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    self._place: int | None = None  # Characters that are complete; None before the first token.
+    self._place: int | None = None  # Complete characters so far; None before the first token.
 
   def of(self, token: int) -> int:
-    """Returns where the next token begins."""
+    """Returns the offset of the next token."""
     data = self._vocabulary.bytes_of(token)
     if self._skips_special and self._vocabulary.is_special(token):
       data = b""
     if self._place is None:
-      # Decoders of the kind of Llama 2's take the first token's space away.
+      # Decoders such as Llama 2's drop the first token's leading space.
       text = self._vocabulary.tokenizer.decode([token], skip_special_tokens=self._skips_special)
       if data.startswith(b" ") and not text.startswith(" "):
         data = data[1:]
@@ -99,7 +98,7 @@ class Offsets:
     begins = self._place + bool(self._pending)
     before, text = self._place, self._decoder.decode(first)
     if first and 0x80 <= first[0] <= 0xBF and len(text) <= 1:
-      begins = before  # It continues the character before it.
+      begins = before  # The token continues the previous character.
     self._place += len(text) + len(self._decoder.decode(rest))
     return begins
 
