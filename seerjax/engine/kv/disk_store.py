@@ -1,11 +1,11 @@
-"""The store tier on a local disk: one file a value, bounded, shared by processes.
+"""Disk store: a bounded KV store tier on a local disk, shared by processes, one file per value.
 
-    directory/OWNER/NAME.kv     NAME follows from the key, so any process finds it
+    directory/OWNER/NAME.kv     NAME is a hash of the key, so any process finds it
     directory/OWNER/lock        locked while the process that wrote the files lives
 
-Each process writes and removes files of its own folder only, and reads all folders. What a process
-that is gone left there belongs to the next one that opens the directory: it stays readable, and
-goes first when room is needed.
+Each process writes and removes files of its own folder only, and reads all folders. Files that a
+dead process left are taken over by the next process that opens the directory: they stay readable,
+and are evicted first.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LOCK_NAME = "lock"
 
 
 class DiskStore:
-  """Files under a folder of its own, in a directory that processes share."""
+  """A store in the process's own folder of a shared directory."""
 
   def __init__(self, directory: str | os.PathLike[str], *, max_bytes: int):
-    """Makes a store.
+    """Opens the store and takes over the files of dead processes.
 
     Args:
-      directory: is made; files of other names in it are left alone.
-      max_bytes: of the files of this process, those that it took over included.
+      directory: created if missing; files of other names in it are left alone.
+      max_bytes: capacity for the files of this process, those that it took over included.
 
     Raises:
       ValueError: if `max_bytes` is negative, or the directory is a file.
@@ -41,8 +41,8 @@ class DiskStore:
       )
     self.directory = pathlib.Path(directory)
     self.max_bytes = max_bytes
-    self._sizes: dict[str, int] = {}  # By name of file: what this process put.
-    self._left: dict[str, int] = {}  # What processes before left, oldest first.
+    self._sizes: dict[str, int] = {}  # Bytes of files that this process put, by file name.
+    self._left: dict[str, int] = {}  # Bytes of files that were taken over, oldest first.
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -51,7 +51,7 @@ class DiskStore:
         " directory; choose another KVPoolConfig.disk."
       ) from error
     lock = None
-    while lock is None:  # Another process may take over a folder in the moment before it is locked.
+    while lock is None:  # Another process may take over a folder just before it is locked.
       self._folder = self.directory / uuid.uuid4().hex
       self._folder.mkdir()
       lock = _locked(self._folder)
@@ -61,13 +61,13 @@ class DiskStore:
 
   @property
   def num_bytes(self) -> int:
-    """Bytes on the disk now, of this process's files."""
+    """Bytes of this process's files on the disk."""
     return sum(self._sizes.values()) + sum(self._left.values())
 
   def put(self, key: str, data: bytes) -> bool:
-    """Writes a file; False if the bound or the disk itself has no room."""
+    """Writes a file; returns False if the capacity is exceeded or the disk is full."""
     name = _file_name(key)
-    self._left.pop(name, None)  # Written over.
+    self._left.pop(name, None)  # Overwritten.
     if sum(self._sizes.values()) - self._sizes.get(name, 0) + len(data) > self.max_bytes:
       return False
     self._make_room(len(data) - self._sizes.get(name, 0))
@@ -75,7 +75,7 @@ class DiskStore:
     unfinished = path.with_suffix(".tmp")
     try:
       unfinished.write_bytes(data)
-      unfinished.replace(path)  # Whole, for the other processes.
+      unfinished.replace(path)  # Atomic, for readers in other processes.
     except OSError as error:
       unfinished.unlink(missing_ok=True)
       path.unlink(missing_ok=True)
@@ -87,11 +87,11 @@ class DiskStore:
     return True
 
   def has(self, key: str) -> bool:
-    """Returns whether a file is there, of whichever process."""
+    """Returns whether any process has put a file for `key`."""
     return bool(self._paths(key))
 
   def get(self, key: str) -> bytes | None:
-    """Reads a file, of whichever process; None if there is none."""
+    """Returns the bytes of a file that any process put; None if there is none."""
     for path in self._paths(key):
       try:
         return path.read_bytes()
@@ -111,14 +111,14 @@ class DiskStore:
     return [own] if own.exists() else sorted(self.directory.glob(f"*/{name}"))
 
   def _make_room(self, num_bytes: int) -> None:
-    """Removes what processes before left, as far as room for `num_bytes` asks for it."""
+    """Removes files of dead processes, oldest first, until `num_bytes` fit."""
     while self._left and self.num_bytes + num_bytes > self.max_bytes:
       name = next(iter(self._left))
       del self._left[name]
       (self._folder / name).unlink(missing_ok=True)
 
   def _take_over(self) -> None:
-    """Moves files whose processes are gone to this one's folder."""
+    """Moves the files of dead processes to this process's folder."""
     found = []
     for folder in {path.parent for path in self.directory.glob(f"*/{LOCK_NAME}")}:
       lock = None if folder == self._folder else _locked(folder)
@@ -136,12 +136,12 @@ class DiskStore:
 
 
 def _file_name(key: str) -> str:
-  # Any key makes a name: it may hold slashes.
+  # Hashed, because a key may contain slashes.
   return f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.kv"
 
 
 def _locked(folder: pathlib.Path) -> int | None:
-  """Returns an open file that holds a folder's lock; None if another process holds it."""
+  """Locks a folder and returns the open lock file; None if another process holds the lock."""
   try:
     file = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
   except FileNotFoundError:

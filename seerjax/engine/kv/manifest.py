@@ -1,10 +1,10 @@
-"""What an engine tells of a request's pages that lie in a store, so that another may take them.
+"""Description of a request's exported pages, with which another engine imports them.
 
     Engine.export_kv -> KVManifest -> (any process) -> Engine.submit(..., kv=manifest)
 
-Frozen, and without an array: it may be pickled and sent. What it says is compared with what is in
-the store and with what the taker would compute; where they differ, the keys are computed again, to
-the same bits.
+A manifest is frozen and contains no array, so it may be pickled and sent. The importing engine
+compares it with the store's value and with its own weights and numerics; on a mismatch, the keys
+and values are computed again, to the same bits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Part(NamedTuple):
   """One array of the pages.
 
   Attributes:
-    shape: of it.
-    dtype: of it, by name.
-    crc32: of its bytes.
+    shape: the array's shape.
+    dtype: name of the array's dtype.
+    crc32: CRC-32 of the array's bytes.
   """
 
   shape: tuple[int, ...]
@@ -29,17 +29,16 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVManifest:
-  """Pages of a request that lie in a store.
+  """Pages of a request that were exported to a store.
 
   Attributes:
-    key: in the store; it follows from numerics, weights, namespace and tokens
-      (`values.Identity.key`).
-    policy_version: of the weights that wrote them.
-    numerics_digest: of numerics, model and layout of pages (`values.Identity.fingerprint`).
-    weights_digest: of those weights (`values.Identity.weights`).
-    num_written: positions of prompt and answer whose keys these are, from the first on.
-    page_size: positions of a page.
-    parts: of the value, in its order: by round of pages, leaf, and shard of the model axis.
+    key: store key; a function of numerics, weights, namespace and tokens (`values.Identity.key`).
+    policy_version: policy version of the weights that wrote the pages.
+    numerics_digest: digest of numerics, model and page layout (`values.Identity.fingerprint`).
+    weights_digest: digest of the weights (`values.Identity.weights`).
+    num_written: number of positions of prompt and response in the pages, from position 0.
+    page_size: positions per page.
+    parts: arrays of the value, ordered by round of pages, leaf, and shard of the model axis.
   """
 
   key: str
@@ -52,5 +51,5 @@ class KVManifest:
 
   @property
   def layout(self) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    """Dtype, and shape before and behind the axis of pages, of all parts."""
+    """Dtype, and the shape before and after the page axis, of all parts."""
     return {(part.dtype, part.shape[:2], part.shape[3:]) for part in self.parts}

@@ -1,9 +1,9 @@
-"""The pages of all instances: who holds which, and how they leave a device and come back.
+"""KV pages of all instances: allocation, migration between instances, spilling and restoring.
 
     pages of an instance <-migrate-> of another <-spill, restore-> `KVPool` (pinned host, store)
 
-Requests are moved whole, and only those that have no rows in a step. Everything is dispatched in
-program order: pages may be given out again as soon as the copy that reads them was dispatched.
+Requests are moved whole, and only while they have no rows in a step. Everything is dispatched in
+program order: a page may be reused as soon as the copy that reads it has been dispatched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from seerjax.engine.sizes import EngineConfig
 
 
 class Memory:
-  """Pages, their pools, and the programs that move them."""
+  """The KV pages, their allocators, and the programs that move pages."""
 
   def __init__(
     self,
@@ -45,9 +45,9 @@ class Memory:
     counters: Counters,
     fingerprint: Callable[[Any], str],
   ):
-    """Takes what `make_pages` gives, a pytree of f[i, k, m, ...] whose axis m is that of pages.
+    """Allocates the pages with `make_pages`: a pytree of f[i, k, m, ...] with page axis m.
 
-    `fingerprint` names what keys and values of such pages are, for a store that others read.
+    `fingerprint` returns the digest that identifies such pages in a shared store.
     """
     self.pages = pages = make_pages()
     self._make_pages = make_pages
@@ -63,22 +63,22 @@ class Memory:
     self._reuse_prefixes = config.reuse_prefixes
     leaves = jax.tree.leaves(pages)
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
-    # As `KVManifest.layout` of what leaves these pages.
+    # Like `KVManifest.layout` of values that are extracted from these pages.
     self.layout = {
       (leaf.dtype.name, (1, *shard[1:2]), tuple(shard[3:]))
       for leaf, shard in zip(leaves, shards, strict=True)
     }
     of_instance = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
     self._page_bytes = of_instance // config.num_pages
-    # By instance: target pages (0 where one is there already) and the parts, round by round.
+    # By instance and round: target pages (0 where the page is already cached) and the arrays.
     self._arriving: list[list[tuple[list[int], Any]]] = [[] for _ in self.pools]
 
   def hold(self, sequence: SequenceState, pages: list[int]) -> None:
-    """Gives a sequence `pages`, all that it has from now on."""
+    """Replaces a sequence's pages by `pages`."""
     sequence.hold(pages, self._table_width, self._page_size)
 
   def find(self, sequence: SequenceState, tokens: Sequence[int]) -> prefix_index.PrefixHit:
-    """Returns what of `tokens`, a sequence's start, its instance has, if prefixes are reused."""
+    """Returns the part of `tokens` that the sequence's instance has cached, if caching is on."""
     if not self._reuse_prefixes:
       return prefix_index.NO_HIT
     return self.pools[sequence.instance].find(tokens, owner_lib.of(sequence.request))
@@ -86,9 +86,9 @@ class Memory:
   def remember(
     self, sequence: SequenceState, tokens: Sequence[int], pages: Sequence[int] | None = None
   ) -> None:
-    """Makes `tokens`, the written start of a sequence, findable on its instance.
+    """Registers `tokens`, the sequence's computed prefix, in the prefix cache of its instance.
 
-    `pages` are those that they stand in; None is the sequence's own.
+    `pages` are the pages that hold `tokens`; None means the sequence's own.
     """
     if self._reuse_prefixes:
       owner = owner_lib.of(sequence.request)
@@ -96,7 +96,7 @@ class Memory:
       self.pools[sequence.instance].remember(tokens, held, owner)
 
   def release(self, sequence: SequenceState) -> None:
-    """Takes a sequence's pages, wherever they are; it will have to compute them again."""
+    """Frees a sequence's pages, wherever they are; they will have to be computed again."""
     for page in sequence.pages:
       self.pools[sequence.instance].release(page)
     sequence.pages = []
@@ -106,7 +106,7 @@ class Memory:
   def publish(
     self, params: Any, policy_version: int, adapters: Mapping[str, Any] | None = None
   ) -> None:
-    """Says of which weights, on their mesh, keys and values are written from now on.
+    """Sets the weights, on their mesh, that write keys and values from now on.
 
     `adapters` has the arrays of each adapter, by name.
     """
@@ -125,28 +125,28 @@ class Memory:
     self.kv_pool.identify(identity)
 
   def forget_all(self) -> None:
-    """Drops everything that is not held: the weights changed."""
+    """Drops the KV pool and the prefix caches because the weights changed; held pages stay."""
     self.kv_pool.clear()
     for pool in self.pools:
       pool.forget_all()
 
   def give_back(self) -> None:
-    """Frees the devices' memory, of which nothing is held; nothing that was written is kept."""
+    """Frees the devices' page memory, of which no page may be held; its content is lost."""
     self.forget_all()
     for leaf in jax.tree.leaves(self.pages):
       leaf.delete()
     self.pages = None
 
   def take_again(self) -> None:
-    """Takes the devices' memory again, if it was given back."""
+    """Allocates the devices' page memory again, if it was freed."""
     if self.pages is None:
       self.pages = self._make_pages()
 
   def start_over(self, sequences: Iterable[SequenceState]) -> None:
-    """Takes every page back, whatever the step that broke off was doing with it.
+    """Frees every page after a step failed midway.
 
     Args:
-      sequences: all that live; those that are off the devices stay there.
+      sequences: all live sequences; those that are off the devices stay there.
     """
     for pool in self.pools:
       pool.reset()
@@ -155,11 +155,11 @@ class Memory:
       sequence.pages = []
       if sequence.request.request_id not in self.kv_pool:
         sequence.num_written = 0
-    self.pages = None  # The step has donated them, or left an error in them.
+    self.pages = None  # The step has donated the pages, or left an error in them.
     self.pages = self._make_pages()
 
   def migrate(self, sequence: SequenceState, instance: int) -> bool:
-    """Takes a sequence's pages to another instance; False if there is no room, nothing done."""
+    """Moves a sequence to another instance; returns False, with no change, if it has no room."""
     source, pool = sequence.instance, self.pools[instance]
     if source == instance or not sequence.pages:
       sequence.instance = instance
@@ -182,7 +182,7 @@ class Memory:
   def pull_prefix(
     self, tokens: Sequence[int], source: int, target: int, owner: Owner = BASE
   ) -> int:
-    """Copies whole pages of a token sequence's start; returns how many positions found room."""
+    """Copies whole pages of a prefix between instances; returns how many positions were copied."""
     pool = self.pools[target]
     shared = self._hold_prefix(pool, tokens, owner)
     found = self._hold_prefix(self.pools[source], tokens, owner)
@@ -199,22 +199,22 @@ class Memory:
     return len(fresh) * self._page_size
 
   def spill(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
-    """Takes sequences' pages off the devices, in order, as far as the pool has room for them.
+    """Spills sequences in order, as long as the KV pool has room.
 
     Returns:
-      Those that left.
+      The spilled sequences.
     """
     left: list[SequenceState] = []
     leaving: list[tuple[SequenceState, list[list[int]], int]] = []
     for sequence in sequences:
-      if not sequence.num_written:  # Paused before its first step: nothing that could come back.
+      if not sequence.num_written:  # Paused before its first step: nothing to spill.
         self.release(sequence)
         left.append(sequence)
         continue
       parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
       count = sum(page_moves.bucket_for(len(part)) for part in parts)
       if not self.kv_pool.make_room(count + sum(entry[2] for entry in leaving)):
-        self._take_off(leaving)  # Then these may be sent to the store.
+        self._take_off(leaving)  # These may then be moved on to the store.
         leaving = []
         if not self.kv_pool.make_room(count):
           break
@@ -224,13 +224,13 @@ class Memory:
     return left
 
   def _take_off(self, leaving: list[tuple[SequenceState, list[list[int]], int]]) -> None:
-    """Copies sequences to the pool, those of several instances together, and frees their pages."""
+    """Copies sequences to the pool, several instances in one program, and frees their pages."""
     rounds = self._copied([(sequence, parts) for sequence, parts, _ in leaving])
     for sequence, parts, count in leaving:
       self.counters.spilled_pages += sum(map(len, parts))
       for page in sequence.pages:
         self.pools[sequence.instance].release(page)
-      sequence.pages = []  # `num_written` stays: that much comes back.
+      sequence.pages = []  # `num_written` stays: that many positions will be restored.
       written = sequence.tokens[: sequence.num_written]
       name, owner = sequence.request.request_id, owner_lib.of(sequence.request)
       self.kv_pool.put(name, count, rounds[sequence], written, owner)
@@ -238,7 +238,7 @@ class Memory:
   def _copied(
     self, sequences: Sequence[tuple[SequenceState, list[list[int]]]]
   ) -> dict[SequenceState, list[Any]]:
-    """Returns copies of sequences' pages, round by round, off the devices."""
+    """Returns copies of sequences' pages off the devices, by round."""
     queues: list[list[tuple[SequenceState, list[int]]]] = [[] for _ in self.pools]
     rounds: dict[SequenceState, list[Any]] = {}
     for sequence, parts in sequences:
@@ -253,8 +253,7 @@ class Memory:
     return rounds
 
   def export(self, sequence: SequenceState, policy_version: int) -> KVManifest | None:
-    """Puts a copy of a sequence's pages into the store, which keeps its own; see
-    `Engine.export_kv`."""
+    """Stores a copy of a sequence's pages, which stay in place; see `Engine.export_kv`."""
     if not sequence.num_written or self.kv_pool.last_tier is None:
       return None
     written = sequence.tokens[: sequence.num_written]
@@ -278,11 +277,11 @@ class Memory:
     )
 
   def begin_restore(self, sequence: SequenceState, num_pages: int, left: int = 0) -> bool:
-    """Gives a spilled sequence `num_pages` pages; False, and nothing done, if there is no room for
-    them and `left` more.
+    """Gives a spilled sequence `num_pages` pages and queues the restore of its keys and values.
 
-    Its keys are on their way: `restore` writes them. Where the store has lost them, it is as if the
-    sequence had never run, and False too: they are computed again, to the same bits.
+    `restore` writes them. Returns False, with no change, if there is no room for `num_pages` and
+    `left` more pages. If the store has lost the values, it also returns False, and the sequence is
+    reset as if it had never run: its keys are computed again, to the same bits.
     """
     pool = self.pools[sequence.instance]
     shared = self._hold_start(pool, sequence)
@@ -301,13 +300,13 @@ class Memory:
     return True
 
   def claim(self, sequence: SequenceState, manifest: KVManifest | None = None) -> None:
-    """Lets a new sequence that continues an answer come back from the store, if it is there.
+    """Marks a new sequence that continues a response as restorable, if the store has its pages.
 
-    One process decides this alone, so where several run one program, its keys are computed again.
+    One process decides this alone, so on several processes the keys are computed again.
 
     Args:
-      sequence: that has no pages yet.
-      manifest: what another engine has exported of it; None asks for all but its last token.
+      sequence: a sequence without pages.
+      manifest: another engine's export of it; None looks up all tokens except the last.
     """
     written, request = sequence.tokens[:-1], sequence.request
     if manifest is not None:
@@ -321,17 +320,17 @@ class Memory:
       sequence.num_written = len(written)
 
   def restore(self) -> None:
-    """Writes what was asked back, before a step reads it, and counts the step."""
+    """Writes the queued restores before a step reads them, and counts the step."""
     self.kv_pool.advance()
     self.settle()
 
   def hold_found(self, sequence: SequenceState) -> list[int]:
-    """Returns the whole pages of a sequence's tokens that its instance has, held once more."""
+    """Returns the cached whole pages of a sequence's tokens, with one more holder each."""
     pool = self.pools[sequence.instance]
     return self._hold_prefix(pool, sequence.tokens, owner_lib.of(sequence.request))
 
   def settle(self) -> None:
-    """Writes what was asked back."""
+    """Writes the queued restores."""
     while any(self._arriving):
       turn = _equal_heads(self._arriving, lambda entry: entry[1][0][0].shape[2])
       arrived = self._moves.put_on(self.pages, {i: parts for i, (_, parts) in turn.items()})
@@ -352,14 +351,14 @@ class Memory:
     return -(-positions // self._page_size)
 
   def _hold_start(self, pool: pages_lib.PagePool, sequence: SequenceState) -> list[int]:
-    """Returns whole pages of what a sequence has written that a pool has, held."""
+    """Holds and returns the whole pages of a sequence's written tokens that a pool has cached."""
     written = sequence.tokens[: sequence.num_written]
     return self._hold_prefix(pool, written, owner_lib.of(sequence.request))
 
   def _hold_prefix(
     self, pool: pages_lib.PagePool, tokens: Sequence[int], owner: Owner
   ) -> list[int]:
-    """Returns whole pages of a sequence's start that a pool has, held."""
+    """Holds and returns the whole pages of a prefix that a pool has cached."""
     pages = list(pool.find(tokens, owner).pages) if self._reuse_prefixes else []
     for page in pages:
       pool.hold(page)
@@ -375,7 +374,7 @@ class Memory:
     self.counters.peer_bytes += len(new) * self._page_bytes
 
   def _page_ids(self, by_instance: dict[int, list[int]]) -> np.ndarray:
-    """i32[i, n], padded with page 0."""
+    """Returns page ids i32[i, n], padded with page 0."""
     bucket = page_moves.bucket_for(max(len(part) for part in by_instance.values()))
     ids = np.zeros((len(self.pools), bucket), np.int32)
     for instance, part in by_instance.items():
@@ -384,6 +383,6 @@ class Memory:
 
 
 def _equal_heads(queues: list[list[Any]], size: Callable[[Any], int]) -> dict[int, Any]:
-  """Pops the first of each queue, by its index, as far as they have the first one's size."""
+  """Pops the head of each queue whose size equals that of the first head; returns them by index."""
   wanted = next(size(queue[0]) for queue in queues if queue)
   return {i: queue.pop(0) for i, queue in enumerate(queues) if queue and size(queue[0]) == wanted}

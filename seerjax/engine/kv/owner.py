@@ -1,7 +1,8 @@
-"""Whose keys and values are: what was written for one owner is never found by another.
+"""Owners of keys and values: what was written for one owner is never found for another.
 
-An adapter's keys and values differ from the base's in their bits. Those of two namespaces do not;
-they are kept apart because how fast a prompt is read would tell one what another has asked.
+An adapter's keys and values differ in their bits from those of the base weights. Those of two
+namespaces do not; they are kept apart because prefill latency would reveal to one namespace which
+prompts another has sent.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Owner(NamedTuple):
-  """Who may find a page.
+  """The adapter and namespace under which a page is cached.
 
   Attributes:
-    adapter: by whose weights it was written, "" for the base.
-    namespace: for whom, "" for all that name none.
+    adapter: name of the adapter whose weights wrote the page, "" for the base weights.
+    namespace: namespace of the request, "" for the shared default.
   """
 
   adapter: str = ""
@@ -23,7 +24,7 @@ class Owner(NamedTuple):
 
   @property
   def start(self) -> bytes:
-    """What stands before the first page in digests: nothing for the base without a namespace."""
+    """Seed of the digests of the first page: empty for the base weights without a namespace."""
     if self.namespace:
       named = repr(tuple(self)).encode("utf-8", "surrogatepass")
       return hashlib.blake2b(named, digest_size=16, person=b"namespace").digest()
@@ -35,7 +36,7 @@ BASE = Owner()
 
 @runtime_checkable
 class Owned(Protocol):
-  """What a request says of itself; `seerjax.types`, where requests are, imports JAX."""
+  """Fields of a request that determine the owner; a protocol, since `seerjax.types` imports JAX."""
 
   @property
   def adapter(self) -> str: ...
@@ -45,5 +46,5 @@ class Owned(Protocol):
 
 
 def of(request: Owned) -> Owner:
-  """Returns whose a request's keys and values are."""
+  """Returns the owner of a request's keys and values."""
   return Owner(request.adapter, request.namespace)

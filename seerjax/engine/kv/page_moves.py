@@ -1,9 +1,9 @@
-"""Programs that carry pages: between instances, out to arrays of their own, and back in.
+"""Programs that copy pages: between instances, out to separate arrays, and back in.
 
-Each takes a fixed number of pages, padded with page 0, which takes what padding writes; a request's
-pages go in rounds. All are SPMD: every process calls them in the same order with the same numbers.
-Values are copied and never computed with, so a page that comes back is bit for bit what left
-(a sum over instances would turn -0.0 into 0.0).
+Each program handles a fixed number of pages, padded with page 0, the target of padded writes; a
+request's pages go in rounds. All are SPMD: every process calls them in the same order with the same
+numbers. Values are only copied, so a restored page equals the spilled one bit for bit (a sum over
+instances would turn -0.0 into 0.0).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.models.kv_layout import PAGE_AXIS
 
-# Pages of one program; a request takes as many rounds as it needs.
+# Pages per program; a request takes as many rounds as it needs.
 BUCKETS = (4, 32)
 
 _PAGES = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
@@ -34,7 +34,7 @@ def bucket_for(count: int) -> int:
 
 
 def rounds(pages: list[int]) -> list[list[int]]:
-  """Cuts a list of pages into pieces of one program each; less than half is padding."""
+  """Cuts a list of pages into rounds of one program each; less than half is padding."""
   small, large = BUCKETS
   pieces, first = [], 0
   while first < len(pages):
@@ -45,11 +45,11 @@ def rounds(pages: list[int]) -> list[list[int]]:
 
 
 def copy_rounds(copies: Any, num_copies: Any) -> list[np.ndarray]:
-  """Cuts a step's copies into rounds i32[i, n, 2]; all of one may be read before any is written.
+  """Cuts a step's copies into rounds i32[i, n, 2]; a round may read all pages before it writes any.
 
   Args:
     copies: i32[i, c, 2] (numpy), (from, to) pages by instance, to be made in order.
-    num_copies: i32[i] (numpy), how many there are.
+    num_copies: i32[i] (numpy), number of valid copies of each instance.
 
   Returns:
     Rounds of a bucket's size, padded with copies of page 0 to itself; none if there are no copies.
@@ -77,7 +77,7 @@ def copy_rounds(copies: Any, num_copies: Any) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class PageMoves:
-  """The programs of one mesh, compiled when first used. Pages are pytrees of f[i, k, m, z, c].
+  """The programs of one mesh, compiled on first use. Pages are pytrees of f[i, k, m, z, c].
 
   Attributes:
     mesh: `parallel.make_mesh`.
@@ -116,7 +116,7 @@ class PageMoves:
       source, target = copies[0, :, 0], copies[0, :, 1]
 
       def of(whole: Array) -> Array:
-        # Held apart: one fusion that reads and writes the pages would begin with a copy of them.
+        # The barrier prevents one fusion that reads and writes the pages, which would copy them.
         read = lax.optimization_barrier(jnp.take(whole, source, axis=1 + PAGE_AXIS))
         return whole.at[:, :, target].set(read)
 
@@ -143,7 +143,7 @@ class PageMoves:
     return self._program(move, (_PAGES, jax.P()), (0,))
 
   def extract(self, pages: Any, ids: np.ndarray) -> Any:
-    """Returns copies f[i, k, n, z, c] of the pages i32[i, n]; `pages` stays."""
+    """Returns copies f[i, k, n, z, c] of the pages i32[i, n]; `pages` is not donated."""
     return self._extract(pages, ids)
 
   def insert(self, pages: Any, ids: np.ndarray, values: Any) -> Any:
@@ -157,16 +157,16 @@ class PageMoves:
   def move(self, pages: Any, moves: np.ndarray) -> Any:
     """Returns `pages`, which is donated, after moves i32[4, n].
 
-    Rows: from instance, from page, to instance, to page. All are read before any is written.
+    Rows: from instance, from page, to instance, to page. All pages are read before any is written.
     """
     return self._move(pages, moves)
 
-  # One request's part of an extracted array, off the device.
+  # Transfers of one request's part of an extracted array.
 
   def take_off(self, values: Any, instance: int) -> list[list[Array]]:
     """Returns an instance's part in pinned host memory: by leaf, by model shard, f[1, k, n, z, c].
 
-    The copies are only dispatched here; nothing waits for them.
+    The copies are only dispatched here; the call does not block.
     """
     devices = self.mesh.devices[instance].tolist()
     found = []
@@ -176,11 +176,11 @@ class PageMoves:
     return found
 
   def put_on(self, like: Any, parts: dict[int, list[list[Any]]]) -> Any:
-    """Returns values for `insert` from what `take_off` gave, by instance that is to have it.
+    """Returns values for `insert` from the results of `take_off`, by target instance.
 
     Args:
-      like: pages, whose structure the values get.
-      parts: by instance; instances that are not named get zeros.
+      like: pages with the structure of the result.
+      parts: by instance; other instances get zeros.
     """
     leaves, structure = jax.tree.flatten(like)
     some = next(iter(parts.values()))
@@ -203,7 +203,7 @@ class PageMoves:
 
 
 def _on_device(device: Any) -> jax.sharding.Sharding:
-  # The memory kind has to be named, or what lies in host memory stays there.
+  # The memory kind must be named, or arrays in host memory stay there.
   return jax.sharding.SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
 
 

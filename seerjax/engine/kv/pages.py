@@ -1,8 +1,8 @@
-"""Pages of key/value memory on one instance: who holds them, and which may be given out.
+"""Allocator of the KV pages of one instance: holder counts, free pages and eviction.
 
 A page holds `page_size` consecutive positions of one token sequence, for every layer and head.
-Pages without a holder stay findable (`PrefixIndex`) until their space is needed; the one that has
-been unused longest goes first.
+Pages without a holder stay in the prefix cache (`PrefixIndex`) until their space is needed; the
+least recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from seerjax.engine.kv.prefix_index import PrefixHit, PrefixIndex
 
 
 class PagePool:
-  """Pages 1 to num_pages - 1 of one instance; page 0 takes what padding writes."""
+  """Pages 1 to num_pages - 1 of one instance; page 0 is the target of padded writes."""
 
   def __init__(self, num_pages: int, page_size: int):
     if num_pages < 2:
@@ -31,39 +31,39 @@ class PagePool:
     self.reset()
 
   def reset(self) -> None:
-    """Makes all pages free, also those that have holders, and forgets their tokens."""
+    """Frees all pages, also those that have holders, and clears the prefix cache."""
     self._free = collections.deque(range(1, self.num_pages))
     self._holders = np.zeros(self.num_pages, np.int64)
-    # Pages without a holder that can still be found, oldest use first.
+    # Pages without a holder that are still in the prefix cache, least recently used first.
     self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
     self._index.clear()
 
   @property
   def num_available(self) -> int:
-    """Pages that can be taken now."""
+    """Number of pages that `take` can return: free ones and cached ones without a holder."""
     return len(self._free) + len(self._idle)
 
   def find(self, tokens: Sequence[int], owner: Owner = BASE) -> PrefixHit:
-    """Returns the longest start of `tokens` whose keys and values of an owner are in memory.
+    """Returns the longest prefix of `tokens` that is cached for `owner`.
 
-    Holds nothing.
+    No page gets a holder from this call.
     """
     return self._index.find(tokens, owner)
 
   def num_holders(self, page: int) -> int:
-    """Returns how many hold a page."""
+    """Returns the number of holders of a page."""
     return int(self._holders[page])
 
   def hold(self, page: int) -> None:
-    """Adds a holder to a page that was found."""
+    """Adds a holder to a page that `find` returned."""
     self._holders[page] += 1
     self._idle.pop(page, None)
 
   def take(self, count: int) -> list[int]:
-    """Returns `count` pages with one holder each, forgetting idle ones as needed.
+    """Returns `count` pages with one holder each, evicting cached pages as needed.
 
     Raises:
-      ValueError: if there are fewer; ask `num_available` first.
+      ValueError: if fewer than `count` pages are available; check `num_available` first.
     """
     if count > self.num_available:
       raise ValueError(
@@ -82,7 +82,7 @@ class PagePool:
     return pages
 
   def release(self, page: int) -> None:
-    """Removes a holder; a page without any stays findable if its tokens are known."""
+    """Removes a holder; a page without holders stays cached if its tokens are known."""
     assert self._holders[page] > 0, f"page {page} has no holder"
     self._holders[page] -= 1
     if self._holders[page] == 0:
@@ -92,17 +92,17 @@ class PagePool:
         self._free.append(page)
 
   def remember(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = BASE) -> None:
-    """Makes a sequence's written positions findable.
+    """Registers a sequence's computed prefix in the prefix cache.
 
     Args:
       tokens: all tokens from position 0 whose keys and values are written.
       pages: the sequence's pages.
-      owner: whose they are.
+      owner: the only owner for which the prefix is found.
     """
     self._index.remember(tokens, pages, owner)
 
   def forget_all(self) -> None:
-    """Drops what is known of every page: the weights changed. Holders keep their pages."""
+    """Clears the prefix cache because the weights changed. Holders keep their pages."""
     self._free.extend(self._idle)
     self._idle.clear()
     self._index.clear()

@@ -1,10 +1,10 @@
-"""Starts of prompts whose pages stay in memory while no request holds them.
+"""Pinned prompt prefixes: their pages stay cached while no request holds them.
 
-    pin -> wanted -> (its pages are in memory) held <-> (others need them) off the device
+    pin -> wanted -> (pages are cached) held <-> (pages are needed) off the device
                             released by new weights: wanted again, with nothing written
 
-A pin is a claim within a quota, not work: it holds those whole pages of its tokens that some
-request has written. Whoever wants the rest lets a request write them and pins again.
+A pin is a claim within a quota and computes nothing: it holds those whole pages of its tokens that
+some request has written. To pin the rest, submit a request that writes it, then pin again.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from seerjax.engine.sequence import SequenceState
 from seerjax.ops import sampling
 from seerjax.types import Request
 
-# Of names in the pool, where no request has it.
+# Prefix of request ids of pins in the KV pool, which no user's request has.
 NAME = "\0pin"
 
 
 class Pin(NamedTuple):
-  """What is pinned.
+  """State of one pin.
 
   Attributes:
-    tokens: the start of prompts.
-    adapter: by whose weights it is written, "" for the base.
-    namespace: whose it is, "" for all that name none.
+    tokens: the pinned prefix.
+    adapter: name of the adapter whose weights write it, "" for the base weights.
+    namespace: namespace of the pin, "" for the shared default.
     num_held: positions whose keys are on the devices, of the instance that has most.
-    num_kept: and those that are there or in the pool.
+    num_kept: positions whose keys are on the devices or in the KV pool.
   """
 
   tokens: tuple[int, ...]
@@ -48,16 +48,16 @@ class Pins:
     self._page_size = page_size
     self._max_pages = max_pages
     self._num_named = 0
-    # By (owner, tokens): what each instance holds of it. The last that were pinned are last.
+    # By (owner, tokens): one sequence per instance. The most recently pinned are last.
     self._pins: dict[tuple[Owner, tuple[int, ...]], list[SequenceState]] = {}
 
   @property
   def sequences(self) -> Iterable[SequenceState]:
-    """What holds pages for pins."""
+    """The sequences that hold pages for pins."""
     return [sequence for pin in self._pins.values() for sequence in pin]
 
   def pin(self, tokens: Sequence[int], owner: Owner = BASE) -> int:
-    """Holds a start's whole pages, those that are in memory; see `Engine.pin`."""
+    """Holds the cached whole pages of a prefix; see `Engine.pin`."""
     key = (owner, tuple(int(token) for token in tokens))
     if key not in self._pins:
       wanted = len(key[1]) // self._page_size
@@ -82,10 +82,10 @@ class Pins:
     return max(len(sequence.pages) for sequence in pin) * self._page_size
 
   def unpin(self, tokens: Sequence[int], owner: Owner = BASE) -> None:
-    """Lets a start go; its pages stay findable until they are needed.
+    """Removes a pin; its pages stay in the prefix cache until they are evicted.
 
     Raises:
-      ValueError: if it is not pinned.
+      ValueError: if `tokens` are not pinned.
     """
     key = (owner, tuple(int(token) for token in tokens))
     if key not in self._pins:
@@ -97,7 +97,7 @@ class Pins:
       self._memory.release(sequence)
 
   def named(self) -> tuple[Pin, ...]:
-    """Returns all pins, the last that was pinned last."""
+    """Returns all pins, the most recently pinned last."""
     return tuple(
       Pin(
         tokens=tokens,
@@ -110,14 +110,14 @@ class Pins:
     )
 
   def release(self) -> None:
-    """Lets all pages go, of every pin: they are of weights that are gone. The pins stay wanted."""
+    """Releases the pages of all pins because the weights changed. The pins stay wanted."""
     for sequence in self.sequences:
       self._memory.release(sequence)
 
   def take_off(self, instance: int) -> bool:
-    """Takes one pin's pages off an instance, which others need; False if none holds any.
+    """Frees one pin's pages on an instance; returns False if no pin holds pages there.
 
-    They go to the pool, or are released where that is full.
+    The pages are spilled to the KV pool, or released if the pool is full.
     """
     for pin in self._pins.values():
       sequence = pin[instance]
@@ -128,7 +128,7 @@ class Pins:
     return False
 
   def bring_back(self) -> None:
-    """Takes pins back from the pool, as far as there are pages: nobody needs them now."""
+    """Restores spilled pins from the pool into pages that are free now."""
     for sequence in self.sequences:
       if sequence.num_written and not sequence.pages:
         self._fill(sequence)
@@ -146,13 +146,13 @@ class Pins:
     return SequenceState(request, list(whole), instance, None, row, limit=len(whole))
 
   def _fill(self, sequence: SequenceState) -> None:
-    """Brings a pin back that is off the device, and holds what else is found of it."""
+    """Restores a spilled pin, and holds further pages of its tokens that are cached."""
     if sequence.num_written and not sequence.pages:
       if self._memory.begin_restore(sequence, sequence.num_written // self._page_size):
         self._memory.settle()
         self._memory.remember(sequence, sequence.tokens[: sequence.num_written])
     if sequence.num_written and not sequence.pages:
-      return  # There is no room for it now.
+      return  # No free pages for it.
     found = self._memory.hold_found(sequence)
     if len(found) > len(sequence.pages):
       found, sequence.pages = sequence.pages, found

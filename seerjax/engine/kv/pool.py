@@ -1,15 +1,15 @@
-"""Where keys and values go when they leave a device: pinned host memory, then a store.
+"""KV pool: tiers for keys and values that left a device: pinned host memory, then a store.
 
     device pages -> a peer's free pages -> pinned host -> store -> and back
 
-The engine spills a request between two of its chunks and brings it back before the next one. Here
-lie the requests that are off the devices, whole, each under its id. A request is dropped the moment
-it ends, and what this process put of it with it; one that lives is never dropped to make room: when
-a tier is full, `make_room` returns False, and the caller waits.
+The engine spills a request between two of its chunks and restores it before the next one. The pool
+holds the requests that are off the devices, whole, each under its id. When a request ends, it is
+dropped together with what this process stored of it. A live request is never dropped to make room:
+when a tier is full, `make_room` returns False, and the caller waits.
 
-In the store, values are named by their content (`values`), so that another process with the same
-weights finds them: `claim` asks for a request whose answer began elsewhere. `export` puts a value
-there while its request stays where it is, and says what it is, for an engine that then claims it.
+In the store, values have content-derived keys (`values`), so that another process with the same
+weights finds them: `claim` looks up a request whose response began in another process. `export`
+stores a copy while the request stays where it is, and describes it for an engine that claims it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from seerjax.engine.kv.manifest import KVManifest, Part
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.values import Identity
 
-# How long what this process wrote to a store stays after none of its own requests needs it, so that
-# another process may read it: longer than a restart from a journal takes. Room that is needed
-# earlier is taken earlier.
+# Steps for which a value that this process stored stays after none of its own requests needs it, so
+# that another process may read it: longer than a restart from a journal takes. It is removed
+# earlier if its room is needed.
 PIN_STEPS = 1024
-# A store that has failed so often in a row is not asked again for so many steps: a call that fails
-# may take seconds (a cluster's master that is gone), and what it has is computed again in less.
+# After MOST_FAILURES consecutive failures, the store is not called for PAUSE_STEPS steps: a failing
+# call may take seconds (dead cluster master), and recomputing the stored values takes less.
 MOST_FAILURES = 2
 PAUSE_STEPS = 1024
 
@@ -47,39 +47,39 @@ PAUSE_STEPS = 1024
 class Store(Protocol):
   """The last tier: bytes by key, outside of this process's memory, shared by processes.
 
-  Keys follow from content (`values.Identity.key`): what two processes put under one key is equal.
-  A process removes only what it has put itself.
+  Keys are content-derived (`values.Identity.key`), so two processes that put values under one key
+  put equal values. A process removes only what it has put itself.
   """
 
   def put(self, key: str, data: bytes) -> bool:
-    """Keeps `data`; False if there is no room for it now."""
+    """Stores `data`; returns False if there is no room for it now."""
     ...
 
   def has(self, key: str) -> bool:
-    """Returns whether a value is there, whichever process put it."""
+    """Returns whether any process has put a value under `key`."""
     ...
 
   def get(self, key: str) -> bytes | None:
-    """Returns what was put, by whichever process; None if it is not there, or no longer."""
+    """Returns the value that any process put; None if there is none, or no longer."""
     ...
 
   def remove(self, key: str) -> None:
-    """Forgets at once what this process put; any other key is no error and stays."""
+    """Removes a value that this process put, at once; any other key is ignored."""
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPoolConfig:
-  """Sizes of the tiers. None of them changes a bit of what is sampled.
+  """Sizes of the KV pool's tiers. None of them changes a bit of what is sampled.
 
   Attributes:
-    host_pages: pages of all requests together in pinned host memory.
+    host_pages: capacity of pinned host memory in pages, over all requests.
     disk: directory of the store on a local disk, which processes may share; "" is none.
     mooncake: "host:port" of a Mooncake master whose cluster is the store; "" is none.
-    store_bytes: of the disk that may be used, or of memory lent to the cluster.
-    mooncake_host: by which the cluster's other processes reach this one.
-    mooncake_replicas: processes of the cluster in whose memory each value lies. One is enough to be
-      right: what is lost is computed again.
+    store_bytes: capacity of the disk store, or memory lent to the Mooncake cluster, in bytes.
+    mooncake_host: address at which the cluster's other processes reach this one.
+    mooncake_replicas: number of cluster processes that store each value. One suffices for correct
+      results: a lost value is computed again.
   """
 
   host_pages: int = 4096
@@ -115,7 +115,7 @@ class KVPoolConfig:
 
 
 class _Held(NamedTuple):
-  """A request in pinned host memory: what `PageMoves.take_off` gave, round by round."""
+  """A request in pinned host memory, as `PageMoves.take_off` returned it, by round."""
 
   num_pages: int
   num_bytes: int
@@ -125,13 +125,13 @@ class _Held(NamedTuple):
 
 
 def config_of(config: KVPoolConfig, mesh: jax.sharding.Mesh) -> KVPoolConfig:
-  """Returns the tiers that a mesh can use: no host's memory where several processes share it.
+  """Returns the usable tiers; host memory is excluded on multi-process meshes.
 
-  What lies in one process's memory could not come back to another's devices: what finds no room on
-  a device is computed again.
+  Host memory of one process could not be restored to another process's devices. There, pages that
+  do not fit on a device are computed again.
 
   Raises:
-    NotImplementedError: if a store is asked for there.
+    NotImplementedError: if a store is configured on a multi-process mesh.
   """
   if not parallel.spans_processes(mesh):
     return config
@@ -145,7 +145,7 @@ def config_of(config: KVPoolConfig, mesh: jax.sharding.Mesh) -> KVPoolConfig:
 
 
 class KVPool:
-  """Requests off the devices. Pages are counted, because pages are what instances run out of."""
+  """Requests off the devices. Capacity is counted in pages, the unit that instances run out of."""
 
   @fields.checked
   def __init__(self, config: KVPoolConfig = KVPoolConfig(), store: Store | None = None):
@@ -155,20 +155,20 @@ class KVPool:
     self.imports = ImportCounters()
     self._store = store
     self._identity: Callable[[Owner], Identity] | None = None
-    # Oldest first: that is the one that is sent on to the store.
+    # Oldest first; the oldest is sent on to the store first.
     self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
     self._stored: dict[str, tuple[str, Owner]] = {}  # Keys in the store and owners, by request.
     self._needed: collections.Counter[str] = collections.Counter()  # Requests, by key.
-    # Keys that this process put and has not removed, and what lies there.
+    # Keys that this process put and has not removed, and the arrays of their values.
     self._own: dict[str, tuple[Part, ...]] = {}
     self._exported: dict[str, str] = {}  # Keys, by request that was exported last under them.
-    self._left: dict[str, str] = {}  # Keys of `_unneeded`, by request that may go on elsewhere.
-    self._expected: dict[str, KVManifest] = {}  # By request that claimed what it says.
-    # Keys of `_own` that no request needs, and the step from which on none did, oldest first.
+    self._left: dict[str, str] = {}  # Keys of `_unneeded`, by request that may resume elsewhere.
+    self._expected: dict[str, KVManifest] = {}  # By request that was claimed with a manifest.
+    # Keys of `_own` that no request needs, and the step at which that began, oldest first.
     self._unneeded: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._step = 0
     self._failures_in_a_row = 0
-    self._asks_from = 0  # Step from which on the store is asked.
+    self._asks_from = 0  # The store is not called before this step.
     self._host_pages = 0
 
   def __contains__(self, request_id: str) -> bool:
@@ -181,32 +181,32 @@ class KVPool:
 
   @property
   def free_host_pages(self) -> int:
-    """Pages that pinned host memory could still take."""
+    """Number of free pages in pinned host memory."""
     return self.config.host_pages - self._host_pages
 
   @property
   def num_host_pages(self) -> int:
-    """Pages in pinned host memory."""
+    """Number of used pages in pinned host memory."""
     return self._host_pages
 
   def identify(self, identity: Callable[[Owner], Identity]) -> None:
-    """Says whose keys and values come from now on.
+    """Sets the weights identity under which KV blocks are stored from now on.
 
     Args:
-      identity: of an owner; called when a store is written or read for the first time by one of its
-        requests, and then never again: the digest of the weights takes time.
+      identity: maps an owner to an identity. It is called once per owner, when a request of the
+        owner first reads or writes the store, because the digest of the weights takes time.
     """
     self._identity = functools.cache(identity)
 
   def advance(self) -> None:
-    """Counts a step; what this process put is removed `PIN_STEPS` after it was needed last."""
+    """Counts a step; removes values of this process `PIN_STEPS` after they were last needed."""
     self._step += 1
     while self._unneeded and next(iter(self._unneeded.values())) + PIN_STEPS <= self._step:
       self._remove(next(iter(self._unneeded)))
       self._left = {name: key for name, key in self._left.items() if key in self._unneeded}
 
   def make_room(self, num_pages: int) -> bool:
-    """Returns whether pinned host memory has room, after sending the oldest on to the store."""
+    """Returns whether pinned host memory has room, after moving the oldest requests to the store."""
     while self.free_host_pages < num_pages:
       if self._store is None or not self._held or not self._send_on(next(iter(self._held))):
         return False
@@ -220,7 +220,7 @@ class KVPool:
     tokens: Sequence[int],
     owner: Owner = BASE,
   ) -> None:
-    """Keeps a request's pages, for which `make_room` has found room; they are those of `tokens`."""
+    """Stores a request's pages, which hold `tokens`; requires room from `make_room`."""
     assert request_id not in self and num_pages <= self.free_host_pages, request_id
     num_bytes = sum(part.nbytes for leaves in rounds for leaf in leaves for part in leaf)
     self._held[request_id] = _Held(num_pages, num_bytes, rounds, tuple(tokens), owner)
@@ -235,13 +235,13 @@ class KVPool:
     owner: Owner = BASE,
     manifest: KVManifest | None = None,
   ) -> bool:
-    """Returns whether the store has the pages of `tokens`; they are the request's to take then.
+    """Returns whether the store has the pages of `tokens`; the request can then `take` them.
 
     Args:
-      request_id: that continues elsewhere what it began.
-      tokens: whose pages they are.
-      owner: of the request.
-      manifest: of the engine that exported them; what it says is counted in `imports`.
+      request_id: request that continues here a response that began elsewhere.
+      tokens: tokens whose keys and values are in the pages.
+      owner: owner of the request.
+      manifest: manifest of the exporting engine; hits and misses are counted in `imports`.
     """
     if self._store is None or request_id in self:
       self.imports.gone += manifest is not None
@@ -273,16 +273,16 @@ class KVPool:
   ) -> tuple[str, tuple[Part, ...]] | None:
     """Puts a copy of a request's pages into the store; the request stays where it is.
 
-    What was exported of it before is removed, unless another needs it.
+    The request's previous export is removed, unless another request needs it.
 
     Args:
-      request_id: of the request.
-      tokens: whose pages these are.
-      rounds: as of `put`; None if it is off the devices.
-      owner: of the request.
+      request_id: the request.
+      tokens: tokens whose keys and values are in the pages.
+      rounds: as in `put`; None if the request is off the devices.
+      owner: owner of the request.
 
     Returns:
-      The key, and what lies there; None if there is no store, or no room in it.
+      The store key and the value's arrays; None if there is no store, or no room in it.
     """
     if self._store is None:
       return None
@@ -303,15 +303,15 @@ class KVPool:
     if before is not None:
       self._need_less(before)
       self._left[request_id] = before
-    self._remove_left(request_id)  # It was replaced: nothing names it any more.
+    self._remove_left(request_id)  # It was replaced: no manifest in use names it any more.
     self.imports.exported += 1
     return key, self._own[key]
 
   def take(self, request_id: str) -> list[list[list[Any]]] | None:
-    """Returns a request's pages, round by round, and forgets them; None if the store lost them.
+    """Removes a request and returns its pages by round; None if the store lost them.
 
     Raises:
-      KeyError: if it is not here.
+      KeyError: if the request is not in the pool.
     """
     if request_id in self._held:
       held = self._held.pop(request_id)
@@ -335,7 +335,7 @@ class KVPool:
     self.store.seconds_stalled += time.monotonic() - begin
     if data is None or rounds is None:
       self.store.requests_lost += 1
-      if key in self._unneeded:  # To be written again when it is spilled again.
+      if key in self._unneeded:  # So that the next spill writes it again.
         self._remove(key)
       return None
     self.store.bytes_out += len(data)
@@ -343,7 +343,7 @@ class KVPool:
     return rounds
 
   def drop(self, request_id: str) -> None:
-    """Forgets a request, wherever it is; one that is not here is no error."""
+    """Drops a request from any tier; an unknown request is no error."""
     if request_id in self._held:
       self._host_pages -= self._held.pop(request_id).num_pages
     elif request_id in self._stored:
@@ -354,12 +354,12 @@ class KVPool:
       self._need_less(self._left[request_id])
 
   def end(self, request_id: str) -> None:
-    """Forgets a request that is over, here or elsewhere, and removes what was put of it here."""
+    """Drops a request that ended, here or elsewhere, and removes what was stored of it here."""
     self.drop(request_id)
     self._remove_left(request_id)
 
   def clear(self) -> None:
-    """Forgets every request, and removes what this process put: the weights changed."""
+    """Drops all requests and removes what this process stored, because the weights changed."""
     for request_id in [*self._held, *self._stored, *self._exported]:
       self.drop(request_id)
     self._left.clear()
@@ -367,7 +367,7 @@ class KVPool:
       self._remove(key)
 
   def identity_of(self, owner: Owner = BASE) -> Identity:
-    """Returns whose keys and values an owner's are; the first time, it reads all the weights."""
+    """Returns the identity of an owner's values; the first call per owner reads all the weights."""
     assert self._identity is not None, "KVPool.identify comes first"
     return self._identity(owner)
 
@@ -377,7 +377,7 @@ class KVPool:
     self._unneeded.pop(key, None)
 
   def _let_go(self, request_id: str) -> None:
-    """Forgets which key a request has; the value stays for a while, for other processes."""
+    """Unlinks a request from its key; the value stays for a while, for other processes."""
     key, _ = self._stored.pop(request_id)
     self._need_less(key)
     self._left.setdefault(request_id, key)
@@ -390,7 +390,7 @@ class KVPool:
         self._unneeded[key] = self._step
 
   def _remove_left(self, request_id: str) -> None:
-    """Removes what is left of a request, unless another needs it."""
+    """Removes the remaining value of a request, unless another request needs it."""
     key = self._left.pop(request_id, None)
     if key in self._unneeded:
       self._remove(key)
@@ -402,7 +402,7 @@ class KVPool:
     self._asked("remove", None, lambda store: store.remove(key))
 
   def _asked(self, what: str, otherwise: Any, ask: Callable[[Store], Any]) -> Any:
-    """Returns the store's answer; where it fails, `otherwise`, as one that lost what it had."""
+    """Returns the result of a store call; `otherwise` if it fails, like a store that lost data."""
     assert self._store is not None
     if self._step < self._asks_from:
       return otherwise
@@ -425,7 +425,7 @@ class KVPool:
       return otherwise
 
   def _send_on(self, request_id: str) -> bool:
-    """Moves a request from host memory to the store; False if that is full."""
+    """Moves a request from host memory to the store; returns False if the store is full."""
     held = self._held[request_id]
     key = self.identity_of(held.owner).key(held.tokens)
     if key not in self._own and not self._keep(key, held.rounds, held.owner):
@@ -437,12 +437,12 @@ class KVPool:
     return True
 
   def _keep(self, key: str, rounds: list[list[list[Array]]], owner: Owner) -> bool:
-    """Puts a value into the store, in the room of what nothing needs; False if that is full."""
+    """Puts a value, evicting values that no request needs; returns False if the store is full."""
     begin = time.monotonic()
     arrays = jax.tree.map(np.asarray, rounds)
     data = values.packed(arrays, self.identity_of(owner))
     put = lambda store: store.put(key, data)
-    is_there = self._asked("put", None, put)  # None where it fails, and has no more room for that.
+    is_there = self._asked("put", None, put)  # None on failure: evicting would not help then.
     while is_there is False and self._unneeded:
       self._remove(next(iter(self._unneeded)))
       is_there = self._asked("put", None, put)
@@ -453,7 +453,7 @@ class KVPool:
     return bool(is_there)
 
   def _miss(self, manifest: KVManifest | None, how: str, request_id: str) -> None:
-    """Counts pages that were exported and did not come."""
+    """Counts exported pages that could not be imported."""
     if manifest is None:
       return
     self.imports.gone += how == "gone"
@@ -465,11 +465,11 @@ class KVPool:
 
 
 def _is_of(manifest: KVManifest, identity: Identity, key: str) -> bool:
-  """Returns whether a manifest is of this identity, and of the tokens of this key."""
+  """Returns whether a manifest has this identity and this key."""
   theirs = manifest.weights_digest, manifest.numerics_digest, manifest.key
   return theirs == (identity.weights, identity.fingerprint, key)
 
 
 def usual(mesh: jax.sharding.Mesh) -> KVPool:
-  """Returns a pool of the usual tiers that a mesh can use."""
+  """Returns a pool of the default tiers that are usable on a mesh."""
   return KVPool(config_of(KVPoolConfig(), mesh))

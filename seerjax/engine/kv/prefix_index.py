@@ -1,14 +1,14 @@
-"""Which pages hold the start of a token sequence, so that another sequence may use them.
+"""Prefix cache index: finds the pages that hold the start of a token sequence.
 
 A page's keys and values are a pure function of the tokens up to its end (and of the weights), so a
-page whose tokens are known can serve every sequence that starts the same way:
+page whose tokens are known can serve every sequence with the same prefix:
 
     full page      shared, by the digest of all tokens up to its end
-    partial page   copied before it is written: the longest common start of its tokens is kept
+    partial page   copied before it is written; only the longest common prefix of its tokens is used
 
-An owner's keys and values are its own: nothing that was written for one is found for another.
+Owners are isolated: a page that was written for one owner is never found for another.
 
-The index knows tokens and page numbers only; who holds a page is `PagePool`'s.
+The index maps tokens to page numbers only; `PagePool` counts the holders.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 
 from seerjax.engine.kv.owner import BASE, Owner
 
-# Candidates looked at for the partial page; more would cost time for a page's worth of prefill.
+# Candidates compared for the partial page; more would take time to save one page of prefill.
 MAX_PARTIAL_CANDIDATES = 8
 
 
 class PrefixHit(NamedTuple):
-  """What of a prompt is in memory already.
+  """The cached part of a prompt.
 
   Attributes:
     pages: full pages to share, in order.
-    copy_from: page whose start is to be copied, None if there is none.
+    copy_from: page whose first tokens are to be copied, None if there is none.
     num_tokens: positions covered by `pages` and the copy.
   """
 
@@ -48,7 +48,7 @@ def _digest(previous: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixIndex:
-  """The known tokens of one instance's pages."""
+  """Index of the cached tokens of one instance's pages."""
 
   def __init__(self, page_size: int):
     self._page_size = page_size
@@ -58,15 +58,15 @@ class PrefixIndex:
     """Forgets the tokens of every page."""
     self._page_of: dict[bytes, int] = {}
     self._names: dict[int, list[tuple[bytes, bytes]]] = {}
-    # By the digest of everything before a page: the tokens known in pages that follow it.
+    # By the digest of everything before a page: the known tokens of each candidate page.
     self._followers: dict[bytes, dict[int, tuple[int, ...]]] = collections.defaultdict(dict)
 
   def knows(self, page: int) -> bool:
-    """Returns whether a page can be found."""
+    """Returns whether a page is in the index."""
     return page in self._names
 
   def find(self, tokens: Sequence[int], owner: Owner = BASE) -> PrefixHit:
-    """Returns the longest start of `tokens` whose keys and values of an owner are in memory."""
+    """Returns the longest prefix of `tokens` that is cached for `owner`."""
     size, pages, previous = self._page_size, [], owner.start
     while (len(pages) + 1) * size <= len(tokens):
       digest = _digest(previous, tokens[len(pages) * size : (len(pages) + 1) * size])
@@ -86,12 +86,12 @@ class PrefixIndex:
     return PrefixHit(tuple(pages), best, len(pages) * size + best_length)
 
   def remember(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = BASE) -> None:
-    """Makes a sequence's written positions findable.
+    """Registers a sequence's computed prefix.
 
     Args:
       tokens: all tokens from position 0 whose keys and values are written.
       pages: the sequence's pages.
-      owner: whose they are.
+      owner: the only owner for which the prefix is found.
     """
     size, previous = self._page_size, owner.start
     for index in range(-(-len(tokens) // size)):
@@ -109,7 +109,7 @@ class PrefixIndex:
       previous = digest
 
   def forget(self, page: int) -> None:
-    """Forgets one page's tokens; an unknown page is no error."""
+    """Removes one page from the index; an unknown page is no error."""
     for previous, digest in self._names.pop(page, []):
       self._followers[previous].pop(page, None)
       if not self._followers[previous]:

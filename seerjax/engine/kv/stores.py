@@ -1,4 +1,4 @@
-"""Which store stands behind the KV pool, by its config."""
+"""Opens the store that a KV pool's config names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from seerjax.engine.kv.pool import KVPoolConfig, Store
 
 
 def open_store(config: KVPoolConfig) -> Store | None:
-  """Opens the store of a config, None if it names none.
+  """Opens the store of a config; returns None if the config names none.
 
   Raises:
-    OSError: if the disk's directory cannot be made, or no Mooncake master listens.
+    OSError: if the directory cannot be created, or no Mooncake master listens.
     ImportError: if Mooncake is not installed.
-    ValueError: if the cluster refuses.
+    ValueError: if the cluster refuses the connection.
   """
   if config.disk:
     return DiskStore(config.disk, max_bytes=config.store_bytes)

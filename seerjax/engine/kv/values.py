@@ -1,11 +1,11 @@
-"""What lies in a store: keys made of content, and bytes that describe themselves.
+"""Format of the values in a KV store: content-derived keys, self-describing bytes.
 
-    key    digest of (fingerprint, digest of the weights, any namespace, tokens that these are of)
-    value  MAGIC, length of the header, CRC-32 of all that follows, header (JSON), arrays
+    key    digest of (fingerprint, digest of the weights, namespace if any, tokens)
+    value  MAGIC, length of the header, CRC-32 of header and arrays, header (JSON), arrays
 
 The keys and values of tokens are a pure function of weights and numerics (DESIGN: the contract), so
-a process may read what another wrote, and two processes whose weights differ in one bit never meet,
-whatever they call their policy_version.
+a process may read what another process wrote. Two processes whose weights differ in one bit use
+different store keys, even under the same policy_version.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _DIGEST_BYTES = 20
 
 
 class Identity(NamedTuple):
-  """Whose keys and values these are.
+  """Everything but the tokens that determines the stored keys and values.
 
   Attributes:
-    fingerprint: digest of the numerics' fingerprint, the model, and the layout of pages.
+    fingerprint: digest of the numerics fingerprint, the model, and the layout of pages.
     weights: digest of the running weights, adapters included.
-    policy_version: of the engine that writes; read by nothing, for people who look into a store.
-    namespace: digest of the name of whose they are, "" for no name.
+    policy_version: policy version of the writing engine; informational, never compared.
+    namespace: digest of the owner's namespace (`name_digest`), "" without one.
   """
 
   fingerprint: str
@@ -48,7 +48,7 @@ class Identity(NamedTuple):
   namespace: str = ""
 
   def key(self, tokens: Sequence[int]) -> str:
-    """Returns the key of the keys and values of `tokens`, the first of which is at position 0."""
+    """Returns the store key for the keys and values of `tokens`, which start at position 0."""
     space = f"{self.namespace}/" if self.namespace else ""
     head = f"{self.fingerprint}/{self.weights}/{space}".encode()
     return _hex(hashlib.blake2b(head + np.asarray(tokens, np.int32).tobytes(), digest_size=20))
@@ -59,7 +59,7 @@ def _hex(digest: Any) -> str:
 
 
 def name_digest(name: str) -> str:
-  """Returns what stands for a namespace in a store that others may read; "" for no name."""
+  """Returns the digest that replaces a namespace in a shared store; "" for no name."""
   if not name:
     return ""
   return _hex(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=_DIGEST_BYTES))
@@ -68,12 +68,12 @@ def name_digest(name: str) -> str:
 def fingerprint_digest(
   model: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig, pages: Any
 ) -> str:
-  """Returns the digest of all but the weights that pages follow from.
+  """Returns the digest of everything that determines the bits of pages, except the weights.
 
   Args:
     model: shape of the model.
-    numerics: what decides bits.
-    pages: pytree of f[i, k, m, ...] on their mesh; how many there are does not count.
+    numerics: the numerics configuration.
+    pages: pytree of f[i, k, m, ...] on their mesh; i and m do not affect the digest.
   """
   leaves, structure = jax.tree.flatten(pages)
   shards = leaves[0].sharding.shard_shape(leaves[0].shape)
@@ -84,13 +84,13 @@ def fingerprint_digest(
 
 
 def weights_digest(params: Any) -> str:
-  """Returns the digest of weights on their mesh, by path; it reads every byte of them."""
+  """Returns the digest of weights on their mesh, by path; it reads every byte of the weights."""
   digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
     if not isinstance(leaf, jax.Array):
       leaf = jnp.asarray(leaf)
-    shards = {str(shard.index): shard.data for shard in leaf.addressable_shards}  # One of copies.
+    shards = {str(shard.index): shard.data for shard in leaf.addressable_shards}  # Replicas: one.
     for index in sorted(shards):
       digest.update(index.encode())
       digest.update(np.ascontiguousarray(shards[index]).view(np.uint8).data)
@@ -98,7 +98,7 @@ def weights_digest(params: Any) -> str:
 
 
 def parts_of(arrays: Any) -> tuple[Part, ...]:
-  """Returns what a manifest says of a request's arrays (numpy), in their order."""
+  """Returns the manifest's description of a request's arrays (numpy), in their order."""
   return tuple(
     Part(leaf.shape, leaf.dtype.name, zlib.crc32(np.ascontiguousarray(leaf).tobytes()))
     for leaf in jax.tree.leaves(arrays)
@@ -106,7 +106,7 @@ def parts_of(arrays: Any) -> tuple[Part, ...]:
 
 
 def packed(arrays: Any, identity: Identity) -> bytes:
-  """Returns a request's arrays, in lists of lists of lists of numpy, as bytes that say so."""
+  """Serializes a request's arrays (numpy, in three levels of lists) with a describing header."""
   header = json.dumps(
     {
       "fingerprint": identity.fingerprint,
@@ -116,7 +116,7 @@ def packed(arrays: Any, identity: Identity) -> bytes:
       "arrays": jax.tree.map(lambda array: f"{array.dtype.name}{list(array.shape)}", arrays),
     }
   ).encode()
-  # Arrays begin where any dtype may.
+  # The body is aligned so that an array of any dtype may start there.
   header += b" " * (-(_HEAD.size + len(header)) % ALIGNMENT)
   body = b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))
   crc = zlib.crc32(body, zlib.crc32(header))
@@ -124,7 +124,7 @@ def packed(arrays: Any, identity: Identity) -> bytes:
 
 
 def unpacked(data: bytes, identity: Identity) -> Any:
-  """Returns the arrays of `packed`; None if bytes were changed, or are of another identity."""
+  """Returns the arrays of `packed`; None if they are corrupt or have another identity."""
   if len(data) < _HEAD.size:
     return None
   magic, length, crc = _HEAD.unpack_from(data)
