@@ -1,15 +1,15 @@
-"""The store tier in the memory of a cluster: Mooncake Store, over TCP.
+"""Mooncake Store: a KV store tier in the memory of a cluster, over TCP.
 
 Every process lends the cluster a segment of its memory; a master (`launch/mooncake_master.sh`)
-knows what lies where. What was measured of it, and is answered here:
+tracks the objects. The code works around this measured behaviour:
 
-- Objects that are not pinned are evicted without a word when memory is short: ours are hard-pinned.
-- `put` of a key that is there says that it succeeded and keeps the old value: it is removed first.
-- An object that was read is leased for seconds, and an ordinary removal of it is refused: ours are
+- Unpinned objects are evicted silently when memory is short, so ours are hard-pinned.
+- `put` of an existing key reports success and keeps the old value, so the key is removed first.
+- An object that was read is leased for seconds and refuses an ordinary removal, so removals are
   forced.
-- A full cluster answers -200, which is back-pressure and no failure.
-- Without a master, the client tries for more than a minute before it gives up, and for ever where
-  something else listens: a process of its own, which can be ended, tries first.
+- A full cluster returns -200, which is back-pressure, not a failure.
+- Without a master, the client retries for more than a minute; if another program listens at the
+  address, it retries forever. A separate process, which can be killed, tries to join first.
 
 Needs the extra `seerjax[mooncake]` and the system's libibverbs, even without RDMA.
 """
@@ -23,12 +23,12 @@ import subprocess
 import sys
 from typing import Any
 
-# What the client says when no segment has room.
+# Status of the client when no segment has room.
 NO_SPACE = -200
-# An object larger than the client's buffer is refused, so requests go in parts of this size.
+# The client refuses objects larger than its buffer, so values are split into parts of this size.
 PART_BYTES = 4 * 2**20
 BUFFER_BYTES = 4 * PART_BYTES
-# Seconds within which a master has to listen.
+# Seconds within which a TCP connection to the master must succeed.
 PATIENCE = 5.0
 # Joins a cluster and leaves it: (host, buffer bytes, master) -> exit status 0.
 JOIN = """
@@ -43,8 +43,8 @@ sys.exit(status != 0)
 
 
 class MooncakeStore:
-  """One process's door to the cluster. A value is parts, and after them their number under its key:
-  another process that finds the number finds the parts."""
+  """A process's client of the cluster. A value is its parts, then their number under its key, so a
+  process that finds the number also finds the parts."""
 
   def __init__(
     self,
@@ -59,16 +59,16 @@ class MooncakeStore:
 
     Args:
       master: "host:port".
-      segment_bytes: of this process's memory, at least 16 MiB.
-      host: by which the other processes reach this one.
-      replicas: processes in whose memory each value lies; where there are fewer, it lies in all.
-      patience: seconds within which a client has to have joined.
+      segment_bytes: memory that this process lends, at least 16 MiB.
+      host: address at which the other processes reach this one.
+      replicas: number of processes that store each value; all of them if there are fewer.
+      patience: seconds within which the trial client must have joined.
 
     Raises:
-      ImportError: if Mooncake or a library of the system that it needs is not installed.
-      ValueError: if the address is none, the segment too small or too large, or what listens there
-        lets no client join.
-      ConnectionError: if no master listens there.
+      ImportError: if Mooncake or a system library that it needs is not installed.
+      ValueError: if the address is malformed, the segment too small or too large, or no client can
+        join at the address.
+      ConnectionError: if nothing listens at the address.
     """
     if segment_bytes < BUFFER_BYTES:
       raise ValueError(
@@ -79,7 +79,7 @@ class MooncakeStore:
     store_lib = _library()
     _check_joins(host, master, patience)
     self._client: Any = store_lib.MooncakeDistributedStore()
-    self._num_parts: dict[str, int] = {}  # Of what this process put.
+    self._num_parts: dict[str, int] = {}  # Of the values that this process put.
     status = self._client.setup(
       host, "P2PHANDSHAKE", segment_bytes, BUFFER_BYTES, "tcp", "", master
     )
@@ -91,17 +91,17 @@ class MooncakeStore:
     self._pinned = store_lib.ReplicateConfig()
     self._pinned.with_hard_pin = True
     self._pinned.replica_num = replicas
-    # Its own memory first: what lies with another process goes when that goes.
+    # Prefer local memory: objects in another process's memory are lost when it exits.
     self._pinned.preferred_segment = self._client.get_hostname()
 
   def put(self, key: str, data: bytes) -> bool:
-    """Keeps `data`; False if the cluster has no room for it now.
+    """Stores `data`; returns False if the cluster has no room for it now.
 
     Raises:
-      ConnectionError: if the cluster fails in another way.
+      ConnectionError: if the put fails for another reason.
     """
     if key not in self._num_parts and self.has(key):
-      return True  # Another process put it; it is the same (`Store`), and that process's to remove.
+      return True  # Another process put an equal value (`Store`) and will remove it.
     self.remove(key)
     parts = [data[start : start + PART_BYTES] for start in range(0, len(data), PART_BYTES)]
     names = [self._name(key, index) for index in range(len(parts))]
@@ -113,7 +113,7 @@ class MooncakeStore:
         self._num_parts[key] = index
         if index:
           self.remove(key)
-        else:  # Nothing was put, and a master that is gone takes seconds to say so again.
+        else:  # Nothing was put; skip the removal, since a dead master takes seconds to time out.
           del self._num_parts[key]
         if status == NO_SPACE:
           return False
@@ -124,7 +124,7 @@ class MooncakeStore:
     return True
 
   def get(self, key: str) -> bytes | None:
-    """Returns what was put, by whichever process; None if it is not there, or was lost with one."""
+    """Returns the value that any process put; None if it is missing or was lost with a process."""
     count = self._client.get(self._name(key))
     if not count:
       return None
@@ -132,10 +132,10 @@ class MooncakeStore:
     return b"".join(parts) if all(parts) else None
 
   def has(self, key: str) -> bool:
-    """Returns whether a value is there, whichever process put it.
+    """Returns whether any process has put a value under `key`.
 
     Raises:
-      ConnectionError: if the cluster does not say so.
+      ConnectionError: if the query fails.
     """
     found = self._client.is_exist(self._name(key))
     if found < 0:
@@ -146,14 +146,14 @@ class MooncakeStore:
     return found == 1
 
   def remove(self, key: str) -> None:
-    """Forgets at once what this process put; any other key is no error and stays."""
+    """Removes a value that this process put, at once; any other key is ignored."""
     count = self._num_parts.pop(key, None)
     if count is not None:
       names = [self._name(key), *(self._name(key, index) for index in range(count))]
       self._client.batch_remove(names, True)
 
   def close(self) -> None:
-    """Leaves the cluster; what was put is gone."""
+    """Leaves the cluster; the values that this process put are lost."""
     for key in list(self._num_parts):
       self.remove(key)
     self._client.close()
@@ -193,7 +193,7 @@ def _check_joins(host: str, master: str, patience: float) -> None:
 
 
 def _library() -> Any:
-  os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Else every connection is told of.
+  os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Otherwise every connection is logged.
   try:
     return importlib.import_module("mooncake.store")
   except ImportError as error:

@@ -206,7 +206,7 @@ class KVPool:
       self._left = {name: key for name, key in self._left.items() if key in self._unneeded}
 
   def make_room(self, num_pages: int) -> bool:
-    """Returns whether pinned host memory has room, after moving the oldest requests to the store."""
+    """Returns whether host memory has room, after moving the oldest requests to the store."""
     while self.free_host_pages < num_pages:
       if self._store is None or not self._held or not self._send_on(next(iter(self._held))):
         return False
