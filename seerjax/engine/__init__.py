@@ -1,1 +1,1 @@
-"""Paged, continuously batched sampling."""
+"""Inference engine: paged KV memory, continuous batching and sampling."""

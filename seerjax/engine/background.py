@@ -1,11 +1,11 @@
-"""Rows for requests that nobody waits for, beside those of requests that somebody does.
+"""Schedules background requests in rows that foreground requests leave free.
 
-  T0      seconds of the step as those in front have it, by a table
-  room    rows that leave the step within (1 + slack) T0; without a table, none
-  alone   where nobody is in front, up to so many rows
+  T0      seconds of the step with foreground rows only, from a table
+  room    rows that keep the step within (1 + slack) T0; none without a table
+  alone   without foreground requests, up to a fixed number of rows
 
-A table is measured before the first request comes, so no clock decides. Steps of several instances
-go in step, and take as long as the fullest of them.
+The table is measured before the first request comes, so no clock affects a decision. All instances
+step together, and a step takes as long as the fullest instance needs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from seerjax.engine.sizes import EngineConfig
 
 @runtime_checkable
 class StepTable(Protocol):
-  """Seconds of steps, over all instances together; `speculation.times.StepTimes` is one."""
+  """Step times over all instances together; implemented by `speculation.times.StepTimes`."""
 
   def step(self, requests: float, rows: float) -> float:
-    """Returns the seconds of one step of so many requests with so many rows."""
+    """Returns the seconds of one step with this many requests and rows."""
     ...
 
   def decode(self, requests: int) -> float:
-    """Returns the seconds of a step of plain decoding, in the visit that is best for that."""
+    """Returns the seconds per step of plain decoding, in the fastest visit for it."""
     ...
 
 
 class Room:
-  """What a step has left, as it is given away request by request.
+  """The remaining capacity of a step while background requests are added to it.
 
   Attributes:
-    has_front: whether somebody waits for a row of this step.
+    has_front: whether a foreground request has rows in this step.
     is_visit: whether the step may still be one of several in a visit.
   """
 
@@ -46,9 +46,9 @@ class Room:
     config: EngineConfig,
     table: StepTable | None,
   ):
-    """Begins with the rows of those in front, by instance, drafts among them.
+    """Starts with the foreground rows by instance, drafts included.
 
-    `num_steps` are those of the visit that they would have alone.
+    `num_steps` is the number of steps of the visit without background requests.
     """
     self.has_front = any(front)
     self.is_visit = num_steps > 1
@@ -67,12 +67,12 @@ class Room:
     return num_instances * max(self._requests), num_instances * max(self._rows)
 
   def fits(self, instance: int, num_rows: int, *, keeps_visit: bool = True) -> bool:
-    """Returns whether one request more may have so many rows of an instance.
+    """Returns whether one more request may have `num_rows` rows of an instance.
 
     Args:
-      instance: where.
-      num_rows: of the request.
-      keeps_visit: whether a visit of several steps may go on with it.
+      instance: the instance.
+      num_rows: rows of the request.
+      keeps_visit: whether a visit of several steps is possible with the request.
     """
     requests, rows = self._requests[instance] + 1, self._rows[instance] + num_rows
     if requests > self._max_sequences or rows > self._most_rows:
@@ -91,15 +91,15 @@ class Room:
     if keeps_visit:
       is_short = self._table.decode(requests) <= self._most_of_visit
       return is_short and seconds <= self._most_seconds
-    # Single steps from then on, each of which is held to a step of the visit.
+    # The request makes the visit single steps, each limited to the time of a step of the visit.
     return seconds <= self._most_of_visit
 
   def take(self, instance: int, wanted: int, *, keeps_visit: bool = True) -> int:
-    """Returns how many of `wanted` rows one request more gets, and counts them; see `fits`."""
+    """Returns how many of `wanted` rows one more request gets, and counts them; see `fits`."""
     fits = lambda count: self.fits(instance, count, keeps_visit=keeps_visit)
     count = wanted if fits(wanted) else 0
     if not count:
-      above = wanted  # What does not fit.
+      above = wanted  # The smallest count known not to fit.
       while above - count > 1:
         middle = (count + above) // 2
         count, above = (middle, above) if fits(middle) else (count, middle)
@@ -108,6 +108,6 @@ class Room:
       self._rows[instance] += count
       self.is_visit &= keeps_visit
       if self.has_front and not self.is_visit and self._table is not None:
-        # A step that is no visit's any more may take as long as one of the visit.
+        # A step outside a visit may take no longer than a step of the visit.
         self._most_seconds = min(self._most_seconds, self._most_of_visit or self._most_seconds)
     return count

@@ -1,9 +1,9 @@
-"""A step's work as arrays: rows, segments and samples of one instance (numpy, no device).
+"""Builds the arrays of a step: rows, segments and samples of one instance (numpy, no device).
 
-A path of drafts is a segment of its own (DESIGN: attention segments): its row of the page table has
-the sequence's pages and, where the drafts are, the path's own, so its keys stand at their absolute
-positions and nothing of the arithmetic knows that it is a guess. What it shares with an earlier
-path is a row of that one, whose keys are written to this one's pages, too (`KeyCopies`).
+A draft path is a segment of its own (DESIGN: attention segments): its row of the page table has the
+sequence's pages and, for the draft, the path's own pages. So its keys are at their absolute
+positions, and the arithmetic is that of any other segment. Tokens shared with an earlier path are
+rows of that path, whose keys are also written to this path's pages (`KeyCopies`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.ops import penalties, sampling
 from seerjax.types import KeyCopies, SamplingParams, SamplingRows, TokenBatch
 
-# Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
+# Greedy and unfiltered: a tile skips the noise and the sort if all its rows are.
 _UNUSED = sampling.sampling_rows([SamplingParams(temperature=0.0)])
-# Any: the records are typed as device arrays, and these are filled in on the host first.
+# Any: the records are typed for device arrays, and these are filled on the host first.
 _ZEROS: Any = np.zeros
-# Fields that a request has as one row; the others follow its answer.
+# The fields before this index are fixed per request; the others depend on the response so far.
 _OF_REQUEST = SamplingRows._fields.index("mask")
 _INT32: Any = np.int32
 
@@ -45,21 +45,21 @@ def instance_inputs(
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
-  Samples stand in the order of `work`, `ScheduledRows.num_samples` each, in the order of rows.
+  Samples are ordered like `work`, `ScheduledRows.num_samples` each, in the order of rows.
 
   Args:
-    work: in order, rows ascending.
+    work: scheduled rows, in ascending order.
     copies: (from, to) pages.
-    num_rows: that the row bucket is allocated for; as many rows may be sampled.
-    num_segments: as many segments as rows at least.
+    num_rows: allocated rows of the bucket; as many rows may be sampled.
+    num_segments: allocated segments, at least one per row.
     max_copies: rows of the table of page copies.
-    max_key_copies: and of that of key copies.
-    query_tile: most positions of a segment.
+    max_key_copies: rows of the table of key copies.
+    query_tile: maximum positions of a segment.
     page_size: positions of a page.
     table_width: pages of a row of the page table.
-    masked_ids: size of the vocabulary that masks speak of; 0 if no sample has a mask.
-    num_penalties: entries of each sample's penalties; 0 if none has any.
-    has_adapters: whether rows choose among adapters.
+    masked_ids: vocabulary size of masks; 0 if no sample has a mask.
+    num_penalties: penalty entries per sample; 0 if no sample has penalties.
+    has_adapters: whether rows have an adapter index.
   """
   rows = _Rows(
     num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, masked_ids,
@@ -148,7 +148,7 @@ class _Rows:
     """Adds consecutive positions of one page-table row."""
     row, segment, size = self.row, self.num_segments, self.page_size
     count = len(tokens)
-    if count == 1:  # Nearly all; the general case below costs ten times as much.
+    if count == 1:  # The common case; the general case below costs ten times as much.
       self.tokens[row], self.positions[row] = tokens[0], first
       self.slots[row] = page_row[first // size] * size + first % size
       self.starts[segment], self.lengths[segment] = row, 1
@@ -168,7 +168,7 @@ class _Rows:
     self.row += count
 
   def copy(self, rows: np.ndarray, end: int, page_row: np.ndarray) -> None:
-    """Copies keys of rows, which stand at consecutive positions before `end`, to other pages."""
+    """Copies the keys of rows, at the consecutive positions before `end`, to other pages."""
     places = slice(self.num_copies, self.num_copies + len(rows))
     self.copied[places] = rows
     self.copy_slots[places] = self._slots(np.arange(end - len(rows), end), page_row)
@@ -181,8 +181,8 @@ class _Rows:
   def sample(
     self, count: int, position: int, sequence: SequenceState, drafted: Sequence[int]
   ) -> None:
-    """Samples the last `count` rows; the first of these tokens will stand at `position`, and those
-    before them are `drafted` behind the sequence."""
+    """Samples the last `count` rows; the first sample is for `position`, and `drafted` are the
+    draft tokens after the sequence."""
     places = slice(self.num_samples, self.num_samples + count)
     self.sample_rows[places] = np.arange(self.row - count, self.row, dtype=np.int32)
     self.sample_positions[places] = np.arange(position, position + count, dtype=np.int32)
@@ -204,16 +204,16 @@ class _Rows:
       mask = sequence.mask(sequence.tokens[sequence.num_prompt :])
       low, high = int(self.low[places.start]), int(self.high[places.start])
       self.masks[places] = _allowing(mask, self.masked_ids, low, high)
-      # Restricted rows are those that end somewhere.
+      # A row counts as restricted if its upper limit is below NO_LIMIT.
       self.high[places] = np.minimum(self.high[places], sampling.NO_LIMIT - 1)
     self.num_samples += count
 
 
 def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
-  """Returns a mask, which allows at least one of the ids from `low` to below `high`.
+  """Returns the mask after checking that it allows at least one id in [low, high).
 
   Raises:
-    ValueError: if it is no u32[w], or allows no id there: nothing could be sampled.
+    ValueError: if it is not u32[w], or allows no id there, so that nothing could be sampled.
   """
   num_words = -(-vocab_size // 32)
   if not isinstance(mask, np.ndarray) or mask.dtype != np.uint32 or mask.shape != (num_words,):
@@ -224,7 +224,7 @@ def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
       " np.packbits(allowed, bitorder='little').view(np.uint32) of whole words."
     )
   high = min(high, vocab_size)
-  # Little-endian bytes, so that bits stand in the order of ids on every machine.
+  # Little-endian bytes, so that bits are in the order of ids on every machine.
   bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")
   if not bits[low:high].any():
     is_whole = (low, high) == (0, vocab_size)
@@ -237,7 +237,7 @@ def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
 
 
 def _sampling_rows(work: Sequence[ScheduledRows], size: int) -> SamplingRows:
-  """Returns every sample's parameters, and unused rows up to `size`."""
+  """Returns the sampling parameters by sample, padded with unused rows up to `size`."""
   counts = [one.num_samples for one in work]
   rows = [one[:_OF_REQUEST] for one in (*(one.sequence.sampling for one in work), _UNUSED)]
   counts.append(size - sum(counts))

@@ -1,6 +1,6 @@
-"""What an engine refuses at its doors, so that no step meets it.
+"""Validates arguments of the engine's public methods, so that no step fails on them.
 
-Each refusal says what was got, what was expected and what to change; see `Engine.submit`.
+Each message has the value, the expected values and the fix; see `Engine.submit`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request
 
-# Beyond any logit, and far from what overflows a float32 or means `sampling.DROPPED`.
+# Larger than any logit, and far from float32 overflow and from `sampling.DROPPED`.
 MAX_ABS_BIAS = 1e6
-MAX_INT32 = 2**31 - 1  # Positions, pages and rows are counted in it on the devices.
+MAX_INT32 = 2**31 - 1  # Positions, pages and rows are int32 on the devices.
 
 
 def whole(what: str, value: Any, least: int, most: int | None, fix: str) -> None:
-  """Refuses what is no whole number from `least` to `most` (None: without an end).
+  """Refuses a value that is not a whole number from `least` to `most` (None: unbounded).
 
   Raises:
-    ValueError: with `what` at its beginning and `fix` at its end.
+    ValueError: with `what` as its prefix and `fix` as its suffix.
   """
   if fields.is_whole(value) and value >= least and (most is None or value <= most):
     return
@@ -38,10 +38,10 @@ def whole(what: str, value: Any, least: int, most: int | None, fix: str) -> None
 
 
 def tokens_of(what: str, tokens: Any, vocab_size: int) -> None:
-  """Refuses what are no token ids of a vocabulary.
+  """Refuses tokens that are not ids of a vocabulary.
 
   Raises:
-    ValueError: naming the first of another type, or the lowest and the highest.
+    ValueError: with the first value of another type, or the lowest and highest id.
   """
   strange = next((token for token in tokens if not fields.is_whole(token)), None)
   if strange is not None:
@@ -61,7 +61,7 @@ def chunk(what: str, chunk_tokens: int | None) -> None:
   """Refuses a chunk of no token.
 
   Raises:
-    ValueError: with `what` at its beginning.
+    ValueError: with `what` as its prefix.
   """
   if chunk_tokens is not None:
     whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
@@ -74,17 +74,17 @@ def pin(
   adapters: Collection[str],
   vocab_size: int,
 ) -> None:
-  """Refuses a pin that no request could find.
+  """Refuses a pin that no request could use.
 
   Args:
-    tokens: the start of prompts.
-    reuses_prefixes: whether the engine does.
-    adapter: by which it is written.
-    adapters: that the engine has, "" among them.
-    vocab_size: of the model.
+    tokens: the prefix.
+    reuses_prefixes: whether the engine caches prefixes.
+    adapter: name of the adapter of the pin.
+    adapters: names of the engine's adapters, "" included.
+    vocab_size: vocabulary size of the model.
 
   Raises:
-    ValueError: if the engine reuses nothing, or has no such adapter or token.
+    ValueError: if the engine caches no prefixes, or has no such adapter or token.
   """
   tokens_of("Engine.pin: tokens", tokens, vocab_size)
   if not reuses_prefixes:
@@ -100,14 +100,14 @@ def pin(
 
 
 def weights(params: Mapping[str, Any], what: str) -> None:
-  """Refuses a question to an engine whose weights were dropped.
+  """Refuses a call to an engine whose weights were dropped.
 
   Args:
-    params: of the engine.
-    what: the question, for the message.
+    params: weights of the engine.
+    what: the call, for the message.
 
   Raises:
-    ValueError: if there are none.
+    ValueError: if there are no weights.
   """
   if "layers" not in params:
     raise ValueError(
@@ -126,19 +126,20 @@ def request(
   has_tokenizer: bool,
   adapters: Collection[str] = (),
 ) -> None:
-  """Refuses a request that an engine could never answer.
+  """Refuses a request that an engine could never complete.
 
   Args:
-    request: to be answered.
-    context: most positions of a sequence.
-    model_context: those of the model.
-    vocab_size: of the model.
-    held_by_pages: what to say of the pages, where they and not the config bound the context.
-    has_tokenizer: whether text can be read for stop strings.
-    adapters: names of those that the engine has.
+    request: the request.
+    context: maximum positions of a sequence.
+    model_context: maximum positions of the model.
+    vocab_size: vocabulary size of the model.
+    held_by_pages: advice for the message if pages, not the config, limit the context.
+    has_tokenizer: whether there is text to search for stop strings.
+    adapters: names of the engine's adapters.
 
   Raises:
-    ValueError: if it is empty, too long, or asks for what this engine or model does not have.
+    ValueError: if the prompt is empty, the request too long, or a feature is missing in this engine
+      or model.
   """
   what = f"request {request.request_id!r}"
   if not request.prompt:
@@ -183,7 +184,7 @@ def request(
         f" {vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
         " lowest forbids a token."
       )
-  sampling.sampling_rows([request.sampling])  # Refuses what cannot become a row.
+  sampling.sampling_rows([request.sampling])  # Refuses parameters that do not fit a row.
 
 
 def manifest(
@@ -193,17 +194,17 @@ def manifest(
   page_size: int,
   layout: set[tuple[str, tuple[int, ...], tuple[int, ...]]],
 ) -> None:
-  """Refuses what cannot be a request's pages: such a manifest was given to the wrong engine.
+  """Refuses a manifest that cannot describe a request's pages: it was given to the wrong engine.
 
   Args:
-    request: whose pages it should be of.
-    kv: of `Engine.export_kv`.
-    policy_version: of the engine,
-    page_size: of it,
-    layout: of its pages, as `KVManifest.layout`.
+    request: the request.
+    kv: result of `Engine.export_kv`.
+    policy_version: policy version of the engine.
+    page_size: page size of the engine.
+    layout: layout of the engine's pages, as `KVManifest.layout`.
 
   Raises:
-    ValueError: if it is of another policy, page size or model.
+    ValueError: if the manifest has another policy, page size or model.
   """
   what = f"request {request.request_id!r}"
   if kv.policy_version != policy_version:
@@ -232,11 +233,11 @@ def resume_from(
   vocab_size: int,
   tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> None:
-  """Refuses what cannot be the beginning of a request's answer.
+  """Refuses a completion that cannot be the partial response of a request.
 
   Raises:
-    ValueError: if it is of another request or policy, over already, or no sample of this request:
-      log-probabilities that are none, tokens that it may not say.
+    ValueError: if it belongs to another request or policy, is already finished, or cannot be a
+      sample of this request: invalid log-probabilities, or tokens that are not allowed.
   """
   what = f"request {request.request_id!r}"
   params, count = request.sampling, len(begun.tokens)

@@ -1,11 +1,11 @@
-"""What may be done to requests between their chunks, and to the pages that they hold then.
+"""Operations of a scheduler on requests between their chunks, and on their pages.
 
     running -> (end of chunk, `pause`) paused: holds its pages -> `resume` -> waiting -> running
                                           |        ^
-                        `migrate`, `spill`, `preempt`: its pages go elsewhere, or are given up
+                        `migrate`, `spill`, `preempt`: its pages move, or are dropped
 
-None of it changes a bit of an answer. What the caller decides by, `held_pages` and `free_pages`,
-counts pages of one instance.
+None of them changes a bit of a response. `held_pages` and `free_pages`, which guide the caller's
+decisions, count pages of one instance.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seerjax.engine.sizes import EngineConfig
 
 
 class Chunks:
-  """What a scheduler of chunks decides by and calls, of one engine; `Engine` has each as a door."""
+  """Interface of one engine for a scheduler of chunks; `Engine` has a method for each of these."""
 
   def __init__(
     self,
@@ -54,16 +54,17 @@ class Chunks:
   def resume(
     self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
   ) -> None:
-    """Lets a paused request continue for another chunk, once its memory is there.
+    """Resumes a paused request for another chunk, once its memory is available.
 
     Args:
-      request_id: of a paused request.
+      request_id: id of a paused request.
       chunk_tokens: as for `submit`.
-      instance: where; None stays. A request that still has pages elsewhere loses them and computes
-        them again (`migrate` takes them along); one that was spilled comes back there.
+      instance: instance to run on; None keeps it. A request that has pages on another instance
+        loses them and computes them again (`migrate` moves them); a spilled one is restored on the
+        new instance.
 
     Raises:
-      ValueError: if there is no such request or instance, or it is not paused.
+      ValueError: if there is no such request or instance, or the request is not paused.
     """
     sequence = self._requests.find_paused(request_id, "resume")
     checks.chunk(f"Engine.resume of {request_id!r}", chunk_tokens)
@@ -77,10 +78,10 @@ class Chunks:
     self._requests.resume(sequence)
 
   def migrate(self, request_id: str, instance: int) -> bool:
-    """Takes a paused request's pages to another instance; False if it has no room for them.
+    """Moves a paused request's pages to another instance; returns False if it has no room for them.
 
     Raises:
-      ValueError: if there is no such request or instance, or it is not paused.
+      ValueError: if there is no such request or instance, or the request is not paused.
     """
     sequence = self._requests.find_paused(request_id, "migrate")
     self._requests.check_instance(f"Engine.migrate of {request_id!r}", instance)
@@ -89,10 +90,11 @@ class Chunks:
   def pull_prefix(
     self, tokens: Sequence[int], source: int, target: int, owner: Owner = BASE
   ) -> int:
-    """Copies the whole pages of a token sequence's start from one instance to another.
+    """Copies the whole pages of a prefix from one instance to another.
 
     Returns:
-      Positions that were copied: those that `source` has, `target` lacks and has room for.
+      Number of positions copied: those that `source` has cached and `target` has not, within the
+      room of `target`.
 
     Raises:
       ValueError: if there is no such instance.
@@ -102,15 +104,15 @@ class Chunks:
     return self._memory.pull_prefix(tokens, source, target, owner)
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
-    """Takes paused requests' pages off the devices, in order, until the pool is full.
+    """Spills paused requests' pages off the devices, in order, until the pool is full.
 
     Returns:
-      Those that left. They come back when they are resumed, on any instance.
+      The ids of the spilled requests. They are restored when they are resumed, on any instance.
 
     Raises:
       ValueError: if there is no such request, or it is not paused.
     """
-    # A name that comes twice is one request.
+    # Duplicate ids are one request.
     sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
     left = self._memory.spill([sequence for sequence in sequences if sequence.pages])
     return [sequence.request.request_id for sequence in left]
@@ -118,12 +120,12 @@ class Chunks:
   def export_kv(self, request_id: str, policy_version: int) -> KVManifest | None:
     """Puts a copy of a paused request's pages into the store, for an engine that continues it.
 
-    The request stays here, as it is; cancel it once it continues elsewhere. What was exported of it
-    before is removed. Another policy's pages are removed when the weights change.
+    The request is unchanged; cancel it once it continues elsewhere. Its previous export is removed.
+    Exports are also removed when the weights change.
 
     Returns:
-      What `Engine.submit` takes there; None if nothing is written, there is no store, or no room
-      in it: the keys are computed again then.
+      The manifest to pass to `Engine.submit` there; None if nothing is written, there is no store,
+      or no room in it: the keys are computed again then.
 
     Raises:
       ValueError: if there is no such request, or it is not paused.
@@ -132,7 +134,7 @@ class Chunks:
     return self._memory.export(sequence, policy_version)
 
   def held_pages(self, request_id: str) -> int:
-    """Returns the pages of its instance that a request holds; 0 if it is spilled or waits.
+    """Returns how many pages of its instance a request holds; 0 if it is spilled or waits.
 
     Raises:
       ValueError: if there is no such request.
@@ -140,14 +142,14 @@ class Chunks:
     return len(self._requests.find(request_id, "held_pages").pages)
 
   def free_pages(self, instance: int) -> int:
-    """Returns how many pages could be given out now; ValueError if there is no such instance."""
+    """Returns the number of available pages; raises ValueError for an unknown instance."""
     self._requests.check_instance("Engine.free_pages", instance)
     return self._memory.pools[instance].num_available
 
   def yielding_pages(self, instance: int) -> int:
-    """Returns how many pages are held by pins and by requests that nobody waits for alone.
+    """Returns how many pages are held only by pins and background requests.
 
-    They are given up as soon as a request in front needs them.
+    They are reclaimed as soon as a foreground request needs them.
 
     Raises:
       ValueError: if there is no such instance.
@@ -160,9 +162,9 @@ class Chunks:
     return sum(pool.num_holders(page) == count for page, count in held.items())
 
   def awaited_pages(self, instance: int) -> int:
-    """Returns how many pages the requests of an instance are expected to take, as admission counts.
+    """Returns how many further pages admission expects the requests of an instance to take.
 
-    Those that wait or run without chunks have `EngineConfig.reserved_tokens` ahead of them.
+    Requests without chunks count with `EngineConfig.reserved_tokens` more tokens.
 
     Raises:
       ValueError: if there is no such instance.
@@ -181,7 +183,7 @@ class Chunks:
     return self.pages_for(sizes.expected_tokens(self._config, num_prompt, limit))
 
   def pages_for(self, num_tokens: int) -> int:
-    """Returns the pages that tokens of prompt and answer need.
+    """Returns the pages that a prompt and response of `num_tokens` need.
 
     Raises:
       ValueError: if there is no token.
@@ -195,7 +197,7 @@ class Chunks:
   def preempt(self, request_id: str) -> None:
     """Drops a request's pages; it prefills again to the same bits.
 
-    One that was running waits first in line; one that is paused stays so.
+    A running request moves to the front of the waiting queue; a paused one stays paused.
 
     Raises:
       ValueError: if there is no such request.

@@ -1,4 +1,4 @@
-"""One record of what an engine did: steps, tokens, and the pages that moved."""
+"""Statistics of an engine: steps, tokens, and pages that moved."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 
 @dataclasses.dataclass
 class TierCounters:
-  """What passed through one tier of the KV pool.
+  """Traffic of one tier of the KV pool.
 
   Attributes:
-    bytes_in: that arrived.
-    bytes_out: that came back.
-    requests_in: requests that arrived.
-    requests_out: requests that came back.
-    requests_lost: requests that did not, or with other bytes: they are computed again.
-    failures: times it raised instead of an answer.
-    seconds_stalled: spent waiting for it.
+    bytes_in: bytes stored.
+    bytes_out: bytes restored.
+    requests_in: requests stored.
+    requests_out: requests restored.
+    requests_lost: requests whose values were missing or corrupt; they are computed again.
+    failures: calls that raised an error.
+    seconds_stalled: seconds blocked on the tier.
   """
 
   bytes_in: int = 0
@@ -30,14 +30,14 @@ class TierCounters:
 
 @dataclasses.dataclass
 class ImportCounters:
-  """What became of pages that another engine had exported (`KVManifest`).
+  """Outcomes of exporting pages and importing exported pages (`KVManifest`).
 
   Attributes:
-    exported: page sets that were described for others.
-    adopted: page sets of others that came back from the store, and were used.
-    stale: that were of other weights, numerics, tokens or length than the request's,
-    damaged: whose bytes had changed,
-    gone: that were not in the store: all of these are computed again.
+    exported: page sets exported for other engines.
+    adopted: page sets of other engines that were restored from the store and used.
+    stale: page sets of other weights, numerics, tokens or length; computed again.
+    damaged: page sets whose bytes had changed; computed again.
+    gone: page sets missing from the store; computed again.
   """
 
   exported: int = 0
@@ -49,40 +49,40 @@ class ImportCounters:
 
 @dataclasses.dataclass
 class Counters:
-  """What happened since the engine was made.
+  """Statistics since the engine was created.
 
   Attributes:
-    visits: times the devices were handed work, by `Engine.step`.
-    steps: that they ran, one or more a visit.
+    visits: times that `Engine.step` dispatched work to the devices.
+    steps: steps run, one or more per visit.
     rows: rows computed.
     sampled_tokens: tokens sampled and kept.
-    reused_tokens: positions found in memory instead of computed.
+    reused_tokens: positions served from the prefix cache.
     page_copies: partial pages copied before they were written.
     preemptions: sequences that lost their pages.
-    displaced: times a running request gave its pages to an older one and waited again.
-    waits: times a request, waiting or running, lacked pages at the beginning of a visit.
-    drafted_tokens: drafted tokens verified, one row each; what paths share is counted once.
-    accepted_tokens: drafted tokens that were sampled too.
-    side_paths: times a path that was not the first was the longest.
-    read_tokens: places of texts that were read (`Engine.likeliest`), drafts among them.
-    key_copies: keys written to a further path's pages, too.
-    cut_for_rows: trees of drafts that lost leaves because the step had no rows left,
-    cut_for_pages: because the instance had no pages left for a path of its own,
-    cut_for_copies: because the step had no place left for key copies.
-    errors: requests that ended by what they met in a step.
-    new_starts: times a step broke off, and the keys of all requests were computed again.
-    migrated_pages: pages that changed instance with their request.
-    pulled_pages: pages of prompts, copied from another instance.
-    spilled_pages: pages that left the devices.
-    restored_pages: pages that came back.
-    peer_bytes: bytes that went from instance to instance.
-    background_rows: of `rows`, those of requests that nobody waits for.
-    background_paused: times such a request had pages and got no row of a visit,
-    background_spilled: times its pages left the device because another needed them,
-    background_preempted: times it lost them, because the pool was full, too.
-    host: the pool's pinned host memory.
-    store: the pool's store.
-    imports: pages that went from engine to engine.
+    displaced: times a request was preempted in favour of an older one.
+    waits: times a waiting or running request lacked pages at the beginning of a visit.
+    drafted_tokens: drafted tokens verified, one row each; tokens that paths share count once.
+    accepted_tokens: drafted tokens accepted.
+    side_paths: times a path other than the first had the longest acceptance.
+    read_tokens: positions of prefill-only requests (`Engine.likeliest`), drafts included.
+    key_copies: keys also written to a further path's pages.
+    cut_for_rows: draft trees that lost leaves because the step had no rows left.
+    cut_for_pages: draft trees that lost leaves because the instance had no pages left.
+    cut_for_copies: draft trees that lost leaves because the table of key copies was full.
+    errors: requests that ended with an error in a step.
+    new_starts: times a step failed and the keys of all requests were computed again.
+    migrated_pages: pages moved between instances with their request.
+    pulled_pages: pages of prompts copied from another instance.
+    spilled_pages: pages spilled off the devices.
+    restored_pages: pages restored to the devices.
+    peer_bytes: bytes copied between instances.
+    background_rows: the part of `rows` that belongs to background requests.
+    background_paused: times a background request held pages but got no row of a visit.
+    background_spilled: times a background request was spilled because another needed its pages.
+    background_preempted: times a background request lost its pages because the pool was full too.
+    host: traffic of the pool's pinned host memory.
+    store: traffic of the pool's store.
+    imports: pages exchanged between engines.
   """
 
   visits: int = 0

@@ -1,16 +1,16 @@
-"""What the engine asks of a drafter: guesses at the next tokens of requests.
+"""Interface between the engine and a drafter, and exact verification of drafts.
 
-A draft is verified by the request's own sampling: it is accepted as far as it equals what is
-sampled anyway.
+A draft is verified by the request's own sampling: it is accepted as long as it equals the tokens
+that are sampled anyway.
 
   draft    d1 d2 d3            rows of one segment: the last token, d1, d2, d3
-  sampled  y1 y2 y3 y4         y is drawn by (request, position) alone, never by the draft
-  answer   y1 .. y(m + 1)      m = how many of d1, d2, ... equal y1, y2, ... before the first that
-                               does not; y(m + 1) is the bonus, or the correction
+  sampled  y1 y2 y3 y4         y depends on (request, position) alone, never on the draft
+  output   y1 .. y(m + 1)      m = number of leading d1, d2, ... that equal y1, y2, ...;
+                               y(m + 1) is the bonus, or the correction
 
 So a drafter changes how many steps a text takes and nothing else, whatever it guesses.
 
-Several paths are one tree (`token_tree`): what they share is one row, and is sampled once. Its key
+Several paths form one tree (`token_tree`): a shared token is one row and is sampled once. Its key
 is written to the pages of each path, so that every path has its keys at their own positions.
 """
 
@@ -25,14 +25,14 @@ import numpy as np
 
 from seerjax.types import Request, SamplingParams
 
-MAX_PATHS = 64  # Of one request in one step; more are not read.
+MAX_PATHS = 64  # Per request and step; further paths are ignored.
 
 
 def group_name(request: Request) -> str:
-  """Returns the name under which a drafter knows a request's group, "" for none of no namespace.
+  """Returns a group's name for drafters, which includes the namespace; "" without either.
 
-  Whatever a drafter learns under a name it drafts from under that name, or one of `namespace_of`
-  equal, alone.
+  A drafter uses data that it collected under a name only for that name, or for names with an equal
+  `namespace_of`.
   """
   if not request.namespace:
     return request.group_id
@@ -45,7 +45,7 @@ def namespace_of(group_name: str) -> str:
 
 
 def is_group(group_name: str) -> bool:
-  """Returns whether a name is that of a group, and not of requests that have none."""
+  """Returns whether a name belongs to a group, rather than to requests without one."""
   return bool(group_name) and not group_name.endswith("\0")
 
 
@@ -53,14 +53,13 @@ class DraftQuery(NamedTuple):
   """One request that is about to sample its next token.
 
   Attributes:
-    request_id: of the request.
-    group_id: of its group, "" if it has none; in a namespace `group_name`.
-    tokens: prompt and answer so far; the engine's own list, which grows, not to be changed.
-    num_prompt: how many of `tokens` are the prompt.
-    max_draft: most tokens that could be used, all paths together, what they share counted once; at
-      least 1.
-    seed: of the request: with a position it decides the noise that the target samples with.
-    sampling: how the request is sampled.
+    request_id: id of the request.
+    group_id: `group_name` of the request: its group, "" if it has none, with the namespace.
+    tokens: prompt and response so far; the engine's own growing list, which must not be modified.
+    num_prompt: number of prompt tokens in `tokens`.
+    max_draft: maximum useful tokens over all paths, shared tokens counted once; at least 1.
+    seed: seed of the request; with the position it determines the noise of the target's sample.
+    sampling: sampling parameters of the request.
   """
 
   request_id: str
@@ -74,7 +73,7 @@ class DraftQuery(NamedTuple):
 
 @runtime_checkable
 class Hearer(Protocol):
-  """A drafter that draws on texts of requests which another engine answers."""
+  """A drafter that also learns from responses that another engine generates."""
 
   def hear(
     self,
@@ -84,10 +83,11 @@ class Hearer(Protocol):
     start: int,
     answer: Sequence[int],
   ) -> bool:
-    """Takes tokens of a request's answer, from its place `start` on.
+    """Adds tokens of a request's response, starting at its index `start`.
 
     Returns:
-      Whether they follow what is here of it; others are dropped, which costs drafts and no bit.
+      Whether the tokens continue the known ones; otherwise they are dropped, which costs drafts
+      but changes no bit.
     """
     ...
 
@@ -97,37 +97,37 @@ class Drafter(Protocol):
   """Guesses continuations. Called in the same order on every process."""
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
-    """Returns paths of token ids for each query, none or more; the first is the likeliest.
+    """Returns paths of token ids for each query, none or more; the likeliest one first.
 
-    Asked once a visit (`Engine.step`): where nothing is drafted, a request may get several tokens
-    before the next. The engine cuts what it has no rows, pages, key copies or vocabulary for, the
-    last leaves first. A drafter that guesses nothing at all may return ().
+    Called once a visit (`Engine.step`); without a draft, a request may get several tokens before
+    the next call. The engine cuts paths for lack of rows, pages or key copies, last leaves first,
+    and at ids outside the vocabulary. A drafter without any guess may return ().
     """
     ...
 
   def observe(
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Hears what came of a request's draft, if any of it was verified.
+    """Reports the verification of a request's draft, if any of it was verified.
 
     Args:
-      request_id: of the request.
-      group_id: of its group.
-      num_drafted: length of the path that held furthest.
-      num_accepted: its tokens that were accepted.
+      request_id: id of the request.
+      group_id: as in `DraftQuery`.
+      num_drafted: length of the path with the longest acceptance.
+      num_accepted: number of its accepted tokens.
     """
     ...
 
   def finish(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
-    """Hears that a request is over.
+    """Reports that a request has ended.
 
     Args:
-      request_id: of the request.
-      group_id: of its group.
-      tokens: prompt and answer.
-      num_prompt: how many of `tokens` are the prompt.
+      request_id: id of the request.
+      group_id: as in `DraftQuery`.
+      tokens: prompt and response.
+      num_prompt: number of prompt tokens in `tokens`.
     """
     ...
 
@@ -137,11 +137,12 @@ def checked(
   queries: Sequence[DraftQuery],
   vocab_size: int,
 ) -> list[list[tuple[int, ...]]]:
-  """Returns a drafter's paths as plain ids, each cut at what is no id and at what can be used.
+  """Returns a drafter's paths as plain ids, cut at invalid ids and at `max_draft` tokens.
 
   Raises:
-    ValueError: if there are paths for another number of requests, or something that is no token.
-    Exception: whatever else what a drafter returned raises when it is read.
+    ValueError: if the number of requests differs, or a path contains something other than whole
+      numbers.
+    Exception: any error from iterating over the drafter's result.
   """
   if not len(drafts):
     return []
@@ -173,14 +174,14 @@ class Drafting:
   """The drafter of one engine.
 
   Attributes:
-    drafter: None drafts nothing.
+    drafter: None disables drafting.
   """
 
   def __init__(self, drafter: Drafter | None):
     self.drafter = drafter
 
   def ask(self, ask: Callable[[Drafter], Any]) -> Any:
-    """Returns the drafter's answer; None without a drafter. One that fails is not asked again."""
+    """Returns the result of a drafter call; None without a drafter. A failure disables it."""
     if self.drafter is None:
       return None
     try:
@@ -197,19 +198,19 @@ class Drafting:
   def paths(
     self, queries: Sequence[DraftQuery], vocab_size: int
   ) -> Sequence[list[tuple[int, ...]]]:
-    """Returns `checked` drafts for each query; () where there is nothing to be drafted."""
+    """Returns `checked` drafts for each query; () if there are no queries or no drafts."""
     if not queries:
       return ()
     return self.ask(lambda drafter: checked(drafter.draft(queries), queries, vocab_size)) or ()
 
 
 class Verified(NamedTuple):
-  """What became of the drafts of one request in a step.
+  """Outcome of verifying the drafts of one request in a step.
 
   Attributes:
-    path: the path that holds furthest; the first of several.
-    num_accepted: its tokens that hold.
-    tokens: those and the bonus.
+    path: index of the path with the longest acceptance; the first of equals.
+    num_accepted: number of its accepted tokens.
+    tokens: the accepted tokens and the bonus token.
   """
 
   path: int
@@ -218,14 +219,14 @@ class Verified(NamedTuple):
 
 
 def accepted(path: Sequence[int], sampled: Sequence[int]) -> int:
-  """Returns how many tokens of a path hold.
+  """Returns the number of accepted tokens of a path.
 
   Args:
     path: k drafted tokens.
-    sampled: k + 1 tokens: what the target samples after the context and each of them.
+    sampled: k + 1 tokens: the target's samples after the context and after each drafted token.
 
   Raises:
-    ValueError: if there is not one sample more than there are drafted tokens.
+    ValueError: if `sampled` does not have exactly one more token than `path`.
   """
   if len(sampled) != len(path) + 1:
     raise ValueError(
@@ -243,10 +244,10 @@ def verify(paths: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]) -> 
 
   Args:
     paths: one or more; `()` is plain decoding.
-    sampled: for each, its samples, see `accepted`; paths have those of what they share in common.
+    sampled: samples of each path, see `accepted`; paths have equal samples for shared tokens.
 
   Raises:
-    ValueError: if there is no path, or samples do not fit.
+    ValueError: if there is no path, or the numbers of paths or samples do not match.
   """
   if not paths or len(paths) != len(sampled):
     raise ValueError(

@@ -1,22 +1,21 @@
-"""Prompts in, tokens out: continuous batching over pages.
+"""The inference engine: continuous batching of requests over paged KV memory.
 
     submit -> waiting -> (pages free?) -> running: rows of every step -> finished -> poll
                  ^                            |
-                 +---- resume <- paused <-----+  at the end of a chunk of the answer
+                 +---- resume <- paused <-----+  at the end of a chunk of the response
 
-A step takes one row from every sequence that decodes and fills what is left with pieces of prompts;
-a decoding sequence and a piece of a prompt are the same thing, positions whose keys are not written
-yet. When a piece reaches the sequence's end, its last row is sampled; behind it may stand drafted
-tokens, which are sampled in the same step and kept as far as they are what was sampled. Nothing
-here can change the tokens of an answer (DESIGN: the contract), only when they come.
+A step takes one row from every decoding sequence and fills the remaining rows with prefill chunks.
+A decoding sequence and a prefill chunk are the same thing: positions whose keys are not yet
+written. When a chunk reaches the sequence's end, its last row is sampled. Drafted tokens may follow
+that row; they are sampled in the same step and accepted as long as they equal the samples. Nothing
+here can change the tokens of a response (DESIGN: the contract), only when they are produced.
 
-`Engine.step` is one *visit*: a step, or, where every row decodes and nothing has to be asked in
-between, up to `EngineConfig.steps_per_visit` of them, which run on the devices before the host
-looks again. What waits, is submitted, paused or drafted is so between visits.
+`Engine.step` is one *visit*: a step or, if every row decodes and the host has nothing to do between
+tokens, up to `EngineConfig.steps_per_visit` steps, which run on the devices before control returns
+to the host. Requests are admitted, paused and drafted for between visits.
 
-Who waits and runs is in `requests`, what a step computes in `planner`, what becomes of its samples
-in `output`, what a scheduler may do between chunks in `chunks`, and where keys and values lie in
-`kv/memory`.
+`requests` holds the queues, `planner` decides what a step computes, `output` handles its samples,
+`chunks` has the operations of a scheduler between chunks, and `kv/memory` holds keys and values.
 """
 
 from __future__ import annotations
@@ -63,14 +62,15 @@ class Engine:
   """Continuous batching of requests over one mesh.
 
   Requests may be submitted at any time, also between steps. Call `step` until `num_unfinished` is
-  zero and take what is done from `poll`; `generate` does just that.
+  zero and collect completions with `poll`; `generate` does just that.
 
   Attributes:
-    config: sizes, all of them filled in.
-    counters: of all that the engine does.
+    config: sizes, all of them resolved.
+    counters: statistics of the engine.
     memory: pages of all instances.
-    step_times: seconds of steps (`speculation.step_times.measure`), by which requests that nobody
-      waits for get rows beside others; None gives them none. It may be set at any time.
+    step_times: measured step times (`speculation.step_times.measure`); they limit how many rows
+      background requests get beside foreground requests. None gives them none. May be set at any
+      time.
   """
 
   def __init__(
@@ -87,27 +87,27 @@ class Engine:
     adapters: Mapping[str, Any] | None = None,
     step_times: StepTable | None = None,
   ):
-    """Makes an engine.
+    """Creates an engine.
 
     Args:
       model: shape, weights, numerics and tokenizer (`load_model`).
-      config: sizes; those that it leaves open follow from the model and from free memory.
-      key: sampling key of the run (`numerics.key`), that of seed 0 if None; only folded, so that it
-        may be reused for equal text.
+      config: sizes; zeros and empty values are derived from the model and free memory.
+      key: sampling key of the run (`numerics.key`), that of seed 0 if None; it is only folded, so
+        engines with equal keys sample equal text.
       mesh: `parallel.make_mesh`; one device if None.
-      policy_version: of the weights.
+      policy_version: version of the weights.
       runner: compiled programs to share with other engines of the same model, numerics and mesh;
-        its own if None.
-      drafter: guesses tokens that are then verified together; None verifies nothing.
-      kv_pool: where paused requests' keys go when their pages are needed; a default one if None.
-      adapters: that requests may name; see `set_adapters`.
+        a new runner if None.
+      drafter: drafter for speculative decoding; None disables it.
+      kv_pool: pool to which paused requests' pages are spilled; a default one if None.
+      adapters: adapters that requests may name; see `set_adapters`.
       step_times: the attribute.
 
     Raises:
-      ValueError: if slabs do not divide the model, weights are not laid out for it in the compute
-        dtype or not finite, the key is not of `numerics.key`'s kind, pages do not fill splits
-        exactly, `runner` was made for something else, or free memory does not hold one page; for
-        adapters, as `set_adapters`.
+      ValueError: if slabs do not divide the model; if weights have the wrong layout, a dtype other
+        than the compute dtype, or values that are not finite; if the key is not of `numerics.key`'s
+        kind; if pages do not fill splits exactly; if `runner` was made for another configuration;
+        if free memory does not hold one page; for adapters, as `set_adapters`.
     """
     shape, numerics = model.config, model_config.numerics_for(model.config, model.numerics)
     checks.whole("Engine.policy_version", policy_version, 0, None, "count updates")
@@ -126,7 +126,7 @@ class Engine:
     self._set_adapters({} if adapters is None else adapters, "Engine.adapters")
     asked = min(config.max_context, shape.max_context)
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
-    # Positions of one sequence at most: beyond its model's, none is ever asked for.
+    # Maximum positions of one sequence, limited by the model's context.
     self._context = min(config.max_context, shape.max_context)
     self._held_by_pages = sizes.held_by_pages(config) if self._context < asked else ""
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
@@ -166,7 +166,7 @@ class Engine:
 
   @property
   def drafter(self) -> Drafter | None:
-    """What guesses tokens; one that failed is None from then on. It may be set at any time."""
+    """The drafter; set to None after it fails. May be set at any time."""
     return self._drafting.drafter
 
   @drafter.setter
@@ -175,32 +175,32 @@ class Engine:
 
   @property
   def adapters(self) -> tuple[str, ...]:
-    """Names that a request may have as its `adapter`, beside "" for the base."""
+    """Names that are valid as a request's `adapter`, in addition to "" for the base weights."""
     return tuple(self._adapters)
 
   @property
   def key(self) -> PRNGKeyArray:
-    """The run's sampling key: with a seed and a position it decides a token's noise."""
+    """Sampling key of the run: key, request seed and position determine a token's noise."""
     return self._key
 
   @property
   def num_unfinished(self) -> int:
-    """Requests submitted and not finished."""
+    """Number of submitted requests that have not finished."""
     return len(self._requests.live)
 
   @property
   def num_background(self) -> int:
-    """Those of them that nobody waits for."""
+    """Number of unfinished background requests."""
     return self._requests.num_background
 
   @property
   def mesh(self) -> jax.sharding.Mesh:
-    """Its devices."""
+    """The mesh of the engine."""
     return self._runner.mesh
 
   @property
   def num_instances(self) -> int:
-    """Instances of the mesh."""
+    """Number of instances of the mesh."""
     return self._runner.num_instances
 
   def submit(
@@ -217,27 +217,29 @@ class Engine:
     """Adds a request.
 
     Args:
-      request: to be answered.
-      resume_from: the beginning of its answer, of the same request by the same weights; the answer
-        continues behind it, and its keys come from the store or are computed again.
-      instance: where it runs; None keeps groups together, else takes the emptiest.
-      chunk_tokens: pause after this many tokens, for all of which memory is reserved; None answers
-        to the end, and memory is taken as the answer grows (`EngineConfig.reserved_tokens`).
-      mask: of the answer so far, which ids may follow it, u32[w] with a bit for each id of the
-        vocabulary; a pure function, and a part of the question like its sampling parameters: it is
-        applied where `SamplingParams.allowed` is.
-      is_background: whether nobody waits for it. It gets what others leave: rows by which a step
-        takes at most `EngineConfig.background_slack` longer, up to `background_rows` where there
-        are no others, and pages and places that it gives back as soon as another needs them. Its
-        answer has the bits that it has otherwise.
-      kv: what another engine has exported of it (`export_kv`). Where the store has lost or changed
-        it, or it is of other weights, numerics or tokens, its keys are computed again, to the same
-        bits (`Counters.imports`).
+      request: the request.
+      resume_from: partial response of the same request by the same weights. Generation continues
+        after it; its keys come from the store or are computed again.
+      instance: instance to run on; None keeps groups together, else takes the least loaded one.
+      chunk_tokens: pause after this many tokens, for all of which memory is reserved. None
+        generates to the end, and pages are allocated as the response grows
+        (`EngineConfig.reserved_tokens`).
+      mask: maps the response so far to a bitmask u32[w] of the allowed next ids, one bit per id of
+        the vocabulary. It must be a pure function, and is a part of the request like its sampling
+        parameters; it is applied together with `SamplingParams.allowed`.
+      is_background: low priority. The request gets rows that lengthen a step by at most
+        `EngineConfig.background_slack`, or up to `background_rows` if there is no foreground
+        request; it is preempted when a foreground request needs pages or a place in the batch. The
+        response has the same bits either way.
+      kv: another engine's export of the request (`export_kv`). If the store has lost or changed the
+        pages, or they belong to other weights, numerics or tokens, the keys are computed again, to
+        the same bits (`Counters.imports`).
 
     Raises:
-      ValueError: if it is empty, already here, too long for the context or for all pages, or asks
-        for what this engine or model does not have; if `resume_from` is of another
-        policy, or over already; if `kv` is of another policy, model or page size.
+      ValueError: if the prompt is empty; if the id is in use; if the request is too long for the
+        context or for all pages, or needs a feature that this engine or model lacks; if
+        `resume_from` has another policy or is already finished; if `kv` has another policy, model
+        or page size.
     """
     what = f"request {request.request_id!r}"
     self.check(request)
@@ -269,10 +271,10 @@ class Engine:
     self._requests.add(sequence)
 
   def check(self, request: Request) -> None:
-    """Refuses what this engine could never answer.
+    """Refuses a request that this engine could never complete.
 
     Raises:
-      ValueError: as `submit`, of the request itself.
+      ValueError: as `submit`, for the request itself.
     """
     checks.weights(self._params, f"request {request.request_id!r}")
     checks.request(
@@ -286,14 +288,14 @@ class Engine:
     )
 
   def step(self) -> list[StepOutput]:
-    """Runs one visit of every instance; returns what it added to the requests.
+    """Runs one visit on every instance; returns the new tokens of each request.
 
-    That is one step, or several where all rows decode (`EngineConfig.steps_per_visit`); a request
-    is named once, with all its tokens. What a request meets in it ends that request, with
-    finish_reason "error" and the reason, and the others continue. What belongs to no request (a
-    device that fails, Ctrl-C) is raised; then all pages are taken back, and the next visit
-    continues every answer, to the same bits. A drafter that raises or drafts what are no tokens is
-    not asked again, and a warning says so: drafts change no bit.
+    A visit is one step, or several if all rows decode (`EngineConfig.steps_per_visit`); a request
+    appears once, with all its tokens. An error that belongs to one request ends that request with
+    finish_reason "error" and the reason; the others continue. An error that belongs to no request
+    (device failure, Ctrl-C) is raised; all pages are freed then, and the next visit continues every
+    response, to the same bits. A drafter that raises or returns invalid tokens is disabled with a
+    warning; drafts change no bit.
     """
     self._requests.busy = None
     try:
@@ -319,7 +321,7 @@ class Engine:
     if num_top or (self.drafter is not None and any(scheduled)):
       scheduled = self._with_drafts(scheduled)
     num_steps = self._planner.num_steps(scheduled)
-    # A step that tells of likeliest tokens is in no table.
+    # Step times do not cover steps that return top tokens.
     if self._requests.num_background and not num_top:
       scheduled, num_steps = self._with_background(scheduled, num_steps)
     if not any(scheduled):
@@ -355,7 +357,7 @@ class Engine:
     num_steps: int,
     num_top: int = 0,
   ) -> tuple[list[Any], Any]:
-    """Begins a visit; returns what it samples, and the likeliest tokens where it tells of them."""
+    """Dispatches a visit; returns its samples, and the top tokens if `num_top` is not 0."""
     top, before = None, (self._params, self.memory.pages)
     if num_steps > 1:
       visit = self._visit_inputs(scheduled, inputs, num_steps)
@@ -371,7 +373,7 @@ class Engine:
   def _with_background(
     self, scheduled: list[list[ScheduledRows]], num_steps: int
   ) -> tuple[list[list[ScheduledRows]], int]:
-    """Adds rows of requests that nobody waits for; returns them all, and the visit's steps."""
+    """Adds rows of background requests; returns all rows and the number of steps of the visit."""
     has_front = any(scheduled)
     scheduled = self._planner.with_background(scheduled, num_steps, self.step_times)
     if has_front:
@@ -400,9 +402,9 @@ class Engine:
     return self._planner.with_drafts(scheduled, found) if found else scheduled
 
   def _start_over(self, busy: tuple[SequenceState, int] | None) -> None:
-    """Takes all pages back after a step that broke off: keys are computed again, to the same bits.
+    """Frees all pages after a failed step: keys are computed again, to the same bits.
 
-    `busy` is the request that it was working on and how many tokens that had before, if any.
+    `busy` is the request that the step was working on, if any, and its number of tokens before.
     """
     self.counters.new_starts += 1
     if busy is not None:
@@ -412,12 +414,14 @@ class Engine:
     self.memory.start_over([*self._requests.live.values(), *self._pins.sequences])
 
   def hold(self, request_ids: Iterable[str]) -> None:
-    """Names the requests whose answers do not grow until this is called again; no bit depends on
-    it. Their prompts are read meanwhile."""
+    """Replaces the set of held requests, whose responses do not grow; changes no bit.
+
+    Held requests still prefill their prompts.
+    """
     self._requests.held = frozenset(request_ids)
 
   def poll(self) -> list[Completion]:
-    """Returns the requests finished since the last call, in the order they finished."""
+    """Returns the requests that finished since the last call, in the order they finished."""
     return self._outputs.take_finished()
 
   def generate(
@@ -429,14 +433,15 @@ class Engine:
     on_step: Callable[[list[StepOutput]], None] | None = None,
     **fields: Unpack[texts.SamplingFields],
   ) -> list[Completion]:
-    """Runs requests to their ends and returns them in the order given.
+    """Runs requests to completion and returns their completions in the order given.
 
     Args:
-      requests: submitted at once, all or none; a text is one user's turn, and may stand alone.
-      sampling: of texts (`texts.as_requests` says what None is); requests have their own.
-      seed: of texts, 0 if None: the n-th in the list gets `texts.seed_at(seed, n)`.
+      requests: submitted at once, all or none; a text is one user turn, and may stand alone.
+      sampling: sampling parameters of texts (`texts.as_requests` has the defaults for None);
+        requests have their own.
+      seed: seed of texts, 0 if None: the n-th in the list gets `texts.seed_at(seed, n)`.
       on_step: called with each visit's updates. It may cancel requests; these are not returned.
-      **fields: of `SamplingParams`, such as temperature=0.0; in the place of `sampling`.
+      **fields: fields of `SamplingParams`, such as temperature=0.0; replace `sampling`.
 
     Raises:
       ValueError: as `submit`, and as `texts.as_requests`.
@@ -456,29 +461,30 @@ class Engine:
     instance: int = 0,
     on_step: Callable[[list[StepOutput]], None] | None = None,
   ) -> list[dict[tuple[int, ...], Likeliest]]:
-    """Reads beginnings of a request's answer: which tokens are likeliest to come next.
+    """Returns the top-k next tokens after given responses to a request; nothing is sampled.
 
-    All are read in one step, where rows and memory allow, each in one row and one more for each
-    drafted token; pages are shared with all that was read or written before. Nothing is sampled.
-    What else is in the engine goes on in the same steps, with the same bits.
+    All are computed in one step if rows and memory allow: one row for each response and one for
+    each drafted token. Pages are shared with everything that is cached. Other requests of the
+    engine continue in the same steps, with the same bits.
 
     Args:
-      request: whose prompt, adapter and max_tokens count; how it is sampled does not.
-      answers: the beginnings, () for none yet.
-      count: tokens of each place, 1 to 16, and no more than the vocabulary has.
-      drafts: for each answer, paths of token ids behind it that are read, too, as far as there is
-        room; the first is the likeliest.
-      instance: whose pages they share.
+      request: its prompt, adapter and max_tokens are used; its sampling parameters are not.
+      answers: partial responses, () for an empty one.
+      count: number of top tokens at each position, 1 to 16, at most the vocabulary size.
+      drafts: for each response, paths of token ids after it that are evaluated too, as far as there
+        is room; the likeliest path first.
+      instance: instance whose pages are used.
       on_step: called with each visit's updates of other requests.
 
     Returns:
-      For each answer, by the path behind it, () for none: (token id, log-probability under
-      softmax(logits)), the likeliest first, of equals the lowest id. The ids are `head.likeliest`.
+      For each response, a dict from the path after it, () for none, to pairs (token id,
+      log-probability under softmax(logits)): the likeliest first, ties by the lowest id. The ids
+      are those of `head.likeliest`.
 
     Raises:
-      ValueError: as `submit`, of the request; if the count or the instance is out of its range, an
-        answer is as long as it may be, or drafts are those of another number of answers.
-      RuntimeError: with what one of them met, if a step failed it.
+      ValueError: as `submit`, for the request; if the count or the instance is out of range, a
+        response has max_tokens or more, or the number of drafts is not that of the responses.
+      RuntimeError: with the error of a step that failed one of them.
     """
     self.check(request)
     self._requests.check_instance(f"Engine.likeliest of {request.request_id!r}", instance)
@@ -495,34 +501,34 @@ class Engine:
       self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step
     )
 
-  # Between chunks.
+  # Operations between chunks.
 
   def poll_paused(self) -> list[str]:
-    """Returns the requests whose chunk has ended, in that order; they hold their pages."""
+    """Returns the paused requests, in the order in which their chunks ended; they hold pages."""
     return list(self._requests.paused)
 
   def pause(self, request_id: str) -> None:
-    """Ends a request's chunk now; it keeps its pages. ValueError if there is no such request."""
+    """Ends a request's chunk now; it keeps its pages. Raises ValueError for an unknown request."""
     self._chunks.pause(request_id)
 
   def resume(
     self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
   ) -> None:
-    """Lets a paused request continue for another chunk; see `Chunks.resume`."""
+    """Resumes a paused request for another chunk; see `Chunks.resume`."""
     self._chunks.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
 
   def migrate(self, request_id: str, instance: int) -> bool:
-    """Takes a paused request's pages to another instance; see `Chunks.migrate`."""
+    """Moves a paused request's pages to another instance; see `Chunks.migrate`."""
     return self._chunks.migrate(request_id, instance)
 
   def pull_prefix(
     self, tokens: Sequence[int], source: int, target: int, adapter: str = "", namespace: str = ""
   ) -> int:
-    """Copies the whole pages of a start to another instance; see `Chunks.pull_prefix`."""
+    """Copies the whole pages of a prefix to another instance; see `Chunks.pull_prefix`."""
     return self._chunks.pull_prefix(tokens, source, target, Owner(adapter, namespace))
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
-    """Takes paused requests' pages off the devices; see `Chunks.spill`."""
+    """Spills paused requests' pages off the devices; see `Chunks.spill`."""
     return self._chunks.spill(request_ids)
 
   def preempt(self, request_id: str) -> None:
@@ -534,28 +540,28 @@ class Engine:
     return self._chunks.export_kv(request_id, self.policy_version)
 
   def instance_of(self, request_id: str) -> int:
-    """Returns where a request runs, waits or lies; ValueError if there is no such request."""
+    """Returns the instance of a request; raises ValueError for an unknown request."""
     return self._requests.find(request_id, "instance_of").instance
 
   def forget_kv(self, request_id: str) -> None:
-    """Removes what was exported of a request that has ended elsewhere; any other is no error."""
+    """Removes the export of a request that ended elsewhere; any other request is ignored."""
     if request_id not in self._requests.live:
       self.memory.kv_pool.end(request_id)
 
   def held_pages(self, request_id: str) -> int:
-    """Returns the pages of its instance that a request holds; see `Chunks.held_pages`."""
+    """Returns the number of pages that a request holds; see `Chunks.held_pages`."""
     return self._chunks.held_pages(request_id)
 
   def free_pages(self, instance: int) -> int:
-    """Returns how many pages could be given out now; ValueError if there is no such instance."""
+    """Returns the number of available pages; raises ValueError for an unknown instance."""
     return self._chunks.free_pages(instance)
 
   def yielding_pages(self, instance: int) -> int:
-    """Returns how many more pages one in front would be given; see `Chunks.yielding_pages`."""
+    """Returns the pages that foreground requests could reclaim; see `Chunks.yielding_pages`."""
     return self._chunks.yielding_pages(instance)
 
   def awaited_pages(self, instance: int) -> int:
-    """Returns how many more pages its requests are expected to take; see `Chunks.awaited_pages`."""
+    """Returns the further pages that requests are expected to take; see `Chunks.awaited_pages`."""
     return self._chunks.awaited_pages(instance)
 
   def expected_pages(self, num_prompt: int, max_tokens: int) -> int:
@@ -563,27 +569,28 @@ class Engine:
     return self._chunks.expected_pages(num_prompt, max_tokens)
 
   def pages_for(self, num_tokens: int) -> int:
-    """Returns the pages that tokens of prompt and answer need; see `Chunks.pages_for`."""
+    """Returns the pages that a prompt and response of `num_tokens` need; see `Chunks.pages_for`."""
     return self._chunks.pages_for(num_tokens)
 
   def pin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> int:
-    """Keeps the pages of a start of prompts, so that requests which begin with it find them.
+    """Pins a prefix: its cached pages stay in memory for requests that begin with it.
 
-    Whole pages are kept, of those that are in memory; again after a request has written more, it
-    keeps more. They leave the device before a request in front waits for pages, and come back when
-    nobody is in front. New weights release them; the pin stays, to be filled by another request.
+    Whole pages that are cached are pinned; call again after a request has written more to pin
+    more. Pinned pages are spilled before a foreground request has to wait for pages, and restored
+    when there is no foreground request. New weights release the pages; the pin stays, and another
+    request has to fill it.
 
     Args:
-      tokens: the start, a page at least.
-      adapter: by whose weights it is written, "" for the base.
-      namespace: whose it is: `Request.namespace` of the requests that find it.
+      tokens: the prefix, at least a page.
+      adapter: name of the adapter whose weights write it, "" for the base weights.
+      namespace: `Request.namespace` of the requests that may use it.
 
     Returns:
-      Positions that are kept on the devices now, of the instance that has most.
+      Number of positions that are now on the devices, of the instance that has most.
 
     Raises:
-      ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an adapter
-        that the engine does not have, or an engine that reuses no prefixes.
+      ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an unknown
+        adapter, or an engine without prefix caching.
     """
     reuses, vocab_size = self.config.reuse_prefixes, self.model.vocab_size
     checks.pin(tokens, reuses, adapter, self._index_of, vocab_size)
@@ -591,20 +598,20 @@ class Engine:
     return self._pins.pin(tokens, Owner(adapter, namespace))
 
   def unpin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> None:
-    """Lets a start go that was pinned; ValueError if it was not."""
+    """Removes a pin; raises ValueError if `tokens` are not pinned."""
     self._pins.unpin(tokens, Owner(adapter, namespace))
 
   @property
   def pins(self) -> tuple[Pin, ...]:
-    """What is pinned, and how much of it is there; the last that was pinned is last."""
+    """All pins and how much of each is in memory, the most recently pinned last."""
     return self._pins.named()
 
   def set_params(self, params: parameters.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
 
     Raises:
-      ValueError: if requests are running, whose tokens would come from two policies, or if weights
-        are not the model's in the numerics' layout and dtype, or not finite; the old ones stay.
+      ValueError: if requests are unfinished, whose tokens would come from two policies; or if the
+        weights have the wrong model, layout or dtype, or are not finite. The old weights stay.
     """
     checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
     fix = "finish or cancel them (a completion comes from one policy_version)"
@@ -620,10 +627,10 @@ class Engine:
     self._publish()
 
   def drop_params(self) -> None:
-    """Frees the weights, and drops every page; nothing can be asked until `set_params`.
+    """Frees the weights and drops every page; requests are refused until `set_params`.
 
     Raises:
-      ValueError: if requests are unfinished, which these weights were to answer.
+      ValueError: if requests are unfinished.
     """
     self._requests.require_none("drop_params", "finish or cancel them")
     self._params = {name: part for name, part in self._params.items() if name == "adapters"}
@@ -633,18 +640,19 @@ class Engine:
   def set_adapters(self, adapters: Mapping[str, Any]) -> None:
     """Replaces the adapters that requests may name, and drops every page.
 
-    A request of an adapter has the bits that it has in an engine whose weights are
-    `lora.attach(params, adapter, scale)`, and one of the base those of an engine without adapters,
-    whatever runs in the same step. Adapters of the shapes of those before need no new program. The
-    weights and policy_version stay; `set_params` leaves the adapters.
+    A request with an adapter gets the same bits as in an engine with the weights
+    `lora.attach(params, adapter, scale)`; a request for the base weights gets those of an engine
+    without adapters; the other requests of a step do not matter. Adapters with the shapes of the
+    previous ones need no new program. Weights and policy_version stay; `set_params` keeps the
+    adapters.
 
     Args:
-      adapters: by name, each f32 masters and the scale of their low-rank term, as `peft.load`
-        returns them; none at all are the base alone.
+      adapters: by name, f32 masters and the scale of their low-rank term, as `peft.load` returns
+        them; empty for the base weights alone.
 
     Raises:
-      ValueError: if requests are running, weights have an adapter already (`lora.attach`), or an
-        adapter is not of these weights, or not finite; the old ones stay.
+      ValueError: if requests are unfinished, the weights have an adapter already (`lora.attach`),
+        or an adapter does not fit the weights or is not finite. The old adapters stay.
     """
     checks.weights(self._params, "Engine.set_adapters")
     self._requests.require_none("set_adapters", "finish or cancel them")
@@ -661,22 +669,22 @@ class Engine:
     self._params, self._adapters, self._index_of = base, dict(adapters), chosen.index_of
 
   def _forget_pages(self) -> None:
-    """Drops every page, those of pins first: what is held would be neither found nor free."""
+    """Releases all KV pages. Pins first, because a pinned page cannot be freed."""
     self._pins.release()
     self.memory.forget_all()
 
   def _publish(self) -> None:
-    """Says of which weights keys and values are written from now on."""
+    """Sets the weights identity under which keys and values are written from now on."""
     base = {name: part for name, part in self._params.items() if name != "adapters"}
     parts = {name: adapters_lib.parts(scaled) for name, scaled in self._adapters.items()}
     self.memory.publish(base, self.policy_version, parts)
 
   def progress(self, request_id: str) -> Completion:
-    """Returns a request's answer so far; ValueError if there is no such request."""
+    """Returns a request's partial response; raises ValueError for an unknown request."""
     return self._requests.find(request_id, "progress").completion("", self.policy_version)
 
   def cancel(self, request_id: str) -> None:
-    """Forgets a request; ValueError if there is no such request."""
+    """Cancels a request; raises ValueError for an unknown request."""
     sequence = self._requests.find(request_id, "cancel")
     self.memory.release(sequence)
     self._requests.remove(sequence)
@@ -685,7 +693,7 @@ class Engine:
   def idle_step(
     self, num_requests: int, num_rows: int, num_steps: int = 1
   ) -> Callable[[], None]:
-    """Returns a function that runs a step of rows of no request; see `Planner.idle_rows`."""
+    """Returns a function that runs a step of dummy rows, for timing; see `Planner.idle_rows`."""
     checks.weights(self._params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before they come")
     self.memory.take_again()
@@ -697,17 +705,17 @@ class Engine:
     return run
 
   def give_back_pages(self) -> None:
-    """Frees the memory of all pages until the next request; nothing that was written is kept.
+    """Frees the memory of all pages until the next request; their content is lost.
 
     Raises:
-      ValueError: if requests are unfinished, whose keys these are.
+      ValueError: if requests are unfinished.
     """
     self._requests.require_none("give_back_pages", "finish or cancel them")
     self._pins.release()
     self.memory.give_back()
 
   def plan(self) -> str:
-    """Returns one line that says what was allocated, of several devices also on each."""
+    """Returns a one-line summary of the allocated memory, per device if there are several."""
     line = sizes.described(
       self.config, self._runner.stages, num_instances=self.num_instances,
       allocated=(self.memory.pages, self._params),

@@ -1,4 +1,4 @@
-"""Requests run to their ends: what `Engine.generate` does by the doors that everybody has."""
+"""Runs requests to completion: `Engine.generate`, implemented with the engine's public methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seerjax.types import Completion, Request
 
 @runtime_checkable
 class RunsRequests(Protocol):
-  """What is asked of an engine; see `engine.Engine`."""
+  """The methods used here of an engine; see `engine.Engine`."""
 
   def submit(self, request: Request) -> None: ...
   def step(self) -> list[StepOutput]: ...
@@ -27,19 +27,20 @@ def to_ends(
   keep: Callable[[list[Completion]], None],
   on_step: Callable[[list[StepOutput]], None] | None,
 ) -> list[Completion]:
-  """Returns the completions of `requests`, in the order given, without those that were cancelled.
+  """Returns the completions of `requests` in the order given, without cancelled ones.
 
   Args:
-    engine: that runs them, and whatever else is in it.
+    engine: the engine that runs them, possibly with other requests.
     requests: submitted at once, all or none.
-    live: ids of the unfinished.
-    keep: takes what others' requests finished with, for the next `poll`.
+    live: ids of the unfinished requests.
+    keep: receives completions of other requests, for the next `poll`.
     on_step: called with each visit's updates.
 
   Raises:
-    BaseException: what a step or `on_step` raises, Ctrl-C too; nothing of `requests` is left then.
+    BaseException: if a step or `on_step` raises, Ctrl-C included; all `requests` are cancelled
+      then.
   """
-  others = engine.poll()  # Of earlier requests, which may have had the same ids.
+  others = engine.poll()  # Completions of earlier requests, which may have had the same ids.
   wanted: dict[str, Completion | None] = {}
   try:
     for request in requests:

@@ -1,4 +1,4 @@
-"""What becomes of sampled tokens: verified drafts, text, stops, and the ends of requests."""
+"""Processes sampled tokens: draft verification, text, stop conditions, and finished requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
-# Ids `i32[i][n][k]` and scores of the likeliest tokens.
+# Ids i32[i][n][k] and log-probabilities of the top tokens.
 Top = tuple[list[list[list[int]]], list[list[list[float]]]]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
 
@@ -27,7 +27,7 @@ AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
 def accept(
   sequence: SequenceState, token: int, logprob: float, raw_logprob: float
 ) -> StepOutput:
-  """Appends one sampled token to an answer; returns its text and why it ended the answer, if so."""
+  """Appends one sampled token to a response; returns its text and the finish reason, if any."""
   sequence.tokens.append(token)
   sequence.logprobs.append(logprob)
   sequence.raw_logprobs.append(raw_logprob)
@@ -55,14 +55,14 @@ def begun(
   tokenizer: tokenizer_lib.Tokenizer | None,
   resume_from: Completion | None,
 ) -> SequenceState:
-  """Returns a request's sequence at its beginning, or where its answer was `resume_from`.
+  """Returns a new sequence for a request, at its prompt or after the partial response.
 
   Args:
-    request: that is new.
-    instance: where it runs.
-    row: how it is sampled.
-    tokenizer: None makes no text.
-    resume_from: the beginning of its answer, half of a stop string included.
+    request: a new request.
+    instance: instance to run on.
+    row: sampling parameters as a row.
+    tokenizer: None disables text.
+    resume_from: the partial response, a partial stop string included.
   """
   stream = None if tokenizer is None else tokenizer.stream()
   sequence = SequenceState(request, list(request.prompt), instance, stream, row, limit=0)
@@ -77,13 +77,13 @@ def _continue_from(sequence: SequenceState, begun: Completion) -> None:
   sequence.raw_logprobs.extend(np.asarray(begun.raw_logprobs, np.float32).tolist())
   if sequence.stream is not None:
     sequence.text = "".join(sequence.stream.push(token) for token in begun.tokens)
-  _new_text(sequence, "")  # Streamed once already.
+  _new_text(sequence, "")  # It was streamed before.
 
 
 def take_back(
   sequence: SequenceState, num_tokens: int, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> None:
-  """Drops what a step that broke off had appended behind `num_tokens`, prompt included, if any."""
+  """Drops the tokens that a failed step appended after `num_tokens`, prompt included."""
   if len(sequence.tokens) <= num_tokens:
     return
   sequence.truncate(num_tokens)
@@ -92,11 +92,11 @@ def take_back(
     sequence.stream = stream = tokenizer.stream()
     answer = sequence.tokens[sequence.num_prompt :]
     sequence.text = "".join(stream.push(token) for token in answer)
-  _new_text(sequence, "")  # Streamed once already.
+  _new_text(sequence, "")  # It was streamed before.
 
 
 def _new_text(sequence: SequenceState, reason: str) -> str:
-  """Text to stream: what might still become a stop string is held back."""
+  """Returns text to stream; holds back a possible prefix of a stop string."""
   end = len(sequence.text)
   if not reason:
     end -= max((len(stop) - 1 for stop in sequence.request.sampling.stop_strings), default=0)
@@ -106,12 +106,12 @@ def _new_text(sequence: SequenceState, reason: str) -> str:
 
 
 def _by_request(updates: list[StepOutput]) -> list[StepOutput]:
-  """Returns the updates with those of one request in one, where its first one stood."""
+  """Merges the updates of each request, at the place of its first update."""
   place_of: dict[str, int] = {}
   found: list[StepOutput] = []
   for update in updates:
     place = place_of.get(update.request_id)
-    if place is None or found[place].finish_reason:  # The name may be used again.
+    if place is None or found[place].finish_reason:  # A finished request's id may be reused.
       place_of[update.request_id] = len(found)
       found.append(update)
     else:
@@ -122,27 +122,27 @@ def _by_request(updates: list[StepOutput]) -> list[StepOutput]:
   return found
 
 
-_Row = tuple[int, slice, ScheduledRows]  # Instance, samples among its, and what was scheduled.
+_Row = tuple[int, slice, ScheduledRows]  # Instance, its samples, and the scheduled rows.
 
 
 def _is_left(row: _Row, tokens: list[list[list[Any]]], step: int) -> bool:
-  """Returns whether a visit was over before a step of a row that nobody waits for."""
+  """Returns whether a background row did not decode because the visit was over before a step."""
   instance, mine, piece = row
   return piece.sequence.is_background and tokens[instance][step][mine.start] < 0
 
 
 def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
-  """Returns where the first stop string begins, None if there is none."""
+  """Returns the index of the first stop string, None if there is none."""
   found = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
   return min(found, default=None)
 
 
 class Outputs:
-  """What the steps of one engine add to its requests, until it is taken.
+  """Collects the output of one engine's steps until it is taken.
 
   Attributes:
     finished: completions, in the order they finished.
-    updates: of the visit that runs, step by step.
+    updates: updates of the current visit, step by step.
   """
 
   def __init__(
@@ -173,15 +173,15 @@ class Outputs:
     policy_version: int,
     top: Top | None = None,
   ) -> None:
-    """Takes what a visit sampled, step by step, as if each step had been one alone.
+    """Processes the samples of a visit step by step, as if each step had run alone.
 
     Args:
-      scheduled: the rows of its first step, by instance; those of more than one decode.
+      scheduled: rows of the first step, by instance; if there are more steps, all rows decode.
       columns: tokens, log-probabilities and raw ones, by instance, step and sample.
-      num_steps: of the visit at most; it ends with the last answer or chunk.
-      policy_version: of the engine.
-      top: ids and scores of the likeliest tokens after each sample, by instance, where texts are
-        read; the visit is one step then.
+      num_steps: maximum steps of the visit; it ends with the last response or chunk.
+      policy_version: policy version of the engine.
+      top: ids and scores of the top tokens after each sample, by instance, if the step has
+        prefill-only requests; the visit has one step then.
     """
     rows: list[_Row] = []
     for instance, pieces in enumerate(scheduled):
@@ -192,7 +192,7 @@ class Outputs:
     has_background = any(piece.sequence.is_background for _, _, piece in rows)
     for step in range(num_steps):
       if step and has_background:
-        # A visit is over with those in front, and the others go on in the next.
+        # A visit ends with its foreground rows; background rows continue in the next one.
         rows = [row for row in rows if not _is_left(row, columns[0], step)]
       if not rows:
         break
@@ -224,10 +224,10 @@ class Outputs:
     *,
     policy_version: int,
   ) -> bool:
-    """Appends what was sampled to a request's answer; what it meets then ends this request.
+    """Appends samples to a request's response; an error in doing so ends this request only.
 
     Returns:
-      Whether the request can have another token in this visit: its chunk goes on, within its pages.
+      Whether the request may have another token in this visit, within its chunk and its pages.
     """
     self._requests.busy = before = (piece.sequence, len(piece.sequence.tokens))
     try:
@@ -246,7 +246,7 @@ class Outputs:
     raw_logprobs: list[float],
     policy_version: int,
   ) -> StepOutput:
-    """Appends the tokens along the path that agrees longest with what was sampled."""
+    """Appends the tokens of the path with the longest acceptance, and the bonus token."""
     sequence = piece.sequence
     num_drafted, rows = 0, (0,)
     if piece.paths:
@@ -269,7 +269,7 @@ class Outputs:
       text, reason = text + update.text, update.finish_reason
       if reason:
         break
-      # The next token of the answer was drafted, so the keys up to it are written.
+      # The next token of the response was drafted, so the keys before it are written.
       sequence.num_written = len(sequence.tokens) - 1
     request = sequence.request
     self._counters.accepted_tokens += len(added) - 1
@@ -290,7 +290,7 @@ class Outputs:
   def _tell(
     self, piece: ScheduledRows, ids: list[list[int]], scores: list[list[float]]
   ) -> None:
-    """Tells a text that is read what is likeliest after it and its drafts, and lets it go."""
+    """Stores the top tokens of a prefill-only request and its drafts, and removes the request."""
     reading = piece.sequence.reading
     assert reading is not None
     rows: dict[tuple[int, ...], int] = {(): 0}
@@ -307,13 +307,13 @@ class Outputs:
   def fail(
     self, sequence: SequenceState, num_tokens: int, error: Exception, *, policy_version: int
   ) -> None:
-    """Ends a request by what it met; a step that broke off adds nothing to its answer.
+    """Ends a request with an error; tokens of the failed step are dropped.
 
     Args:
-      sequence: of the request.
-      num_tokens: that it had before the step, prompt included.
-      error: what it met.
-      policy_version: of the engine.
+      sequence: sequence of the request.
+      num_tokens: its tokens before the step, prompt included.
+      error: the error.
+      policy_version: policy version of the engine.
     """
     sequence.truncate(num_tokens)
     sequence.text = sequence.text[: sequence.streamed]
@@ -329,11 +329,11 @@ class Outputs:
     self.updates.append(StepOutput(request_id, (), "", "error", reason))
 
   def drop(self, request_id: str) -> None:
-    """Forgets what a step that is not over has added to a request."""
+    """Drops the updates of a request in the current visit."""
     self.updates = [update for update in self.updates if update.request_id != request_id]
 
   def take_updates(self) -> list[StepOutput]:
-    """Returns what a visit added, once for each request, and forgets it."""
+    """Returns the visit's updates, one per request, and clears them."""
     updates, self.updates = self.updates, []
     return _by_request(updates)
 
@@ -343,7 +343,7 @@ class Outputs:
     return finished
 
   def put_back(self, finished: list[Completion]) -> None:
-    """Takes completions that are not for the one that took them; they are taken the next time."""
+    """Takes back completions of other requests, for the next `take_finished`."""
     self.finished.extend(finished)
 
   def _leave(
@@ -355,7 +355,7 @@ class Outputs:
     self.finished.append(sequence.completion(reason, policy_version, error))
 
   def _tell_end(self, sequence: SequenceState) -> None:
-    """Tells the drafter, if there is one, that a request is over."""
+    """Notifies the drafter, if there is one, that a request has ended."""
     request = sequence.request
     self._ask_drafter(
       lambda drafter: drafter.finish(

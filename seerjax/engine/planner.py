@@ -1,8 +1,8 @@
-"""What the next step computes: who gets pages, how its rows are shared out, which drafts fit.
+"""Plans the next step: allocates pages, distributes rows, and fits drafts into the batch.
 
-A step takes one row from every sequence that decodes and fills what is left with pieces of prompts;
-drafts take the rows that are left then, and requests that nobody waits for what is left of those
-(`background`). Nothing here reads a clock or changes a bit of an answer.
+A step takes one row from every decoding sequence and fills the remaining rows with prefill chunks,
+then with drafts, then with background requests (`background`). Nothing here reads a clock or
+changes a bit of a response.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from seerjax.engine.sizes import EngineConfig, pages_for
 from seerjax.ops import penalties, sampling
 from seerjax.types import Request
 
-Place = tuple[int, int]  # Of scheduled rows: instance, and index among the instance's.
+Place = tuple[int, int]  # (instance, index among the instance's scheduled rows).
 
 
 def _sharing(sequence: SequenceState) -> tuple[str, Owner]:
-  """Returns equal pairs for siblings that share a prompt's keys and values."""
+  """Returns a key that is equal for siblings that share a prompt's keys and values."""
   return sequence.request.group_id, owner_lib.of(sequence.request)
 
 
 def _is_asked_between(sequence: SequenceState) -> bool:
-  """Returns whether the host is asked something between two tokens of an answer."""
+  """Returns whether the host has work to do between two tokens of a response."""
   sampling = sequence.request.sampling
   is_held = sequence.mask is not None or sequence.reading is not None
   return bool(is_held or sampling.stop_strings or sampling.allowed or sampling.has_penalties)
 
 
 def _num_penalties(scheduled: Iterable[ScheduledRows]) -> int:
-  """Returns the entries of the penalties of a step's samples; 0 if none has any."""
+  """Returns the number of penalty entries per sample of a step; 0 if no sample has penalties."""
   most = 0
   for piece in scheduled:
     if piece.is_sampled and piece.sequence.request.sampling.has_penalties:
@@ -60,7 +60,7 @@ def _num_penalties(scheduled: Iterable[ScheduledRows]) -> int:
 
 
 def _keeps_visit(sequence: SequenceState) -> bool:
-  """Returns whether a visit may have several steps with a sequence's next rows in it."""
+  """Returns whether a visit may have several steps if it contains the sequence's next rows."""
   return len(sequence.tokens) - sequence.num_written == 1 and not _is_asked_between(sequence)
 
 
@@ -92,19 +92,19 @@ class Planner:
     self.start_over()
 
   def start_over(self) -> None:
-    """Forgets the copies of a step that broke off."""
-    # By instance: (from, to), and the pages that are held until they are copied.
+    """Discards the pending copies of a failed step."""
+    # By instance: (from, to) pages, and the source pages that are held until they are copied.
     self._copies: list[list[tuple[int, int]]] = [[] for _ in self._memory.pools]
     self._sources: list[list[int]] = [[] for _ in self._memory.pools]
 
   # Pages.
 
   def grow(self) -> None:
-    """Gives running sequences the pages of their next tokens, the oldest first.
+    """Allocates the pages of running sequences' next tokens, oldest sequence first.
 
-    Where none are left, the youngest sequence gives up its pages and waits again. So the oldest one
-    always gets what it needs, and since its whole answer fits into memory, it finishes. Pages that
-    are free after that go to drafts: without them a draft ends where a sequence's last page does.
+    If no page is left, the youngest sequence is preempted and waits again. So the oldest one always
+    gets what it needs, and since its whole response fits into memory, it finishes. Pages that are
+    still free then are allocated ahead for drafts, which end at the sequence's last page.
     """
     for instance, pool in enumerate(self._memory.pools):
       running = self._requests.running[instance]
@@ -127,17 +127,17 @@ class Planner:
         self._lengthen(sequence, pool, 1)
 
   def _lengthen(self, sequence: SequenceState, pool: pages_lib.PagePool, least: int) -> None:
-    """Gives a running sequence its next pages, as many as are free, if these are `least`."""
+    """Gives a running sequence its next pages, as many as are free, if there are `least`."""
     missing = sequence.wanted_pages(self._config) - len(sequence.pages)
     missing = min(missing, pool.num_available)
     if missing >= least:
       self._memory.hold(sequence, [*sequence.pages, *pool.take(missing)])
 
   def _displace(self, victim: SequenceState | None) -> bool:
-    """Takes a sequence's pages for another one in front; False if there is no such sequence.
+    """Preempts a sequence for an older one; returns False if `victim` is None.
 
-    They leave the device, or are dropped and computed again where the pool is full, too. No
-    sequence has rows of the step yet.
+    Its pages are spilled, or dropped and computed again if the pool is full too. No sequence has
+    rows of the step yet.
     """
     if victim is None:
       return False
@@ -149,7 +149,7 @@ class Planner:
     return True
 
   def _take_off(self, victim: SequenceState) -> bool:
-    """Takes a sequence's pages off the device; False if they are dropped, as the pool is full."""
+    """Spills a sequence's pages; drops them and returns False if the pool is full."""
     if self._memory.spill([victim]):
       return True
     self._memory.release(victim)
@@ -163,8 +163,9 @@ class Planner:
     )
 
   def admit(self) -> None:
-    """Gives pages to waiting sequences, first come first served, as many as they are expected to
-    need: so many that each running sequence, too, can go on for `EngineConfig.reserved_tokens`.
+    """Admits waiting sequences, first come first served, if the pages they are expected to need are
+    available in addition to those that running sequences need for `EngineConfig.reserved_tokens`
+    more tokens.
 
     Background requests are preempted to make room.
     """
@@ -179,9 +180,10 @@ class Planner:
         is_fresh = not (sequence.pages or sequence.num_written)
         group = sequence.request.group_id
         if is_fresh and self._config.reuse_prefixes and _sharing(sequence) in prefilling:
-          held_back.append(waiting.popleft())  # A sibling is writing the prompt they share.
+          held_back.append(waiting.popleft())  # A sibling is prefilling the shared prompt.
           continue
-        # Where nothing runs, one always begins: its whole answer fits, if need be page by page.
+        # If nothing runs, one request always starts: its whole response fits, page by page if need
+        # be.
         most = promised if running else None
         has_pages = self._give_pages(sequence, pool, most)
         while not has_pages and (
@@ -203,30 +205,30 @@ class Planner:
   def _give_pages(
     self, sequence: SequenceState, pool: pages_lib.PagePool, promised: int | None = None
   ) -> bool:
-    """Gives a sequence the pages to run with; False if there are too few.
+    """Gives a waiting sequence the pages it needs to run; returns False if there are too few.
 
     Args:
-      sequence: that waits.
-      pool: of its instance.
-      promised: pages that others are expected to take; None where those that the sequence itself is
-        expected to take do not count, either.
+      sequence: a waiting sequence.
+      pool: allocator of its instance.
+      promised: pages that other sequences are expected to take; None also ignores the further pages
+        that this sequence is expected to take.
     """
-    # Pages to be left when it has what it takes now, of which its own next ones are a part.
+    # Pages that must stay free after this allocation, the sequence's own next pages included.
     left = 0
     if promised is not None:
       more = sequence.expected_pages(self._config) - sequence.wanted_pages(self._config)
       left = promised + more
     if sequence.pages:
       return self._extend(sequence, pool, left)
-    if sequence.num_written:  # Spilled: it comes back before the step.
+    if sequence.num_written:  # Spilled: it is restored before the step.
       return self._memory.begin_restore(sequence, sequence.wanted_pages(self._config), left)
     return self._begin(sequence, pool, left)
 
   def _make_way(self, instance: int) -> bool:
-    """Takes the pages of one sequence that nobody waits for, or of a pin; False if none holds any.
+    """Preempts one background sequence or pin of an instance; returns False if none holds pages.
 
-    They leave the device, or are dropped where the pool is full, too. None of these sequences has
-    rows of the step yet, nor pages that are still to be copied.
+    Its pages are spilled, or dropped if the pool is full too. None of these sequences has rows of
+    the step yet, nor pages that are still to be copied.
     """
     for sequence in self._requests.holders_in_background(instance):
       if self._take_off(sequence):
@@ -239,8 +241,8 @@ class Planner:
     return self._pins.take_off(instance)
 
   def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool, left: int) -> bool:
-    """Gives a sequence that holds its past the pages of its next chunk; False if there are none,
-    or fewer than `left` would be left."""
+    """Gives a sequence that holds pages those of its next chunk; returns False if that would leave
+    fewer than `left` free."""
     needed = sequence.wanted_pages(self._config) - len(sequence.pages)
     if needed + left > pool.num_available:
       return False
@@ -248,8 +250,8 @@ class Planner:
     return True
 
   def _begin(self, sequence: SequenceState, pool: pages_lib.PagePool, left: int) -> bool:
-    """Gives a sequence its first pages, shared ones among them; False if there are too few, or
-    fewer than `left` would be left."""
+    """Gives a sequence its first pages, cached ones included; returns False if that would leave
+    fewer than `left` free."""
     hit = self._memory.find(sequence, sequence.tokens[:-1])
     for page in hit.pages:
       pool.hold(page)
@@ -257,8 +259,8 @@ class Planner:
       pool.hold(hit.copy_from)
     needed = sequence.wanted_pages(self._config) - len(hit.pages)
     if needed + left > pool.num_available and hit.copy_from is not None:
-      # The page to copy may be the very one that is missing: where nothing runs, waiting for
-      # another would be forever.
+      # The page to copy may be the only one that is missing: if nothing runs, no other page would
+      # ever become free.
       pool.release(hit.copy_from)
       hit = prefix_index.PrefixHit(hit.pages, None, len(hit.pages) * self._config.page_size)
     if needed + left > pool.num_available:
@@ -271,7 +273,7 @@ class Planner:
     if hit.copy_from is not None:
       self._copies[sequence.instance].append((hit.copy_from, fresh[0]))
       self._counters.page_copies += 1
-      # Held until the copy is made: a page that comes back from the pool is written before it.
+      # Held until the copy is made: a restored page is written before the copies of the step.
       self._sources[sequence.instance].append(hit.copy_from)
     self._counters.reused_tokens += hit.num_tokens
     return True
@@ -279,7 +281,7 @@ class Planner:
   # Rows.
 
   def schedule(self) -> list[list[ScheduledRows]]:
-    """Shares a step's rows out, by instance: one for all that decode, the rest to prompts."""
+    """Distributes a step's rows by instance: one per decoding sequence, the rest to prefills."""
     return [self._schedule(running) for running in self._requests.running]
 
   def _schedule(self, running: Sequence[SequenceState]) -> list[ScheduledRows]:
@@ -288,7 +290,7 @@ class Planner:
       if sequence.reach > len(sequence.tokens):
         pending.append((sequence, self._num_unwritten(sequence)))
       else:
-        self._counters.waits += 1  # Older ones have the pages of its next token.
+        self._counters.waits += 1  # Older sequences hold the pages of its next token.
     spare = self._config.row_buckets[-1] - sum(1 for _, count in pending if count == 1)
     scheduled, row = [], 0
     for sequence, count in pending:
@@ -301,21 +303,21 @@ class Planner:
     return scheduled
 
   def _num_unwritten(self, sequence: SequenceState) -> int:
-    """Returns how many rows bring a sequence to its end; without the last row while it is held."""
+    """Returns the rows up to a sequence's end; without the last row while it is held."""
     is_held = sequence.request.request_id in self._requests.held
     return len(sequence.tokens) - sequence.num_written - is_held
 
   def with_background(
     self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTable | None
   ) -> list[list[ScheduledRows]]:
-    """Returns the rows, and behind them those of requests that nobody waits for, if there is room.
+    """Appends rows of background requests, if there is room; returns all rows.
 
-    One gets pages only where nobody in front waits for any, and rows are left for it.
+    A background request gets pages only if no foreground request waits for pages and rows are left.
 
     Args:
-      scheduled: rows of those in front, drafts among them.
-      num_steps: of the visit that these may have alone.
-      table: seconds of steps.
+      scheduled: rows of foreground requests, drafts included.
+      num_steps: steps of the visit without background requests.
+      table: measured step times.
     """
     if not self._requests.num_background:
       return scheduled
@@ -336,7 +338,7 @@ class Planner:
     return found
 
   def _background(self, instance: int, room: Room) -> Iterator[SequenceState]:
-    """Yields those that have pages, then as many of those that wait as there is room for."""
+    """Yields background sequences with pages, then admits and yields waiting ones."""
     requests = self._requests
     running, waiting = requests.background[instance], requests.background_waiting[instance]
     yield from tuple(running)
@@ -348,7 +350,7 @@ class Planner:
       requests.busy = (sequence, len(sequence.tokens))
       has_pages = self._give_pages(sequence, self._memory.pools[instance])
       while not (has_pages or running or requests.running[instance]):
-        # Nothing runs whose end it could wait for: pins make way for it, too.
+        # Nothing runs that could free pages later, so pins are preempted too.
         if not self._pins.take_off(instance):
           break
         has_pages = self._give_pages(sequence, self._memory.pools[instance])
@@ -360,15 +362,15 @@ class Planner:
     requests.busy = None
 
   def _may_join(self, sequence: SequenceState) -> bool:
-    """Returns whether a sequence's row leaves the others' compiled program as it is."""
+    """Returns whether the other rows can use the same compiled program with this sequence's row."""
     if sequence.mask is not None or sequence.request.sampling.has_penalties:
       return False
     waits = self._backend.waits_for_predicates
     return not (waits and np.any(sampling.is_special(sequence.sampling)))
 
   def num_steps(self, scheduled: list[list[ScheduledRows]]) -> int:
-    """Returns the steps that these rows may stay on the devices, at most: of rows that decode, no
-    draft among them, and that are asked nothing between two tokens; 1 of all others."""
+    """Returns the maximum steps of a visit with these rows: several if all rows decode, without
+    drafts and without host work between tokens; otherwise 1."""
     most = 0
     for piece in itertools.chain(*scheduled):
       sequence = piece.sequence
@@ -378,9 +380,9 @@ class Planner:
     return min(most, self._config.steps_per_visit)
 
   def remember_prompts(self, scheduled: list[list[ScheduledRows]]) -> None:
-    """Makes the prompts findable that are written in this step, up to their last position at least.
+    """Registers the prompts that this step completes in the prefix cache, up to their last token.
 
-    That one is not written while a request is held, and no other request of the prompt needs it.
+    A held request does not write the last position; other requests of the prompt do not need it.
     """
     for piece in itertools.chain(*scheduled):
       sequence = piece.sequence
@@ -388,12 +390,12 @@ class Planner:
       if sequence.num_written < sequence.num_prompt <= written + 1:
         self._memory.remember(sequence, sequence.request.prompt[:written])
 
-  # Texts that are read.
+  # Prefill-only requests.
 
   def num_top(self, scheduled: list[list[ScheduledRows]]) -> int:
-    """Returns how many likeliest tokens the step has to tell of, 0 if nothing is read in it.
+    """Returns the number of top tokens that the step must return, 0 without prefill-only requests.
 
-    A power of two, so that few numbers are programs.
+    It is rounded up to a power of two, so that few values need a program of their own.
     """
     readings = [one.sequence.reading for one in itertools.chain(*scheduled) if one.is_sampled]
     most = max((reading.num_top for reading in readings if reading is not None), default=0)
@@ -402,7 +404,7 @@ class Planner:
   def read_drafts(
     self, scheduled: list[list[ScheduledRows]]
   ) -> dict[Place, list[tuple[int, ...]]]:
-    """Returns the drafts that texts which are read in this step brought along."""
+    """Returns the drafts of the prefill-only requests that this step completes."""
     found = {}
     for instance, pieces in enumerate(scheduled):
       for index, piece in enumerate(pieces):
@@ -412,11 +414,11 @@ class Planner:
     return found
 
   def leave(self, piece: ScheduledRows) -> None:
-    """Lets a text go that was read: what was written, drafts too, may be found by the next."""
+    """Removes a completed prefill-only request; its keys, and those of its drafts, are cached."""
     sequence = piece.sequence
     pool, size = self._memory.pools[sequence.instance], self._config.page_size
     self._memory.remember(sequence, sequence.tokens)
-    # The likeliest path is remembered last: of many pages that begin alike the last are looked at.
+    # The likeliest path is registered last: the index compares only the most recent candidates.
     for path in reversed(piece.paths):
       tokens = [*sequence.tokens, *path.tokens]
       held = path.page_row[: -(-len(tokens) // size)].tolist()
@@ -431,12 +433,12 @@ class Planner:
   def draft_queries(
     self, scheduled: list[list[ScheduledRows]]
   ) -> tuple[list[DraftQuery], list[Place]]:
-    """Returns a query for each sequence that is sampled and has rows left, and its place."""
+    """Returns a query for each sampled sequence that may have draft rows, and its place."""
     queries, places = [], []
     for instance, spare in enumerate(self._spare_rows(scheduled)):
       for index, piece in enumerate(scheduled[instance]):
         sequence = piece.sequence
-        # The token sampled after the last draft is part of the answer, too.
+        # The token sampled after the last draft is part of the response too.
         most = min(sequence.end - len(sequence.tokens) - 1, spare)
         is_answered = sequence.mask is None and sequence.reading is None
         if piece.is_sampled and most > 0 and is_answered:
@@ -460,7 +462,7 @@ class Planner:
     scheduled: list[list[ScheduledRows]],
     drafts: dict[Place, list[tuple[int, ...]]],
   ) -> list[list[ScheduledRows]]:
-    """Returns the rows with drafts behind those that are sampled, as far as rows are left."""
+    """Returns the rows with drafts appended to sampled sequences, as far as rows are left."""
     drafted = []
     for instance, rows_left in enumerate(self._spare_rows(scheduled)):
       row, planned = 0, []
@@ -489,7 +491,7 @@ class Planner:
     rows_left: int,
     copies_left: int,
   ) -> tuple[DraftPath, ...]:
-    """Returns the tree of a drafter's paths, less the leaves that there is no room for."""
+    """Returns the draft tree as paths, without the leaves that there is no room for."""
     sequence, pool = piece.sequence, self._memory.pools[piece.sequence.instance]
     size, end = self._config.page_size, len(sequence.tokens)
     nodes = token_tree.merge(drafts, sequence.end - end - 1)
@@ -518,7 +520,7 @@ class Planner:
     return tuple(paths)
 
   def _num_settled(self, piece: ScheduledRows) -> int:
-    """Returns the rows of a piece in the page of its sequence's end, which further paths copy."""
+    """Returns how many non-draft rows lie in the last page, which further paths have to copy."""
     end = len(piece.sequence.tokens)
     page_begin = (end - 1) // self._config.page_size * self._config.page_size
     return end - max(page_begin, end - piece.count)
@@ -530,10 +532,10 @@ class Planner:
     rows_left: int,
     copies_left: int,
   ) -> int:
-    """Returns how many first nodes of a tree have rows, pages and places of the copy table.
+    """Returns how many leading nodes of a tree fit into the rows, pages and copy table.
 
-    A node of the first path takes a row. A further path takes pages from that of the sequence's end
-    on, and copies of all that stands there before its own first node.
+    A node of the first path takes a row. A further path also takes pages from the sequence's last
+    page on, and a copy of every key in them before its own first node.
     """
     size, root = self._config.page_size, len(piece.sequence.tokens) - 1
     instance = piece.sequence.instance
@@ -559,7 +561,7 @@ class Planner:
     return len(nodes)
 
   def adopt(self, piece: ScheduledRows, chosen: DraftPath) -> None:
-    """Makes the chosen path's own pages its sequence's, and gives back the others'."""
+    """Makes the chosen path's scratch pages the sequence's own, and frees those of other paths."""
     sequence = piece.sequence
     pool, pages = self._memory.pools[sequence.instance], sequence.pages
     if chosen.scratch:
@@ -577,7 +579,7 @@ class Planner:
   # Arrays.
 
   def inputs(self, scheduled: list[list[ScheduledRows]]) -> StepInputs:
-    """Returns the step's arrays, instances in front."""
+    """Returns the step's arrays with a leading instance axis."""
     bucket = max(map(self._bucket, scheduled))
     is_masked = any(
       piece.is_sampled and piece.sequence.mask is not None
@@ -593,10 +595,10 @@ class Planner:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
 
   def settle(self) -> None:
-    """Writes the pages that a step without rows would have restored and copied.
+    """Performs the pending restores and copies when a step has no rows.
 
-    A request that is held may have been given such pages. Between two steps it can be cancelled or
-    moved, so that they have to be written by then.
+    A held request may have been given such pages. Between two steps it can be cancelled or
+    migrated, so the pages must be written by then.
     """
     self._memory.settle()
     self._memory.copy(self._copies)
@@ -611,7 +613,7 @@ class Planner:
   def visit_inputs(
     self, scheduled: list[list[ScheduledRows]], inputs: StepInputs, num_steps: int
   ) -> VisitInputs:
-    """Returns the arrays of a visit that begins with these rows, each of which decodes."""
+    """Returns the arrays of a visit that starts with these rows, each of which decodes."""
     shape = inputs.sample_rows.shape
     remaining = np.zeros(shape, np.int32)
     stops = np.full((*shape, MAX_STOP_IDS), -1, np.int32)
@@ -620,8 +622,8 @@ class Planner:
     is_front = lambda piece: not piece.sequence.is_background
     has_front = any(map(is_front, itertools.chain(*scheduled)))
     for instance, pieces in enumerate(scheduled):
-      # A visit is over with those in front. Where there are none of them, nothing of the others'
-      # is known, so that one step is all that is sure to be in time.
+      # A visit ends with its foreground rows. An instance without foreground rows cannot know when
+      # the others end, so it runs one step, which is sure to be in time.
       if has_front and any(map(is_front, pieces)):
         leads[instance, : len(pieces)] = [is_front(piece) for piece in pieces]
       elif has_front:
@@ -631,15 +633,15 @@ class Planner:
         remaining[instance, row] = sequence.end - len(sequence.tokens)
         ids = sequence.request.sampling.stop_token_ids[:MAX_STOP_IDS]
         stops[instance, row, : len(ids)] = ids
-    # Any: the record is typed as device arrays, and this one is made on the host.
-    inputs = inputs._replace(key_copies=None)  # Of drafts, and there are none.
+    # Any: the record is typed for device arrays, and this one is built on the host.
+    inputs = inputs._replace(key_copies=None)  # A visit has no drafts.
     fields: dict[str, Any] = dict(
       remaining=remaining, stops=stops, num_steps=steps, leads=leads
     )
     return VisitInputs(step=inputs, **fields)
 
   def culprit(self, scheduled: list[list[ScheduledRows]]) -> tuple[SequenceState, int] | None:
-    """Returns the first request that cannot even alone become rows of a step, if any."""
+    """Returns the first request whose rows fail even alone, if any, and its number of tokens."""
     for piece in itertools.chain(*scheduled):
       try:
         alone = [piece._replace(first_row=0)]
@@ -652,19 +654,20 @@ class Planner:
   def idle_rows(
     self, num_requests: int, num_rows: int, num_steps: int, context: int
   ) -> list[list[ScheduledRows]]:
-    """Returns rows that belong to no request and write where padding does, for each instance.
+    """Returns dummy rows of no request for each instance, for measuring step times.
 
-    For measuring. The rows are shared out evenly, those of one request in one path. They stand at a
-    quarter of the context, where there is room, and write page 0, as padding does.
+    The rows are distributed evenly over requests, those of one request in one path. They start at a
+    quarter of the context, if there is room, and write page 0, like padding.
 
     Args:
-      num_requests: of each instance.
-      num_rows: of each instance; one of each request at least.
-      num_steps: of a visit; more than one only where each request has one row.
+      num_requests: requests of each instance.
+      num_rows: rows of each instance; at least one per request.
+      num_steps: steps of a visit; more than one only if each request has one row.
       context: positions of a sequence.
 
     Raises:
-      ValueError: if a number is none, or the rows of one request do not fit into the context.
+      ValueError: if a number is out of range, or the rows of one request do not fit into the
+        context.
     """
     what, last = "Engine.idle_step: num", self._config.row_buckets[-1]
     most = sizes.MAX_STEPS_PER_VISIT if num_requests == num_rows else 1
@@ -685,7 +688,7 @@ class Planner:
     for count in shares:
       limit = position + 1 + needed
       sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=limit)
-      sequence.hold([0], self._table_width, limit)  # Page 0 takes all that padding writes.
+      sequence.hold([0], self._table_width, limit)  # Page 0 is the target of padded writes.
       sequence.num_written = position
       path = DraftPath((0,) * (count - 1), sequence.page_row, tuple(range(1, count)))
       paths = (path,) if count > 1 else ()
@@ -713,7 +716,7 @@ class Planner:
       copies,
       num_rows=self._backend.whole_rows(bucket),
       num_segments=self._backend.whole_segments(bucket),
-      # One for each sequence that begins, and one for a path of it.
+      # For each starting sequence, one copy for itself and one for a draft path.
       max_copies=2 * self._config.row_buckets[-1],
       max_key_copies=sizes.KEY_COPIES_PER_ROW * bucket,
       query_tile=self._backend.numerics.query_tile,

@@ -1,10 +1,10 @@
-"""Texts that are read, not answered: what is likeliest after each of them, and after its drafts.
+"""Prefill-only requests: the top-k next tokens after a prompt and after each draft.
 
-    answers so far --rows of a step, drafts behind them--> the likeliest tokens of each place
+    responses so far --rows of a step, drafts appended--> the top tokens at each position
 
-Each is a sequence of the engine like any other, with pages that share all that another one wrote;
-it takes its rows of a step, and leaves with what it was told. Nothing is sampled of it, and nothing
-verified: of a text that is read, drafts are places that are read with it.
+Each is a sequence of the engine like any other and shares cached pages. It gets its rows of a step
+and ends with its top tokens. Nothing is sampled or verified: its drafts are further positions whose
+top tokens are returned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Answer = tuple[int, ...]
 
 @runtime_checkable
 class RunsSteps(Protocol):
-  """What is asked of an engine; see `engine.Engine`."""
+  """The methods used here of an engine; see `engine.Engine`."""
 
   def step(self) -> list[StepOutput]: ...
   def poll(self) -> list[Completion]: ...
@@ -40,19 +40,19 @@ def begun(
   vocab_size: int,
   live: Container[str],
 ) -> list[SequenceState]:
-  """Returns a sequence for each answer; see `Engine.likeliest`.
+  """Returns a sequence for each partial response; see `Engine.likeliest`.
 
   Args:
-    request: that an engine can answer.
-    answers: the beginnings of its answer that are read.
-    count: tokens to be told of at each place.
-    drafts: for each answer, paths behind it.
-    vocab_size: of the model.
-    live: ids of the unfinished.
+    request: a request that the engine accepts.
+    answers: the partial responses.
+    count: number of top tokens at each position.
+    drafts: for each response, paths of token ids after it.
+    vocab_size: vocabulary size of the model.
+    live: ids of the unfinished requests.
 
   Raises:
-    ValueError: if the count is out of its range, an answer is as long as it may be or no token ids,
-      drafts are those of another number of answers, or a name is taken.
+    ValueError: if the count is out of range, a response has max_tokens or more or invalid token
+      ids, the number of drafts is not that of the responses, or a request id is in use.
   """
   what = f"Engine.likeliest of {request.request_id!r}"
   most = min(MAX_TOP, vocab_size)
@@ -103,18 +103,18 @@ def to_ends(
   keep: Callable[[list[Completion]], None],
   on_step: Callable[[list[StepOutput]], None] | None,
 ) -> list[dict[Answer, Likeliest]]:
-  """Returns what each sequence was told, in their order.
+  """Runs prefill-only sequences to completion; returns the top tokens of each, in order.
 
   Args:
-    engine: that runs them, and whatever else is in it.
-    sequences: that were submitted.
-    live: ids of the unfinished.
-    keep: takes what others' requests finished with, for the next `poll`.
-    on_step: called with each visit's updates.
+    engine: the engine that runs them, possibly with other requests.
+    sequences: the submitted sequences.
+    live: ids of the unfinished requests.
+    keep: receives completions of other requests, for the next `poll`.
+    on_step: called with each visit's updates of other requests.
 
   Raises:
-    RuntimeError: with what one of them met, if a step failed it.
-    BaseException: what a step raises, Ctrl-C too; none of them is left then.
+    RuntimeError: with the error of a step that failed one of the sequences.
+    BaseException: if a step raises, Ctrl-C included; all sequences are cancelled then.
   """
   names = {sequence.request.request_id for sequence in sequences}
   others = engine.poll()

@@ -1,11 +1,10 @@
-"""The unfinished requests of an engine: which of them wait, run, or are paused.
+"""Queues of the unfinished requests of an engine: waiting, running and paused.
 
-    waiting -> running -> (end of a chunk) paused -> waiting again, or (end of the answer) gone
+    waiting -> running -> (end of a chunk) paused -> waiting again, or (end of the response) gone
                   |
-                  +-> (its pages are taken for others) waiting again
+                  +-> (preempted) waiting again
 
-Requests that nobody waits for have queues of their own, so that none of them is ever in another's
-way.
+Background requests have their own queues, so they never block foreground requests.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ class Requests:
 
   Attributes:
     live: every unfinished request, by its id.
-    waiting: for memory, in order.
-    running: rows of every step.
-    background_waiting: as `waiting`, of those that nobody waits for,
-    background: and as `running`; each has the rows of a step that are left for it, or none.
-    num_background: of `live`, those that nobody waits for.
+    waiting: foreground requests that wait for memory, in order.
+    running: foreground requests that have rows in every step.
+    background_waiting: background requests that wait for memory.
+    background: background requests that hold pages; they get spare rows of a step, or none.
+    num_background: number of background requests in `live`.
     paused: ids, in the order in which their chunks ended.
-    held: ids of those whose answers are not to grow for now.
-    busy: the request that a step is working on, and how many tokens it had before; None if what is
-      being done belongs to no single request.
+    held: ids of requests whose responses must not grow for now.
+    busy: the request that a step is working on, and its number of tokens before the step; None
+      while the work belongs to no single request.
   """
 
   def __init__(self, num_instances: int):
@@ -51,12 +50,12 @@ class Requests:
     self.paused: dict[str, None] = {}
     self.held: frozenset[str] = frozenset()
     self.busy: tuple[SequenceState, int] | None = None
-    # Of each group with unfinished requests: where it runs, and how many these are.
+    # For each group with unfinished requests: its instance, and the number of these requests.
     self._group_instance: dict[str, int] = {}
     self._group_size: collections.Counter[str] = collections.Counter()
 
   def take_busy(self) -> tuple[SequenceState, int] | None:
-    """Returns `busy`, which is None from then on."""
+    """Returns `busy` and resets it to None."""
     busy, self.busy = self.busy, None
     return busy
 
@@ -64,7 +63,7 @@ class Requests:
     """Returns an unfinished request.
 
     Raises:
-      ValueError: if there is none of this id; `what` is the door that was asked.
+      ValueError: if the id is unknown; `what` is the name of the engine's method.
     """
     if request_id not in self.live:
       raise ValueError(
@@ -88,10 +87,10 @@ class Requests:
     return sequence
 
   def require_none(self, what: str, fix: str) -> None:
-    """Refuses what an engine with unfinished requests cannot do.
+    """Refuses an operation that needs an engine without unfinished requests.
 
     Raises:
-      ValueError: with their number; `what` is the door that was asked.
+      ValueError: with the number of requests; `what` is the name of the engine's method.
     """
     if self.live:
       raise ValueError(
@@ -102,15 +101,15 @@ class Requests:
     """Refuses an instance that the mesh does not have.
 
     Raises:
-      ValueError: with `what` at its beginning.
+      ValueError: with `what` as its prefix.
     """
     most = len(self.running) - 1
     checks.whole(f"{what}: instance", instance, 0, most, "the mesh has no more")
 
   def instance_for(self, request: Request, *, is_background: bool = False) -> int:
-    """Returns where a request runs: with its group, whose prompt it shares, or with the fewest.
+    """Returns the instance for a request: its group's, to share the prompt, or the least loaded.
 
-    Those that nobody waits for are counted among themselves.
+    Background and foreground loads are counted separately.
     """
     group = request.group_id
     if group in self._group_instance:
@@ -132,31 +131,32 @@ class Requests:
     self._waiting(sequence).append(sequence)
 
   def pause(self, sequence: SequenceState) -> None:
-    """Ends a request's chunk, whether it has begun or not."""
+    """Ends the chunk of a running or waiting request."""
     self._leave_queue(sequence)
     self.paused[sequence.request.request_id] = None
 
   def resume(self, sequence: SequenceState) -> None:
-    """Lets a paused request wait for the memory of another chunk."""
+    """Moves a paused request to the waiting queue for another chunk."""
     del self.paused[sequence.request.request_id]
     waiting = self._waiting(sequence)
-    # Those that hold memory go first: behind one that waits for it, both would wait forever.
+    # Requests that hold pages go first: behind one that waits for pages, both would wait forever.
     (waiting.appendleft if sequence.pages else waiting.append)(sequence)
 
   def preempt(self, sequence: SequenceState) -> None:
-    """Lets a running request wait first in line."""
+    """Moves a running request to the front of the waiting queue."""
     self._running(sequence).remove(sequence)
     self._waiting(sequence).appendleft(sequence)
 
   def is_running(self, sequence: SequenceState) -> bool:
-    """Returns whether a request has its pages to run in."""
+    """Returns whether a request is in a running queue."""
     return sequence in self._running(sequence)
 
   def youngest_holder(self, sequence: SequenceState) -> SequenceState | None:
-    """Returns the foreground request that gives up its pages for an older one, if there is any.
+    """Returns the foreground request to preempt in favour of an older one, None if there is none.
 
-    That is the last of those that were admitted after `sequence`. Below the oldest of all, waiting
-    requests that still hold pages come first, and paused ones last (`paused_holder`).
+    That is the most recently admitted one after `sequence`. If `sequence` is the oldest of all,
+    waiting requests that still hold pages are preempted before running ones, and paused requests
+    last (`paused_holder`).
     """
     running = self.running[sequence.instance]
     if running[0] is sequence:
@@ -168,10 +168,10 @@ class Requests:
     return self.paused_holder(sequence.instance) if running[0] is sequence else None
 
   def paused_holder(self, instance: int) -> SequenceState | None:
-    """Returns the foreground request paused last that holds pages of an instance, if there is any.
+    """Returns the most recently paused foreground request that holds pages of an instance, if any.
 
-    A scheduler decides about paused requests; their pages are taken from them only where an
-    instance could compute nothing at all otherwise.
+    Paused requests are the scheduler's business; they are preempted only if an instance could
+    compute nothing at all otherwise.
     """
     for name in reversed(self.paused):
       sequence = self.live[name]
@@ -180,10 +180,9 @@ class Requests:
     return None
 
   def holders_in_background(self, instance: int) -> list[SequenceState]:
-    """Returns those that nobody waits for and that hold pages of an instance.
+    """Returns the background requests that hold pages of an instance, in eviction order.
 
-    The first are those whose pages are missed least: paused ones, waiting ones, then those that
-    run, the last first.
+    Paused ones come first, then waiting ones, then running ones, newest first.
     """
     if self.num_background == 0:
       return []
@@ -193,7 +192,7 @@ class Requests:
     return [s for s in (*idle, *self.background_waiting[instance], *running) if s.pages]
 
   def remove(self, sequence: SequenceState) -> None:
-    """Forgets a request."""
+    """Removes a request from all queues."""
     request_id = sequence.request.request_id
     if request_id in self.paused:
       del self.paused[request_id]
@@ -203,13 +202,13 @@ class Requests:
     self.num_background -= sequence.is_background
     group = sequence.request.group_id
     self._group_size[group] -= 1
-    if not self._group_size[group]:  # Else one that is never idle would remember all there were.
+    if not self._group_size[group]:  # Otherwise an engine that is never idle would leak groups.
       del self._group_size[group]
       self._group_instance.pop(group, None)
 
   def wait_again(self) -> None:
-    """Lets all that are not paused wait, those that ran before the others."""
-    # One may have been between two queues when a step broke off.
+    """Moves all requests that are not paused to the waiting queues, running ones first."""
+    # A request may have been between two queues when a step failed.
     queues = (*self.running, *self.waiting, *self.background, *self.background_waiting)
     order = [*itertools.chain(*queues)]
     order = dict.fromkeys([*order, *self.live.values()])

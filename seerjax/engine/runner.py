@@ -1,8 +1,7 @@
-"""The compiled engine step: copy pages, run rows, sample; and many of them in one visit.
+"""The compiled engine step: copy pages, run rows, sample; and several decode steps in one visit.
 
-One program per row bucket, and one more where rows that decode stay on the devices for several
-steps. Row, segment, sample and copy counts are traced, so a bucket costs memory, not time: what is
-not used is not computed.
+There is one program per row bucket, and one more for visits of several decode steps. Row, segment,
+sample and copy counts are traced, so a bucket costs memory, not time: unused rows are not computed.
 """
 
 from __future__ import annotations
@@ -38,25 +37,27 @@ from seerjax.models import (
 from seerjax.ops import sampling
 from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TokenScores
 
-# Stop ids of a request that end its row on the device; the host knows of more at the visit's end.
+# Number of a request's stop ids that are checked on the device; the host checks the others at the
+# end of the visit.
 MAX_STOP_IDS = 4
 
 
 class StepInputs(NamedTuple):
-  """One step of every instance; a leading instance axis on every field (numpy on the way in).
+  """Inputs of one step; every field has a leading instance axis (numpy on the way in).
 
   Attributes:
     batch: rows and segments.
     sample_rows: i32[i, b], row whose next token is sampled; any row may be, so b is n.
-    sampling: by sample.
+    sampling: sampling parameters by sample.
     seeds: u32[i, b], request seeds by sample.
-    positions: i32[i, b], position of the token that is sampled.
-    num_samples: i32[i].
+    positions: i32[i, b], position of the sampled token.
+    num_samples: i32[i], number of samples.
     copies: i32[i, c, 2], (from, to) pages copied before anything is written.
-    num_copies: i32[i].
-    key_copies: rows of drafts whose keys further paths read in their own pages, too; None where
-      there can be none.
-    adapters: i32[i, n], of each row, 0 for none; None where the weights have none by row.
+    num_copies: i32[i], number of page copies.
+    key_copies: draft rows whose keys are also written to further paths' pages; None if the step
+      cannot have any.
+    adapters: i32[i, n], adapter index of each row, 0 for none; None if the weights have no adapters
+      by row.
   """
 
   batch: TokenBatch
@@ -72,14 +73,15 @@ class StepInputs(NamedTuple):
 
 
 class VisitInputs(NamedTuple):
-  """Several decode steps of every instance; a leading instance axis on every field, as there.
+  """Inputs of several decode steps; every field has a leading instance axis.
 
   Attributes:
-    step: the first step; row, segment and sample j are those of one sequence, which decodes.
+    step: the first step; row, segment and sample j belong to the same decoding sequence.
     remaining: i32[i, n], tokens that each row may sample before its chunk ends; 0 for padding.
-    stops: i32[i, n, e], ids that end a row's answer, -1 for none.
-    num_steps: i32[i], steps at most; no more than `MAX_STEPS_PER_VISIT`.
-    leads: i32[i, n], 1 for rows that the visit goes on for; others decode as long as one of these.
+    stops: i32[i, n, e], ids that end a row's response, -1 for none.
+    num_steps: i32[i], maximum steps; at most `MAX_STEPS_PER_VISIT`.
+    leads: i32[i, n], 1 for rows that keep the visit going; other rows decode only as long as one of
+      these does.
   """
 
   step: StepInputs
@@ -90,12 +92,12 @@ class VisitInputs(NamedTuple):
 
 
 class Reading(NamedTuple):
-  """Scores of a step that also says what is likeliest after each sampled row.
+  """Scores of a step with the top tokens after each sampled row.
 
   Attributes:
-    scores: f32[i, b], of the sampled tokens.
-    ids: i32[i, b, k], the likeliest tokens, as `head.likeliest` has them.
-    top: f32[i, b, k], of these.
+    scores: f32[i, b], scores of the sampled tokens.
+    ids: i32[i, b, k], the top tokens, as returned by `head.likeliest`.
+    top: f32[i, b, k], scores of the top tokens.
   """
 
   scores: TokenScores
@@ -104,9 +106,9 @@ class Reading(NamedTuple):
 
 
 class _Layout(NamedTuple):
-  """Where the parts of a step's or visit's inputs lie in a row of words.
+  """Layout of a step's or visit's inputs within one row of 32-bit words.
 
-  Shapes are those without the instance axis.
+  Shapes exclude the instance axis.
   """
 
   tree: Any
@@ -115,10 +117,10 @@ class _Layout(NamedTuple):
 
 
 def pack(inputs: Any) -> tuple[np.ndarray, _Layout]:
-  """Returns a record of arrays, `StepInputs` or another, as one i32[i, w], and how to read it.
+  """Packs a record of arrays, such as `StepInputs`, into one i32[i, w]; also returns its layout.
 
-  A transfer costs as much for one array as for another, and a step of few rows is hardly longer
-  than those of its twenty arrays.
+  One transfer costs the same for one array as for another, and the transfers of twenty arrays take
+  almost as long as a step of few rows.
   """
   leaves, tree = jax.tree.flatten(inputs)
   leaves = [np.ascontiguousarray(leaf) for leaf in leaves]
@@ -130,7 +132,7 @@ def pack(inputs: Any) -> tuple[np.ndarray, _Layout]:
 
 
 def unpack(words: Int[Array, "w"], layout: _Layout) -> Any:
-  """Returns one instance's inputs, bit for bit, as `pack` took them."""
+  """Returns one instance's inputs, bit for bit as they were given to `pack`."""
   leaves, place = [], 0
   for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
     size = math.prod(shape)
@@ -141,7 +143,7 @@ def unpack(words: Int[Array, "w"], layout: _Layout) -> Any:
 
 
 def _num_penalties(inputs: StepInputs) -> int:
-  """Returns the entries of each sample's penalties; 0 if none has any."""
+  """Returns the number of penalty entries per sample; 0 if no sample has penalties."""
   ids = inputs.sampling.penalty_ids
   return 0 if ids is None else ids.shape[-1]
 
@@ -158,9 +160,9 @@ def instance_step(
   backend: Backend | None = None,
   is_plain: bool = False,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
-  """One step of one instance (no instance axis): new pages, sampled tokens i32[b], their scores.
+  """Runs one step of one instance (no instance axis): pages, sampled tokens i32[b], scores.
 
-  `is_plain` is that of `head.sample_and_score`.
+  `is_plain` is passed to `head.sample_and_score`.
   """
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
   run_rows = functools.partial(
@@ -182,7 +184,7 @@ def instance_reading(
   is_plain: bool = False,
   num_top: int,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], Reading]:
-  """As `instance_step`, and what is likeliest after each sampled row."""
+  """Like `instance_step`, and returns the top tokens after each sampled row."""
   shape: Any = dict(config=config, numerics=numerics, axis=axis, backend=backend)
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
   pages, tokens, scores, hidden = _run_rows(
@@ -206,7 +208,7 @@ def _run_rows(
   backend: Backend | None,
   is_plain: bool,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores, Array]:
-  """As `instance_step`, once pages are copied, and the hidden rows f[b, d] that were sampled."""
+  """Like `instance_step` after its page copies; also returns the sampled hidden rows f[b, d]."""
   hidden, pages = transformer.forward(
     params,
     inputs.batch,
@@ -238,16 +240,16 @@ def _run_rows(
 
 
 class _Decoding(NamedTuple):
-  """What a visit carries from step to step.
+  """Loop state of a visit.
 
   Attributes:
     count: i32[], steps done.
-    pages: of the instance.
+    pages: pages of the instance.
     tokens: i32[n], each row's last token.
-    positions: i32[n], where it stands.
-    is_live: bool[n], whether the row decodes on.
+    positions: i32[n], position of that token.
+    is_live: bool[n], whether the row is still decoding.
     sampled: i32[t, n], tokens by step, -1 where a row did not decode.
-    scores: f32[t, n] of these.
+    scores: f32[t, n], scores of these tokens.
   """
 
   count: Array
@@ -271,16 +273,16 @@ def instance_visit(
   backend: Backend,
   is_plain: bool = False,
 ) -> tuple[kv_layout.Pages, Int[Array, "t n"], TokenScores]:
-  """Several decode steps of one instance (no instance axis), each with the bits of a step alone.
+  """Runs several decode steps of one instance (no instance axis), with the bits of single steps.
 
-  A row's next token is fed back, and its key's slot read off its row of the page table. A row that
-  sampled a stop id, or the last token of its chunk, is dead from then on: it writes the dump page
-  and attends to nothing. The loop ends when all rows that lead are dead; all devices of the model
-  axis hold the same rows and leave it together, and nothing in it is exchanged between instances.
+  A row's next token is fed back, and the slot of its key is read from its row of the page table. A
+  row that sampled a stop id, or the last token of its chunk, is dead from then on: it writes to the
+  dump page and attends to nothing. The loop ends when all leading rows are dead. All devices of the
+  model axis hold the same rows and leave the loop together; instances exchange nothing in it.
 
   Returns:
-    (pages, tokens i32[t, n], scores f32[t, n]) by step; tokens are -1 where a row was dead, or
-    the visit over.
+    (pages, tokens i32[t, n], scores f32[t, n]) by step; tokens are -1 where a row was dead or the
+    visit was over.
   """
   step, batch = inputs.step, inputs.step.batch
   run_rows = functools.partial(
@@ -325,7 +327,7 @@ def instance_visit(
       jax.tree.map(keep, now.scores, scores),
     )
 
-  # Whole for every number of steps, so that none is a program of its own.
+  # Allocated for the maximum number of steps, so that no step count needs a program of its own.
   shape = (sizes.MAX_STEPS_PER_VISIT, num_rows)
   nothing = jnp.zeros(shape, jnp.float32)
   begin = _Decoding(
@@ -347,11 +349,11 @@ class Runner:
 
   Attributes:
     config: shape of the model.
-    numerics: what decides bits.
+    numerics: the numerics configuration.
     mesh: `parallel.make_mesh`.
-    max_programs: row buckets; one trace more for the pages of one size is a retrace by mistake,
-      and fails. Engines that share a runner may hold different numbers of pages.
-    backend: what runs the stages of the forward; None is the one that the numerics name.
+    max_programs: number of row buckets; more traces than that for one page shape mean an
+      unintended retrace and fail. Engines that share a runner may hold different numbers of pages.
+    backend: backend of the forward's stages; None is the one that `numerics` names.
   """
 
   config: model_config.TransformerConfig
@@ -361,18 +363,18 @@ class Runner:
   backend: Backend | None = None
 
   def __post_init__(self):
-    # With what they leave open decided, so that two of them compare.
+    # Open settings are resolved first, so that two configurations can be compared.
     decided = model_config.numerics_for(self.config, self.numerics)
     object.__setattr__(self, "numerics", decided)
 
   @functools.cached_property
   def stages(self) -> Backend:
-    """What runs the stages: `backend`, or the one that the numerics name."""
+    """The backend of the stages: `backend`, or the one that the numerics name."""
     return self.backend or choice.backend_of(self.numerics)
 
   @property
   def num_instances(self) -> int:
-    """Instances of the mesh."""
+    """Number of instances of the mesh."""
     return self.mesh.shape[parallel.INSTANCE_AXIS]
 
   def require_is_of(
@@ -381,10 +383,10 @@ class Runner:
     numerics: numerics_lib.NumericsConfig,
     mesh: jax.sharding.Mesh | None,
   ) -> None:
-    """Refuses an engine of another model or numerics, or of another mesh if it names one.
+    """Refuses an engine with another model, numerics, or mesh (if given) than this runner's.
 
     Raises:
-      ValueError: with what this runner was made for.
+      ValueError: with the runner's configuration.
     """
     if (self.config, self.numerics) != (model, numerics) or mesh not in (None, self.mesh):
       raise ValueError(
@@ -399,7 +401,7 @@ class Runner:
 
   @functools.cached_property
   def page_moves(self) -> page_moves_lib.PageMoves:
-    """Programs that carry pages, compiled once for all engines that share this runner."""
+    """Programs that move pages, compiled once for all engines that share this runner."""
     return page_moves_lib.PageMoves(self.mesh)
 
   def _sharding(self, *spec: str | None) -> jax.sharding.NamedSharding:
@@ -408,11 +410,11 @@ class Runner:
   def place_params(
     self, params: parameters.Params, *, what: str = "Runner.place_params: params"
   ) -> parameters.Params:
-    """Returns the weights on the mesh: slabs over `model`, copies for every instance.
+    """Returns the weights on the mesh: slabs sharded over `model`, replicated over instances.
 
     Raises:
-      ValueError: if they are not the model's in the numerics' layout and dtype, or not finite;
-        `what` is the argument, for the message.
+      ValueError: if the weights have the wrong model, layout or dtype, or are not finite; `what`
+        names the argument in the message.
     """
     weights.check(params, self.config, self.numerics, dtype=self.numerics.dtype, what=what)
     numerics_lib.require_finite(
@@ -427,10 +429,11 @@ class Runner:
     *,
     what: str = "Runner.place_adapters: adapters",
   ) -> adapters_lib.Chosen:
-    """Returns adapters on the mesh, `adapters.Scaled` by name, for rows to choose among.
+    """Returns adapters on the mesh, `adapters.Scaled` by name, for selection by row.
 
     Raises:
-      ValueError: if one is not of these weights, or not finite; `what` is the argument.
+      ValueError: if an adapter does not fit the weights or is not finite; `what` names the argument
+        in the message.
     """
     adapters_lib.check(params, named, what=what)
     chosen = adapters_lib.stacked(params, named, pads=self.stages.pads_adapters)
@@ -452,8 +455,8 @@ class Runner:
 
   @property
   def _page_sharding(self) -> jax.sharding.NamedSharding:
-    """Of pages, before a step and after it: were it left open, the second step would be compiled
-    once more for pages whose sharding is spelled another way."""
+    """Sharding of pages before and after a step. It is explicit because otherwise the second step
+    would be compiled again for an equivalent sharding with another spelling."""
     return self._sharding(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
 
   @functools.cached_property
@@ -462,18 +465,18 @@ class Runner:
 
   @functools.cached_property
   def _masked_step_program(self):
-    # Of steps in which some row has a mask: the others' programs do not know that there are any.
+    # For steps in which some row has a mask; the program without masks does not change.
     return self._compiled(instance_step)
 
   @functools.cached_property
   def _penalised_step_programs(self) -> dict[int, Any]:
-    # Of steps in which some row is penalised, by the entries of penalties: as for masks.
+    # For steps in which some row has penalties, by the number of entries; as for masks.
     return {}
 
   @functools.cached_property
   def _reading_programs(self) -> dict[tuple[int, int], Any]:
-    # Of steps in which some row is read, by the number of tokens that are told and the entries of
-    # penalties: as for masks.
+    # For steps with prefill-only rows, by the number of top tokens and of penalty entries; as for
+    # masks.
     return {}
 
   @functools.cached_property
@@ -492,11 +495,11 @@ class Runner:
     num_traces = collections.Counter()
 
     def step(params, pages, words, key, layout, is_plain):
-      # Adapters of other shapes are other programs, as pages of another size are.
+      # Adapters of other shapes need other programs, like pages of another size.
       forms = jax.tree.map(lambda leaf: leaf.shape, params.get("adapters", ()))
       size = jax.tree.leaves(pages)[0].shape, is_plain, str(forms), layout.tree
       num_traces[size] += 1
-      # The interpreter of kernels is known to JAX's caches only once it has run.
+      # JAX's caches know the kernel interpreter only after its first run.
       count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted
       assert count <= most, (
         f"engine step: got trace {count}, expected one for each of {most} row buckets; an input"
@@ -511,11 +514,12 @@ class Runner:
     page_spec = jax.P(parallel.INSTANCE_AXIS, parallel.MODEL_AXIS)
 
     def spread(params, pages, words, key, layout, is_plain):
-      # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
+      # Replication over `model` is kept by us: all devices add the gathered slabs in the same
+      # order.
       return jax.shard_map(
         functools.partial(step, layout=layout, is_plain=is_plain),
         mesh=self.mesh,
-        # Of these very weights: adapters may be among them.
+        # From the actual weights, because they may include adapters.
         in_specs=(parameters.specs_of(params), page_spec, by_instance, jax.P()),
         out_specs=(page_spec, *2 * [parallel.spec_of_results(self.mesh)]),
         check_vma=False,
@@ -554,10 +558,10 @@ class Runner:
     key: PRNGKeyArray,
     num_top: int,
   ) -> tuple[Any, Any, Reading]:
-    """As `step`, and what is likeliest after each sampled row; compiled when it is first called.
+    """Like `step`, and returns the top tokens after each sampled row; compiled on first use.
 
     Returns:
-      (pages, tokens i32[i, b], scores and the `num_top` likeliest), on the devices.
+      (pages, tokens i32[i, b], scores and the `num_top` likeliest tokens), on the devices.
     """
     pages, inputs, is_plain = self._decided(pages, inputs)
     words, layout = self._packed(inputs)
@@ -574,7 +578,7 @@ class Runner:
     return itertools.count()
 
   def _packed(self, inputs: Any) -> tuple[np.ndarray, _Layout]:
-    """Returns `pack` of inputs, once all processes of the mesh have the same ones."""
+    """Returns `pack(inputs)` after checking that all processes of the mesh have equal inputs."""
     if parallel.spans_processes(self.mesh):
       leaves = jax.tree_util.tree_leaves_with_path(inputs)
       agreement.compare(
@@ -584,11 +588,12 @@ class Runner:
     return pack(inputs)
 
   def _decided(self, pages: Any, inputs: StepInputs) -> tuple[Any, StepInputs, bool]:
-    """Returns pages, inputs and `is_plain` of a step that may read no number of a device's back.
+    """Returns pages, inputs and `is_plain` such that the host does not wait for predicates.
 
-    Its copies are made, and the step is left no room for any; nor for copies of keys where there
-    are none, which are rows more of a scatter: a step with some is a program of its own. Nothing is
-    decided for a backend whose steps read numbers anyway.
+    On a backend that `waits_for_predicates`, the page copies are made here, by programs of their
+    own, and the step gets no room for any. It also gets no room for key copies if there are none,
+    since they would be extra rows of a scatter; a step with key copies is a program of its own. For
+    other backends, nothing changes.
     """
     if not self.stages.waits_for_predicates:
       return pages, inputs, False
@@ -607,7 +612,7 @@ class Runner:
   def visit(
     self, params: parameters.Params, pages: Any, inputs: VisitInputs, key: PRNGKeyArray
   ) -> tuple[Any, Any, TokenScores]:
-    """Runs several steps of rows that decode; compiled when it is first called. `pages` is donated.
+    """Runs several decode steps; compiled on first use. `pages` is donated.
 
     Returns:
       (pages, tokens i32[i, t, n], scores f32[i, t, n]), on the devices; see `instance_visit`.

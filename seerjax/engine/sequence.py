@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what one step does for it."""
+"""State of a request in the engine, and the work that one step does for it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import penalties
 from seerjax.types import Completion, Request, SamplingRows
 
-# An answer so far to the ids that may follow it, u32[w] as of `SamplingRows.mask`: a pure function.
+# Maps the response so far to a bitmask of allowed next ids, u32[w] like `SamplingRows.mask`. Pure.
 Mask = Callable[[Sequence[int]], np.ndarray]
 
 
-# Token ids with their log-probabilities, the likeliest first, of equals the lowest id.
+# Token ids with their log-probabilities, the likeliest first, ties by the lowest id.
 Likeliest = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(eq=False)
 class ReadingState:
-  """A text that is read, not answered: what may come after it, and after drafts behind it.
+  """State of a prefill-only request for the top tokens after a text and its drafts.
 
   Attributes:
-    num_top: tokens to be told of at each place.
-    drafts: paths of token ids, to be read with it where there is room.
-    found: by path, () for the text itself, what is likeliest behind it; empty until it is read.
+    num_top: number of top tokens at each position.
+    drafts: paths of token ids after the text, evaluated as far as there is room.
+    found: top tokens by path, () for the text itself; empty until the step has run.
   """
 
   num_top: int
@@ -40,29 +40,29 @@ class ReadingState:
 
 @dataclasses.dataclass(eq=False)
 class SequenceState:
-  """A request, its answer so far, and the memory it holds.
+  """A request, its response so far, and the memory it holds.
 
   Attributes:
-    request: what was asked.
-    tokens: prompt and answer; `num_written` of them have their keys in pages.
-    instance: where its pages are, or will be.
-    stream: of its text, None without a tokenizer.
-    sampling: its parameters as one row.
-    limit: most tokens, prompt included, before it pauses or ends.
-    reserves: whether it runs only with pages for all tokens up to `limit`; else its pages grow with
-      its answer.
-    pages: in order of position; none while it waits for memory.
-    reach: most tokens, prompt included, that `pages` hold.
+    request: the request.
+    tokens: prompt and response; the keys of the first `num_written` are in pages.
+    instance: instance that holds its pages, or will.
+    stream: detokenizer of the response, None without a tokenizer.
+    sampling: sampling parameters as one row.
+    limit: maximum tokens, prompt included, before it pauses or ends.
+    reserves: whether pages for all tokens up to `limit` are allocated before it runs; otherwise
+      its pages grow with the response.
+    pages: in order of position; empty while it waits for memory.
+    reach: maximum tokens, prompt included, that fit into `pages`.
     page_row: i32[p], `pages` as a row of the page table.
     num_written: positions whose keys are written.
-    logprobs: of the answer's tokens, processed distribution.
-    raw_logprobs: of the same tokens, softmax of the logits.
-    text: the answer so far, cut before a stop string.
-    streamed: characters of `text` given out.
-    mask: what may stand at the answer's next place, None for anything.
-    adapter: number of its adapter among the engine's, 0 for the base.
-    reading: what is asked of it instead of an answer, None of a request that is answered.
-    is_background: whether nobody waits for it, so that it gets what others leave.
+    logprobs: log-probabilities of the response's tokens, processed distribution.
+    raw_logprobs: log-probabilities of the same tokens, softmax of the logits.
+    text: the response so far, cut before a stop string.
+    streamed: number of characters of `text` that were streamed.
+    mask: maps the response to the allowed next ids, None for all.
+    adapter: index of its adapter among the engine's, 0 for the base weights.
+    reading: state of a prefill-only request, None for a request that generates.
+    is_background: whether it has low priority and gets spare rows and pages only.
   """
 
   request: Request
@@ -87,12 +87,12 @@ class SequenceState:
 
   @property
   def num_prompt(self) -> int:
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     return len(self.request.prompt)
 
   @property
   def num_generated(self) -> int:
-    """Tokens of the answer."""
+    """Number of tokens of the response."""
     return len(self.tokens) - len(self.request.prompt)
 
   @property
@@ -102,18 +102,18 @@ class SequenceState:
 
   @functools.cached_property
   def prompt_ids(self) -> np.ndarray:
-    """The prompt's tokens, each once, which penalties ask for at every step."""
+    """The distinct tokens of the prompt, which penalties need at every step."""
     return penalties.distinct(self.request.prompt)
 
   @property
   def end(self) -> int:
-    """Most tokens, prompt included, that it can have before it needs more pages or ends."""
+    """Maximum tokens, prompt included, before it needs more pages, pauses or ends."""
     return min(self.limit, self.reach)
 
   def extend(self, chunk_tokens: int | None, reserved_tokens: int = 0) -> None:
-    """Sets the limit to `chunk_tokens` more tokens of answer; None is all that was asked for.
+    """Sets the limit to `chunk_tokens` more tokens of response; None is all up to max_tokens.
 
-    A foreground request without chunks takes its pages as its answer grows, unless
+    A foreground request without chunks allocates pages as its response grows, unless
     `reserved_tokens` is 0.
     """
     most = self.num_prompt + self.request.sampling.max_tokens
@@ -121,21 +121,21 @@ class SequenceState:
     self.reserves = chunk_tokens is not None or self.is_background or not reserved_tokens
 
   def wanted_pages(self, config: EngineConfig) -> int:
-    """Returns the pages, those that it holds included, that it takes when it gets some."""
+    """Returns the number of pages, held ones included, after its next allocation."""
     tokens = self.limit
     if not self.reserves:
       tokens = sizes.next_tokens(config, len(self.tokens), self.limit)
     return sizes.pages_for(tokens, config.page_size)
 
   def expected_pages(self, config: EngineConfig) -> int:
-    """Returns the pages, those that it holds included, that admission counts for it."""
+    """Returns the number of pages, held ones included, that admission counts for it."""
     tokens = self.limit
     if not self.reserves:
       tokens = sizes.expected_tokens(config, len(self.tokens), self.limit)
     return sizes.pages_for(tokens, config.page_size)
 
   def hold(self, pages: list[int], table_width: int, page_size: int) -> None:
-    """Takes `pages` (all of them, in order) as its memory."""
+    """Sets its memory to `pages` (all of them, in order)."""
     self.pages = pages
     # The last token is never read back, so it needs no position.
     self.reach = len(pages) * page_size + 1
@@ -143,7 +143,7 @@ class SequenceState:
     self.page_row[: len(pages)] = pages
 
   def completion(self, finish_reason: str, policy_version: int, error: str = "") -> Completion:
-    """Returns the answer so far."""
+    """Returns the response so far."""
     return Completion(
       request_id=self.request.request_id,
       tokens=tuple(self.tokens[self.num_prompt :]),
@@ -156,26 +156,26 @@ class SequenceState:
     )
 
   def truncate(self, num_tokens: int) -> None:
-    """Drops the answer behind `num_tokens` tokens, prompt included; its text stays."""
+    """Drops the response's tokens after `num_tokens`, prompt included; the text is unchanged."""
     del self.tokens[num_tokens:]
     del self.logprobs[self.num_generated :], self.raw_logprobs[self.num_generated :]
 
 
 class DraftPath(NamedTuple):
-  """A path of the tree of drafted tokens that one step verifies, from its root to a leaf.
+  """A root-to-leaf path of the draft tree that one step verifies.
 
-  Rows are counted from the sequence's last token, the root: that is 0, and rows before it are
-  settled positions of the same step.
+  Rows are relative to the sequence's last token, the root, which is row 0; rows before it are
+  non-draft positions of the same step.
 
   Attributes:
-    tokens: the draft, whole.
-    page_row: i32[p], the pages in which all of its keys stand after the step.
-    rows: of each of its tokens.
-    num_shared: how many of its first tokens are computed as an earlier path's; the others are its
-      own, and their rows follow one another.
-    copied: rows whose keys are copied to this path's pages: the settled ones that its own pages
-      lack, and those of its shared tokens; their positions follow one another.
-    scratch: the pages of `page_row` that are this path's own; none for the first path, which is
+    tokens: the whole draft.
+    page_row: i32[p], the pages that hold all of its keys after the step.
+    rows: row of each token.
+    num_shared: number of leading tokens that are computed as part of an earlier path; the other
+      tokens are this path's own, in consecutive rows.
+    copied: rows whose keys are copied to this path's pages: non-draft rows that its own pages lack,
+      and the rows of its shared tokens; their positions are consecutive.
+    scratch: the pages of `page_row` that only this path uses; none for the first path, which is
       written to the sequence's pages.
   """
 
@@ -188,16 +188,16 @@ class DraftPath(NamedTuple):
 
 
 class ScheduledRows(NamedTuple):
-  """What one step computes for a sequence.
+  """The rows that one step computes for a sequence.
 
-  Rows of a step, from `first_row` on: `count` positions from the first unwritten one on, then the
-  tokens of the first path, and for each further path those of its tokens that are its own.
+  From `first_row` on: `count` positions starting at the first unwritten one, then the tokens of the
+  first path, then for each further path its own tokens.
 
   Attributes:
-    sequence: whose.
-    count: positions written for good.
-    first_row: in the step.
-    paths: of the tree of drafts; only where the rows reach the sequence's end.
+    sequence: the sequence.
+    count: number of positions that are written permanently.
+    first_row: index of the first row in the step.
+    paths: paths of the draft tree; only if the rows reach the sequence's end.
   """
 
   sequence: SequenceState
@@ -212,34 +212,34 @@ class ScheduledRows(NamedTuple):
 
   @property
   def num_rows(self) -> int:
-    """Rows of the step."""
-    return self.count + self.num_drafted if self.paths else self.count  # Asked of all every step.
+    """Number of rows of the step."""
+    return self.count + self.num_drafted if self.paths else self.count  # Hot: skip the sum.
 
   @property
   def num_samples(self) -> int:
-    """Rows that are sampled: the sequence's last position, and each drafted token."""
+    """Number of sampled rows: the sequence's last position, and each drafted token."""
     return 1 + self.num_drafted if self.paths else int(self.is_sampled)
 
   @property
   def num_drafted(self) -> int:
-    """Drafted tokens, those that paths share counted once."""
+    """Number of drafted tokens; shared ones count once."""
     return sum(len(path.tokens) - path.num_shared for path in self.paths)
 
   @property
   def num_copies(self) -> int:
-    """Keys that are written to a further path's pages, too."""
+    """Number of keys that are also written to a further path's pages."""
     return sum(len(path.copied) for path in self.paths)
 
 
 class StepOutput(NamedTuple):
-  """What one visit added to one request.
+  """New output of one request in one visit.
 
   Attributes:
-    request_id: of the request.
-    tokens: sampled in this visit.
-    text: of these tokens; what may still become a stop string is held back.
-    finish_reason: why it ended, "" if it did not.
-    error: what it met, where `finish_reason` is "error" (see `Completion`).
+    request_id: id of the request.
+    tokens: tokens sampled in this visit.
+    text: text of these tokens; a possible prefix of a stop string is held back.
+    finish_reason: why the request ended, "" if it did not.
+    error: the error if `finish_reason` is "error" (see `Completion`).
   """
 
   request_id: str

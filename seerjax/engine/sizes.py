@@ -1,4 +1,4 @@
-"""How large an engine is: what its user says, else what model and free memory say."""
+"""Sizes of the engine: explicit settings, else derived from the model and free memory."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
 from seerjax.models import config as model_config, kv_layout
 
-# Of the memory that is free when an engine is made; the rest is for steps and for learning.
+# Share of the free memory at the engine's creation; the rest is for steps and for training.
 PAGES_SHARE = 0.4
-# What one step may take of memory, where the model decides its rows.
+# Memory of one step's arrays, if the row buckets are derived from the model.
 STEP_BYTES = 2**30
-# Most rows of steps that only decode, and of those that also prefill, where the model decides.
+# Maximum rows of decode-only steps, and of steps that also prefill, if derived from the model.
 DECODE_ROWS, PREFILL_ROWS = 64, 512
-# Counted: f32 arrays of a step's rows, by features of the MLP and of the hidden rows.
+# Counted: number of f32 arrays of a step's rows, by features of the MLP and of the hidden rows.
 MLP_ARRAYS, HIDDEN_ARRAYS = 3, 4
-# Measured (docs/results/memory.md): f32 arrays of a step's rows by tokens of the vocabulary, where
-# rows go through no tiles.
+# Measured (docs/results/memory.md): number of f32 arrays of a step's rows by vocabulary size, if
+# rows are not tiled.
 LOGITS_ARRAYS = 8
-# What a visit's results are allocated for.
+# Steps for which a visit's results are allocated.
 MAX_STEPS_PER_VISIT = 32
-# Places of a step's table of key copies, by row of its bucket: a main path of 8 tokens with 3
+# Entries of a step's table of key copies per row of its bucket: a main path of 8 tokens with 3
 # siblings each has 33 rows and 108 copies.
 KEY_COPIES_PER_ROW = 4
 
@@ -35,34 +35,36 @@ class EngineConfig:
   """Sizes of the engine. None of them changes a bit of what is sampled.
 
   Attributes:
-    page_size: positions of one page; divides `NumericsConfig.kv_split`.
-    num_pages: pages of one instance, the reserved one included; 0 takes what `max_sequences` whole
-      contexts need, within a share of the memory that is free.
-    max_sequences: sequences that run at once on one instance; 0 takes the first row bucket, or as
-      many as there are pages (whole contexts, where `reserved_tokens` is 0).
-    max_context: most positions of one sequence, prompt and answer; less where the pages hold less.
-    reserved_tokens: tokens of its answer, beyond those that it has, for which admission counts the
-      memory of each request that runs without chunks. Few let more requests run at once. Where
-      answers become longer and memory runs short, the requests that began last give up their pages
-      and go on later, to the same bits; the oldest one always goes on. 0 reserves whole answers, as
-      long as `max_tokens` allows, so that none ever gives up its pages.
-    row_buckets: most rows of one step, per instance; one compiled program each; () lets model and
-      context decide (`derived_buckets`), never the memory that is free. A step that only decodes
-      uses the smallest that fits. Its arrays are whole tiles, two at least, of
-      `NumericsConfig.row_tile` rows (`Engine.plan` names them), of which the bucket's are used.
-    steps_per_visit: most steps, up to 32, that rows which decode take on the devices before the
-      host looks again; 0 lets the backend decide, 1 looks after each. Single steps are taken where
-      a prompt is written, a draft verified, or a row has stop strings or a grammar. More spares
-      the host's work; what is submitted, waits, streams or is drafted is seen that much later.
-    reuse_prefixes: keep pages findable for requests that start the same way.
-    background_slack: share by which a step may take longer for requests that nobody waits for
-      (`Engine.submit(is_background=True)`), by the table `Engine.step_times`; beside others these
-      get no row without a table.
-    background_rows: most of their rows in one step, per instance, when there are no others; 0 takes
-      the first row bucket.
-    pinned_pages: most pages that `Engine.pin` keeps, per instance; 0 takes a quarter of them.
-    gives_back_pages: whether the pages' memory is free while the weights learn, and taken again for
-      the next rollouts.
+    page_size: positions per page; divides `NumericsConfig.kv_split`.
+    num_pages: pages of one instance, the reserved page included; 0 allocates enough for
+      `max_sequences` full contexts, within a share of the free memory.
+    max_sequences: maximum running sequences of one instance; 0 takes the first row bucket, or fewer
+      if the pages do not suffice (counted in full contexts if `reserved_tokens` is 0).
+    max_context: maximum positions of one sequence, prompt and response; reduced if the pages hold
+      less.
+    reserved_tokens: response tokens, beyond the current ones, for which admission counts the memory
+      of each request without chunks. Small values let more requests run at once. If responses grow
+      longer and memory runs short, the newest requests are preempted and continue later, to the
+      same bits; the oldest one always continues. 0 reserves up to `max_tokens`, so that no request
+      is preempted.
+    row_buckets: maximum rows of one step, per instance; each bucket is one compiled program. ()
+      derives them from model and context (`derived_buckets`), never from free memory. A decode-only
+      step uses the smallest bucket that fits. Arrays are whole tiles, at least two, of
+      `NumericsConfig.row_tile` rows (`Engine.plan` prints them), of which the bucket's rows are
+      used.
+    steps_per_visit: maximum decode steps, up to 32, on the devices before control returns to the
+      host; 0 lets the backend decide, 1 returns after each step. A visit has one step while a
+      prompt is prefilled, a draft verified, or a row has stop strings or a grammar. Larger values
+      save host work; submission, admission, streaming and drafting are delayed by as much.
+    reuse_prefixes: whether pages are cached for requests with the same prefix.
+    background_slack: share by which background requests (`Engine.submit(is_background=True)`) may
+      lengthen a step, by the table `Engine.step_times`; without a table, they get no row beside
+      foreground requests.
+    background_rows: maximum rows of background requests in one step, per instance, if there is no
+      foreground request; 0 takes the first row bucket.
+    pinned_pages: maximum pages held by `Engine.pin`, per instance; 0 takes a quarter of the pages.
+    gives_back_pages: whether the pages' memory is freed during training and allocated again for the
+      next rollouts.
   """
 
   page_size: int = 32
@@ -131,18 +133,18 @@ def require_whole_splits(config: EngineConfig, numerics: numerics_lib.NumericsCo
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:
-  """Returns the pages that `num_tokens` (at least 1) of prompt and answer need."""
-  # The last token sampled is never read back, so it needs no position.
+  """Returns the number of pages for `num_tokens` (at least 1) of prompt and response."""
+  # The last sampled token is never read back, so it needs no position.
   return -(-(num_tokens - 1) // page_size)
 
 
 def most_tokens(num_pages: int, page_size: int) -> int:
-  """Returns the tokens of the longest prompt and answer that `num_pages` hold, one reserved."""
+  """Returns the longest prompt and response, in tokens, for `num_pages`, one of them reserved."""
   return max(2, (num_pages - 1) * page_size + 1)
 
 
 def held_by_pages(config: EngineConfig) -> str:
-  """Returns what to do where the pages hold less than the context that was asked for."""
+  """Returns the advice for an error if pages limit the context below its configured size."""
   return (
     f"raise EngineConfig.num_pages or free memory, as {config.num_pages - 1} pages of"
     f" {config.page_size} positions hold no more"
@@ -150,9 +152,9 @@ def held_by_pages(config: EngineConfig) -> str:
 
 
 def next_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
-  """Returns the tokens, prompt included, that a request of `num_tokens` takes pages for.
+  """Returns the tokens, prompt included, up to which a request of `num_tokens` allocates pages.
 
-  They last for a visit at least. `limit` is the most that the request can have.
+  They suffice for at least one visit. `limit` is the maximum for the request.
   """
   return min(limit, num_tokens + max(config.steps_per_visit, config.page_size))
 
@@ -166,15 +168,15 @@ def expected_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
 
 
 def table_width(config: EngineConfig, *, context: int, kv_split: int) -> int:
-  """Returns the pages of a page table's row: whole splits that hold one context."""
+  """Returns the width of the page table in pages: whole splits that hold one context."""
   return -(-context // kv_split) * (kv_split // config.page_size)
 
 
 def free_bytes(mesh: jax.sharding.Mesh) -> float:
-  """Returns the free memory of one instance, in bytes; infinite where nothing tells.
+  """Returns the free memory of one instance in bytes; infinite if it is unknown.
 
-  Devices of a CPU share the memory of the machine, or of the control group (`host_memory`); others
-  have their own. Processes that share the mesh take the least of what each of them finds.
+  CPU devices share the memory of the machine or of the control group (`host_memory`); other devices
+  have their own. Processes that share the mesh use the minimum over all of them.
   """
   device = next(one for one in mesh.devices.flat if one.process_index == jax.process_index())
   if device.platform == "cpu":
@@ -192,7 +194,7 @@ def pages_that_fit(
   page_size: int,
   memory_bytes: float,
 ) -> int:
-  """Returns how many pages of all layers `memory_bytes` (finite) hold."""
+  """Returns how many pages of all layers fit into `memory_bytes` (finite)."""
   return int(memory_bytes // page_bytes(model, backend, page_size=page_size))
 
 
@@ -202,7 +204,7 @@ def page_bytes(
   *,
   page_size: int,
 ) -> int:
-  """Returns the bytes of one page of all layers, as their layout says.
+  """Returns the bytes of one page of all layers.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
@@ -222,17 +224,17 @@ def derived_buckets(
   context: int,
   max_sequences: int = 0,
 ) -> tuple[int, ...]:
-  """Returns the row buckets that a model and its context ask for; they change no bit.
+  """Returns the row buckets derived from a model and its context; they change no bit.
 
   Args:
     model: shape of the model.
-    numerics: `implementation` decides whether a step's logits are there at once.
-    context: most positions of a sequence.
-    max_sequences: that run at once, 0 if that is open.
+    numerics: `implementation` decides whether a step's logits are materialized at once.
+    context: maximum positions of a sequence.
+    max_sequences: maximum running sequences, 0 if undecided.
 
   Returns:
-    `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two whose arrays fit `STEP_BYTES`, that
-    `max_sequences` whole contexts can fill, and the last of which gives each sequence a row.
+    `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two whose arrays fit `STEP_BYTES` and that
+    `max_sequences` full contexts can fill; the last one has a row for each sequence.
   """
   features = MLP_ARRAYS * model.intermediate_size + HIDDEN_ARRAYS * model.hidden_size
   if numerics.implementation == "untiled":
@@ -251,7 +253,7 @@ def with_buckets(
   model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> EngineConfig:
-  """Returns the config with the row buckets that it names, or `derived_buckets`."""
+  """Returns the config with its own row buckets, or with `derived_buckets` if it has none."""
   if config.row_buckets:
     return config
   buckets = derived_buckets(
@@ -270,20 +272,20 @@ def fitted(
   *,
   free_bytes: float,
 ) -> EngineConfig:
-  """Returns the config with what it leaves open filled in.
+  """Returns the config with all derived values filled in.
 
   Args:
-    config: sizes; what it names is taken as it is, where memory can hold it.
+    config: sizes; explicit values are kept if memory can hold them.
     model: shape of the model.
-    backend: that writes the pages and runs the steps.
-    free_bytes: memory of one instance.
+    backend: backend of the pages and steps.
+    free_bytes: free memory of one instance.
 
   Raises:
-    ValueError: if no page fits, or memory does not hold the pages or the rows that it names.
+    ValueError: if no page fits, or memory does not hold the explicit pages or rows.
   """
   config = with_buckets(config, model, backend.numerics)
   per_context = -(-config.max_context // config.page_size)
-  # What a row takes at the least: its hidden features, its logits' features, its page table's row.
+  # Lower bound for a row: two arrays of hidden features, and its row of the page table.
   row_bytes = 4 * (2 * model.hidden_size + per_context)
   if config.row_buckets[-1] * row_bytes > free_bytes:
     raise ValueError(
@@ -347,13 +349,13 @@ def described(
   num_instances: int,
   allocated: tuple[Any, Any],
 ) -> str:
-  """Returns one line that says what was allocated.
+  """Returns a one-line summary of the allocated memory.
 
   Args:
     config: sizes.
-    backend: that runs the steps.
-    num_instances: of the engine.
-    allocated: pages and weights, pytrees of arrays; copies count once, but on each device.
+    backend: backend of the steps.
+    num_instances: number of instances of the engine.
+    allocated: pages and weights, pytrees of arrays; the total counts replicas once.
   """
   of_all = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in allocated]
   of_device = [parallel.bytes_a_device(tree) for tree in allocated]

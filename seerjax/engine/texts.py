@@ -1,4 +1,4 @@
-"""Builds requests from text prompts, and the seeds of prompts that are asked together."""
+"""Builds requests from text prompts, and the seeds of prompts that are submitted together."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class SamplingFields(TypedDict, total=False):
 
 
 def seed_at(seed: int, prompt: int, choice: int = 0) -> int:
-  """Returns the seed of one answer among those that are asked together, in [0, 2**32).
+  """Returns the seed of one response among those that are requested together, in [0, 2**32).
 
-  The first answer of the first prompt has `seed` itself. Each other answer has a seed that follows
-  from `seed` and its position, so that equal prompts get different answers, and each answer can be
-  asked for alone by its own seed.
+  The first response to the first prompt has `seed` itself. Each other response has a seed derived
+  from `seed` and its position, so that equal prompts get different responses, and each response can
+  be reproduced alone with its own seed.
 
   Args:
-    seed: of all of them.
+    seed: common seed.
     prompt: index of the prompt.
-    choice: index among the answers to that prompt.
+    choice: index among the responses to that prompt.
   """
   if not prompt and not choice:
     return seed
@@ -55,24 +55,23 @@ def as_requests(
   seed: int | None = None,
   fields: Mapping[str, Any] | None = None,
 ) -> list[Request]:
-  """Returns requests in the order given; a text becomes one user's turn of the chat template.
+  """Returns requests in the order given; a text becomes one user turn of the chat template.
 
-  A text's seed is `seed_at(seed, place)`: equal texts in one list get different answers.
+  A text's seed is `seed_at(seed, place)`: equal texts in one list get different responses.
 
   Args:
-    asked: a text, or texts and requests, which stay as they are.
-    sampling: of the texts; without stop ids, those of the model end an answer. None is temperature
-      1 and 256 tokens, or as many as the context leaves.
+    asked: a text, or texts and requests, which are passed through.
+    sampling: sampling parameters of the texts; if it has no stop ids, the model's are used. None is
+      temperature 1 and 256 tokens, or as many as the context leaves.
     tokenizer: needed for texts.
-    context: most positions of a prompt and its answer.
-    seed: of the texts; 0 if None.
-    fields: of the texts' `SamplingParams`, in the place of `sampling`; those left out are as where
-      `sampling` is None.
+    context: maximum positions of a prompt and its response.
+    seed: seed of the texts; 0 if None.
+    fields: fields of the texts' `SamplingParams`; replace `sampling`. Missing fields are as if
+      `sampling` were None.
 
   Raises:
-    ValueError: for a text without a tokenizer, or one that says nothing; for
-      `sampling` and `fields` together, for either or a seed without a text, or a field that
-      `SamplingParams` does not have.
+    ValueError: for a text without a tokenizer, or a blank text; for `sampling` and `fields`
+      together; for either of them or a seed without a text; for an unknown field.
   """
   asked = [asked] if isinstance(asked, str) else list(asked)
   fields = {} if fields is None else fields
@@ -112,7 +111,7 @@ def _check_how(
   seed: int | None,
   fields: Mapping[str, Any],
 ) -> None:
-  """Refuses what contradicts itself, or would have no effect; see `as_requests`."""
+  """Refuses arguments that conflict or would have no effect; see `as_requests`."""
   names = [one.name for one in dataclasses.fields(SamplingParams)]
   for name in fields:
     if name not in names:

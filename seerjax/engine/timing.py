@@ -1,4 +1,4 @@
-"""Measures the seconds of steps before the first request comes, all of them or within a budget."""
+"""Measures step times before the first request, for all sizes or within a time budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seerjax import agreement
 from seerjax.engine import checks
 from seerjax.engine.engine import Engine
 
-# Of a machine that does nothing else.
+# For a machine without other load.
 WALL = time.monotonic
 
 
@@ -27,24 +27,23 @@ def step_seconds(
   repeats: int = 6,
   clock: Callable[[], float] = WALL,
 ) -> dict[tuple[int, int], float]:
-  """Returns the seconds of a step of (requests, rows), over all instances together.
+  """Returns the seconds of a step by (requests, rows), over all instances together.
 
-  The rows of one request lie in one path, as of a draft, and all are sampled. The host's making of
-  the arrays is part of a step, and so is reading what was sampled. Each time is the least of
-  `repeats`, between which all others are measured, so that a slow second spoils none. Process 0
-  measures for all.
+  The rows of one request form one path, like a draft, and all are sampled. A step includes building
+  the arrays on the host and fetching the samples. Each time is the minimum of `repeats`, which are
+  interleaved with all other sizes, so that a slow second does not spoil one size. Process 0
+  measures for all processes.
 
   Args:
-    engine: without unfinished requests.
-    sizes: pairs (requests, rows) of all instances; more than the last row bucket holds are as many
-      as that holds.
-    num_steps: of a visit, whose seconds these then are; more than one only where each request has
-      one row.
-    repeats: steps of each size.
-    clock: in seconds; `time.process_time` where others use the machine, too.
+    engine: an engine without unfinished requests.
+    sizes: pairs (requests, rows) over all instances; clipped to the last row bucket.
+    num_steps: steps of a visit, whose seconds are returned then; more than one only if each request
+      has one row.
+    repeats: measurements per size.
+    clock: clock in seconds; `time.process_time` if others use the machine too.
 
   Raises:
-    ValueError: if requests are unfinished, whose pages a step would change, or a number is none.
+    ValueError: if requests are unfinished, whose pages a step would change, or a number is invalid.
   """
   checks.whole("step_seconds: repeats", repeats, 1, None, "6 are usual")
   sizes = sorted(set(sizes))
@@ -69,22 +68,22 @@ def seconds_within(
   repeats: int = 6,
   clock: Callable[[], float] = WALL,
 ) -> list[float]:
-  """Returns the seconds of the first calls of a list, as many as a budget allows.
+  """Returns the seconds of the calls of a list that can be measured within a budget.
 
-  The calls that matter most stand first. The first one is always measured. Another one is measured
-  if it fits what is left of the budget, by its work and the seconds that the others took for
-  theirs; then all that were measured are measured again, in turns, while that fits. Process 0
-  measures and decides for all processes.
+  Put the most important calls first. The first one is always measured. Another one is measured if
+  its expected time, scaled by `work` from the measured calls, fits the remaining budget. Then all
+  measured calls are measured again, in turns, as long as they fit. Process 0 measures and decides
+  for all processes.
 
   Args:
-    ready: as of `least_seconds`.
-    work: of each call, in any unit: a call of more work takes longer, at most in proportion.
-    seconds: that all calls together may take, those that compile not counted.
-    repeats: turns at most.
-    clock: in seconds.
+    ready: as in `least_seconds`.
+    work: work of each call, in any unit: time grows with work, at most in proportion.
+    seconds: budget for all calls together, compilation not included.
+    repeats: maximum measurements per call.
+    clock: clock in seconds.
 
   Returns:
-    The least seconds of each call; infinity for those that were not measured.
+    The minimum seconds of each call; infinity for those that were not measured.
   """
   found, spent = [math.inf] * len(ready), 0.0
 
@@ -96,7 +95,7 @@ def seconds_within(
     begin = clock()
     run()
     took = agreement.from_first(lambda: clock() - begin)
-    # A call that compiles is run as well, so that it counts twice.
+    # The first measurement runs the call twice, so its time counts twice.
     spent += took * (1 + (found[place] == math.inf))
     found[place] = min(found[place], took)
 
@@ -124,15 +123,15 @@ def least_seconds(
   repeats: int = 6,
   clock: Callable[[], float] = WALL,
 ) -> list[float]:
-  """Returns the seconds of several calls, the least of `repeats` each, in turns.
+  """Returns the minimum seconds of several calls over `repeats` interleaved measurements.
 
-  The first turn, which compiles, does not count. Process 0 measures for all.
+  The first turn, which compiles, does not count. Process 0 measures for all processes.
 
   Args:
-    ready: each makes a call ready, which is not timed, and returns it; it ends when its results are
-      there.
-    repeats: turns.
-    clock: in seconds.
+    ready: each prepares a call, untimed, and returns it; the call ends when its results are
+      available.
+    repeats: number of timed turns.
+    clock: clock in seconds.
   """
   found = [math.inf] * len(ready)
   for repeat in range(repeats + 1):

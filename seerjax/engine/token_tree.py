@@ -1,14 +1,14 @@
-"""Paths of drafted tokens, merged into a tree: what they share stands in it once.
+"""Merges drafted paths into a tree in which shared tokens occur once.
 
-    paths    (5, 6, 7)  (5, 8)  (5, 6, 9)        the first the likeliest
+    paths    (5, 6, 7)  (5, 8)  (5, 6, 9)        the likeliest first
 
     last token - 5 - 6 - 7        branch 0, the path of first children
                  5 - 8            branch 1
                      6 - 9        branch 2
 
-Nodes stand in the order in which the paths meet them, so that parents precede their children and
-any first nodes of a tree are a tree: what there is no room for is cut at the end, leaf by leaf. A
-first child goes on with its parent's branch, any other begins a branch of its own; a branch is a
+Nodes are in the order in which the paths first reach them, so parents precede their children and
+any prefix of the node list is a tree: if room is lacking, it is cut at the end, leaf by leaf. A
+first child continues its parent's branch; any other child starts a new branch. A branch is a
 segment of a step, and ends in a leaf.
 """
 
@@ -22,10 +22,10 @@ class Node(NamedTuple):
   """One drafted token of a tree.
 
   Attributes:
-    token: its id.
-    parent: the node before it, -1 for the last token that was said.
-    depth: 1 behind the last token, and so on.
-    branch: in which it is computed; 0 begins behind the last token.
+    token: the token id.
+    parent: index of the parent node, -1 for the last sampled token.
+    depth: distance from the last sampled token, from 1.
+    branch: index of its branch; branch 0 starts at the last sampled token.
     is_first: whether it is its parent's first child.
   """
 
@@ -40,10 +40,10 @@ class Branch(NamedTuple):
   """The path to one leaf.
 
   Attributes:
-    tokens: from the first drafted one to the leaf.
-    rows: of each of them, where it is computed: 0 is the last token, then come the branches' own
-      tokens, one branch behind the other.
-    num_shared: how many of the first tokens belong to earlier branches; the rest is its own.
+    tokens: tokens from the first drafted one to the leaf.
+    rows: row of each token: row 0 is the last sampled token, followed by the branches' own tokens,
+      branch after branch.
+    num_shared: number of leading tokens that belong to earlier branches; the rest is its own.
   """
 
   tokens: tuple[int, ...]
@@ -52,7 +52,7 @@ class Branch(NamedTuple):
 
 
 def merge(paths: Iterable[Sequence[int]], max_depth: int) -> list[Node]:
-  """Returns the nodes of a tree that holds every path as far as `max_depth` tokens."""
+  """Returns the nodes of a tree that contains every path up to `max_depth` tokens."""
   nodes: list[Node] = []
   children: dict[tuple[int, int], int] = {}
   has_child: set[int] = set()
