@@ -1,1 +1,1 @@
-"""Thinking about a context before its questions come: who thinks, of what, and what is kept."""
+"""Sleep-time compute: rewrites contexts before questions about them arrive."""

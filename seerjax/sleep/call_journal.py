@@ -1,7 +1,7 @@
-"""Every call to a thinker on disk with its answer: a run that was killed pays no call twice.
+"""Journal of thinker calls and answers on disk, so that a restarted run repeats no paid call.
 
-A line a call (`rollout.record_lines`): digest of the prompt, seed, limits, text, tokens and why it
-ended. A call without an answer is written down too, and asked again by the next run.
+It has one record per call (`rollout.record_lines`): prompt digest, seed, limits, text, token counts
+and finish reason. Failed calls are recorded, too, and repeated by the next run.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ FORMAT = 1
 
 
 class CallJournal:
-  """An open journal of calls; it has one writer at a time, until that closes it or ends.
+  """An open journal of calls. It has one writer at a time, which holds a lock until it closes.
 
   Attributes:
-    path: of the file.
-    num_found: answers that came from the journal.
-    num_asked: calls that were made.
-    num_failed: those of them that had no answer.
-    truncated_bytes: of a torn tail that opening cut off.
+    path: path of the file.
+    num_found: answers taken from the journal.
+    num_asked: calls made.
+    num_failed: calls made that failed.
+    truncated_bytes: bytes of a torn tail that were cut off on opening.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, settings: Mapping[str, Any]):
     """Opens a journal, or starts one.
 
     Args:
-      path: the file; its folder is made if it is not there.
-      settings: JSON that says who answers (a model's digest and numerics, or an endpoint and its
-        model): what must stay the same for answers to be those of today.
+      path: path of the file; its folder is created if needed.
+      settings: JSON that identifies the thinker (digest and numerics of a model, or endpoint and
+        model name): everything that must be equal for journalled answers to be valid.
 
     Raises:
-      ValueError: if another writer has it open, if it is damaged before its end or no such journal,
-        or if the settings differ (both values are named) or are not JSON.
-      OSError: if it cannot be written.
+      ValueError: if another writer has the file open, if it is damaged before its end or is not a
+        journal of calls, or if the settings differ (names both values) or are not JSON.
+      OSError: if the file cannot be written.
     """
     self.path = pathlib.Path(path)
     self.num_found = self.num_asked = self.num_failed = 0
@@ -75,7 +75,7 @@ class CallJournal:
       raise
 
   def answer(self, call: Call) -> Completed | None:
-    """Returns the journalled answer to a call, None if there is none."""
+    """Returns the journalled answer to a call, or None."""
     if call.key not in self._at:
       return None
     record = record_lines.read(self.path, self._at[call.key])
@@ -87,11 +87,11 @@ class CallJournal:
     )
 
   def append(self, call: Call, answer: Answer) -> None:
-    """Puts a call and its answer on disk.
+    """Writes a call and its answer to disk.
 
     Raises:
       ValueError: if the journal is closed.
-      OSError: if the disk is full; every earlier record is still there.
+      OSError: if the disk is full; earlier records are intact.
     """
     self.num_asked += 1
     record: dict[str, Any] = {
@@ -115,7 +115,7 @@ class CallJournal:
       self._write(record | {"kind": "failed", "error": str(answer)})
 
   def asking(self, ask: Ask) -> Ask:
-    """Returns what answers from the journal, and asks and writes down what is not there."""
+    """Returns an `Ask` that answers from the journal, and runs and records the other calls."""
 
     def answered(calls: Sequence[Call]) -> Iterator[tuple[int, Answer]]:
       left = []
@@ -133,7 +133,7 @@ class CallJournal:
     return answered
 
   def close(self) -> None:
-    """Closes the file; may be called twice."""
+    """Closes the file; may be called repeatedly."""
     if self._descriptor is not None:
       os.close(self._descriptor)
       self._descriptor = None
@@ -145,7 +145,7 @@ class CallJournal:
     self.close()
 
   def _load(self) -> dict[str, Any] | None:
-    """Returns the settings that the journal began with, None if it begins now."""
+    """Returns the settings in the journal's header; None for a new journal."""
     settings = None
     for start, end, record in record_lines.scan(self.path):
       if settings is None:

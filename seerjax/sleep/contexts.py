@@ -1,16 +1,16 @@
-"""Contexts that are slept on: whose they are, which version, and the rewrites that are true of it.
+"""Registered contexts with owner, version and valid rewrites, on disk.
 
   register -> version n --sleep--> rewrite of n --read--> waker
-     edit  -> version n+1: rewrites of n are gone at once, and are never taken again
+     edit  -> version n+1: rewrites of n are dropped at once and never accepted again
 
-A context belongs to a namespace and has a name in it; namespaces share nothing, and what another
-namespace has is unknown to it. A rewrite is text with its provenance. One that
-states a false equation is put into quarantine: it is kept to be looked at, and never read. Time to
-live is counted in steps of the engine, since no clock decides anything here.
+A context has a name in a namespace. Namespaces are isolated: a context of another namespace is
+reported as unknown. A rewrite is text with its provenance. Rewrites that state a false equation are
+quarantined: kept for inspection, never used. Time to live is counted in engine steps, because
+nothing here depends on a clock.
 
-On disk: `contexts.jsonl`, one event a line under its checksum, and a file a rewrite, which is there
-before its event is. A kill loses at most the event in work. A rewrite whose bytes do not match
-their checksum is dropped, said, and slept again.
+On disk: `contexts.jsonl` with one checksummed event per line, and one file per rewrite, written
+before its event. A crash loses at most the event being written. A rewrite with bytes that do not
+match the checksum is dropped and reported in `said`, and its job runs again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ MAX_TEXT = 4 << 20  # Bytes of one context or rewrite.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity:
-  """What a context's id depends on besides its tokens: digests, as text.
+  """Digests on which a context's id depends, besides its tokens.
 
   Attributes:
-    weights: of the model that a run began with; later ones are told apart by `policy_version`.
-    tokenizer: that made the tokens.
-    template: of the chat.
+    weights: weights at the start of a run; later ones are distinguished by `policy_version`.
+    tokenizer: the tokenizer.
+    template: the chat template.
   """
 
   weights: str
@@ -54,12 +54,12 @@ class Context:
 
   Attributes:
     context_id: digest of (tokens, weights, tokenizer, template), 64 hexadecimal digits.
-    namespace: whose it is.
-    name: in the namespace.
-    version: 1 for a name's first text, then one more at every change, also after it was forgotten.
-    text: what is read.
-    registered_step: at which this version began.
-    expires_step: from which on it is gone; None for never.
+    namespace: namespace of the owner.
+    name: name in the namespace.
+    version: 1 for a name's first text; incremented by each change, also after `forget`.
+    text: text of the context.
+    registered_step: step at which this version was registered.
+    expires_step: step at which the context expires; None for never.
   """
 
   context_id: str
@@ -73,18 +73,18 @@ class Context:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rewrite:
-  """What a sleeper left of one version of a context.
+  """A sleeper's result for one version of a context.
 
   Attributes:
-    context_id: of the context that was read.
-    version: of it.
+    context_id: id of the context.
+    version: version of the context.
     job: number of the sleeper.
-    seed: of the sleeper.
-    policy_version: of the weights that wrote every token.
-    num_tokens: of sleep.
+    seed: seed of the sleeper.
+    policy_version: version of the weights that generated it.
+    num_tokens: tokens generated for it.
     text: the rewrite.
-    false_equations: that it states; it is in quarantine if there are any.
-    is_truncated: whether the last of the sleeper's calls was cut at its limit of tokens.
+    false_equations: false equations in the text; if there are any, it is in quarantine.
+    is_truncated: whether the sleeper's last call hit its token limit.
   """
 
   context_id: str
@@ -99,13 +99,13 @@ class Rewrite:
 
 
 class Dropped(NamedTuple):
-  """A version that is gone: pages and drafts that are kept of it are released now.
+  """A version that was dropped; its pages and drafts must be released.
 
   Attributes:
-    namespace: whose it was.
-    name: in the namespace.
-    context_id: of it.
-    version: of it.
+    namespace: namespace of the context.
+    name: name in the namespace.
+    context_id: id of the context.
+    version: version number.
     why: "edited", "forgotten" or "expired".
   """
 
@@ -118,14 +118,14 @@ class Dropped(NamedTuple):
 
 @dataclasses.dataclass
 class Counts:
-  """What a registry met since it was opened.
+  """Event counts since a registry was opened.
 
   Attributes:
-    stale: rewrites of a version that is gone, which were offered and not taken.
+    stale: rewrites rejected because their version had been dropped.
     quarantined: rewrites with false equations.
-    damaged: rewrites whose bytes did not match their checksum.
-    expired: versions whose time was over.
-    edited: versions that another text replaced.
+    damaged: rewrites with a wrong checksum.
+    expired: versions that expired.
+    edited: versions replaced by another text.
   """
 
   stale: int = 0
@@ -139,11 +139,11 @@ def context_id(tokens: Sequence[int], identity: Identity) -> str:
   """Returns the digest of a context, 64 hexadecimal digits.
 
   Args:
-    tokens: ids of its text.
-    identity: what else it depends on.
+    tokens: token ids of the text.
+    identity: digests of the model.
 
   Raises:
-    ValueError: for no token.
+    ValueError: if there are no tokens.
   """
   if not len(tokens):
     raise ValueError(
@@ -154,22 +154,22 @@ def context_id(tokens: Sequence[int], identity: Identity) -> str:
 
 
 class _Kept(NamedTuple):
-  """A rewrite as its event says, before its bytes were read."""
+  """A rewrite as described by its event, without its text."""
 
   rewrite: Rewrite
   digest: str
 
 
 class Contexts:
-  """A registry in a directory; it has one writer at a time.
+  """A registry in a directory, with one writer at a time.
 
-  Steps are the caller's and never go back; after a restart they continue from `last_step`.
+  Steps are given by the caller and never decrease; after a restart they continue from `last_step`.
 
   Attributes:
-    last_step: the highest that any event had.
-    truncated_bytes: of a torn tail that opening cut off.
-    said: a sentence for each rewrite that was dropped for its bytes.
-    counts: what was met since it was opened.
+    last_step: highest step of any event.
+    truncated_bytes: bytes of a torn tail that were cut off on opening.
+    said: a message for each rewrite dropped because of its checksum.
+    counts: event counts since opening.
   """
 
   def __init__(
@@ -183,15 +183,16 @@ class Contexts:
     """Opens a registry, or starts one.
 
     Args:
-      directory: that is its own; made if it is not there.
-      identity: of the model.
-      on_drop: told of each version that is gone, before anything of the next is served.
-      max_contexts: most of one namespace.
+      directory: directory used by this registry alone; created if needed.
+      identity: identity of the model.
+      on_drop: called for each dropped version, before the next version is served.
+      max_contexts: most contexts per namespace.
 
     Raises:
-      ValueError: if another writer has it open, if its events are damaged before their end or none,
-        if it began with another model (both values are named), or for less than one context.
-      OSError: if it cannot be written.
+      ValueError: if another writer has the registry open, if its events are damaged before their
+        end or are not a registry's, if it belongs to another model (names both values), or if
+        `max_contexts` is below 1.
+      OSError: if the directory cannot be written.
     """
     if max_contexts < 1:
       raise ValueError(
@@ -200,7 +201,7 @@ class Contexts:
     self.directory = pathlib.Path(directory)
     self.path = self.directory / EVENTS
     self.last_step = 0
-    self._checked_step = -1  # For contexts whose time is over: one registered there has time left.
+    self._checked_step = -1  # Last step at which expiry was checked.
     self.said: list[str] = []
     self.counts = Counts()
     self._on_drop = on_drop
@@ -224,7 +225,7 @@ class Contexts:
       self.close()
       raise
 
-  # What a caller may do.
+  # Public operations.
 
   def register(
     self,
@@ -236,22 +237,22 @@ class Contexts:
     step: int,
     ttl_steps: int | None = None,
   ) -> Context:
-    """Returns a context under its name; another text than before is another version.
+    """Registers a context under its name; a changed text starts a new version.
 
-    The same text again keeps its version and its rewrites, and begins its time to live anew.
+    Registering the same text again keeps version and rewrites, and restarts the time to live.
 
     Args:
-      namespace: whose it is.
-      name: in the namespace.
-      text: what is read.
-      tokens: ids of the text.
-      step: of the engine.
-      ttl_steps: after which it is gone; None keeps it.
+      namespace: namespace of the owner.
+      name: name in the namespace.
+      text: text of the context.
+      tokens: token ids of the text.
+      step: engine step.
+      ttl_steps: lifetime in steps; None for no limit.
 
     Raises:
-      ValueError: for an empty text, one that UTF-8 cannot hold or that is too long, a time to live
-        below 1, a step before the last, or more contexts than a namespace may have.
-      OSError: if the disk is full; the registry is as before.
+      ValueError: if the text is empty, too long or not encodable as UTF-8, `ttl_steps` is below 1,
+        the step is before the last one, or the namespace is full.
+      OSError: if the disk is full; the registry is unchanged.
     """
     self._advance(step)
     self._check_text(text, f"context {name!r}")
@@ -290,10 +291,10 @@ class Contexts:
     return context
 
   def get(self, namespace: str, name: str, *, step: int) -> Context:
-    """Returns a context as it is now.
+    """Returns the current version of a context.
 
     Raises:
-      ValueError: if this namespace has none of that name, or its time is over.
+      ValueError: if the namespace has no context of this name, or it has expired.
     """
     self._advance(step)
     context = self._contexts.get((namespace, name))
@@ -305,30 +306,30 @@ class Contexts:
     return context
 
   def namespaces(self, *, step: int) -> tuple[str, ...]:
-    """Returns the namespaces that have a context, sorted."""
+    """Returns the namespaces that have contexts, sorted."""
     self._advance(step)
     return tuple(sorted({space for space, _ in self._contexts}))
 
   def names(self, namespace: str, *, step: int) -> tuple[str, ...]:
-    """Returns the names of a namespace, sorted."""
+    """Returns the names of contexts in a namespace, sorted."""
     self._advance(step)
     return tuple(sorted(name for space, name in self._contexts if space == namespace))
 
   def keep(self, namespace: str, name: str, rewrite: Rewrite, *, step: int) -> Rewrite | None:
-    """Puts a rewrite on disk and returns it as it is kept: its false equations found.
+    """Stores a rewrite, and returns it with `false_equations` filled in.
 
     Args:
-      namespace: whose context was read.
-      name: of the context.
-      rewrite: of the version that its sleeper read; a job's earlier one is replaced.
-      step: of the engine.
+      namespace: namespace of the context.
+      name: name of the context.
+      rewrite: rewrite with the version that its sleeper read; replaces the job's earlier one.
+      step: engine step.
 
     Returns:
-      None, and nothing is kept, if that version is gone.
+      The stored rewrite, or None if that version was dropped.
 
     Raises:
-      ValueError: for a text that is empty, too long or no UTF-8.
-      OSError: if the disk is full; what was kept before is still there.
+      ValueError: if the text is empty, too long or not encodable as UTF-8.
+      OSError: if the disk is full; earlier rewrites are intact.
     """
     self._advance(step)
     self._check_text(rewrite.text, "rewrite")
@@ -356,41 +357,41 @@ class Contexts:
     return rewrite
 
   def rewrites(self, namespace: str, name: str, *, step: int) -> tuple[Rewrite, ...]:
-    """Returns what may be read of a context, by job: its version's, without false equations.
+    """Returns the usable rewrites of a context's version, by job: those without false equations.
 
-    A rewrite whose file is not what was written is dropped here, and said in `said`.
+    A rewrite with a wrong checksum is dropped and reported in `said`.
 
     Raises:
-      ValueError: as `get`.
+      ValueError: see `get`.
     """
     found = self._all(namespace, name, step)
     return tuple(rewrite for rewrite in found if not rewrite.false_equations)
 
   def provenance(self, namespace: str, name: str, *, step: int) -> tuple[Rewrite, ...]:
-    """Returns all rewrites of a context by job, without their texts: no file is read.
+    """Returns all rewrites of a context by job, without their texts; reads no files.
 
     Raises:
-      ValueError: as `get`.
+      ValueError: see `get`.
     """
     self.get(namespace, name, step=step)
     found = sorted(self._kept[namespace, name].items())
     return tuple(dataclasses.replace(kept.rewrite, text="") for _, kept in found)
 
   def quarantine(self, namespace: str, name: str, *, step: int) -> tuple[Rewrite, ...]:
-    """Returns the rewrites that are not read, for people to look at; as `rewrites`."""
+    """Returns the rewrites with false equations, for inspection; see `rewrites`."""
     return tuple(one for one in self._all(namespace, name, step) if one.false_equations)
 
   def forget(self, namespace: str, name: str, *, step: int) -> None:
-    """Lets a context go, with all that was made of it.
+    """Deletes a context and everything made from it.
 
     Raises:
-      ValueError: as `get`.
+      ValueError: see `get`.
     """
     context = self.get(namespace, name, step=step)
     self._drop(context, "forgotten", step)
 
   def close(self) -> None:
-    """Closes the events' file; may be called twice."""
+    """Closes the event file; may be called repeatedly."""
     if self._descriptor is not None:
       os.close(self._descriptor)
       self._descriptor = None
@@ -401,10 +402,10 @@ class Contexts:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  # Time.
+  # Expiry.
 
   def _advance(self, step: int) -> None:
-    """Goes to a step, and drops what is over there."""
+    """Advances to a step, and drops expired contexts."""
     if step < self.last_step:
       raise ValueError(
         f"contexts: got step {step}, expected at least {self.last_step}, the last; continue from"
@@ -430,7 +431,7 @@ class Contexts:
     self._tell(context, tuple(self._kept.pop(key).values()), why)
 
   def _tell(self, context: Context, gone: Sequence[_Kept], why: str) -> None:
-    """Removes a version's files, which no event names any more, and says that it is gone."""
+    """Deletes the files of a dropped version, and calls `on_drop`."""
     for kept in gone:
       path = self._path(context.namespace, context.name, kept.rewrite, kept.digest)
       path.unlink(missing_ok=True)
@@ -439,7 +440,7 @@ class Contexts:
     )
 
   def _take(self, context: Context) -> tuple[_Kept, ...]:
-    """Makes a context the current one of its name, and returns the rewrites that end with it."""
+    """Makes a context the current version of its name; returns the invalidated rewrites."""
     key = (context.namespace, context.name)
     is_same = self._versions.get(key) == context.version and key in self._contexts
     gone = () if is_same else tuple(self._kept.pop(key, {}).values())
@@ -451,13 +452,13 @@ class Contexts:
   # Files.
 
   def _path(self, namespace: str, name: str, rewrite: Rewrite, digest: str) -> pathlib.Path:
-    """Returns a rewrite's file: no two share one, so that none is another namespace's."""
+    """Returns the file of a rewrite; namespaces never share one."""
     place = _digest(json.dumps([name, rewrite.version, rewrite.job]))
     folder = self.directory / REWRITES / _digest(namespace)[:32]
     return folder / f"{place[:32]}-{digest[:32]}.txt"
 
   def _all(self, namespace: str, name: str, step: int) -> tuple[Rewrite, ...]:
-    """Returns a context's rewrites by job; drops those whose bytes are not what was written."""
+    """Returns a context's rewrites by job; drops those with a wrong checksum."""
     self.get(namespace, name, step=step)
     found = []
     for job, kept in sorted(self._kept[namespace, name].items()):
@@ -515,7 +516,7 @@ class Contexts:
         )
 
   def _replay(self, record: Mapping[str, Any]) -> None:
-    """Takes an event that was written before."""
+    """Applies an event read from disk."""
     self.last_step = max(self.last_step, record["step"])
     if record["kind"] == "context":
       self._take(Context(**record["context"]))
@@ -532,7 +533,7 @@ class Contexts:
       self._kept[key][rewrite.job] = _Kept(rewrite, record["digest"])
 
   def _remove_strays(self) -> None:
-    """Removes files that no event names: a kill came between the two."""
+    """Deletes files without an event, which a crash left between the two writes."""
     known = {
       self._path(*key, kept.rewrite, kept.digest)
       for key, jobs in self._kept.items()
@@ -573,7 +574,7 @@ def _digest(text: str) -> str:
 
 
 def _store(path: pathlib.Path, text: str) -> None:
-  """Puts a rewrite's file on disk, whole or not at all."""
+  """Writes a rewrite's file atomically."""
   path.parent.mkdir(parents=True, exist_ok=True)
   fresh = path.with_suffix(".txt.new")
   data = text.encode()

@@ -1,11 +1,11 @@
-"""A thinker behind an OpenAI-style `/v1/chat/completions`, asked by the standard library.
+"""A thinker behind an OpenAI-style `/v1/chat/completions`; uses only the standard library.
 
   messages --POST--> {"choices": [...], "usage": {...}} --checked--> Completed
 
-The server may refuse, hang, answer something else, or count its own tokens wrong: each is
-asked again a few times, then the call has no answer and the run goes on. Redirections are refused,
-so that the key goes to the named host alone; it is read from an environment variable and stands in
-no message. Text that comes back is data: what UTF-8 cannot hold is replaced.
+The server may refuse, hang, return invalid data or wrong token counts. Each of these is retried a
+few times; then the call fails and the run continues. Redirections are refused, so that the key is
+sent only to the configured host; the key comes from an environment variable and never appears in a
+message. Returned text is data; characters that UTF-8 cannot encode are replaced.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from seerjax import fields
 from seerjax.sleep.thinkers import Completed, Message, NoAnswer
 
 PATH = "/v1/chat/completions"
-MAX_BYTES = 16 << 20  # Of one answer.
-# Refusals that may be another's turn: the others are refused again however often one asks.
+MAX_BYTES = 16 << 20  # Of one response.
+# Client errors that may be transient; all others would be repeated by a retry.
 _TRANSIENT = (408, 409, 425, 429)
 _FINISHED = ("stop", "length")
 
 
 class _Retry(Exception):
-  """An answer that is none; asking again may help."""
+  """An invalid response; a retry may help."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndpointConfig:
-  """Where to ask, and how patiently.
+  """Address and retry policy of an endpoint.
 
   Attributes:
-    url: such as "http://127.0.0.1:8000"; a path in it stands before /v1/chat/completions, and may
-      end with /v1.
-    model: its name there.
-    key_variable: environment variable that holds the key; "" sends none.
-    timeout_seconds: for one whole answer.
-    max_tries: of one call.
-    pause_seconds: before the second try; doubled before each further one.
+    url: base URL, such as "http://127.0.0.1:8000"; a path in it precedes /v1/chat/completions, and
+      may end in /v1.
+    model: model name at the endpoint.
+    key_variable: environment variable with the API key; "" sends none.
+    timeout_seconds: timeout of a whole response.
+    max_tries: most attempts of one call.
+    pause_seconds: pause before the second attempt; doubled before each further one.
   """
 
   url: str
@@ -90,7 +90,7 @@ class EndpointConfig:
 
 
 class Endpoint:
-  """A `Thinker` behind a URL; may be asked from several threads."""
+  """A `Thinker` behind a URL. Thread-safe."""
 
   def __init__(
     self,
@@ -99,15 +99,15 @@ class Endpoint:
     count: Callable[[str], int] | None = None,
     pause: Callable[[float], None] = time.sleep,
   ):
-    """Prepares to ask; nothing is sent yet.
+    """Prepares the endpoint; sends nothing yet.
 
     Args:
-      config: where, and how patiently.
-      count: text -> its tokens, to check the endpoint's own count with; None checks bytes.
-      pause: waits for so many seconds between tries.
+      config: address and retry policy.
+      count: text -> number of tokens, to check the endpoint's counts; None checks against bytes.
+      pause: sleeps for a number of seconds between attempts.
 
     Raises:
-      ValueError: if the variable of the key is not set, or holds what no header can.
+      ValueError: if the key's variable is unset, or has characters that a header cannot have.
     """
     self.config = config
     self._count = count
@@ -125,10 +125,10 @@ class Endpoint:
   def complete(
     self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int
   ) -> Completed:
-    """Returns the answer to a conversation; see `Thinker`.
+    """Returns the completion of a conversation; see `Thinker`.
 
     Raises:
-      NoAnswer: after so many tries, with what the last one met.
+      NoAnswer: if all attempts failed; the message describes the last one.
     """
     body = {
       "model": self.config.model,
@@ -147,7 +147,7 @@ class Endpoint:
       except _Retry as error:
         met = self._hidden(str(error))
       except NoAnswer as error:
-        # The messages of below may quote what the endpoint said, which may be the key.
+        # The message may quote the response, which may contain the key.
         raise NoAnswer(self._hidden(str(error))) from None
     raise NoAnswer(f"{met} ({self.config.max_tries} tries)")
 
@@ -158,7 +158,7 @@ class Endpoint:
     raise _Retry(f"{self.config.url}: got {got}, expected {expected}; {fix}.")
 
   def _posted(self, data: bytes) -> bytes:
-    """Returns the body of an answer of status 200."""
+    """Returns the body of a response with status 200."""
     parts = urllib.parse.urlsplit(self.config.url)
     path = parts.path.rstrip("/")
     path = path.removesuffix("/v1") + PATH
@@ -173,14 +173,14 @@ class Endpoint:
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if self._key:
       headers["Authorization"] = f"Bearer {self._key}"
-    # The socket's own timeout begins anew with every byte.
+    # The socket's own timeout restarts with every byte.
     is_late = threading.Event()
     sockets: list[socket.socket] = []
 
     def end() -> None:
       is_late.set()
       for one in sockets:
-        with contextlib.suppress(OSError):  # It may have ended just now.
+        with contextlib.suppress(OSError):  # It may have just been closed.
           one.shutdown(socket.SHUT_RDWR)
 
     timer = threading.Timer(timeout, end)
@@ -188,7 +188,7 @@ class Endpoint:
     timer.start()
     try:
       connection.connect()
-      sockets.append(connection.sock)  # Which a response may take over from the connection.
+      sockets.append(connection.sock)  # Kept because a response may take over the socket.
       connection.request("POST", path, body=data, headers=headers)
       response = connection.getresponse()
       answer = response.read(MAX_BYTES + 1)
@@ -226,7 +226,7 @@ class Endpoint:
     self._retry(met, "an answer", "see whether it runs, or raise EndpointConfig.timeout_seconds")
 
   def _checked(self, answer: bytes, max_tokens: int) -> Completed:
-    """Returns what an answer's body says, if that can be."""
+    """Parses and validates the body of a response."""
     try:
       body = json.loads(answer)
     except (ValueError, RecursionError):
@@ -271,14 +271,14 @@ class Endpoint:
   def _check_count(
     self, num_tokens: int, num_hidden: int, texts: Sequence[str], max_tokens: int
   ) -> None:
-    """Refuses a count that the text cannot have: it would be the price of nothing."""
+    """Rejects a token count that is impossible for the text, since costs are based on it."""
     if num_tokens > max_tokens + 1:
       self._retry(
         f"{num_tokens} tokens", f"at most max_tokens = {max_tokens}",
         "ask an endpoint that keeps the limit",
       )  # fmt: skip
     text = "".join(texts)
-    # A token is a byte at least, but for the one that ends the answer.
+    # Every token has at least one byte, except the end token.
     most = (self._count(text) if self._count else len(text.encode("utf-8", "replace"))) + 1
     if num_tokens - num_hidden > most:
       self._retry(
@@ -292,12 +292,12 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _hidden_tokens(usage: Mapping[str, Any]) -> int:
-  """Returns the tokens of reasoning that are counted and not shown."""
+  """Returns the number of reasoning tokens that are counted but not returned."""
   details = usage.get("completion_tokens_details")
   found = details.get("reasoning_tokens") if isinstance(details, Mapping) else None
   return found if _is_count(found) else 0
 
 
 def _shown_url(url: str) -> str:
-  """Returns a URL without what may be secret in it."""
+  """Returns a URL without its user and query, which may be secret."""
   return re.sub(r"//[^/@]*@", "//(hidden)@", url.partition("?")[0])

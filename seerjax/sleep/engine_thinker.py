@@ -1,6 +1,6 @@
-"""This library's engine as a thinker: conversations in, texts out, many at once.
+"""Uses this library's engine as a thinker: answers conversations, many of them concurrently.
 
-A prompt is made by the chat template, whose special tokens no message can write
+The chat template builds the prompts, and message text cannot produce its special tokens
 (`Tokenizer.chat_ids`).
 """
 
@@ -14,13 +14,13 @@ from seerjax.types import Completion, Request, SamplingParams
 
 
 class EngineThinker:
-  """Answers from an engine that serves no other request meanwhile."""
+  """Answers calls with an engine that runs no other requests meanwhile."""
 
   def __init__(self, engine: Engine):
-    """Takes an engine.
+    """Wraps an engine.
 
     Raises:
-      ValueError: if it has no tokenizer.
+      ValueError: if the engine has no tokenizer.
     """
     if engine.tokenizer is None:
       raise ValueError(
@@ -33,10 +33,10 @@ class EngineThinker:
   def complete(
     self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int
   ) -> Completed:
-    """Returns the answer to a conversation; see `Thinker`.
+    """Returns the completion of a conversation; see `Thinker`.
 
     Raises:
-      NoAnswer: if it cannot be asked, such as for being too long, or if an error ended it.
+      NoAnswer: if the request is invalid (for example too long), or ended with an error.
     """
     call = Call(
       messages=tuple(messages), max_tokens=max_tokens, temperature=temperature, seed=seed
@@ -47,7 +47,7 @@ class EngineThinker:
     return answer
 
   def ask(self, calls: Sequence[Call]) -> Iterator[tuple[int, Answer]]:
-    """Answers calls together, each as soon as it has ended; an `Ask`."""
+    """Runs calls concurrently and yields each result when it finishes; an `Ask`."""
     waiting: dict[str, tuple[int, int]] = {}
     for index, call in enumerate(calls):
       try:
@@ -65,11 +65,11 @@ class EngineThinker:
           yield index, _answer(completion, num_prompt_tokens)
 
   def request(self, call: Call, request_id: str) -> Request:
-    """Returns the engine's request of a call.
+    """Returns the engine request of a call.
 
     Raises:
-      NoAnswer: if prompt and answer are longer than the engine's context.
-      ValueError: if the messages are no conversation, or the sampling parameters are none.
+      NoAnswer: if prompt and `max_tokens` exceed the engine's context.
+      ValueError: if the messages or the sampling parameters are invalid.
     """
     prompt = tuple(self._tokenizer.chat_ids(list(call.messages)))
     window = min(self._engine.config.max_context, self._engine.model.max_context)

@@ -1,15 +1,15 @@
-"""Whether it pays to sleep: a formula, and what it needs, learnt from what was seen.
+"""Decides whether sleep-time compute pays for a context, from a cost model and observed counts.
 
   price of N questions   without sleep   t * B * N
                          with sleep      t * b * N + S
   break-even             N = S / (t * (B - b))
 
-S tokens of sleep, b and B of an answer with and without it, t the price of a token for which a
-user waits. A context whose expected questions stay below break-even is left alone; where B <= b
-sleep never pays, and nothing is divided.
+S is the number of sleep tokens, b and B the tokens of an answer with and without sleep, t the price
+of a token generated while a user waits. A context with fewer expected questions than break-even is
+left alone; where B <= b sleep never pays, and nothing is divided.
 
-S, b and B are means of what contexts of the same length (and questions as predictable) took, of all
-where those are few. Records are immutable and no clock is read: equal sights, equal decisions.
+S, b and B are means over contexts of similar length and predictability; over all contexts while
+those are few. Records are immutable and no clock is read: equal observations give equal decisions.
 
 Source: the cost model of Lin et al. 2025, section 5.3, https://arxiv.org/abs/2504.13171.
 """
@@ -25,24 +25,24 @@ import numpy as np
 
 from seerjax import fields
 
-MAX_SIGHTS = 1024  # Contexts whose numbers of questions are remembered.
-# Edges between bins of predictability, nats a token; a question of -1 is likelier than one of -3.
+MAX_SIGHTS = 1024  # Contexts of which the number of questions is remembered.
+# Bin edges of predictability, in nats a token; a question of -1 is likelier than one of -3.
 PREDICTABILITY_EDGES = (-3.0, -2.0, -1.5, -1.0)
 
 
 def break_even(
   *, sleep_tokens: float, full_tokens: float, short_tokens: float, latency_price: float
 ) -> float:
-  """Returns how many questions pay for sleep, infinity where none ever do.
+  """Returns the number of questions from which on sleep pays; infinity if it never does.
 
   Args:
-    sleep_tokens: S, of one context.
+    sleep_tokens: S, for one context.
     full_tokens: B, of an answer without sleep.
-    short_tokens: b, of an answer with it.
-    latency_price: t, of a token for which a user waits, in tokens of sleep.
+    short_tokens: b, of an answer with sleep.
+    latency_price: t, the price of a token generated while a user waits, in tokens of sleep.
 
   Raises:
-    ValueError: for a price that is not above 0, or a count below 0.
+    ValueError: if the price is not positive, or a count is negative.
   """
   if not 0 < latency_price < math.inf:
     raise ValueError(
@@ -60,13 +60,13 @@ def break_even(
 
 
 def predictability(logprobs: np.ndarray) -> float:
-  """Returns how likely a question is after its context, in nats a token.
+  """Returns the mean log-probability of a question after its context, in nats a token.
 
   Args:
-    logprobs: f32[t], of the question's tokens, as the engine scores them when they are forced.
+    logprobs: f32[t], of the question's tokens, as the engine scores them under forced generation.
 
   Raises:
-    ValueError: for no token, or a value that is no log-probability.
+    ValueError: for no tokens, or a value above 0.
   """
   values = [float(value) for value in logprobs]
   if not values or not all(value <= 0 for value in values):
@@ -78,11 +78,11 @@ def predictability(logprobs: np.ndarray) -> float:
 
 
 class Kind(NamedTuple):
-  """What contexts have to have in common to be counted together.
+  """Properties by which contexts are grouped for statistics.
 
   Attributes:
-    length: bits of the context's number of tokens: 6 is 32 to 63.
-    bin: of predictability, 0 the least; -1 if that is not known.
+    length: bit length of the number of tokens: 6 means 32 to 63.
+    bin: bin of predictability, 0 the lowest; -1 if unknown.
   """
 
   length: int
@@ -93,11 +93,11 @@ def kind_of(num_tokens: int, predicted: float | None = None) -> Kind:
   """Returns the kind of a context.
 
   Args:
-    num_tokens: of the context.
-    predicted: predictability of its questions, nats a token; None if that is not known.
+    num_tokens: tokens of the context.
+    predicted: predictability of its questions in nats a token; None if unknown.
 
   Raises:
-    ValueError: for no token.
+    ValueError: if `num_tokens` is below 1.
   """
   if num_tokens < 1:
     raise ValueError(
@@ -108,10 +108,10 @@ def kind_of(num_tokens: int, predicted: float | None = None) -> Kind:
 
 
 class Mean(NamedTuple):
-  """A mean of counts, exactly.
+  """An exact mean of counts.
 
   Attributes:
-    count: of values.
+    count: number of values.
     total: their sum.
   """
 
@@ -119,19 +119,19 @@ class Mean(NamedTuple):
   total: int = 0
 
   def plus(self, value: int) -> Mean:
-    """Returns the mean with one value more."""
+    """Returns the mean with one more value."""
     return Mean(self.count + 1, self.total + int(value))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-  """What was seen so far; see `saw_context`.
+  """Statistics so far; extended by `saw_sleep`, `saw_answer` and `saw_end`.
 
   Attributes:
     sleep: S by kind.
     short: b by kind.
     full: B by kind.
-    questions: numbers of questions of the last contexts that are over, oldest first.
+    questions: question counts of the most recent closed contexts, oldest first.
   """
 
   sleep: Mapping[Kind, Mean] = dataclasses.field(default_factory=dict)
@@ -148,33 +148,33 @@ def _plus(means: Mapping[Kind, Mean], kind: Kind, values: Sequence[int]) -> dict
 
 
 def saw_sleep(seen: Seen, kind: Kind, num_tokens: int) -> Seen:
-  """Returns what was seen with one sleep more, of all its tokens."""
+  """Returns the statistics with one more sleep, given its total tokens."""
   return dataclasses.replace(seen, sleep=_plus(seen.sleep, kind, [num_tokens]))
 
 
 def saw_answer(seen: Seen, kind: Kind, num_tokens: int, *, has_slept: bool) -> Seen:
-  """Returns what was seen with one answer more, with or without sleep."""
+  """Returns the statistics with one more answer, with or without sleep."""
   if has_slept:
     return dataclasses.replace(seen, short=_plus(seen.short, kind, [num_tokens]))
   return dataclasses.replace(seen, full=_plus(seen.full, kind, [num_tokens]))
 
 
 def saw_end(seen: Seen, num_questions: int) -> Seen:
-  """Returns what was seen with one context more that is over, and how many questions it got."""
+  """Returns the statistics with one more closed context and its number of questions."""
   return dataclasses.replace(seen, questions=(*seen.questions, int(num_questions))[-MAX_SIGHTS:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerConfig:
-  """What a planner takes for granted.
+  """Parameters of the cost model.
 
   Attributes:
-    latency_price: t.
-    num_trials: sleeps, and answers of either sort, of which a kind needs that many before it is
-      judged by itself; all kinds together need as many before anything is, and until then a context
-      is slept for, or left alone, to see.
-    prior_questions: a context is expected to get before any was seen.
-    prior_weight: contexts that this expectation counts for.
+    latency_price: t, the price of a token generated while a user waits.
+    num_trials: observations of S, of b and of B that a kind needs before it is judged separately.
+      All kinds together need as many before any is judged; until then contexts are slept on or
+      left alone to collect observations.
+    prior_questions: questions expected for a context without any observations.
+    prior_weight: number of observed contexts that the prior counts as.
   """
 
   latency_price: float = 10.0
@@ -201,7 +201,7 @@ class PlannerConfig:
 
 
 class Estimate(NamedTuple):
-  """What a context is expected to take, in tokens.
+  """Expected tokens for a context.
 
   Attributes:
     sleep_tokens: S.
@@ -215,7 +215,7 @@ class Estimate(NamedTuple):
 
 
 def _mean(means: Mapping[Kind, Mean], kind: Kind, num_trials: int) -> float | None:
-  """Returns the mean of a kind, of its length, or of all: the first that has seen enough."""
+  """Returns the mean of a kind, of its length, or of all: the first with enough observations."""
   candidates = (
     [mean for other, mean in means.items() if other == kind],
     [mean for other, mean in means.items() if other.length == kind.length],
@@ -229,7 +229,7 @@ def _mean(means: Mapping[Kind, Mean], kind: Kind, num_trials: int) -> float | No
 
 
 def estimate(seen: Seen, kind: Kind, config: PlannerConfig) -> Estimate | None:
-  """Returns what a context of a kind takes, None while too little was seen."""
+  """Returns the estimate for a kind; None while there are too few observations."""
   trials = config.num_trials
   found = [_mean(means, kind, trials) for means in (seen.sleep, seen.short, seen.full)]
   if any(value is None for value in found):
@@ -238,12 +238,12 @@ def estimate(seen: Seen, kind: Kind, config: PlannerConfig) -> Estimate | None:
 
 
 def expected_questions(seen: Seen, num_asked: int, config: PlannerConfig) -> float:
-  """Returns how many more questions a context gets that has got `num_asked`.
+  """Returns how many more questions to expect for a context that got `num_asked` so far.
 
-  The mean of what contexts that got as many got beyond that, with the prior among them.
+  It is the mean, with the prior, of further questions over contexts that got at least as many.
 
   Raises:
-    ValueError: for a count below 0.
+    ValueError: if the count is negative.
   """
   if num_asked < 0:
     raise ValueError(
@@ -256,14 +256,14 @@ def expected_questions(seen: Seen, num_asked: int, config: PlannerConfig) -> flo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-  """What is done about one context.
+  """Decision about one context.
 
   Attributes:
-    should_sleep: whether it is slept for.
+    should_sleep: whether to sleep on it.
     why: "pays", "below break-even", "never pays", "to see S and b" or "to see B".
-    break_even: questions that pay for sleep; infinity where it never pays, NaN while unknown.
-    expected_questions: that are still to come.
-    expected: what the context takes, None while unknown.
+    break_even: questions from which on sleep pays; infinity if it never does, NaN if unknown.
+    expected_questions: further questions expected.
+    expected: expected tokens; None if unknown.
   """
 
   should_sleep: bool
@@ -274,18 +274,18 @@ class Decision:
 
 
 def decide(seen: Seen, kind: Kind, num_asked: int, config: PlannerConfig) -> Decision:
-  """Returns whether to sleep for a context.
+  """Returns whether to sleep on a context.
 
   Args:
-    seen: so far.
-    kind: of the context.
-    num_asked: questions that it has got already.
-    config: the price, and what was never seen.
+    seen: statistics so far.
+    kind: kind of the context.
+    num_asked: questions that it has received.
+    config: price, prior and number of trials.
   """
   to_come = expected_questions(seen, num_asked, config)
   expected = estimate(seen, kind, config)
   if expected is None:
-    # Each is tried as long as it is seen less than the other.
+    # Explore the option, sleep or no sleep, that has fewer observations.
     num_slept, num_full = (
       sum(mean.count for mean in means.values()) for means in (seen.short, seen.full)
     )
@@ -313,13 +313,13 @@ def decide(seen: Seen, kind: Kind, num_asked: int, config: PlannerConfig) -> Dec
 
 
 class Realised(NamedTuple):
-  """What a context came to, beside what was predicted for it.
+  """Actual cost of a context, and its predicted break-even.
 
   Attributes:
-    num_questions: that it got.
-    cost: with what was done, in tokens of sleep.
-    predicted_break_even: of the decision.
-    break_even: with the S and b that it took, and the B that its kind takes; NaN without sleep.
+    num_questions: number of questions.
+    cost: total cost in tokens of sleep.
+    predicted_break_even: break-even of the decision.
+    break_even: break-even with the actual S and b, and the mean B of its kind; NaN without sleep.
   """
 
   num_questions: int
@@ -336,13 +336,13 @@ def realised(
   full_tokens: float,
   config: PlannerConfig,
 ) -> Realised:
-  """Returns what a context came to, for the log.
+  """Returns the actual cost of a context, for the log.
 
   Args:
-    decision: what was done.
-    sleep_tokens: that were spent on it.
-    answer_tokens: of each answer.
-    full_tokens: B, what an answer of its kind takes without sleep.
+    decision: the decision for the context.
+    sleep_tokens: tokens spent on sleep.
+    answer_tokens: tokens of each answer.
+    full_tokens: B, mean tokens of an answer of its kind without sleep.
     config: the price.
   """
   count = len(answer_tokens)

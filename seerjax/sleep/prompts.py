@@ -1,11 +1,12 @@
-"""What sleepers and wakers are told: for a model that follows orders, and for one that was taught.
+"""Prompts of sleepers and wakers, for instruction-following models and for trained ones.
 
-A sleeper that follows orders replies "rethink_memory" and its whole new notes, which replace the
-old ones, or "finish_rethinking". A taught one (nano) is asked once and writes what it was trained
-to write; its answers have lengths where others have verbosities, since it follows no order.
+A sleeper rewrites a context, a waker answers a question from the rewrite. An instruction-following
+sleeper replies "rethink_memory" with its complete new notes, which replace the old ones, or
+"finish_rethinking". A trained one (nano) is called once and writes what it was trained to write; it
+follows no instructions, so its answers have trained lengths instead of verbosities.
 
 Source: the tools rethink_memory and finish_rethinking of Lin et al. 2025, appendix K,
-https://arxiv.org/abs/2504.13171; the words are ours.
+https://arxiv.org/abs/2504.13171; the wording is ours.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _GUESSER = "No question is given. Guess the likeliest one, and answer it."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
-  """How a kind of model is asked.
+  """Prompts for one kind of model.
 
   Attributes:
-    sleep: (context, notes so far, number of the call) -> conversation.
+    sleep: (context, notes so far, call number) -> conversation.
     read: (reply, notes so far) -> (notes, whether the sleeper has finished).
     wake: (question, context, rewrite, verbosity) -> conversation; context or rewrite may be "".
-    leak: (context, verbosity) -> conversation without any question.
+    leak: (context, verbosity) -> conversation without a question.
     joined: several rewrites of one context -> one.
-    rule: context -> a rewrite that takes no thought; "" if there is none.
-    facts: context -> a perfect rewrite; "" if that is not known.
-    anticipated: rewrite -> questions that it could answer, the likeliest first.
-    num_verbosities: how many there are, the shortest answers first.
+    rule: context -> a rewrite made by a fixed rule; "" if there is none.
+    facts: context -> a perfect rewrite; "" if it is unknown.
+    anticipated: rewrite -> questions that it could answer, most likely first.
+    num_verbosities: number of verbosities, which are ordered from short to long.
   """
 
   sleep: Callable[[StatefulContext, str, int], tuple[Message, ...]]
@@ -72,9 +73,9 @@ def _told(system: str, text: str) -> tuple[Message, ...]:
 
 
 def read_reply(reply: str, notes: str) -> tuple[str, bool]:
-  """Returns (notes, whether the sleeper has finished) after its reply.
+  """Returns (notes, whether the sleeper has finished) after a reply.
 
-  A reply without either word is taken for the notes; an empty one finishes.
+  A reply with neither word counts as notes; an empty one finishes.
   """
   lines = reply.strip().split("\n")
   is_finished = lines[-1].strip() == FINISH or not reply.strip()
@@ -89,18 +90,18 @@ def read_reply(reply: str, notes: str) -> tuple[str, bool]:
 def ordered(
   task: StatefulTask, *, rule: Callable[[StatefulContext], str] = lambda context: ""
 ) -> Prompts:
-  """Returns prompts for a model that follows orders: five verbosities, notes thought over again.
+  """Returns prompts for an instruction-following model: five verbosities, repeated rethinking.
 
   Args:
-    task: what is asked.
-    rule: context -> a rewrite that takes no thought.
+    task: source of the prompts.
+    rule: context -> a rewrite made by a fixed rule.
   """
 
   return _ordered(task.sleep_prompt, task.wake_prompt, task.facts, rule)
 
 
 def general() -> Prompts:
-  """Returns prompts for a model that follows orders, and contexts of no task: any text."""
+  """Returns prompts for an instruction-following model and contexts of any text."""
 
   def wake(question: str, context: str, rewritten: str) -> str:
     return stateful.joined_prompt(question, context, rewritten, joint="\n\n")
@@ -134,7 +135,7 @@ def _ordered(
 
 
 def taught(task: StatefulWordProblems) -> Prompts:
-  """Returns prompts for a model that was trained on this task: four lengths, one call a sleeper."""
+  """Returns prompts for a model trained on this task: four lengths, one call per sleeper."""
 
   def wake(question: str, context: str, rewritten: str, verbosity: int) -> tuple[Message, ...]:
     asked = stateful.with_length(question, stateful.LENGTHS[verbosity])

@@ -1,28 +1,28 @@
-"""Sleep-time compute by its published protocol: who knows what, when, and for how many tokens.
+"""Evaluates sleep-time compute by its published protocol: accuracy and tokens of each arm.
 
-  S(c) -> c'     before the question, up to ten rewrites, k of them side by side
-  T(q, c')       after it: few tokens b in place of B
+  S(c) -> c'     before the question, up to ten calls, k sleepers in parallel
+  T(q, c')       after it: few tokens b instead of B
 
-| arm     | is asked with                        | its answer is                                   |
+| arm     | reads                                | its answer is                                   |
 |---------|--------------------------------------|-------------------------------------------------|
 | "test"  | q and c                              | the baseline T_B(q, c)                          |
-| "cache" | q and c, whose KV is kept            | that of "test": kept KV saves prefill alone     |
+| "cache" | q and c with its KV cached           | that of "test": cached KV saves prefill only    |
 | "wake"  | q and k rewrites                     | T_b(q, c')                                      |
 | "both"  | q, c and k rewrites                  | T_b(q, c, c')                                   |
-| "facts" | q and a perfect rewrite              | what a better sleeper would allow               |
-| "rule"  | q and a rewrite that took no thought | what shortening alone does                      |
-| "leak"  | c without q                          | what can be had without any question            |
-| "pass"  | q and c, several times               | right if any is, within "wake"'s test tokens    |
-| "same"  | q and c, several times               | the commonest, within all tokens of "wake", its |
+| "facts" | q and a perfect rewrite              | the bound for a better sleeper                  |
+| "rule"  | q and a rewrite by a fixed rule      | the effect of shortening alone                  |
+| "leak"  | c without q                          | what is possible without any question           |
+| "pass"  | q and c, several times               | correct if any is, within "wake"'s test tokens  |
+| "same"  | q and c, several times               | the majority, within all tokens of "wake",      |
 |         |                                      | sleep included: the same total without sleep    |
 
-Each arm is run at every verbosity, "test" and "wake" also with hard cuts of their answers (which
-flatter sleep: a cut answer is no answer). "pass" and "same" take whole answers until their budget
-is used, and so overshoot it by less than one, in the baseline's favour. Where a sleeper left
-nothing, a waker reads the raw context.
+Each arm runs at every verbosity, "test" and "wake" also with hard cuts of their answers (which
+favour sleep, because a cut answer counts as none). "pass" and "same" sample whole answers until
+their budget is used, so they overshoot it by less than one answer, in the baseline's favour. If a
+sleeper produced no rewrite, the waker reads the raw context.
 
-Answers are functions of their calls (`thinkers.Call`), so that neither order nor interruption moves
-one; what is the same call in two arms is asked once.
+Answers are functions of their calls (`thinkers.Call`), so neither order nor interruption changes
+one; a call that occurs in two arms is made once.
 
 Source: Lin et al. 2025, https://arxiv.org/abs/2504.13171.
 """
@@ -46,29 +46,29 @@ from seerjax.types import Problem, Verdict
 
 ARMS = ("test", "cache", "wake", "both", "facts", "rule", "leak", "pass", "same")
 MAX_RETHINKS = 10
-# Set apart so that a sleeper's noise is no waker's.
+# Distinguishes the seeds of sleepers from those of wakers.
 _SLEEP, _WAKE = 1, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtocolConfig:
-  """Which arms are run, and with which budgets.
+  """Arms and budgets of an evaluation.
 
   Attributes:
-    arms: of `ARMS`.
-    verbosities: places among those of the prompts; empty for all.
-    parallel: numbers of rewrites that a waker is given side by side.
+    arms: arms to run, of `ARMS`.
+    verbosities: indices of verbosities; empty for all.
+    parallel: numbers of rewrites given to a waker together.
     max_rethinks: most calls of one sleeper.
-    sleep_tokens: most tokens of one of its calls.
+    sleep_tokens: most tokens of one call of a sleeper.
     wake_tokens: most tokens of an answer.
     cuts: further, lower limits of an answer, for "test" and "wake".
-    sleep_temperature: of the first sleeper.
-    parallel_temperature: of those beside it.
-    wake_temperature: of answers.
-    sample_temperature: of answers after the first, in "pass" and "same".
-    max_samples: most answers to one question there.
-    seed: of the run.
-    num_at_once: contexts that are worked on side by side.
+    sleep_temperature: temperature of the first sleeper.
+    parallel_temperature: temperature of the other sleepers.
+    wake_temperature: temperature of answers.
+    sample_temperature: temperature of later samples in "pass" and "same".
+    max_samples: most samples per question in "pass" and "same".
+    seed: seed of the run.
+    num_at_once: contexts processed concurrently.
   """
 
   arms: tuple[str, ...] = ARMS
@@ -113,8 +113,8 @@ class Item:
   """A context with its questions.
 
   Attributes:
-    context: what may be read early.
-    questions: about it, at least one.
+    context: the context, which sleepers read.
+    questions: questions about it, at least one.
   """
 
   context: StatefulContext
@@ -138,25 +138,25 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-  """What one arm came to with one question.
+  """Result of one arm on one question.
 
   Attributes:
-    context_id: of the context.
-    problem_id: of the question.
+    context_id: id of the context.
+    problem_id: id of the question.
     arm: of `ARMS`.
-    verbosity: at which it was asked.
-    num_parallel: rewrites that were read, 0 for none.
+    verbosity: index of the verbosity.
+    num_parallel: rewrites read; 0 for none.
     max_tokens: limit of the answer.
-    reward: of the verdict, 0 without an answer.
-    is_correct: the verdict's.
-    num_tokens: generated after the question came.
-    num_prompt_tokens: read after it came, 0 if that is not known.
-    num_sleep_tokens: generated before, for all the context's questions together.
-    num_sharing: questions that share these.
-    num_samples: answers to this question.
-    is_fallback: whether the raw context was read in place of a rewrite that is not there.
-    finish_reason: of the answer; "" without one.
-    error: why there is no answer; "" where there is one.
+    reward: reward of the verdict; 0 without an answer.
+    is_correct: `correct` of the verdict.
+    num_tokens: tokens generated after the question arrived.
+    num_prompt_tokens: prompt tokens read after it arrived; 0 if unknown.
+    num_sleep_tokens: tokens generated before, for all questions of the context together.
+    num_sharing: number of questions that share `num_sleep_tokens`.
+    num_samples: answers sampled for this question.
+    is_fallback: whether the raw context was read because there was no rewrite.
+    finish_reason: finish reason of the answer; "" without one.
+    error: why there is no answer; "" if there is one.
   """
 
   context_id: str
@@ -177,13 +177,13 @@ class Row:
   error: str = ""
 
   def cost(self, latency_price: float) -> float:
-    """Returns the price of the question, in tokens of sleep: t * b + S / N_q.
+    """Returns the cost of the question in tokens of sleep: t * b + S / N_q.
 
     Args:
-      latency_price: t, of a token for which a user waits.
+      latency_price: t, the price of a token generated while a user waits.
 
     Raises:
-      ValueError: for a price that is not above 0.
+      ValueError: if the price is not positive.
     """
     if not latency_price > 0:
       raise ValueError(
@@ -194,13 +194,13 @@ class Row:
 
 
 class Slept(NamedTuple):
-  """What a sleeper left.
+  """Result of one sleeper.
 
   Attributes:
-    notes: its rewrite, "" if it left none.
-    num_tokens: generated.
-    num_calls: of the sleeper.
-    error: why a call had no answer; what was written before it stays.
+    notes: the rewrite; "" if there is none.
+    num_tokens: tokens generated.
+    num_calls: calls made.
+    error: why a call failed; earlier notes are kept.
   """
 
   notes: str
@@ -210,7 +210,7 @@ class Slept(NamedTuple):
 
 
 def items(task: StatefulTask, split: str, places: Iterable[int]) -> tuple[Item, ...]:
-  """Returns contexts of a split with their questions, by their places."""
+  """Returns contexts of a split, with their questions, by index."""
   contexts = task.contexts(split)
   return tuple(
     Item(context=contexts[place], questions=task.questions(split, place)) for place in places
@@ -225,17 +225,17 @@ def run(
   ask: Ask,
   config: ProtocolConfig = ProtocolConfig(),
 ) -> Iterator[tuple[Row, ...]]:
-  """Runs all arms over contexts, and yields the rows of each context in their order.
+  """Runs all arms on contexts, and yields the rows of each context in order.
 
   Args:
     given: contexts with their questions.
-    prompts: how this model is asked.
-    verdict: (problem, answer) -> what it is worth.
-    ask: answers calls; that of `CallJournal.asking` lets a killed run go on.
+    prompts: prompts for the model.
+    verdict: (problem, answer) -> verdict.
+    ask: runs calls; wrap it in `CallJournal.asking` to make the run resumable.
     config: arms and budgets.
 
   Raises:
-    ValueError: if the prompts lack a verbosity that is asked for.
+    ValueError: if a configured verbosity does not exist.
   """
   verbosities = config.verbosities or tuple(range(prompts.num_verbosities))
   if max(verbosities) >= prompts.num_verbosities:
@@ -282,7 +282,7 @@ def _run(
       num_yielded += 1
 
 
-# One context: what it asks for, round by round, and its rows in the end.
+# Evaluation of one context: yields rounds of calls, takes answers, returns rows.
 _Rows = Generator[tuple[Call, ...], Sequence[Answer], tuple[Row, ...]]
 
 
@@ -316,15 +316,15 @@ def _rows(
 def sleeping(
   context: StatefulContext, prompts: Prompts, config: ProtocolConfig, num_jobs: int
 ) -> Generator[tuple[Call, ...], Sequence[Answer], tuple[Slept, ...]]:
-  """Yields the calls of several sleepers of one context, takes answers, returns what they left.
+  """Runs the sleepers of one context: yields calls, takes answers, returns the results.
 
-  A sleeper's seeds follow from the context, its number and the call's alone.
+  A sleeper's seeds depend only on the context, the sleeper's number and the call's number.
 
   Args:
-    context: that is read.
-    prompts: how this model is asked.
+    context: the context to rewrite.
+    prompts: prompts for the model.
     config: budgets and temperatures.
-    num_jobs: sleepers, each on its own.
+    num_jobs: number of independent sleepers.
   """
   text = thinkers.number_of(context.text)
   slept = [Slept("", 0, 0)] * num_jobs
@@ -359,7 +359,7 @@ def sleeping(
 def _answered(
   calls: Iterable[Call],
 ) -> Generator[tuple[Call, ...], Sequence[Answer], dict[str, Answer]]:
-  """Yields different calls once, and returns answers by key."""
+  """Yields the distinct calls once, and returns answers by key."""
   unique = tuple({call.key: call for call in calls}.values())
   if not unique:
     return {}
@@ -368,7 +368,7 @@ def _answered(
 
 
 class _Asked(NamedTuple):
-  """What a row is about, before there is an answer."""
+  """Description of a row before its answer is known."""
 
   arm: str
   place: int
@@ -380,7 +380,7 @@ class _Asked(NamedTuple):
 
 
 def _call(messages: tuple[Message, ...], config: ProtocolConfig, sample: int = 0) -> Call:
-  """Returns the call for a waker's answer number `sample`."""
+  """Returns the call for sample number `sample` of a waker's answer."""
   number = thinkers.number_of(thinkers.digest([dict(message) for message in messages]))
   return Call(
     messages=messages,
@@ -397,7 +397,10 @@ def _asked(
   verbosities: tuple[int, ...],
   slept: tuple[Slept, ...],
 ) -> list[tuple[_Asked, Call]]:
-  """Returns the arms that ask each question once, "test" and "wake" where others count on them."""
+  """Returns the calls of arms with one answer per question.
+
+  "test" and "wake" are included if "pass" or "same" needs them.
+  """
   text = item.context.text
   found: list[tuple[_Asked, Call]] = []
   arms = {*config.arms}
@@ -476,7 +479,7 @@ def _cut_rows(
   verdict: Callable[[Problem, str], Verdict],
   config: ProtocolConfig,
 ) -> Generator[tuple[Call, ...], Sequence[Answer], list[Row]]:
-  """Returns "test" and "wake" with hard cuts; what ends before the cut is not asked again."""
+  """Returns rows of "test" and "wake" with hard cuts; reuses answers that end before the cut."""
   cuts: list[tuple[_Asked, Call, Answer | None]] = []
   for one, call in asked:
     for limit in config.cuts if one.arm in ("test", "wake") else ():
@@ -491,7 +494,7 @@ def _cut_rows(
 
 
 class _Samples:
-  """The answers to one question so far, and what they may still cost."""
+  """The sampled answers to one question, and their budgets."""
 
   def __init__(self, first: Completed, wake: Completed, sleep_share: float):
     self.answers = [first]
@@ -504,7 +507,7 @@ class _Samples:
     return sum(answer.num_tokens for answer in self.answers)
 
   def within(self, budget: float) -> list[Completed]:
-    """Returns the answers that were begun before the budget was used, one at least."""
+    """Returns the answers that started before the budget was used up; at least one."""
     found, used = [self.answers[0]], self.answers[0].num_tokens
     for answer in self.answers[1:]:
       if used >= budget:
@@ -522,7 +525,7 @@ def _budget_rows(
   verdict: Callable[[Problem, str], Verdict],
   config: ProtocolConfig,
 ) -> Generator[tuple[Call, ...], Sequence[Answer], list[Row]]:
-  """Returns "pass" and "same": several answers without sleep, for what "wake" cost."""
+  """Returns rows of "pass" and "same": several answers without sleep, at the cost of "wake"."""
   arms = [arm for arm in ("pass", "same") if arm in config.arms]
   if not arms:
     return []
@@ -569,12 +572,12 @@ def _budget_rows(
 
 
 def _best(judged: Sequence[Verdict]) -> int:
-  """Returns the place of the best verdict, the first of equals: what an oracle would choose."""
+  """Returns the index of the best verdict, the first of equals, as an oracle would choose."""
   return max(range(len(judged)), key=lambda i: (judged[i].reward, -i))
 
 
 def _commonest(judged: Sequence[Verdict]) -> int:
-  """Returns the first place of the commonest answer, of the earliest where several are."""
+  """Returns the index of the first majority answer; ties go to the earliest."""
   counts = collections.Counter(one.answer for one in judged if one.well_formed)
   if not counts:
     return 0
@@ -583,10 +586,10 @@ def _commonest(judged: Sequence[Verdict]) -> int:
 
 
 def mean_cost(rows: Sequence[Row], latency_price: float) -> float:
-  """Returns the mean price of a question over the rows that have answers, in tokens of sleep.
+  """Returns the mean cost of a question over the rows with an answer, in tokens of sleep.
 
   Raises:
-    ValueError: as `Row.cost`, and if no row has an answer.
+    ValueError: see `Row.cost`; also if no row has an answer.
   """
   costs = [row.cost(latency_price) for row in rows if not row.error]
   if not costs:

@@ -1,20 +1,20 @@
-"""Sleeps for contexts in the background of an engine that others ask questions.
+"""Runs sleep-time compute as background requests of an engine that also serves questions.
 
   contexts  --planner: does it pay?-->  jobs  --background requests-->  rewrites, on disk
                                                |
-     pins of prompts' starts, drafts of the context's questions   <---  of each rewrite,
-     and of answers to anticipated questions
+     pinned prompt prefixes, drafts for questions about the context  <---  from each rewrite
+     and from answers to anticipated questions
 
-Between two steps of the engine its owner calls `advance`, and `take` with what has finished. A job
-is one sleeper of one version of a context. Its seeds follow from the context's digest, the job's
-number and the call's, never from when it began, so that it leaves the same rewrite under any load.
-A job that is cut short leaves nothing and is begun again, from the registry alone: a kill loses the
-jobs in work, and `stop` (before new weights) does no more.
+Between two engine steps, the owner calls `advance`, and `take` with finished completions. A job is
+one sleeper of one version of a context. Its seeds depend on the context's digest, the job number
+and the call number, not on when it starts, so it produces the same rewrite under any load. An
+aborted job leaves nothing and is restarted from the registry: a crash or `stop` (called before new
+weights) loses only running jobs.
 
-How predictable the questions of contexts are is scored in the background, too: the engine is made
-to say each question after its context, and the planner judges contexts of one kind by it.
+Predictability of questions is also scored in the background: the engine is forced to generate each
+question after its context, and the planner groups contexts by the scores.
 
-No clock decides: what is slept for follows from what was registered, asked and seen.
+Decisions depend on what was registered, asked and measured, never on a clock.
 """
 
 from __future__ import annotations
@@ -41,29 +41,28 @@ from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.tasks.stateful import StatefulContext
 from seerjax.types import Completion, Request, SamplingParams
 
-NAME = "\0sleep"  # Begins the names of our requests; no other's does.
-_SEEDS = 3  # Set apart from the seeds of `protocol`.
-_ANTICIPATED = MAX_RETHINKS  # The call of an anticipated answer: no sleeper has as many.
-# Two that differ at both ends: what their prompts share is of no question.
+NAME = "\0sleep"  # Prefix of the request ids of this module; no other request has it.
+_SEEDS = 3  # Distinct from the seed streams of `protocol`.
+_ANTICIPATED = MAX_RETHINKS  # Call number of anticipated answers; no sleeper reaches it.
+# Two questions that differ at both ends: their prompts share only what is not the question.
 _ANY_QUESTIONS = ("How many?", "Who has 1.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunnerConfig:
-  """How much is slept, and how.
+  """Budgets of sleep-time compute.
 
   Attributes:
-    num_jobs: sleepers of one context, each of which leaves a rewrite.
+    num_jobs: sleepers per context; each produces a rewrite.
     max_rethinks: most calls of one sleeper.
-    sleep_tokens: most tokens of one of its calls.
-    temperature: of the first sleeper.
-    parallel_temperature: of those beside it.
-    num_at_once: jobs in work.
-    num_anticipated: questions that are answered ahead of time, for drafts; as many of
-      `Prompts.anticipated` at most.
+    sleep_tokens: most tokens of one call.
+    temperature: temperature of the first sleeper.
+    parallel_temperature: temperature of the other sleepers.
+    num_at_once: most jobs that run concurrently.
+    num_anticipated: most questions of `Prompts.anticipated` to answer ahead of time, for drafts.
     answer_tokens: most tokens of such an answer.
-    verbosity: of the answers whose prompts are pinned; a place among those of the prompts.
-    seed: of the run.
+    verbosity: verbosity of the answers whose prompts are pinned, as an index.
+    seed: seed of the run.
   """
 
   num_jobs: int = 1
@@ -100,20 +99,19 @@ def job_seed(seed: int, context_id: str, job: int, number: int) -> int:
   """Returns the seed of a sleeper's call.
 
   Args:
-    seed: of the run.
+    seed: seed of the run.
     context_id: digest of the context.
     job: number of the sleeper.
-    number: of the call.
+    number: number of the call.
   """
   return groups.request_seed(seed, _SEEDS, thinkers.number_of(context_id), job, number)
 
 
 def group_of(context: Context) -> str:
-  """Returns the `Request.group_id` of a context's questions: the drafts of its rewrites are theirs.
+  """Returns the `Request.group_id` of questions about a context, which share its drafts.
 
-  Their `Request.namespace` is the context's: so they find its pages and drafts.
-
-  Another namespace's, or version's, is another one.
+  Their `Request.namespace` is the context's, so that they find its pages and drafts. Every
+  namespace and version has a separate group.
   """
   named = [context.namespace, context.name, context.version, context.context_id]
   return f"context {hashlib.sha256(repr(named).encode()).hexdigest()[:32]}"
@@ -123,9 +121,9 @@ class Key(NamedTuple):
   """A version of a context.
 
   Attributes:
-    namespace: whose.
-    name: in the namespace.
-    version: of it.
+    namespace: namespace of the context.
+    name: name in the namespace.
+    version: version number.
   """
 
   namespace: str
@@ -134,36 +132,36 @@ class Key(NamedTuple):
 
 
 class Start(NamedTuple):
-  """A start of prompts that is pinned.
+  """A pinned prefix of prompts.
 
   Attributes:
-    namespace: whose.
-    tokens: of it.
+    namespace: namespace of the prompts.
+    tokens: token ids of the prefix.
   """
 
   namespace: str
   tokens: tuple[int, ...]
 
 
-# What a job asks for, call by call; takes texts and returns its notes.
+# The calls of a job; receives replies and returns the notes.
 _Calls = Generator[Call, str, str]
 
 
 @dataclasses.dataclass
 class _Job:
-  """A sleeper in work."""
+  """A running sleeper."""
 
   context: Context
   job: int
   seed: int
   calls: _Calls
   num_tokens: int = 0
-  is_truncated: bool = False  # Whether its last call was cut at its limit.
+  is_truncated: bool = False  # Whether the last call hit its token limit.
 
 
 @dataclasses.dataclass
 class _Account:
-  """What is known of a version of a context."""
+  """State of one version of a context."""
 
   decision: Decision | None = None
   num_asked: int = 0
@@ -172,16 +170,16 @@ class _Account:
   starts: list[Start] = dataclasses.field(default_factory=list)
   scores: list[float] = dataclasses.field(default_factory=list)
   prepared: tuple[str, ...] = ()
-  num_truncated: int = 0  # Sleepers without a rewrite whose last call was cut.
+  num_truncated: int = 0  # Jobs without a rewrite whose last call hit its limit.
 
   @property
   def predicted(self) -> float | None:
-    """Predictability of its questions so far, nats a token; None while none is scored."""
+    """Mean predictability of the questions so far, in nats a token; None without a score."""
     return math.fsum(self.scores) / len(self.scores) if self.scores else None
 
 
 class _Answered(NamedTuple):
-  """An answer that counts once its question is scored."""
+  """An answer that is recorded once its question is scored."""
 
   context: Context
   num_tokens: int
@@ -189,12 +187,12 @@ class _Answered(NamedTuple):
 
 
 class Runner:
-  """The sleep of one engine and one registry, with one writer, which calls it between two steps.
+  """Sleep-time compute of one engine and one registry. Called by one owner between engine steps.
 
   Attributes:
-    seen: S, b, B and numbers of questions so far; may be set to what an earlier runner had seen.
-    jobs: what became of jobs.
-    realised: what contexts came to that are over, beside what was predicted; the last are last.
+    seen: statistics of S, b, B and question counts; may be set to those of an earlier runner.
+    jobs: job counts.
+    realised: actual and predicted costs of closed contexts, oldest first.
   """
 
   def __init__(
@@ -207,18 +205,18 @@ class Runner:
     planner_config: PlannerConfig | None = None,
     seen: Seen | None = None,
   ):
-    """Makes a runner. `Contexts.on_drop` has to be told to call `dropped`.
+    """Initialises the runner. `Contexts.on_drop` must call `dropped`.
 
     Args:
-      engine: others may use it, too.
+      engine: may also serve other requests.
       contexts: the registry.
-      prompts: how this model is asked.
+      prompts: prompts for the model.
       config: budgets.
-      planner_config: the price of a token for which a user waits; its defaults if None.
-      seen: by an earlier runner; nothing if None.
+      planner_config: cost model; defaults if None.
+      seen: statistics of an earlier runner; empty if None.
 
     Raises:
-      ValueError: if the engine has no tokenizer, or the prompts lack `config.verbosity`.
+      ValueError: if the engine has no tokenizer, or `config.verbosity` does not exist.
     """
     if config.verbosity >= prompts.num_verbosities:
       raise ValueError(
@@ -228,31 +226,31 @@ class Runner:
     self._engine, self._contexts, self._prompts = engine, contexts, prompts
     self._config, self._planner_config = config, planner_config or PlannerConfig()
     self._thinker = EngineThinker(engine)
-    assert engine.tokenizer is not None  # Else there is no thinker.
+    assert engine.tokenizer is not None  # `EngineThinker` checks this.
     self._tokenizer = engine.tokenizer
     self.seen = seen or Seen()
     self.jobs = Jobs()
     self.realised: list[Realised] = []
     self._accounts: dict[Key, _Account] = {}
-    self._working: dict[str, _Job] = {}  # By the id of its request.
-    self._filling: dict[str, Start] = {}  # And of requests that fill a pin,
-    self._anticipating: dict[str, Key] = {}  # answer a question that has not come,
-    self._scoring: dict[str, _Answered] = {}  # or say one that has.
-    # Jobs that left nothing, which would leave nothing again.
+    self._working: dict[str, _Job] = {}  # Jobs by request id.
+    self._filling: dict[str, Start] = {}  # Requests that fill a pinned prefix,
+    self._anticipating: dict[str, Key] = {}  # answer an anticipated question,
+    self._scoring: dict[str, _Answered] = {}  # or score a question.
+    # Jobs that produced nothing; they are not repeated, because they are deterministic.
     self._over: set[tuple[Key, int]] = set()
     self._num_requests = 0
 
   @property
   def num_working(self) -> int:
-    """Jobs in work."""
+    """Number of running jobs."""
     return len(self._working)
 
   def progress(self, context: Context, *, step: int) -> Progress:
-    """Returns what became of a context's sleep so far.
+    """Returns the progress of a context.
 
     Args:
-      context: of the version that is there now.
-      step: of the registry.
+      context: a context in its current version.
+      step: step of the registry.
     """
     key = _key_of(context)
     account = self._accounts.get(key, _Account())
@@ -268,11 +266,11 @@ class Runner:
     )
 
   def advance(self, namespaces: Iterable[str], *, step: int) -> None:
-    """Begins what is worth doing, as far as there is room for it among the jobs.
+    """Starts jobs that pay, as far as slots are free.
 
     Args:
-      namespaces: whose contexts are slept for, first come first served.
-      step: of the registry.
+      namespaces: namespaces of the contexts, in order of priority.
+      step: step of the registry.
     """
     for namespace in namespaces:
       for name in self._contexts.names(namespace, step=step):
@@ -297,7 +295,7 @@ class Runner:
       self._begin(context, job)
 
   def _pays(self, context: Context) -> bool:
-    """Returns whether to sleep for a context; one that was begun is slept for to its end."""
+    """Returns whether to sleep on a context; a positive decision is never revoked."""
     account = self._accounts.setdefault(_key_of(context), _Account())
     if account.decision is None or not account.decision.should_sleep:
       account.decision = planner.decide(
@@ -308,13 +306,13 @@ class Runner:
   def answered(
     self, context: Context, num_tokens: int, *, has_slept: bool, question: str = ""
   ) -> None:
-    """Takes that a question about a context was answered, with a rewrite of it or without.
+    """Records an answer to a question about a context.
 
     Args:
-      context: as it was asked about; one that is gone since is not counted.
-      num_tokens: of the answer.
-      has_slept: whether a rewrite was read.
-      question: whose predictability is scored in the background; "" scores none.
+      context: the context in the version that the question used.
+      num_tokens: tokens of the answer.
+      has_slept: whether the answer used a rewrite.
+      question: question to score in the background; "" scores none.
     """
     account = self._accounts.setdefault(_key_of(context), _Account())
     account.num_asked += 1
@@ -334,14 +332,14 @@ class Runner:
     return planner.kind_of(self._num_tokens(context), predicted)
 
   def take(self, completions: Iterable[Completion], *, step: int) -> list[Completion]:
-    """Takes what has finished, and returns what is not ours.
+    """Processes finished requests of this runner, and returns the other completions.
 
     Args:
-      completions: of `Engine.poll`.
-      step: of the registry.
+      completions: result of `Engine.poll`.
+      step: step of the registry.
 
     Raises:
-      OSError: if the disk is full; the job's rewrite is lost, and every earlier one is there.
+      OSError: if the disk is full; only the job's new rewrite is lost.
     """
     others = []
     for completion in completions:
@@ -359,7 +357,7 @@ class Runner:
     return others
 
   def stop(self) -> None:
-    """Cuts all jobs short, which begin again: before `Engine.set_params`, or at the end."""
+    """Aborts all jobs, which restart later; call it before `Engine.set_params` and at the end."""
     for request_id in (
       *self._working, *self._filling, *self._anticipating, *self._scoring
     ):  # fmt: skip
@@ -368,12 +366,12 @@ class Runner:
     for answered in self._scoring.values():
       self._saw(answered)
     for key in self._anticipating.values():
-      self._accounts[key].prepared = ()  # To be anticipated again.
+      self._accounts[key].prepared = ()  # Anticipate again.
     for requests in (self._working, self._filling, self._anticipating, self._scoring):
       requests.clear()
 
   def dropped(self, dropped: Dropped) -> None:
-    """Lets all go that was made of a version: jobs, pins and drafts, before the next is served."""
+    """Releases jobs, pins and drafts of a dropped version, before the next one is served."""
     key = Key(dropped.namespace, dropped.name, dropped.version)
     for request_id, job in [*self._working.items()]:
       if _key_of(job.context) == key:
@@ -509,7 +507,7 @@ class Runner:
   # Pins, drafts and scores.
 
   def _prepare(self, context: Context, rewrites: Sequence[Rewrite]) -> None:
-    """Makes of a context's rewrites, once each, what helps its questions: also after a restart."""
+    """Prepares pins and drafts from a context's rewrites, once for each set; also on restart."""
     account = self._accounts.setdefault(_key_of(context), _Account())
     texts = tuple(one.text for one in rewrites)
     if texts == account.prepared:
@@ -525,7 +523,7 @@ class Runner:
       self._anticipate(context, joined)
 
   def _anticipate(self, context: Context, notes: str) -> None:
-    """Answers questions that may come; their answers are drafts of those that do."""
+    """Answers anticipated questions; the answers become drafts for real ones."""
     if not isinstance(self._engine.drafter, SuffixDrafter):
       return
     config = self._config
@@ -535,7 +533,7 @@ class Runner:
       call = Call(
         messages=self._prompts.wake(question, "", notes, config.verbosity),
         max_tokens=config.answer_tokens,
-        temperature=0.0,  # What is likeliest, however it will be sampled.
+        temperature=0.0,  # The most likely answer makes the best draft at any temperature.
         seed=job_seed(config.seed, context.context_id, number, _ANTICIPATED),
       )
       request_id = self._submit(call, context, group_id=group_of(context))
@@ -543,14 +541,14 @@ class Runner:
         self._anticipating[request_id] = _key_of(context)
 
   def _submit(self, call: Call, context: Context, **fields: Any) -> str:
-    """Submits a call in the background; returns its request's name, "" if it cannot be asked."""
+    """Submits a call as a background request; returns its id, or "" if it is invalid."""
     self._num_requests += 1
     request_id = f"{NAME} {self._num_requests}"
     try:
       request = self._thinker.request(call, request_id)
       request = dataclasses.replace(request, namespace=context.namespace, **fields)
       self._engine.submit(request, is_background=True)
-    except (NoAnswer, ValueError):  # Too long, for one.
+    except (NoAnswer, ValueError):  # For example, too long.
       return ""
     return request_id
 
@@ -559,12 +557,12 @@ class Runner:
     return self._tokenizer.chat_ids(list(messages))
 
   def _start(self, context: Context, notes: str) -> Start:
-    """Returns the start that all prompts of a context's questions share."""
+    """Returns the prefix shared by the prompts of all questions about a context."""
     one, other = (self._wake_ids(question, "", notes) for question in _ANY_QUESTIONS)
     return Start(context.namespace, tuple(one[: _num_alike(one, other)]))
 
   def _score(self, question: str, answered: _Answered) -> bool:
-    """Lets the engine say a question after its context; False if that cannot be asked."""
+    """Scores a question by forced generation after its context; returns False if impossible."""
     context = answered.context
     one, other = (self._wake_ids(any_one, context.text, "") for any_one in _ANY_QUESTIONS)
     ids = self._wake_ids(question, context.text, "")
@@ -597,7 +595,7 @@ class Runner:
     self._saw(answered)
 
   def _want(self, account: _Account, start: Start) -> None:
-    """Pins a start, if the quota has room for it, in place of the context's earlier ones."""
+    """Pins a prefix instead of the context's earlier ones, if the quota has room."""
     for before in account.starts:
       is_shared = any(
         other is not account and before in other.starts for other in self._accounts.values()
@@ -620,7 +618,7 @@ class Runner:
       self._engine.pin(start.tokens, namespace=start.namespace)
 
   def _fill_pins(self) -> None:
-    """Lets a background request write what a pin lacks: at first, and after new weights."""
+    """Submits requests that compute missing pages of pins: for new pins, and for new weights."""
     ours = {start for account in self._accounts.values() for start in account.starts}
     for pin in self._engine.pins:
       start = Start(pin.namespace, pin.tokens)
@@ -636,14 +634,14 @@ class Runner:
       self._filling[request_id] = start
 
   def _seed_drafts(self, context: Context, job: int, notes: str) -> None:
-    """Gives a rewrite to the suffix tree of the context's questions (`group_of`)."""
+    """Adds a rewrite to the suffix tree for questions about the context (`group_of`)."""
     drafter = self._engine.drafter
     if isinstance(drafter, SuffixDrafter):
       drafter.teach(f"{NAME} {job}", _drafts_of(context), self._ids(notes))
 
 
 def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:
-  """Returns how many first tokens two sequences share."""
+  """Returns the length of the common prefix of two sequences."""
   count = 0
   while count < min(len(one), len(other)) and one[count] == other[count]:
     count += 1
@@ -655,7 +653,7 @@ def _key_of(context: Context) -> Key:
 
 
 def _drafts_of(context: Context) -> str:
-  """Returns the name under which a drafter knows a context's questions."""
+  """Returns the drafter's group name for questions about a context."""
   one = Request(
     request_id="", prompt=(), group_id=group_of(context), namespace=context.namespace
   )
@@ -677,9 +675,9 @@ def _version_of(dropped: Dropped) -> Context:
 def sleep_to_end(
   runner: Runner, engine: Engine, namespaces: Sequence[str], *, step: int
 ) -> list[Completion]:
-  """Sleeps until nothing is worth doing, and returns what else has finished meanwhile."""
+  """Sleeps until no job is worth starting, and returns the other completions."""
   others: list[Completion] = []
-  has_news = True  # Whether there may be something to begin.
+  has_news = True  # Whether new jobs may be worth starting.
   while True:
     if has_news:
       runner.advance(namespaces, step=step)

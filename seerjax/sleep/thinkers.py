@@ -1,7 +1,7 @@
-"""Who answers a prompt, as far as the protocol of sleep knows: one method, and what it returns.
+"""Interface of the models that answer calls in sleep-time compute.
 
-Text of contexts, rewrites and answers is data. It stands in messages, whose turns only the chat
-template begins and ends (`models.chat_template`): no text in one ends its turn.
+Texts of contexts, rewrites and answers are data. They are put into messages whose boundaries only
+the chat template can write (`models.chat_template`), so no text can end its turn.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Message = Mapping[str, str]
 
 
 class NoAnswer(Exception):
-  """A thinker gives no answer to a call, and asking again would not help; says why."""
+  """A call failed, and a retry would not help; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completed:
-  """What a thinker said.
+  """A thinker's completion.
 
   Attributes:
-    text: of the answer.
-    num_tokens: generated, those of the answer's end and of hidden reasoning included.
-    num_prompt_tokens: that were read, 0 if that is not known.
-    finish_reason: "stop", or "length" where `max_tokens` cut it.
+    text: text of the completion.
+    num_tokens: generated tokens, including the end token and hidden reasoning.
+    num_prompt_tokens: prompt tokens; 0 if unknown.
+    finish_reason: "stop", or "length" if `max_tokens` was reached.
   """
 
   text: str
@@ -44,34 +44,34 @@ Answer = Completed | NoAnswer
 
 @runtime_checkable
 class Thinker(Protocol):
-  """A model behind whatever door."""
+  """A model that completes conversations."""
 
   def complete(
     self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int
   ) -> Completed:
-    """Returns the answer to a conversation.
+    """Returns the completion of a conversation.
 
     Args:
-      messages: {"role": ..., "content": ...} each.
-      max_tokens: most tokens generated.
-      temperature: 0 is greedy.
-      seed: of the noise, where there is any.
+      messages: each {"role": ..., "content": ...}.
+      max_tokens: most tokens to generate.
+      temperature: 0 for greedy decoding.
+      seed: sampling seed.
 
     Raises:
-      NoAnswer: if there is none; a caller goes on without it.
+      NoAnswer: if there is none; callers continue without it.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-  """One question to a thinker; equal calls have equal answers.
+  """One call of a thinker; equal calls have equal answers.
 
   Attributes:
     messages: the conversation.
-    max_tokens: most tokens generated.
-    temperature: 0 is greedy.
-    seed: in [0, 2**32).
+    max_tokens: most tokens to generate.
+    temperature: 0 for greedy decoding.
+    seed: sampling seed in [0, 2**32).
   """
 
   messages: tuple[Message, ...]
@@ -81,16 +81,16 @@ class Call:
 
   @property
   def prompt_digest(self) -> str:
-    """Of the conversation alone, 64 hexadecimal digits."""
+    """Digest of the conversation only, 64 hexadecimal digits."""
     return digest([dict(message) for message in self.messages])
 
   @property
   def key(self) -> str:
-    """Of all that decides the answer, 64 hexadecimal digits."""
+    """Digest of everything that determines the answer, 64 hexadecimal digits."""
     return digest([self.prompt_digest, self.max_tokens, float(self.temperature), self.seed])
 
 
-# Answers calls, as (index among them, answer), in the order in which they come.
+# Runs calls and yields (index, answer) as they finish.
 Ask = Callable[[Sequence[Call]], Iterator[tuple[int, Answer]]]
 
 
@@ -100,12 +100,12 @@ def digest(value: object) -> str:
 
 
 def number_of(text: str) -> int:
-  """Returns a number in [0, 2**64) that stands for a text in seeds."""
+  """Returns a number in [0, 2**64) for a text, to derive seeds from."""
   return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:8], "little")
 
 
 def answer_of(thinker: Thinker, call: Call) -> Answer:
-  """Returns the answer to one call, or why there is none."""
+  """Returns the answer to one call, or the `NoAnswer` error."""
   try:
     return thinker.complete(
       types.copied(call.messages),
@@ -118,10 +118,10 @@ def answer_of(thinker: Thinker, call: Call) -> Answer:
 
 
 def asking(thinker: Thinker, *, num_threads: int = 1) -> Ask:
-  """Returns what asks a thinker for several answers at once, each in a thread of its own.
+  """Returns an `Ask` that calls a thinker from up to `num_threads` threads.
 
   Raises:
-    ValueError: for less than one thread.
+    ValueError: if `num_threads` is below 1.
   """
   if num_threads < 1:
     raise ValueError(f"asking: got num_threads={num_threads}, expected at least 1; raise it.")
