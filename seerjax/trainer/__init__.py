@@ -1,4 +1,4 @@
-"""What the weights learn from a group of rollouts."""
+"""Training of the weights on groups of rollouts."""
 
 from seerjax.trainer import advantages, losses, packing
 

@@ -1,18 +1,18 @@
-"""Rewards of groups in, advantages out.
+"""Advantages from the rewards of groups.
 
-Everything here runs on the host. A reward is read as float32; sums are taken with `math.fsum`,
-which rounds the exact sum once and so does not depend on the order of its terms; the rest is
-float64, and the result is cast to float32 at the end. Hence the advantages of a batch are equal,
-bit for bit, whatever the order in which its rollouts were completed, its groups were listed, or the
-members of a group were numbered; and a group of equal rewards has advantages of exactly 0.
+Everything here runs on the host. Rewards are read as float32; sums use `math.fsum`, which rounds
+the exact sum once and so does not depend on the order of its terms; the rest is float64, and the
+result is cast to float32. Hence the advantages of a batch are equal, bit for bit, for any order in
+which rollouts complete, groups are listed, or members are numbered; and a group of equal rewards
+has advantages of exactly 0.
 
   grpo            (r - mean of its group) / (standard deviation of its group + eps)
   dr_grpo          r - mean of its group
   rloo             r - mean of the others in its group
   mean_baseline    r - mean of the whole batch
 
-The entropic objective is in `entropic`: it reads rewards as float64, so that it also tells apart
-those that are ties here, less than about 1e-7 of their size from each other.
+The entropic objective is in `entropic`: it reads rewards as float64, so it also distinguishes
+rewards that are ties here (relative differences below about 1e-7).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from seerjax.array_typing import GroupRewards
 
 
 def for_algorithm(algorithm: str, rewards: ArrayLike) -> GroupRewards:
-  """Returns the advantages that `losses.LossConfig.algorithm` goes with.
+  """Returns the advantages for an algorithm of `losses.LossConfig.algorithm`.
 
   Args:
-    algorithm: "grpo", "dapo" and "gspo" take `grpo`; "dr_grpo" and "rloo" their own.
+    algorithm: "grpo", "dapo" and "gspo" use `grpo`; "dr_grpo" and "rloo" their own function.
     rewards: f32[b, g].
 
   Returns:
     f32[b, g].
 
   Raises:
-    ValueError: if the algorithm is unknown, or as the function chosen.
+    ValueError: if the algorithm is unknown, or as the chosen function.
   """
   match algorithm:
     case "grpo" | "dapo" | "gspo":
@@ -57,13 +57,13 @@ def grpo(rewards: ArrayLike, *, eps: float = 1e-6) -> GroupRewards:
 
     (r - mean) / (std + eps),  std = sqrt(mean of (r - mean)^2)
 
-  The deviation is that of the population (it divides by g, not by g - 1), so that without `eps` the
-  mean square of a group's advantages is 1.
+  Uses the population deviation (divides by g, not by g - 1), so that without `eps` the mean square
+  of a group's advantages is 1.
 
   Args:
     rewards: f32[b, g], one row per prompt, in reward units (higher is better).
-    eps: in reward units, added to the deviation. It bounds the advantage where rewards differ by
-      little: differences far below it fade out instead of being blown up to 1.
+    eps: in reward units, added to the deviation. It limits the advantage if rewards differ little:
+      differences far below `eps` fade out instead of being scaled up to 1.
 
   Returns:
     f32[b, g]; a row of equal rewards is exactly 0.
@@ -87,8 +87,8 @@ def grpo(rewards: ArrayLike, *, eps: float = 1e-6) -> GroupRewards:
 def dr_grpo(rewards: ArrayLike) -> GroupRewards:
   """Returns each reward minus the mean of its group, its own reward included.
 
-  Without the division by the deviation, groups that are nearly solved or nearly hopeless weigh no
-  more than others.
+  Without the division by the deviation, nearly solved or nearly unsolvable groups get no extra
+  weight.
 
   Args:
     rewards: f32[b, g], one row per prompt, in reward units (higher is better).
@@ -130,13 +130,13 @@ def rloo(rewards: ArrayLike) -> GroupRewards:
 def mean_baseline(rewards: ArrayLike) -> GroupRewards:
   """Returns each reward minus the mean of all rewards of the batch.
 
-  The one baseline that needs no group: prompts of one rollout each are welcome.
+  The only baseline that needs no group: a prompt may have a single rollout.
 
   Args:
     rewards: f32[b, g], in reward units (higher is better), at least two in all.
 
   Returns:
-    f32[b, g]; the whole sums to zero up to rounding.
+    f32[b, g]; sums to zero over the batch, up to rounding.
 
   Raises:
     ValueError: if there are fewer than two rewards, or one is not finite.
@@ -153,16 +153,16 @@ def mean_baseline(rewards: ArrayLike) -> GroupRewards:
 
 
 def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> np.ndarray:
-  """Returns the term that DAPO adds to the reward of a long answer.
+  """Returns DAPO's penalty, which is added to the reward of a long completion.
 
     0                                    length <= max_tokens - buffer
     (max_tokens - buffer - length) / buffer      between
     -1                                   length > max_tokens
 
   Args:
-    lengths: i32[...], generated tokens, of any shape.
-    max_tokens: tokens, where the penalty reaches -1.
-    buffer: tokens before `max_tokens` over which it grows.
+    lengths: i32[...], numbers of generated tokens.
+    max_tokens: length at which the penalty reaches -1.
+    buffer: tokens before `max_tokens` over which the penalty grows.
 
   Returns:
     f32[...], in [-1, 0], in reward units: `rewards + overlong_penalty(...)`.
@@ -182,9 +182,9 @@ def overlong_penalty(lengths: ArrayLike, *, max_tokens: int, buffer: int) -> np.
 
 
 def _checked(rewards: ArrayLike, name: str, *, min_group_size: int = 2) -> np.ndarray:
-  """Returns rewards as float64[b, g], each exactly a float32, or refuses them."""
+  """Returns rewards as float64[b, g], each exactly a float32; raises if they are invalid."""
   given = np.asarray(rewards)
-  with np.errstate(over="ignore"):  # Refused below, by its own value.
+  with np.errstate(over="ignore"):  # Rejected below, with the original value.
     array = given.astype(np.float32)
   if array.ndim != 2:
     raise ValueError(
@@ -206,6 +206,6 @@ def _checked(rewards: ArrayLike, name: str, *, min_group_size: int = 2) -> np.nd
 
 
 def _group_means(values: np.ndarray) -> np.ndarray:
-  """Returns the mean of each row as float64[b, 1], its sum rounded once."""
+  """Returns the mean of each row as float64[b, 1], with its sum rounded once."""
   means = [math.fsum(row) / values.shape[1] for row in values]
   return np.asarray(means, np.float64).reshape(-1, 1)

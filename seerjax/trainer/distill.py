@@ -1,15 +1,15 @@
-"""A draft learns from its target's own answers.
+"""Distillation of a draft model on its target's own completions.
 
-    answers of the target --(likely, of the target, once)--> batches by length --step--> the draft
+    completions --(top-k of the target, computed once)--> batches by length --step--> the draft
 
-Either from the tokens that the target sampled, by cross-entropy, or from what it might have said
-there, by forward KL to its distribution: of each position the `k` likeliest tokens with their
-log-probabilities, and one entry for all others together. Both have the same minimum, the target's
-own distribution; the second sees more of it in every token, and costs one forward pass of the
-target over the answers.
+The draft is trained either on the sampled tokens, by cross-entropy, or on the target's
+distribution, by forward KL: for each position the `k` most likely tokens with their
+log-probabilities, plus one entry for all other tokens. Both have the same minimum, the target's
+distribution. The second gets more information from every token, and costs one forward pass of the
+target over the completions.
 
-Nothing here is compared bit by bit, so it runs `untiled`, plain XLA; documents are batched by
-length, one a row, so that a position means the same here as it does in the engine.
+Nothing here needs equal bits, so it runs `untiled`, plain XLA. Documents are batched by length, one
+per row, so that positions are the same as in the engine.
 
 Source: forward KL on the target's own samples: Zhou et al. 2023 (DistillSpec),
 https://arxiv.org/abs/2310.08461.
@@ -33,15 +33,15 @@ from seerjax import fields, numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
 from seerjax.models import config as model_config, flax_module, parameters
 
-LEAST_REST = 1e-6  # Of probability: what is left to all other tokens, at least.
+LEAST_REST = 1e-6  # Minimum probability of the entry for all other tokens.
 
 
 class Answers(NamedTuple):
-  """Prompts and the target's answers to them, one behind the other (numpy).
+  """Prompts and the target's completions, concatenated (numpy).
 
   Attributes:
-    tokens: i32[n], each prompt and behind it its answer.
-    starts: i32[m + 1], where each begins, and where the last ends.
+    tokens: i32[n], each prompt followed by its completion.
+    starts: i32[m + 1], start of each, and the end of the last.
     prompt_lengths: i32[m].
   """
 
@@ -54,10 +54,10 @@ class Answers(NamedTuple):
 
 
 def answers_of(texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Answers:
-  """Returns prompts and answers (tokens each) as one record.
+  """Returns (prompt, completion) token pairs as one record; empty completions are dropped.
 
   Raises:
-    ValueError: if there is no answer.
+    ValueError: if no completion is left.
   """
   texts = [(prompt, answer) for prompt, answer in texts if len(answer)]
   _require_answers(len(texts))
@@ -78,11 +78,11 @@ def _require_answers(count: int) -> None:
 
 
 class Likely(NamedTuple):
-  """What a target might have said, by token of the answers (numpy).
+  """The target's most likely tokens at each position of `Answers` (numpy).
 
   Attributes:
-    ids: i32[n, k], of the tokens that are likeliest to come next.
-    logprobs: f32[n, k], of these, in nats, temperature 1.
+    ids: i32[n, k], the most likely next tokens.
+    logprobs: f32[n, k], their log-probabilities, in nats, at temperature 1.
   """
 
   ids: np.ndarray
@@ -90,13 +90,13 @@ class Likely(NamedTuple):
 
 
 class Batch(NamedTuple):
-  """Documents of one length.
+  """Documents of one padded length.
 
   Attributes:
-    tokens: i32[b, t], zeros behind a document's end.
-    weights: f32[b, t], of each token as a target; 0 for what is not learnt.
-    ids: i32[b, t, k], likely tokens behind each; k is 0 where sampled tokens are learnt.
-    logprobs: f32[b, t, k], of these.
+    tokens: i32[b, t], zeros after a document's end.
+    weights: f32[b, t], loss weight of each token as a target; 0 for none.
+    ids: i32[b, t, k], likely next tokens at each position; k is 0 when training on sampled tokens.
+    logprobs: f32[b, t, k], their log-probabilities.
   """
 
   tokens: Int[Array, "b t"]
@@ -107,17 +107,17 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-  """Budget and optimiser.
+  """Budget and optimiser of a distillation.
 
   Attributes:
-    num_tokens: tokens of all batches together, padding included.
+    num_tokens: total tokens of all batches, including padding.
     tokens_per_batch: rows of a batch times their length.
-    learning_rate: peak, after a linear warm-up over the first 2 %; cosine to a hundredth of it.
-    weight_decay: of AdamW.
-    prompt_weight: weight of prompt tokens in the loss; answer tokens weigh 1.
-    lengths: of documents, padding included, ascending; one compiled program each. Longer documents
-      are left out.
-    seed: of weights and of the order of documents.
+    learning_rate: peak rate, after a linear warm-up over the first 2 %; cosine decay to 1/100.
+    weight_decay: weight decay of AdamW.
+    prompt_weight: loss weight of prompt tokens; completion tokens have weight 1.
+    lengths: padded document lengths, ascending; one compiled program each. Longer documents are
+      dropped.
+    seed: seed of weights and of the order of documents.
   """
 
   num_tokens: int = 5_000_000
@@ -157,7 +157,7 @@ class DistillConfig:
 
   @property
   def num_steps(self) -> int:
-    """Batches, about: those of a length that does not divide `tokens_per_batch` are smaller."""
+    """Approximate number of batches; some are smaller if their length does not divide the size."""
     return self.num_tokens // self.tokens_per_batch
 
 
@@ -172,10 +172,10 @@ def _length_of(count: int, lengths: Sequence[int]) -> int | None:
 def batches(
   answers: Answers, likely: Likely | None, config: DistillConfig
 ) -> Iterator[Batch]:
-  """Yields batches without end, the documents in a new order each time (numpy).
+  """Yields batches indefinitely, with a new document order in each epoch (numpy).
 
   Raises:
-    ValueError: if there is no answer that is short enough.
+    ValueError: if no completion is short enough.
   """
   counts = np.diff(answers.starts)
   is_fitting = (counts > answers.prompt_lengths) & (counts <= config.lengths[-1])
@@ -208,7 +208,7 @@ def _batch(
     weights[row, prompt:size] = 1.0
     if likely is not None:
       ids[row, :size], logprobs[row, :size] = likely.ids[first:last], likely.logprobs[first:last]
-  # Any: the record is typed as device arrays, and this one is made on the host.
+  # Any: the record is typed as device arrays, and this one is created on the host.
   fields: dict[str, Any] = dict(tokens=tokens, weights=weights, ids=ids, logprobs=logprobs)
   return Batch(**fields)
 
@@ -217,7 +217,7 @@ def _batch(
 
 
 def numerics_for(length: int) -> numerics_lib.NumericsConfig:
-  """Returns plain XLA with one segment a row."""
+  """Returns numerics for plain XLA with one segment per row."""
   tile = 1 << (length - 1).bit_length()
   return numerics_lib.with_row_tile(
     numerics_lib.NumericsConfig(
@@ -235,18 +235,18 @@ def likely_of(
   count: int = 16,
   rows: int = 32,
 ) -> Likely:
-  """Returns what a target might have said at every place of its answers.
+  """Returns the target's most likely tokens at every position of its completions.
 
   Args:
-    params: its weights, f32, of one slab (`numerics_for`).
-    model: its shape.
-    answers: of it; longer ones than the last of `lengths` get none.
-    lengths: of documents, padding included.
-    count: k, tokens of each place.
-    rows: documents that go through it together.
+    params: weights of the target, f32, with one slab (`numerics_for`).
+    model: shape of the target.
+    answers: completions of the target; those longer than the last of `lengths` get zeros.
+    lengths: padded document lengths.
+    count: k, tokens per position.
+    rows: documents per forward pass.
 
   Raises:
-    ValueError: if there is no answer, or `count` is not in the vocabulary.
+    ValueError: if there is no completion, or `count` is not below the vocabulary size.
   """
   _require_answers(len(answers))
   if not 1 <= count < model.vocab_size:
@@ -282,11 +282,11 @@ def likely_of(
 
 
 def losses_of(logits: Float[Array, "b t v"], batch: Batch) -> Float[Array, "b t"]:
-  """Returns each token's loss as what follows the token before it, f32[b, t], in nats.
+  """Returns each token's loss as the successor of the token before it, f32[b, t], in nats.
 
-  Of sampled tokens that is the cross-entropy; of likely ones (k > 0) the forward KL divergence of
-  the distribution with k + 1 entries, the last of which is all other tokens. The first token's loss
-  is 0: nothing stands before it.
+  For sampled tokens this is the cross-entropy; for likely tokens (k > 0) the forward KL divergence
+  of the distribution with k + 1 entries, the last of which covers all other tokens. The first
+  token's loss is 0, since nothing precedes it.
   """
   logprobs = jax.nn.log_softmax(logits[:, :-1])
   if not batch.ids.shape[2]:
@@ -301,11 +301,11 @@ def losses_of(logits: Float[Array, "b t v"], batch: Batch) -> Float[Array, "b t"
   return jnp.pad(found, ((0, 0), (1, 0)))
 
 
-# Learning.
+# Training.
 
 
 def make_optimizer(config: DistillConfig) -> optax.GradientTransformation:
-  """Returns AdamW under a clipped norm, warmed up and cooled down over the budget."""
+  """Returns AdamW with gradient clipping, warm-up and cosine decay over the budget."""
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, config.learning_rate, max(config.num_steps // 50, 1), config.num_steps,
     config.learning_rate / 100,
@@ -324,8 +324,8 @@ def make_step(
 ) -> Step:
   """Returns the compiled `(params, opt_state, batch) -> (params, opt_state, metrics)`.
 
-  It takes the place of the state that it began from. Metrics are f32[]: the loss, and of the
-  answers' tokens the loss and the share of which the draft's likeliest token is the one said.
+  Weights and optimiser state are donated. Metrics are f32[]: the loss; and over completion tokens,
+  the loss and the share that equals the draft's most likely token.
   """
 
   def loss(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:

@@ -1,26 +1,27 @@
-"""Rewards of groups in, advantages of the entropic objective out: the best of a group counts most.
+"""Advantages of the entropic objective, which favours the best members of a group.
 
   J_β = log E[exp(β r)]          β -> 0: the mean reward (over β);  β -> inf: the best one
   gradient = E[w grad log π],  w = exp(β r) / E[exp(β r)]
 
-Within a group of N the expectation in w is that of the *others*, a baseline of 1 is taken off, and
-β makes the tilted group q(n) ~ exp(β r_n) stand `divergence` nats (ln 2) off the even one:
+Within a group of N, the expectation in w is over the *other* members, a baseline of 1 is
+subtracted, and β is chosen so that the tilted group q(n) ~ exp(β r_n) has a KL divergence of
+`divergence` nats (ln 2) from the uniform one:
 
   e_n = exp(β (r_n - max)),  A_n = e_n / mean of the others' e - 1
   KL(q || even) = sum q_n log(N q_n) = ln 2,  monotone in β: found by bisection
 
-So A is the same for r and a r + b (a > 0): the scale of rewards never matters, their shape does.
-The rewards of near-record results differ in the seventh digit and beyond, where float32 has only
-ties. Hence all of this is float64 on the host, on rewards divided by their range: x = (r - max) /
-(max - min) in [-1, 0], and β is in units of 1 / range. Sums are taken with `math.fsum`, which
-rounds once and so knows no order, exponentials one at a time; as in `advantages`, the order of
-groups and of members changes no bit. The result is cast to float32 at the end.
+A is thus the same for r and a r + b (a > 0): the scale of rewards does not matter. Rewards of
+near-record results differ in the seventh digit and beyond, where float32 has only ties. Hence
+everything is computed in float64 on the host, on rewards divided by their range: x = (r - max) /
+(max - min) in [-1, 0], with β in units of 1 / range. Sums use `math.fsum`, which rounds once and so
+does not depend on order; exponentials are computed one at a time. As in `advantages`, the order of
+groups and members does not affect any bit. The result is cast to float32.
 
-What holds on average, with a β that is fixed per unit of reward: e_n and the others are
-independent, so the expected gradient is exactly k times that of J_β, k = E[exp(β r)] E[1 / mean of
-the others' exp(β r)] >= 1, and k - 1 fades as 1 / N: an unbiased direction, a step a little too
-long. A β that looks at the group, be it solved for or per range, is only nearly so. Advantages of a
-group sum to more than 0.
+Expected value, for a β that is fixed per unit of reward: e_n and the others are independent, so the
+expected gradient is exactly k times that of J_β, k = E[exp(β r)] E[1 / mean of the others'
+exp(β r)] >= 1, and k - 1 decreases as 1 / N. The direction is unbiased, and the step slightly too
+long. With a β that depends on the group (solved for, or per range) this holds only approximately.
+The advantages of a group sum to more than 0.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175.
 """
@@ -36,26 +37,26 @@ import numpy as np
 
 from seerjax.array_typing import Float, GroupRewards
 
-MIN_GROUP = 4  # One of two or three outweighs the others so far that its advantage explodes.
-KL_TOLERANCE = 1e-6  # Nats: further off, the reason is told.
-# Largest β, per range: differences below a 1e-12th of the range are left alone as ties.
+MIN_GROUP = 4  # In smaller groups the advantage of a single member becomes excessive.
+KL_TOLERANCE = 1e-6  # Nats; a larger deviation is explained in `reason`.
+# Upper bound on β, per range: differences below 1e-12 of the range remain ties.
 MAX_BETA = 1e12
-# Where ties at the best bound the KL, β stops so many nats short of the bound, which it would reach
-# at infinity.
+# If ties at the best limit the KL, β stops this many nats below the limit, which would require
+# infinite β.
 CEILING_GAP = 1e-9
-# A range below 64 ulp of the rewards themselves is rounding, not a difference to learn from.
+# A range below 64 ulp of the rewards themselves is rounding, not a real difference.
 ROUNDING = 2.0**-46
-MIN_NORMALISER = 1e-12  # Of the others' mean e, where all others are hopeless.
+MIN_NORMALISER = 1e-12  # Lower bound on the others' mean e, in case all others are near 0.
 
 
 class Beta(NamedTuple):
-  """How strongly one group is tilted.
+  """The tilt of one group.
 
   Attributes:
-    beta: on rewards divided by their range; 0 if nothing is to be learnt.
+    beta: β on rewards divided by their range; 0 if there is nothing to learn.
     kl: KL(q || even) at that β, nats.
-    reason: why `kl` is not the divergence asked for; "" if it is.
-    spread: the range, reward units; beta / spread is β per unit of reward.
+    reason: why `kl` differs from the requested divergence; "" if it does not.
+    spread: the range, in reward units; beta / spread is β per unit of reward.
   """
 
   beta: float
@@ -65,14 +66,15 @@ class Beta(NamedTuple):
 
 
 class Entropic(NamedTuple):
-  """Advantages, and what the groups they are from look like.
+  """Advantages and statistics of their groups.
 
   Attributes:
     advantages: f32[b, g], at least -1.
     beta: f64[b], on rewards divided by their group's range.
     kl: f64[b], nats.
-    effective_samples: f64[b], 1 / sum q^2: between 1 and the number of members that count.
-    reason: for each group, why its KL is not the divergence; "" if it is, or if β was given.
+    effective_samples: f64[b], 1 / sum q^2: between 1 and the number of counted members.
+    reason: for each group, why its KL differs from the divergence; "" if it does not, or if β was
+      given.
   """
 
   advantages: GroupRewards
@@ -93,27 +95,28 @@ def entropic(
 ) -> Entropic:
   """Returns the advantages of the entropic objective.
 
-  A group in which nothing differs has advantages of exactly 0. Where k of N rewards tie at the best
-  and ln(N / k) is below the divergence, β goes to the bound and `reason` says so: the advantages
-  are then nearly (N - 1) / (k - 1) - 1 of the best and -1 of the others.
+  A group without differences has advantages of exactly 0. If k of N rewards tie at the best and
+  ln(N / k) is below the divergence, β goes to its bound and `reason` says so: the advantages are
+  then nearly (N - 1) / (k - 1) - 1 for the best and -1 for the others.
 
-  Invalid attempts have reward 0, usually far below the valid ones, and then take up the whole
-  divergence: with half a group invalid, valid ones weigh alike. `valid_only` is a DEVIATION from
-  the paper against this: β, q and the normaliser are those of the valid members alone, the invalid
-  ones get -1. Fewer than `MIN_GROUP` valid ones get 0; without any, the whole group is 0.
+  Invalid attempts have reward 0, usually far below valid ones, and then use up the whole
+  divergence: with half a group invalid, all valid ones get equal weight. Against this, `valid_only`
+  is a DEVIATION from the paper: β, q and the normaliser are computed from valid members only, and
+  invalid ones get -1. With fewer than `MIN_GROUP` valid members, these get 0; with none, the whole
+  group gets 0.
 
   Args:
-    rewards: f64[b, g], one row per group, higher is better; their scale does not matter. Where they
+    rewards: f64[b, g], one row per group, higher is better; the scale does not matter. If they
       differ by little, do not round them to float32 first.
     divergence: nats.
     beta: a constant β instead, on rewards divided by their group's range; at least 0.
-    valid: bool[b, g]; read with `valid_only` alone.
+    valid: bool[b, g]; only read with `valid_only`.
     valid_only: see above.
-    max_advantage: advantages are cut off above it, where given.
+    max_advantage: upper bound of the advantages; None for none.
 
   Raises:
     ValueError: if `g < 4`, a reward is not finite, `valid` is missing or has another shape, or a
-      number is out of its range.
+      number is out of range.
   """
   array = _checked(rewards, "entropic")
   _check_divergence(divergence, "entropic")
@@ -163,12 +166,12 @@ def entropic(
 def solve_beta(
   rewards: ArrayLike, *, divergence: float = math.log(2), valid: ArrayLike | None = None
 ) -> Beta:
-  """Returns the β at which a group stands `divergence` nats off the even one.
+  """Returns the β at which a group's KL from the uniform distribution is `divergence`.
 
   Args:
     rewards: f64[g], higher is better.
     divergence: nats.
-    valid: bool[g], the members that count; all, if left out.
+    valid: bool[g], members to count; all by default.
 
   Raises:
     ValueError: as `entropic`.
@@ -193,26 +196,26 @@ def kl_shaped(
   mask: ArrayLike,
   coefficient: float,
 ) -> Float[np.ndarray, "m n"]:
-  """Returns advantages of tokens that also pull the policy back to its base, and 0 off the mask.
+  """Returns per-token advantages with a KL penalty towards the base, and 0 outside the mask.
 
     A_t + coefficient (mean of d - d_t),  d = logprobs - base_logprobs
 
-  The mean is over the mask of the whole batch, so the pull is centred: it moves probability between
-  tokens, and pushes none up or down on the whole. Forced tokens, which the policy did not choose,
-  stay outside the mask and get no gradient; what stands there is not read.
+  The mean is over the mask of the whole batch, so the penalty is centred: it moves probability
+  between tokens without a net push. Forced tokens, which the policy did not choose, are outside the
+  mask and get no gradient; their values are not read.
 
   Args:
-    advantages: f32[m, n], of each token's attempt.
-    logprobs: f32[m, n], of the policy that sampled, nats.
-    base_logprobs: f32[m, n], of the weights before the first step.
-    mask: bool[m, n], true on tokens that the policy chose.
+    advantages: f32[m, n], advantage of each token's attempt.
+    logprobs: f32[m, n], under the policy that sampled, nats.
+    base_logprobs: f32[m, n], under the initial weights.
+    mask: bool[m, n], True on tokens that the policy chose.
     coefficient: advantage per nat; 0.1 and 0.01 are published.
 
   Raises:
-    ValueError: if shapes differ, a number on the mask is not finite, or the coefficient is not a
-      number of at least 0.
+    ValueError: if shapes differ, a number on the mask is not finite, or the coefficient is negative
+      or not finite.
 
-  Source: Yuksekgonul et al. 2026 (TTT-Discover): per token, as its published code has it.
+  Source: Yuksekgonul et al. 2026 (TTT-Discover): per token, as in the published code.
   """
   if not 0 <= coefficient < math.inf:
     raise ValueError(
@@ -233,11 +236,11 @@ def kl_shaped(
 
 
 def kl_to_base(logprobs: ArrayLike, base_logprobs: ArrayLike, mask: ArrayLike) -> float:
-  """Returns the mean of log-probability minus base's on the mask: KL(policy || base), nats a token.
+  """Returns the mean of logprobs - base_logprobs on the mask: KL(policy || base), nats per token.
 
   Args:
-    logprobs: f32[m, n], of the policy that sampled, nats.
-    base_logprobs: f32[m, n].
+    logprobs: f32[m, n], under the policy that sampled, nats.
+    base_logprobs: f32[m, n], under the base.
     mask: bool[m, n]; all False gives 0.
 
   Raises:
@@ -247,7 +250,7 @@ def kl_to_base(logprobs: ArrayLike, base_logprobs: ArrayLike, mask: ArrayLike) -
 
 
 def _solve(members: Sequence[float], divergence: float) -> Beta:
-  """Returns β for the rewards that count, which differ."""
+  """Returns β for rewards that are not all equal."""
   spread = max(members) - min(members)
   x = _normalised(members, spread)
   num, num_best = len(x), x.count(0.0)
@@ -256,7 +259,7 @@ def _solve(members: Sequence[float], divergence: float) -> Beta:
   while _kl(x, high) < target and high < MAX_BETA:
     low, high = high, min(2 * high, MAX_BETA)
   if _kl(x, high) >= target:
-    # Down to neighbouring floats: about 53 halvings of [high / 2, high], more below 1.
+    # Bisects to neighbouring floats: about 53 halvings of [high / 2, high], more below 1.
     while low < (middle := low + (high - low) / 2) < high:
       if _kl(x, middle) < target:
         low = middle
@@ -274,13 +277,13 @@ def _solve(members: Sequence[float], divergence: float) -> Beta:
 
 
 def _constant(members: Sequence[float], beta: float) -> Beta:
-  """Returns a given β with the KL that it makes."""
+  """Returns a given β with its KL."""
   spread = max(members) - min(members)
   return Beta(float(beta), _kl(_normalised(members, spread), beta), "", spread)
 
 
 def _even(members: Sequence[float], group_size: int) -> Beta | None:
-  """Returns a β of 0 and the reason, where there is nothing to tilt by."""
+  """Returns β = 0 with the reason if the group cannot be tilted, else None."""
   if not members:
     return Beta(0.0, 0.0, "none of the group is valid", 0.0)
   spread = max(members) - min(members)
@@ -294,13 +297,13 @@ def _even(members: Sequence[float], group_size: int) -> Beta | None:
 
 
 def _normalised(members: Sequence[float], spread: float) -> list[float]:
-  """Returns rewards as (r - max) / range, in [-1, 0]; all 0 where there is no range."""
+  """Returns rewards as (r - max) / range, in [-1, 0]; all 0 if the range is 0."""
   highest = max(members, default=0.0)
   return [(reward - highest) / spread if spread else 0.0 for reward in members]
 
 
 def _weights(x: Sequence[float], beta: float) -> list[float]:
-  # math.exp, not np.exp: vector code may round an element by where it stands.
+  # math.exp, not np.exp: vectorised code may round an element depending on its position.
   return [math.exp(beta * value) for value in x]
 
 
@@ -315,13 +318,13 @@ def _kl(x: Sequence[float], beta: float) -> float:
 def _leave_one_out(weights: Sequence[float]) -> list[float]:
   """Returns e_n / mean of the others' e - 1."""
   num_others = len(weights) - 1
-  # fsum rounds the exact sum, so that taking e_n off again leaves exactly the others.
+  # fsum rounds the exact sum, so subtracting e_n leaves exactly the others.
   others = [math.fsum([*weights, -e]) / num_others for e in weights]
   return [e / max(other, MIN_NORMALISER) - 1 for e, other in zip(weights, others)]
 
 
 def _checked(rewards: ArrayLike, name: str) -> np.ndarray:
-  """Returns rewards as f64[b, g], or refuses them."""
+  """Returns rewards as f64[b, g]; raises if they are invalid."""
   array = np.asarray(rewards, np.float64)
   if array.ndim != 2:
     raise ValueError(
@@ -357,7 +360,7 @@ def _check_divergence(divergence: float, name: str) -> None:
 
 
 def _mask(mask: ArrayLike, shape: tuple[int, ...], name: str) -> np.ndarray:
-  """Returns a mask as bool of the shape that it should have."""
+  """Returns a mask as a bool array; raises if its shape or dtype is wrong."""
   array = np.asarray(mask)
   if array.shape != shape or array.dtype != np.bool_:
     raise ValueError(
@@ -370,7 +373,7 @@ def _mask(mask: ArrayLike, shape: tuple[int, ...], name: str) -> np.ndarray:
 def _gaps(
   logprobs: ArrayLike, base_logprobs: ArrayLike, mask: ArrayLike, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (log-probability minus base's as f64, 0 off the mask; the mask as bool)."""
+  """Returns (logprobs - base_logprobs as f64, 0 outside the mask; the mask as bool)."""
   ours, base = np.asarray(logprobs, np.float64), np.asarray(base_logprobs, np.float64)
   if ours.shape != base.shape:
     raise ValueError(
@@ -394,6 +397,6 @@ def _refuse_unless_finite(values: np.ndarray, chosen: np.ndarray, name: str, wha
 
 
 def _mean(values: np.ndarray, chosen: np.ndarray) -> float:
-  """Returns the mean over the mask, its sum rounded once; 0 of nothing."""
+  """Returns the mean over the mask, its sum rounded once; 0 for an empty mask."""
   num = int(chosen.sum())
   return math.fsum(values[chosen].tolist()) / num if num else 0.0

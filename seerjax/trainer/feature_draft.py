@@ -1,16 +1,16 @@
-"""A draft of one layer that reads its target's last hidden row.
+"""A one-layer draft that reads its target's last hidden row (EAGLE).
 
     [h[t - 1]; E(x[t])] W -> one decoder layer -> g[t] -> the target's head -> x[t + 1]
 
-h are the target's hidden rows before its final norm, E is its embedding; both, and its head, stay
-as they are, so that W and one layer are all that learns. When a token is to be guessed the target
-has not computed the row of the last one, x[t], yet: the row before it is the last one known. Behind
-the first guess g stands where h would.
+h are the target's hidden rows before the final norm, E is its embedding. E, h and the head are
+frozen; only W and one layer are trained. When a token is drafted, the target has not yet computed
+the row of the last token x[t], so the row before it is the last one known. After the first drafted
+token, g takes the place of h.
 
-The loss is that of a draft model (`distill.losses_of`), and the distance between g and h, both at
-unit scale, so that g may stand for h.
+The loss is that of a draft model (`distill.losses_of`) plus the distance between g and h, both
+normalised to unit scale, so that g can replace h.
 
-Nothing here drafts in an engine, whose steps keep their hidden rows to themselves.
+The engine cannot use this draft, because its steps do not return hidden rows.
 
 Source: EAGLE, arXiv 2401.15077.
 """
@@ -31,17 +31,17 @@ from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.models import config as model_config, flax_module, parameters
 from seerjax.trainer import distill
 
-# Weight of the distance between rows, beside the loss of tokens.
+# Weight of the distance between rows, relative to the loss of tokens.
 ROW_WEIGHT = 0.5
 
 
 def init(
   key: PRNGKeyArray, target: model_config.TransformerConfig
 ) -> parameters.Params:
-  """Returns new weights for a target: "merge" f32[2d, d], and "layer", one of the target's shape.
+  """Returns new draft weights: "merge" f32[2d, d], and "layer", a layer of the target's shape.
 
   Args:
-    key: of `numerics.key`; consumed.
+    key: PRNG key from `numerics.key`; consumed.
     target: shape of the target.
   """
   one_layer = dataclasses.replace(target, num_layers=1)
@@ -60,19 +60,19 @@ def rows_of(
   *,
   model: model_config.TransformerConfig,
 ) -> Float[Array, "b t d"]:
-  """Returns f[b, t, d], the draft's rows g of whole sequences.
+  """Returns the draft's rows g of whole sequences, f[b, t, d].
 
   Args:
-    draft: its weights.
-    target: the target's, of one slab.
-    hidden: h of the target; a row t reads those before t alone.
-    tokens: of the sequences.
+    draft: weights of the draft.
+    target: weights of the target, with one slab.
+    hidden: hidden rows h of the target; row t reads only rows before t.
+    tokens: tokens of the sequences.
     model: shape of the target.
   """
   before = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
   both = jnp.concatenate([_unit(before), _unit(target["embed"][tokens])], axis=2)
   read = (both @ draft["merge"]).reshape(-1, model.hidden_size)
-  # What it reads is a table of embeddings with a row for each place.
+  # The model reads an embedding table, so `read` is passed as a table with one row per position.
   places = jnp.arange(read.shape[0], dtype=jnp.int32).reshape(tokens.shape)
   shape = dataclasses.replace(model, num_layers=1, vocab_size=read.shape[0])
   found = flax_module.hidden_of(
@@ -90,7 +90,7 @@ def logits_of(
   *,
   model: model_config.TransformerConfig,
 ) -> Float[Array, "... v"]:
-  """Returns f32[..., v]: what the target's own head says of rows g."""
+  """Applies the target's head to rows g; returns f32[..., v]."""
   found = flax_module.logits_of_hidden(
     target,
     rows.reshape(-1, model.hidden_size),
@@ -106,7 +106,7 @@ def target_rows(
   *,
   model: model_config.TransformerConfig,
 ) -> Float[Array, "b t d"]:
-  """Returns f[b, t, d], the target's hidden rows h of whole sequences."""
+  """Returns the target's hidden rows h of whole sequences, f[b, t, d]."""
   numerics = distill.numerics_for(tokens.shape[1])
   found = flax_module.hidden_of(target, tokens, config=model, numerics=numerics)
   return found.reshape(*tokens.shape, -1)
@@ -119,8 +119,8 @@ def make_step(
 ) -> distill.Step:
   """Returns the compiled `(draft, opt_state, batch) -> (draft, opt_state, metrics)`.
 
-  It takes the place of the state that it began from. Metrics are f32[]: the loss, the distance
-  between rows, and of the answers' tokens the share of which the likeliest is the one said.
+  Draft and optimiser state are donated. Metrics are f32[]: the loss, the distance between rows, and
+  the share of completion tokens that equal the draft's most likely token.
   """
 
   def loss(draft: Any, batch: distill.Batch) -> tuple[Array, dict[str, Array]]:

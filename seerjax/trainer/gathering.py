@@ -1,4 +1,4 @@
-"""Sums of gradients: from the instances that made them to the devices that update, and added."""
+"""Sums of gradients: resharded from instances to the devices that update, and added."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from seerjax.parallel import INSTANCE_AXIS as INSTANCE, MODEL_AXIS as MODEL
 
 
 def shared_out(leaf: Array, target: jax.P, count: int) -> list[Array]:
-  """Returns the sums of the first `count` instances, each shared out over all devices.
+  """Returns the sums of the first `count` instances, each resharded over all devices.
 
   Args:
-    leaf: f32[i, ...] on its mesh, of the instances' sums, given up; f32[...] on a single device.
-    target: where each sum goes, of `shards.specs`.
-    count: of sums.
+    leaf: f32[i, ...] on its mesh, the instances' sums, donated; f32[...] on a single device.
+    target: sharding of each sum, from `shards.specs`.
+    count: number of sums.
   """
   if leaf.sharding.num_devices == 1:
     return [jax.device_put(leaf, *leaf.sharding.device_set)]
   assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
-  # One array at a time: collectives of several would be in flight together.
+  # One array at a time, so that no two collectives are in flight together.
   found = _shared_out(leaf, leaf.sharding.spec, target, leaf.sharding.mesh, count)
   leaf.delete()
   return jax.block_until_ready(found)
@@ -35,7 +35,7 @@ def shared_out(leaf: Array, target: jax.P, count: int) -> list[Array]:
 def _shared_out(
   leaf: Array, source: jax.P, target: jax.P, mesh: jax.sharding.Mesh, count: int
 ) -> list[Array]:
-  """Does `shared_out` of one array on a mesh; each element goes from one device to another."""
+  """Implements `shared_out` for one array on a mesh; each element moves between two devices."""
 
   def local(own: Array) -> list[Array]:
     own = own[0]
@@ -66,15 +66,15 @@ def _shared_out(
   return spread(leaf)
 
 
-# Both operands end here: the sum takes the place of the one, and `TreeSum` deletes the other.
+# Both operands are consumed: the left one is donated to the sum, `TreeSum` deletes the right one.
 _add = jax.jit(lambda left, right: jax.tree.map(jnp.add, left, right), donate_argnums=(0,))
 
 
 class TreeSum:
-  """Adds pytrees that arrive one by one as `parallel.tree_sum_list` adds a list.
+  """Adds pytrees one by one, in the order of `parallel.tree_sum_list`.
 
-  Works like a binary counter: two blocks of equal size become one at once, so that at most
-  log2(count) + 1 partial sums are alive. What is added is given up.
+  Works like a binary counter: two blocks of equal size are merged at once, so at most
+  log2(count) + 1 partial sums exist. Added values are donated.
   """
 
   def __init__(self):
@@ -88,7 +88,7 @@ class TreeSum:
     self._blocks.append((size, value))
 
   def total(self) -> Any:
-    """Returns the sum of all values, of which there is at least one; then there are none."""
+    """Returns the sum of all values (at least one) and resets the sum."""
     _, value = self._blocks.pop()
     while self._blocks:
       value = self._joined(value)
@@ -98,5 +98,5 @@ class TreeSum:
     _, left = self._blocks.pop()
     total = _add(left, right)
     for leaf in jax.tree.leaves(right):
-      leaf.delete()  # Once the addition has read it.
+      leaf.delete()  # Takes effect after the addition has read it.
     return total

@@ -1,4 +1,4 @@
-"""The policy loss of one packed micro-batch, and what it reports.
+"""The policy loss of one packed micro-batch, and its metrics.
 
 Rows are tokens. With A the advantage and w the weight of a row, the loss is a plain sum
 
@@ -8,16 +8,16 @@ Rows are tokens. With A the advantage and w the weight of a row, the loss is a p
   ratio = exp(logprobs - old_logprobs)                      (all but GSPO)
   ratio = exp(mean of the same over the row's sequence)     (GSPO)
 
-and the aggregation decides the weight, whose denominators count the *whole* batch and are passed
-in:
+The aggregation determines the weight. Denominators count the *whole* batch and are passed as an
+argument:
 
   "sequence_mean"    1 / (sequences * length of the row's sequence)    GRPO, GSPO
   "token_mean"       1 / tokens                                        DAPO
   "constant_length"  1 / (sequences * max_tokens)                      Dr. GRPO
   "sequence_sum"     1 / sequences                                     RLOO
 
-so the losses, gradients and metric sums of micro-batches add up to those of the batch. A length is
-that of the generated part. The rows of a sequence stand side by side. All sums are float32. Nothing
+The losses, gradients and metric sums of micro-batches therefore add up to those of the batch.
+Lengths count generated tokens. The rows of a sequence are adjacent. All sums are float32. Nothing
 here scatters, forward or backward, so no result depends on the order of atomic adds on a GPU.
 
 Sources: Shao et al. 2024 (GRPO), https://arxiv.org/abs/2402.03300; Liu et al. 2025 (Dr. GRPO),
@@ -44,31 +44,31 @@ ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant_length", "sequence_sum")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
-# Log-ratios are held within this before `exp` (e^20 is 5e8): a token that the old policy held for
-# impossible then gives a huge ratio without gradient, where it would give inf and a NaN gradient.
+# Log-ratios are clipped to this before `exp` (e^20 is 5e8): a token that was impossible under the
+# old policy then gives a huge ratio without gradient, instead of inf and a NaN gradient.
 LOG_RATIO_LIMIT = 20.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-  """The objective. The functions `grpo`, `dr_grpo`, `dapo`, `gspo` and `rloo` return usual ones.
+  """Configuration of the objective; `grpo`, `dr_grpo`, `dapo`, `gspo` and `rloo` return presets.
 
   Attributes:
-    algorithm: one of `ALGORITHMS`. It decides the advantage (`advantages.for_algorithm`) and, for
-      "gspo", that the ratio is one number per sequence; all else is decided by the fields below.
-    clip_low: the ratio counts down to 1 - clip_low; 1 never clips.
-    clip_high: the ratio counts up to 1 + clip_high; inf never clips.
-    aggregation: one of `AGGREGATIONS`: how rows are weighed, see the module.
-    max_tokens: the constant length of "constant_length", in tokens; other aggregations ignore it.
+    algorithm: one of `ALGORITHMS`. Determines the advantage (`advantages.for_algorithm`); with
+      "gspo" the ratio is also one number per sequence. All else is set by the fields below.
+    clip_low: lower clip of the ratio, 1 - clip_low; 1 never clips.
+    clip_high: upper clip of the ratio, 1 + clip_high; inf never clips.
+    aggregation: one of `AGGREGATIONS`: how rows are weighted, see the module.
+    max_tokens: constant length for "constant_length", in tokens; ignored by other aggregations.
     kl_coefficient: weight of the KL to the reference policy; 0 needs no `reference_logprobs`.
-    kl_estimator: of that KL. As a *loss*, "k1" has an expected gradient of zero when the tokens are
-      the policy's own, "k2" the gradient of KL(policy || reference), "k3" that of
-      KL(reference || policy); as a *number*, "k1" and "k3" are unbiased for
+    kl_estimator: estimator of that KL. As a *loss* on the policy's own tokens, "k1" has an expected
+      gradient of zero, "k2" the gradient of KL(policy || reference), "k3" that of
+      KL(reference || policy). As a *metric*, "k1" and "k3" are unbiased for
       KL(policy || reference).
     entropy_bonus: weight of the entropy, in loss units per nat; 0 is off.
-    tis_cap: rows are weighed by min(exp(old_logprobs - behaviour_logprobs), tis_cap), a constant to
-      the gradient, which corrects for an engine whose log-probabilities differ from the trainer's.
-      None is off: the tiled path has nothing to correct.
+    tis_cap: truncated importance sampling: rows are weighted by min(exp(old_logprobs -
+      behaviour_logprobs), tis_cap), without gradient, to correct for an engine whose
+      log-probabilities differ from the trainer's. None is off; the tiled path needs no correction.
   """
 
   algorithm: str = "grpo"
@@ -121,16 +121,16 @@ class LossConfig:
 def grpo(*, kl_coefficient: float = 0.0, tis_cap: float | None = None) -> LossConfig:
   """Returns GRPO: symmetric clip, mean over each sequence, then over sequences.
 
-  The paper has kl_coefficient = 0.04 with k3, which needs a reference policy's log-probabilities.
+  The paper uses kl_coefficient = 0.04 with k3, which needs a reference policy's log-probabilities.
   """
   return LossConfig(algorithm="grpo", kl_coefficient=kl_coefficient, tis_cap=tis_cap)
 
 
 def dr_grpo(*, max_tokens: int, tis_cap: float | None = None) -> LossConfig:
-  """Returns Dr. GRPO: no deviation in the advantage, no length of its own in the denominator.
+  """Returns Dr. GRPO: no deviation in the advantage, a constant length in the denominator.
 
   Args:
-    max_tokens: the generation budget, in tokens: the constant that replaces each length.
+    max_tokens: the generation budget in tokens, which replaces each sequence's length.
     tis_cap: see `LossConfig`.
   """
   return LossConfig(
@@ -141,8 +141,8 @@ def dr_grpo(*, max_tokens: int, tis_cap: float | None = None) -> LossConfig:
 def dapo(*, tis_cap: float | None = None) -> LossConfig:
   """Returns DAPO: a higher upper clip, mean over all tokens, no KL.
 
-  Its other two parts act on groups and rewards: sampling on where all rewards of a group are equal
-  (there every advantage is 0), and `advantages.overlong_penalty`.
+  DAPO's other two parts act on groups and rewards: dynamic sampling of groups with unequal rewards
+  (otherwise every advantage is 0), and `advantages.overlong_penalty`.
   """
   return LossConfig(algorithm="dapo", clip_high=0.28, aggregation="token_mean", tis_cap=tis_cap)
 
@@ -165,14 +165,14 @@ def rloo(*, kl_coefficient: float = 0.0, tis_cap: float | None = None) -> LossCo
 
 
 class LossRows(NamedTuple):
-  """What the loss reads of a micro-batch: the part of `TrainBatch` that foreign loops can fill in.
+  """The fields of `TrainBatch` that the loss reads; other training loops can fill them in.
 
   Attributes:
     loss_mask: bool[n], True on rows whose target was generated by the policy.
-    sequence_index: i32[n], equal on the rows of one sequence, which stand side by side; negative on
+    sequence_index: i32[n], equal on the rows of one sequence, which are adjacent; negative on
       padding.
     advantages: f32[n], the rollout's advantage on each of its rows.
-    behaviour_logprobs: f32[n], of the policy that sampled. May be None where `old_logprobs` is
+    behaviour_logprobs: f32[n], under the policy that sampled. May be None if `old_logprobs` is
       passed and `LossConfig.tis_cap` is None, since nothing else reads it.
   """
 
@@ -183,7 +183,7 @@ class LossRows(NamedTuple):
 
 
 class Denominators(NamedTuple):
-  """What the sums of one optimiser step are divided by.
+  """Denominators of the sums of one optimiser step.
 
   Attributes:
     num_sequences: f32[], sequences in the whole batch.
@@ -199,7 +199,7 @@ class LossMetrics(NamedTuple):
 
   Attributes:
     sums: f32[] each, over rows of the loss; "num_tokens" counts the rows.
-    maxima: f32[] each, over rows of the loss; 0 where there is none.
+    maxima: f32[] each, over rows of the loss; 0 if there are none.
   """
 
   sums: dict[str, Array]
@@ -209,12 +209,12 @@ class LossMetrics(NamedTuple):
 def denominators(batch: TrainBatch | LossRows) -> Denominators:
   """Counts the sequences and generated tokens of a whole batch.
 
-  Integers are counted, so the result does not depend on the order of the sum nor on how the batch
-  was cut into micro-batches. Call it on everything that one optimiser step sees.
+  Counts are integers, so the result does not depend on the order of summation or on the division
+  into micro-batches. Call it on everything in one optimiser step.
 
   Args:
-    batch: with any number of leading axes before n; the rows of a sequence stand side by side, as
-      `packing.pack` lays them.
+    batch: any number of leading axes before n; the rows of a sequence are adjacent, as in
+      `packing.pack`.
 
   Returns:
     Denominators; f32, exact up to 2^24 tokens.
@@ -243,26 +243,26 @@ def policy_loss(
   Rows outside `rows.loss_mask` may hold anything, NaN included; they get a gradient of exactly 0.
 
   Args:
-    logprobs: f32[n], log-probabilities of the targets under the policy that learns, nats.
-    entropy: f32[n], of the policy at each row, nats.
+    logprobs: f32[n], log-probabilities of the targets under the current policy, nats.
+    entropy: f32[n], entropy of the policy at each row, nats.
     rows: one micro-batch: `TrainBatch` without its leading axis, or `LossRows`.
     config: the objective.
-    denominators: of the whole batch of this optimiser step.
-    old_logprobs: f32[n], of the targets under the weights the ratio is taken to. None takes
-      `rows.behaviour_logprobs`, which is right for the first step on a batch; with `tis_cap` it
-      takes `logprobs` themselves, held constant (the first step's ratio is then 1 and `tis_cap`
-      alone accounts for the engine). Later mini-batches pass what the trainer computed with the
+    denominators: counts of the whole batch of this optimiser step.
+    old_logprobs: f32[n], log-probabilities of the targets in the denominator of the ratio. None
+      uses `rows.behaviour_logprobs`, which is right for the first step on a batch; with `tis_cap`
+      it uses `logprobs` without gradient (the first step's ratio is then 1, and `tis_cap` alone
+      corrects for the engine). Later mini-batches pass the trainer's log-probabilities under the
       weights that sampled.
-    reference_logprobs: f32[n], of the targets under the reference policy.
+    reference_logprobs: f32[n], log-probabilities of the targets under the reference policy.
 
   Returns:
-    f32[], to be added over micro-batches; and `LossMetrics` with the sums "num_tokens", "ratio",
+    f32[], to be summed over micro-batches; and `LossMetrics` with the sums "num_tokens", "ratio",
     "clipped_low", "clipped_high", "entropy", "kl_old" (k3 of old to new), with a reference
     "kl_reference", with `tis_cap` "tis_weight" and "tis_capped"; and the maximum "ratio".
 
   Raises:
     ValueError: if `kl_coefficient > 0` without `reference_logprobs`, or `behaviour_logprobs` is
-      needed and None.
+      needed but None.
   """
   if config.kl_coefficient > 0.0 and reference_logprobs is None:
     raise ValueError(
@@ -279,7 +279,7 @@ def policy_loss(
   mask = jnp.asarray(rows.loss_mask)
   sequence_index = jnp.asarray(rows.sequence_index)
   advantages = jnp.where(mask, rows.advantages, 0.0)
-  # Masked before any arithmetic: what stands on other rows must not reach a gradient, not even as
+  # Masked before any arithmetic: values of other rows must not reach a gradient, not even as
   # 0 * inf.
   logprobs = jnp.where(mask, logprobs, 0.0)
   entropy = jnp.where(mask, entropy, 0.0)
@@ -300,8 +300,8 @@ def policy_loss(
   low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
   is_low = mask & (advantages < 0.0) & (ratio < low)
   is_high = mask & (advantages > 0.0) & (ratio > high)
-  # A choice and not min(ratio * A, clip(ratio) * A): equal in value, but the gradient at ratio == 1
-  # and at the bounds is that of the formula, where `min` and `clip` would share it at ties.
+  # A selection, not min(ratio * A, clip(ratio) * A): the value is equal, but at ratio == 1 and at
+  # the bounds the gradient is that of the formula, where `min` and `clip` would split it at ties.
   kept = jnp.where(is_low, low, jnp.where(is_high, high, ratio))
   objective = kept * advantages
 
@@ -345,7 +345,7 @@ def add_metrics(left: LossMetrics, right: LossMetrics) -> LossMetrics:
 def summarise(metrics: LossMetrics) -> dict[str, Array]:
   """Returns one flat dict: sums as means over tokens, maxima as `max_...`, and `num_tokens`.
 
-  A fraction such as "clipped_high" is of tokens. No token at all gives 0 everywhere.
+  Fractions such as "clipped_high" are per token. Without any token, all values are 0.
   """
   count = metrics.sums["num_tokens"]
   summary = {
@@ -384,18 +384,18 @@ def kl_k2(logprobs: Array, other_logprobs: Array) -> Array:
 def kl_k3(logprobs: Array, other_logprobs: Array) -> Array:
   """Estimates KL(p || q) per token by q/p - 1 - log(q/p): unbiased and never negative.
 
-  Arguments, result and source as `kl_k1`. The log-ratio is held within `LOG_RATIO_LIMIT`.
+  Arguments, result and source as `kl_k1`. The log-ratio is clipped to `LOG_RATIO_LIMIT`.
   """
   log_ratio = jnp.clip(other_logprobs - logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-  # expm1(x) - x, and not exp(x) - 1 - x: the difference is x^2 / 2 where x is small.
+  # expm1(x) - x instead of exp(x) - 1 - x: accurate for small x, where the result is x^2 / 2.
   return jnp.expm1(log_ratio) - log_ratio
 
 
 def kl_estimate(estimator: str, logprobs: Array, other_logprobs: Array) -> Array:
-  """Returns `kl_k1`, `kl_k2` or `kl_k3` of its arguments, as `LossConfig.kl_estimator` says.
+  """Returns the estimator `kl_k1`, `kl_k2` or `kl_k3` of the arguments.
 
   Raises:
-    ValueError: for another estimator.
+    ValueError: for an unknown estimator.
   """
   match estimator:
     case "k1":
@@ -425,11 +425,11 @@ def _row_weights(config: LossConfig, denominators: Denominators, lengths: Array)
 
 @jax.custom_vjp
 def _sequence_sums(values: Array, sequence_index: Array) -> Array:
-  """Returns at each row the sum of `values` over the rows of its sequence: f32[n].
+  """Returns, at each row, the sum of `values` over the rows of its sequence: f32[n].
 
-  A running sum that starts anew with each sequence, by a tree of fixed shape, of which every row
-  reads the entry at its sequence's last row. (A one-hot matmul has as fixed an order, but XLA:CPU
-  stores its n^2 mask: 1 GiB at n = 16384.)
+  Computes a segmented running sum by a tree of fixed shape; every row then reads the entry at its
+  sequence's last row. (A one-hot matmul also has a fixed order, but XLA:CPU stores its n^2 mask:
+  1 GiB at n = 16384.)
   """
   is_new = sequence_index[1:] != sequence_index[:-1]
   edge = jnp.ones((1,), jnp.bool_)
@@ -451,8 +451,8 @@ def _sequence_sums_forward(values: Array, sequence_index: Array) -> tuple[Array,
 
 
 def _sequence_sums_backward(sequence_index: Array, cotangent: Array) -> tuple[Array, None]:
-  # "Of one sequence" is symmetric, so the transpose is the map itself; by hand, because autodiff
-  # of the gather would scatter.
+  # "Of one sequence" is symmetric, so the map is its own transpose; written by hand, because
+  # autodiff of the gather would scatter.
   return _sequence_sums(cotangent, sequence_index), None
 
 
@@ -460,7 +460,7 @@ _sequence_sums.defvjp(_sequence_sums_forward, _sequence_sums_backward)
 
 
 def _sequence_lengths(mask: Array, sequence_index: Array) -> Array:
-  """Returns at each row the number of loss rows in its sequence, at least 1: f32[n]."""
+  """Returns, at each row, the number of loss rows in its sequence, at least 1: f32[n]."""
   return jnp.maximum(_sequence_sums(mask.astype(jnp.float32), sequence_index), 1.0)
 
 

@@ -1,6 +1,6 @@
-"""Groups of rollouts in, micro-batches of fixed shape out.
+"""Packs groups of rollouts into micro-batches of fixed shape.
 
-A rollout of prompt p0 p1 p2 and completion c0 c1 becomes one sequence of four rows: the last token
+A rollout of prompt p0 p1 p2 and completion c0 c1 becomes one sequence of four rows; the last token
 needs no row, since nothing follows it.
 
   row            0    1    2    3
@@ -10,28 +10,29 @@ needs no row, since nothing follows it.
   loss_mask      .    .    x    x
   behaviour      0    0    l0   l1      (l0, l1: the engine's log-probabilities of c0, c1)
 
-Sequences are taken by (group_index, member), never by completion, and laid side by side (next-fit:
-a sequence that does not fit opens the next micro-batch, and none is revisited). So the rows of the
-whole batch read in (group, member) order, and a sequence never crosses a micro-batch. Each sequence
-is cut into segments of `query_tile` positions. Sequence j of a micro-batch owns the p pages 1 + j p
-to (j + 1) p, used or not: the gradient of attention reads its rows there as a dense block. Page 0
-belongs to no sequence and takes what padding rows would write.
+Sequences are taken in the order (group_index, member), independent of completion, and placed one
+after the other (next-fit: a sequence that does not fit starts the next micro-batch, and earlier
+ones are never revisited). The rows of the whole batch are thus in (group, member) order, and a
+sequence never crosses a micro-batch. Each sequence is cut into segments of `query_tile` positions.
+Sequence j of a micro-batch owns the p pages 1 + j p to (j + 1) p, used or not: the gradient of
+attention reads its rows there as a dense block. Page 0 belongs to no sequence and receives the
+writes of padding rows.
 
   rows       | a0 a1 a2 a3 a4 | b0 b1 b2 | padding |        query_tile = 4, page_size = 2, p = 8
   segments   | 0         | 1  | 2        |
   slots      | 2  3  4  5  6  | 18 19 20 | 0  0  0 |        a: pages 1 to 8, b: pages 9 to 16
 
-A group asks one question, so what its members have in common is computed once: a sequence whose
-prompt begins with whole pages of an earlier one in its micro-batch reads those pages, and has no
-rows for them. The last token of a prompt always has a row: it foretells the answer. No bit of a
-log-probability follows from that, as in the engine.
+Members of a group share a prompt, which is computed once: if the prompt of a sequence begins with
+whole pages of an earlier sequence in its micro-batch, it reads those pages and has no rows for
+them. The last prompt token always has a row, because it predicts the completion. As in the engine,
+sharing does not affect any bit of a log-probability.
 
   prompts a0 a1 a2 and again, answers a3 a4 a5 and b3 b4:
 
   rows       | a0 a1 a2 a3 a4 | b2 b3 | padding |
   slots      | 2  3  4  5  6  | 20 21 | 0  0  0 |        b's page table: 1, 10, 11, ..., 16
 
-Every shape follows from the arguments, not from the data: one program serves all batches.
+All shapes depend on the arguments, not on the data: one program serves all batches.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, Train
 
 
 class Layout(NamedTuple):
-  """The static shapes of one micro-batch.
+  """Static shapes of one micro-batch.
 
   Attributes:
-    num_rows: n, rows of the arrays: `rows_per_micro_batch`, in two tiles at least.
-    max_sequences: most sequences.
-    max_sequence_tokens: most tokens of a sequence, prompt and completion.
-    num_segments: s, a bound for any sequences within the two above, in whole tiles.
+    num_rows: n, rows of the arrays: `rows_per_micro_batch`, but at least two tiles.
+    max_sequences: maximum number of sequences.
+    max_sequence_tokens: maximum tokens of a sequence, prompt and completion.
+    num_segments: s, an upper bound given the two limits above, in whole tiles.
     pages_per_sequence: p, entries of a page-table row; p * page_size is a multiple of `kv_split`.
     num_pages: scratch pages the forward must provide: 1 + max_sequences * p.
   """
@@ -70,31 +71,31 @@ class Layout(NamedTuple):
   num_pages: int
 
 
-# Rows of a micro-batch where the user does not name them, or a whole context's.
+# Minimum of the default number of rows, which is otherwise that of a whole context.
 LEAST_ROWS = 2048
-# Sequences of a micro-batch where the user does not name them: as many as have keys and values of
-# all layers, counted in float32, in so many bytes; 64 rows are left to each.
+# Default number of sequences: as many as have their keys and values of all layers, in float32,
+# within SCRATCH_BYTES, with at least 64 rows for each.
 SCRATCH_BYTES, ROWS_OF_SEQUENCE = 2**30, 64
 
 
 def derived_sizes(
   *, context: int, bytes_per_position: int, rows: int = 0, sequences: int = 0
 ) -> tuple[int, int]:
-  """Returns (rows, sequences) of a micro-batch, where they are 0 as the model asks for.
+  """Returns (rows, sequences) of a micro-batch, with values of 0 replaced by defaults.
 
-  They decide which rows a gradient sums at once, and so its bits: they follow from the model and
-  its context alone, never from the memory that is free.
+  They determine which rows a gradient sums together, and so its bits. They therefore depend only on
+  the model and its context, never on free memory.
 
   Args:
-    context: most positions of a sequence.
-    bytes_per_position: of keys and values of all layers, in float32.
-    rows: 0, or what is named.
-    sequences: 0, or what is named.
+    context: maximum positions of a sequence.
+    bytes_per_position: bytes of the keys and values of all layers, in float32.
+    rows: explicit value, or 0.
+    sequences: explicit value, or 0.
 
   Returns:
-    Rows, the least power of two that holds a context, 2,048 at least; sequences, a power of two: at
-    most a 64th of the rows, and as many as fit `SCRATCH_BYTES`, but at least as many whole contexts
-    as the rows hold.
+    Rows: the smallest power of two that holds a context, at least 2,048. Sequences: a power of two,
+    at most a 64th of the rows and what fits `SCRATCH_BYTES`, but at least the number of whole
+    contexts that the rows hold.
   """
   rows = rows or max(LEAST_ROWS, 1 << (context - 1).bit_length())
   if not sequences:
@@ -113,7 +114,7 @@ def layout(
   max_sequence_tokens: int | None = None,
   backend: Backend | None = None,
 ) -> Layout:
-  """Returns the shapes that `pack` gives with the same arguments.
+  """Returns the shapes of `pack` for the same arguments.
 
   Sequences of r_1 + ... + r_k <= n rows have at most (n + k (query_tile - 1)) / query_tile
   segments.
@@ -122,18 +123,18 @@ def layout(
     numerics: `row_tile`, `query_tile` and `kv_split` are read.
     page_size: positions of one page, a divisor of `kv_split`.
     rows_per_micro_batch: rows, a multiple of `row_tile`.
-    max_sequences: most sequences in a micro-batch. Scratch pages and the gradient of attention cost
-      as much as this many sequences of the greatest length, be they there or not. None allows twice
-      as many as fit at that length.
-    max_sequence_tokens: most tokens of one sequence; None allows what fits, which is
+    max_sequences: maximum number of sequences in a micro-batch. Scratch pages and the gradient of
+      attention always cost as much as this many sequences of maximum length. None allows twice as
+      many as fit at that length.
+    max_sequence_tokens: maximum tokens of one sequence; None allows what fits, which is
       rows_per_micro_batch + 1.
-    backend: that the rows are for; None is the one that the numerics name.
+    backend: backend for the rows; None selects it by the numerics.
 
   Returns:
     Layout.
 
   Raises:
-    ValueError: if a number is out of range, rows are no multiple of `row_tile`, or pages do not
+    ValueError: if a number is out of range, rows are not a multiple of `row_tile`, or pages do not
       fill a split exactly.
   """
   if page_size < 1 or numerics.kv_split % page_size:
@@ -162,7 +163,7 @@ def layout(
     raise ValueError(
       f"pack: got max_sequences={max_sequences}, expected max_sequences >= 1; None derives it."
     )
-  # A sequence has a row, so more sequences than rows cannot be.
+  # A sequence has at least one row.
   max_sequences = min(max_sequences, rows_per_micro_batch)
   query_tile = numerics.query_tile
   segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
@@ -193,10 +194,10 @@ def pack(
   num_micro_batches: int | None = None,
   backend: Backend | None = None,
 ) -> TrainBatch:
-  """Packs rollouts into micro-batches, by (group_index, member).
+  """Packs rollouts into micro-batches, ordered by (group_index, member).
 
   Args:
-    groups: in any order; `group_index` unique.
+    groups: in any order, with unique `group_index`.
     advantages: f32[b, g], row i for `groups[i]`, by member.
     numerics: see `layout`.
     page_size: see `layout`.
@@ -204,21 +205,21 @@ def pack(
     max_sequences: see `layout`.
     max_sequence_tokens: see `layout`.
     num_biases: e, entries of `SamplingRows.bias_ids`.
-    num_micro_batches: m; None makes as many as are needed, more adds empty ones, so that m need
-      not change from batch to batch.
+    num_micro_batches: m; None makes as many as needed. A larger value adds empty ones, so that m
+      can stay the same from batch to batch.
     backend: see `layout`.
 
   Returns:
-    TrainBatch of NumPy arrays with leading m. `SamplingRows` holds the request's parameters on loss
+    TrainBatch of NumPy arrays with leading m. `SamplingRows` has the request's parameters on loss
     rows and neutral ones (temperature 1, no filter, no bias, no grammar) elsewhere: a prompt token
-    may lie outside its own request's filter, and its log-probability, though unused, should be
+    may lie outside its own request's filter, and its log-probability, although unused, should be
     finite.
 
   Raises:
-    ValueError: if there is no group, indices repeat, advantages do not fit the groups or are not
-      finite, a sequence is too long, has no prompt or no completion, its log-probabilities are not
-      one finite number a token, it has more logit biases than `num_biases`, or more micro-batches
-      are needed than `num_micro_batches`; and as `layout`.
+    ValueError: if there are no groups; group indices repeat; advantages do not match the groups or
+      are not finite; a sequence is too long or has no prompt or no completion; its
+      log-probabilities are not one finite number per token; it has more logit biases than
+      `num_biases`; or more micro-batches are needed than `num_micro_batches`. Also as `layout`.
   """
   backend = backend or choice.backend_of(numerics)
   shapes = layout(
@@ -256,7 +257,7 @@ def pack(
 
       page = 1 + place * width
       batch.tokens.positions[m, rows] = positions
-      batch.tokens.slots[m, rows] = page * page_size + positions  # Its pages are consecutive.
+      batch.tokens.slots[m, rows] = page * page_size + positions  # Consecutive pages.
       starts = np.arange(0, positions.size, numerics.query_tile, dtype=np.int32)
       segments = slice(segment, segment + starts.size)
       batch.tokens.segment_start[m, segments] = row + starts
@@ -274,13 +275,13 @@ def pack(
 
 
 def unpack(values: ArrayLike, batch: TrainBatch) -> list[np.ndarray]:
-  """Returns what `values` holds for each rollout's generated tokens, the inverse of `pack`.
+  """Returns the rows of `values` for each rollout's generated tokens; the inverse of `pack`.
 
   `unpack(batch.targets, batch)` are the completions' tokens.
 
   Args:
-    values: f32[m, n, ...], or of another dtype, one entry a row.
-    batch: from `pack`.
+    values: f32[m, n, ...] or another dtype, one entry per row.
+    batch: result of `pack`.
 
   Returns:
     One array [t, ...] per rollout in (group, member) order, t its generated tokens.
@@ -297,7 +298,7 @@ def unpack(values: ArrayLike, batch: TrainBatch) -> list[np.ndarray]:
 def _ordered(
   groups: Sequence[RolloutGroup], advantages: ArrayLike
 ) -> list[tuple[int, Rollout, np.float32]]:
-  """Returns (group_index, rollout, advantage) by (group_index, member), or refuses."""
+  """Returns (group_index, rollout, advantage) by (group_index, member); raises if invalid."""
   values = np.asarray(advantages, np.float32)
   if not groups:
     raise ValueError("pack: got no groups, expected at least one; skip the step instead.")
@@ -340,7 +341,7 @@ def _ordered(
 def _check_rollout(
   rollout: Rollout, shapes: Layout, rows_per_micro_batch: int, num_biases: int
 ) -> None:
-  """Refuses a rollout that cannot be packed."""
+  """Raises if a rollout cannot be packed."""
   request, completion = rollout.request, rollout.completion
   name = f"pack: request {request.request_id!r}:"
   num_prompt, num_generated = len(request.prompt), len(completion.tokens)
@@ -384,9 +385,9 @@ class _Place(NamedTuple):
   """A sequence in its micro-batch.
 
   Attributes:
-    index: of the rollout.
-    owner: place of the sequence whose first pages it reads as its own.
-    num_shared: how many pages these are.
+    index: index of the rollout.
+    owner: position, in the micro-batch, of the sequence whose first pages it shares.
+    num_shared: number of shared pages.
   """
 
   index: int
@@ -397,10 +398,10 @@ class _Place(NamedTuple):
 def _next_fit(
   rollouts: Sequence[Rollout], shapes: Layout, rows_per_micro_batch: int, page_size: int | None
 ) -> list[list[_Place]]:
-  """Returns the sequences of each micro-batch; without a page size none shares another's pages."""
+  """Returns the sequences of each micro-batch; no pages are shared if `page_size` is None."""
   micro_batches: list[list[_Place]] = [[]]
   used = owner = 0
-  owned: tuple[int, ...] = ()  # The prompt of the owner.
+  owned: tuple[int, ...] = ()  # Prompt of the owner.
   for index, rollout in enumerate(rollouts):
     places, prompt = micro_batches[-1], rollout.request.prompt
     num_shared = 0
@@ -418,7 +419,7 @@ def _next_fit(
 
 
 def _num_common(owned: tuple[int, ...], prompt: tuple[int, ...]) -> int:
-  """Returns how many tokens two prompts begin with alike, at most all but the second's last."""
+  """Returns the common prefix length of two prompts, at most all but the second's last token."""
   most = min(len(owned), len(prompt) - 1)
   if owned[:most] == prompt[:most]:
     return most
@@ -433,9 +434,9 @@ def _write_sequence(
   index: int,
   advantage: np.float32,
 ) -> None:
-  """Fills in what is known a row at a time.
+  """Fills in the per-row fields of one sequence.
 
-  `rows` is (micro-batch, rows of the sequence), of which the first is that of position `first`.
+  `rows` is (micro-batch, rows of the sequence); the first row has position `first`.
   """
   m, span = rows
   request, completion = rollout.request, rollout.completion
@@ -468,7 +469,7 @@ def _write_sequence(
 
 
 def _num_penalties(rollout: Rollout) -> int:
-  """Returns the entries of the penalties of a rollout's rows; 0 if it has none."""
+  """Returns the number of penalty entries per row of a rollout; 0 if it has no penalties."""
   request = rollout.request
   if not request.sampling.has_penalties:
     return 0
@@ -482,7 +483,7 @@ def _empty(m: int, shapes: Layout, num_biases: int, num_penalties: int) -> Train
   """Returns m micro-batches of padding."""
   n, s, p = shapes.num_rows, shapes.num_segments, shapes.pages_per_sequence
 
-  # Any: the records are typed as device arrays, and these are filled in on the host first.
+  # Any: the records are typed as device arrays, but are filled in on the host first.
   def full(value: int, *shape: int, dtype: type = np.int32) -> Any:
     return np.full((m, *shape), value, dtype)
 
@@ -518,5 +519,5 @@ def _empty(m: int, shapes: Layout, num_biases: int, num_penalties: int) -> Train
 
 
 def _num_rows(rollout: Rollout) -> int:
-  """Rows of a sequence: every token but the last."""
+  """Returns the rows of a sequence: one for every token but the last."""
   return len(rollout.request.prompt) + len(rollout.completion.tokens) - 1

@@ -1,12 +1,11 @@
-"""What learning takes of a device's memory, before anything is computed.
+"""Estimates a device's memory for training, before anything is computed.
 
     kept through the run    masters, moments of the optimiser, weights in compute dtype
-    while it learns         gradient sums, activations, scratch pages
+    during an update        gradient sums, activations, scratch pages
 
-All but the activations are counted. Those are an estimate of XLA's temporaries, from the sums
-below, which were fitted to `memory_analysis` of compiled gradient programs
-(docs/results/memory.md): the head's, the dearest layer's, and what is kept of every layer for the
-way back.
+All but the activations are exact counts. Activations estimate XLA's temporaries by the sums below,
+fitted to `memory_analysis` of compiled gradient programs (docs/results/memory.md): the head, the
+most expensive layer, and what every layer keeps for the backward pass.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from seerjax.models import config as model_config, transformer
 from seerjax.trainer import packing
 
 MIB = 2**20
-# Fitted: f32 copies of the table that the head's gradient takes.
+# Fitted: f32 copies of the embedding table in the head's gradient.
 HEAD_TABLES = 2.8
-# Fitted: f32 copies of one layer's weights, in its gradient.
+# Fitted: f32 copies of one layer's weights in its gradient.
 LAYER_WEIGHTS = 3.4
-# Counted: f32 arrays of all positions, by query heads and by key/value heads, in attention's.
+# Counted: f32 arrays over all positions in attention's gradient, per query head and per KV head.
 QUERY_ARRAYS, KEY_ARRAYS = 5, 6
-# Fitted: bytes a row and feature that are kept of a layer that is computed again, in either dtype;
-# and arrays of features, queries and keys that are kept of one that is not.
+# Fitted: bytes per row and feature kept of a rematerialised layer, in either dtype; and arrays of
+# features, queries and keys kept of a layer that is not rematerialised.
 KEPT_BYTES, KEPT_ARRAYS = 6, 5
-# An update's temporaries, in copies of what learns: gradients that were clipped, and what is added.
+# Temporaries of an update, in copies of the trained weights: clipped gradients and updates.
 UPDATE_COPIES = 1.7
 
 
 class Plan(NamedTuple):
-  """Bytes of one device.
+  """Estimated bytes of one device.
 
   Attributes:
-    masters: f32 weights that learn.
-    moments: of the optimiser.
-    weights: what engine and trainer run, where these are no masters.
-    sums: gradients that are alive at once.
-    activations: temporaries of a gradient, an estimate.
+    masters: trained f32 weights.
+    moments: state of the optimiser.
+    weights: weights that engine and trainer run, if they are not the masters.
+    sums: gradient sums that exist at the same time.
+    activations: temporaries of a gradient (estimate).
     scratch: keys and values of a micro-batch.
-    update: temporaries of an update, an estimate.
+    update: temporaries of an update (estimate).
   """
 
   masters: int
@@ -57,16 +56,16 @@ class Plan(NamedTuple):
 
   @property
   def kept(self) -> int:
-    """Bytes that are held while it samples, too."""
+    """Bytes held throughout the run, including sampling."""
     return self.masters + self.moments + self.weights
 
   @property
   def learning(self) -> int:
-    """Bytes that come on top while it learns, at the most."""
+    """Peak of the additional bytes while training."""
     return max(self.sums + self.activations + self.scratch, self.masters + self.update)
 
   def describe(self) -> str:
-    """Returns one line in MiB."""
+    """Returns a one-line summary in MiB."""
     parts = ("masters", "moments", "weights", "sums", "activations", "scratch")
     names = dict(
       weights="weights to run", sums="gradient sums", scratch="scratch pages",
@@ -76,12 +75,12 @@ class Plan(NamedTuple):
 
 
 def num_sums(num_runs: int) -> int:
-  """Returns how many gradient sums are alive at once: a run's own and the tree's."""
+  """Returns the maximum number of simultaneous gradient sums: one run's own and the tree's."""
   return max((1 + index.bit_count() for index in range(num_runs)), default=0)
 
 
 def tree_bytes(tree: Any) -> int:
-  """Returns the bytes of all arrays of a pytree, or of their shapes."""
+  """Returns the bytes of all arrays (or shapes) of a pytree."""
   return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -93,10 +92,10 @@ def scratch_bytes(
   remat: transformer.Remat,
   model_shards: int = 1,
 ) -> int:
-  """Returns the bytes of a micro-batch's pages: of all layers, or of one.
+  """Returns the bytes of a micro-batch's KV pages on one of `model_shards` devices.
 
-  A layer's are made again where the layer is computed again, and natively in any case. They are
-  those of one of `model_shards` devices.
+  Pages of all layers are counted, or of one layer if layers are rematerialised or the backend is
+  native, which recreate them.
   """
   positions = layout.num_pages * page_size
   heads = model.num_kv_heads // model_shards
@@ -113,10 +112,9 @@ def activation_bytes(
   remat: transformer.Remat,
   model_shards: int = 1,
 ) -> int:
-  """Returns about how many bytes of temporaries a gradient takes beside its pages.
+  """Estimates a gradient's temporary memory in bytes, excluding KV pages.
 
-  They are those of one of `model_shards` devices, each of which has a part of the table, of the
-  heads and of each layer.
+  Counts one of `model_shards` devices, each with a part of the table, the heads and each layer.
   """
   rows, d = layout.num_rows, model.hidden_size
   queries, keys = (
@@ -129,6 +127,6 @@ def activation_bytes(
   attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
   layer = max(attention, LAYER_WEIGHTS * weights * 4)
   kept = KEPT_ARRAYS * item * (d + queries + keys) if remat == "none" else KEPT_BYTES * d
-  # In the host's memory but for the layer that is at work.
+  # Offloaded inputs are in host memory, except that of the current layer.
   num_kept = 1 if remat == "layer_offloaded" else model.num_layers
   return int(head + layer + num_kept * rows * kept)

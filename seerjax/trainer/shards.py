@@ -1,14 +1,14 @@
-"""Where what learns lies on a mesh: f32 masters, moments and sums of gradients, each device a part.
+"""Sharding of training state on a mesh: f32 masters, moments and sums of gradients.
 
     slab      f32[r, a, b]   r over `model`, the larger of a and b over `instance`
     no slab   f32[a, b]      the larger of a and b over both, `model` first
 
-The embedding is no slab here, though its rows run over `model`: the vocabulary is its larger
-dimension.
+The embedding does not count as a slab here, although its rows are sharded over `model`: the
+vocabulary is its larger dimension.
 
-A dimension that the devices do not divide stays whole on each of them. What a device has of an
-array is updated there, element by element; only a norm needs all parts. It is a tree that shapes
-alone decide, so that a mesh changes no bit of it:
+A dimension that is not divisible by the number of devices is replicated. Each device updates its
+part of an array element by element; only norms need all parts. A norm is summed by a tree that
+depends only on shapes, so the mesh does not affect its bits:
 
     squares -> halves added along all but the larger dimension -> f32[r, a] of each array
       one collective -> halves added along a: f32 of each (array, slab) -> halves of these added
@@ -32,7 +32,7 @@ from seerjax.models import parameters
 
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
 INSTANCE, MODEL = parallel.INSTANCE_AXIS, parallel.MODEL_AXIS
-# What works on an array's elements one by one.
+# Primitives that operate on each element independently.
 ELEMENTWISE = frozenset((
   "abs", "add", "and", "clamp", "convert_element_type", "copy", "copy_p", "cos", "div", "eq", "erf",
   "exp", "exp2", "expm1", "ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic",
@@ -44,7 +44,7 @@ CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "re
 
 
 def specs(params: Any, mesh: Mesh) -> Any:
-  """Returns where the masters of weights or adapters lie, layer by layer or stacked."""
+  """Returns the specs of the masters of weights or adapters, with layers listed or stacked."""
   of_layers = 1 if parameters.is_stacked(params) else 0
 
   def spec(path: Any, leaf: Any, is_slab: bool) -> jax.P:
@@ -55,12 +55,12 @@ def specs(params: Any, mesh: Mesh) -> Any:
 
 
 def whole(params: Any) -> Any:
-  """Returns `specs` of what every device has whole."""
+  """Returns specs that replicate everything on every device."""
   return jax.tree.map(lambda _: jax.P(), params)
 
 
 def _spec(shape: tuple[int, ...], first: int, is_slab: bool, mesh: Mesh) -> jax.P:
-  """Returns where one array lies, whose dimensions before `first` are never shared out."""
+  """Returns the spec of one array; dimensions before `first` are never sharded."""
   entries: list[Any] = [None] * len(shape)
   names = (MODEL, INSTANCE)
   if is_slab:
@@ -75,18 +75,18 @@ def _spec(shape: tuple[int, ...], first: int, is_slab: bool, mesh: Mesh) -> jax.
 
 
 def _larger(shape: tuple[int, ...], first: int) -> int | None:
-  """Returns the largest dimension from `first` on, the first of equals; None of a number."""
+  """Returns the largest dimension from `first` on (ties: the first); None for a scalar."""
   axes = range(first, len(shape))
   return max(axes, key=lambda axis: shape[axis], default=None)
 
 
 def of_optimizer(optimizer: optax.GradientTransformation, state: Any, of_params: Any) -> Any:
-  """Returns where an optimiser's state lies: what is shaped as the masters as these do.
+  """Returns the specs of an optimiser state; arrays shaped like masters are sharded like them.
 
   Args:
     optimizer: an optax chain.
-    state: of `optimizer.init`, or its shapes.
-    of_params: of `specs`.
+    state: result of `optimizer.init`, or its shapes.
+    of_params: result of `specs`.
   """
   return optax.tree.map_params(
     optimizer, lambda _, spec: spec, state, of_params, transform_non_params=lambda _: jax.P()
@@ -94,12 +94,12 @@ def of_optimizer(optimizer: optax.GradientTransformation, state: Any, of_params:
 
 
 def bytes_of(tree: Any, of_tree: Any, mesh: Mesh) -> int:
-  """Returns the bytes of one device.
+  """Returns the bytes of a tree on one device.
 
   Args:
-    tree: of arrays or their shapes.
-    of_tree: where each lies, `jax.P`.
-    mesh: whose axes these name.
+    tree: arrays or their shapes.
+    of_tree: the spec of each, `jax.P`.
+    mesh: mesh of the specs.
   """
   place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
   sizes = jax.tree.map(
@@ -110,7 +110,7 @@ def bytes_of(tree: Any, of_tree: Any, mesh: Mesh) -> int:
   return sum(jax.tree.leaves(sizes))
 
 
-# A norm of what is shared out.
+# The norm of sharded arrays.
 
 
 def norm(
@@ -120,14 +120,14 @@ def norm(
   *,
   behind: Array | None = None,
 ) -> Array:
-  """Returns the norm of all elements, f32[], by the tree above: equal bits on any mesh.
+  """Returns the norm of all elements, f32[], with equal bits on any mesh (see the module).
 
   Args:
-    tree: f32 arrays shaped as masters, layer by layer; with a mesh this device's parts of them,
+    tree: f32 arrays shaped like masters, layers listed; with a mesh, this device's parts of them,
       within `shard_map`.
-    of_tree: where each lies, of `specs`; None where they are whole.
-    mesh: whose axes these name.
-    behind: what the collective waits for, where another one may be under way.
+    of_tree: the spec of each, from `specs`; None if they are whole.
+    mesh: mesh of the specs.
+    behind: value that the collective must wait for if another collective may be in flight.
   """
   slabs = jax.tree.leaves(parameters.have_slabs(tree))
   leaves = jax.tree.leaves(tree)
@@ -140,7 +140,7 @@ def norm(
     of_slabs = 1 if is_slab else 0
     split = _larger(tuple(shape), of_slabs)
     kept = [axis for axis in (0 if of_slabs else None, split) if axis is not None]
-    squares = parallel.rounded(lax.square(leaf))  # Else they are rounded with the sum.
+    squares = parallel.rounded(lax.square(leaf))  # Otherwise rounded together with the sum.
     for axis in reversed([axis for axis in range(leaf.ndim) if axis not in kept]):
       squares = _folded(squares, axis)
     sizes = [1] * (2 - len(kept)) + [shape[axis] for axis in kept]
@@ -155,12 +155,12 @@ def norm(
 
 
 def is_spec(value: Any) -> bool:
-  """Whether a pytree's node is a leaf of where arrays lie."""
+  """Whether a pytree node is a partition spec (treated as a leaf)."""
   return isinstance(value, jax.P)
 
 
 def _folded(x: Array, axis: int) -> Array:
-  """Adds along one dimension by halves: a tree, whose bits no other dimension changes."""
+  """Sums one dimension by halves: a tree whose bits do not depend on other dimensions."""
   while (size := x.shape[axis]) > 1:
     half = (size + 1) // 2
     low = lax.slice_in_dim(x, 0, half, axis=axis)
@@ -173,7 +173,7 @@ def _folded(x: Array, axis: int) -> Array:
 def _among_zeros(
   part: Array, sizes: list[int], shared: list[tuple[str, ...]], mesh: Mesh
 ) -> Array:
-  """Returns this device's part of f32[r, a] where it belongs; of equal parts the first alone."""
+  """Places this device's part into zeros f32[r, a]; of replicated parts only the first counts."""
   starts, is_first = [], jnp.bool_(True)
   for size, names in zip(part.shape, shared, strict=True):
     index = jnp.int32(0)
@@ -187,7 +187,7 @@ def _among_zeros(
 
 
 def _of_all(rows: list[Array], behind: Array | None) -> list[Array]:
-  """Returns f32[r, a] of all devices together; as words, which keep every bit in any order."""
+  """Combines f32[r, a] of all devices; summed as integers, which keeps every bit in any order."""
   flat = jnp.concatenate([one.reshape(-1) for one in rows])
   if behind is not None:
     flat = parallel.after(flat, behind)
@@ -199,14 +199,14 @@ def _of_all(rows: list[Array], behind: Array | None) -> list[Array]:
   return found
 
 
-# An optimiser on parts: to the bits of whole arrays, if it may.
+# Sharded optimisers: equal bits to whole arrays, where the optimiser permits.
 
 
 def rounded_apart(function: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns a function whose every product and quotient is rounded by itself.
+  """Wraps a function so that each product and quotient is rounded separately.
 
-  A compiler would make one operation of a product and the sum it goes into, and of two products
-  choose either by the shape of an array, of which each mesh has others.
+  A compiler may fuse a product with the sum that uses it, and choose which of two products to fuse
+  by array shape, which differs between meshes.
   """
 
   def run(*args: Any) -> Any:
@@ -237,17 +237,17 @@ def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def _inner(equation: Any) -> Any:
-  """Returns the closed jaxpr that an equation calls; None if it has none."""
+  """Returns the closed jaxpr that an equation calls; None if it calls none."""
   found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
   return found if hasattr(found, "consts") else None
 
 
 def is_elementwise(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> bool:
-  """Whether an optimiser's update is the same element by element, whatever shape these lie in.
+  """Whether an optimiser's update is elementwise and independent of array shapes.
 
   Args:
-    optimizer: which takes `gradient_norm`.
-    params: shapes of what learns.
+    optimizer: optimiser that accepts `gradient_norm`.
+    params: shapes of the trained weights.
   """
   doubled = jax.tree.map(lambda x: jax.ShapeDtypeStruct([2 * n for n in x.shape], x.dtype), params)
   steps = [_steps_of(optimizer, shapes) for shapes in (params, doubled)]
@@ -255,7 +255,7 @@ def is_elementwise(optimizer: optax.GradientTransformationExtraArgs, params: Any
 
 
 def _steps_of(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> list[Any] | None:
-  """Returns what an update computes, with its constants; None if that is not elementwise."""
+  """Returns the operations of an update, with constants; None if it is not elementwise."""
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
   state = jax.eval_shape(optimizer.init, params)
 
@@ -263,7 +263,7 @@ def _steps_of(optimizer: optax.GradientTransformationExtraArgs, params: Any) -> 
     return optimizer.update(gradient, state, params, gradient_norm=jnp.float32(1))
 
   try:
-    with jax.numpy_dtype_promotion("standard"):  # Optax's own.
+    with jax.numpy_dtype_promotion("standard"):  # Optax relies on it.
       return list(_steps(jax.make_jaxpr(update)(params, state, params).jaxpr))
   except _NotElementwise:
     return None

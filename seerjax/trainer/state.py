@@ -1,4 +1,4 @@
-"""The state of what learns: how it begins, and where it lies on a mesh."""
+"""Training state: initialisation and sharding."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from seerjax.types import TrainState
 def first_state(
   params: Any, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-  """Returns the state of what has not learnt yet, with a copy of its f32 masters `params`.
+  """Returns the initial training state, with a copy of the f32 masters `params`.
 
-  It lies where `Trainer.update` leaves the states after it, so that one program serves them all.
+  Its sharding equals that of states from `Trainer.update`, so one compiled program serves all.
   """
   if mesh.size == 1:
     params = jax.tree.map(jnp.copy, params)
@@ -36,7 +36,7 @@ def first_state(
 def abstract_state(
   params: Any, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-  """Returns shapes, dtypes and places of a state whose masters are shaped as `params`."""
+  """Returns shapes, dtypes and shardings of a state with masters shaped like `params`."""
 
   def first(params: Any) -> TrainState:
     return TrainState(params, optimizer.init(params), jnp.int32(0))
@@ -57,7 +57,7 @@ def abstract_state(
 def params_specs(
   params: Any, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> Any:
-  """Returns where masters lie, layer by layer or stacked: shared out, if the optimiser may."""
+  """Returns the specs of masters (layers listed or stacked): sharded if the optimiser permits."""
   with_norm = optax.with_extra_args_support(optimizer)
   layers = jax.eval_shape(parameters.unstacked, params)
   is_shared = mesh.size == 1 or shards.is_elementwise(with_norm, layers)
@@ -67,7 +67,7 @@ def params_specs(
 def state_specs(
   state: TrainState, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> TrainState:
-  """Returns where a state lies, or one of its shapes."""
+  """Returns the specs of a state, or of its shapes."""
   of_params = params_specs(state.params, optimizer, mesh)
   return TrainState(
     of_params, shards.of_optimizer(optimizer, state.opt_state, of_params), jax.P()
@@ -75,5 +75,5 @@ def state_specs(
 
 
 def is_given_up(state: Any) -> bool:
-  """Whether an update has taken the place of a state, or of one within a tree."""
+  """Whether any array of a state, or of a tree that contains one, was donated to an update."""
   return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))

@@ -2,17 +2,17 @@
 
     micro-batches --gradient, added in order--> one sum a run --fixed tree--> sum --optax--> params
 
-The gradient program is never handed the engine's log-probabilities: what it computes under
-`value_and_grad` is compared with them afterwards (`rollout_gap`), and on the tiled path the
+The gradient program never receives the engine's log-probabilities. Its own, computed under
+`value_and_grad`, are compared with them afterwards (`rollout_gap`); on the tiled path the
 difference is exactly zero.
 
-Micro-batches are cut into runs of eight or so (`runs`). A run stays on one instance of the mesh,
-whose program adds each gradient to the sum in place; the runs' sums are added as one binary tree.
-Which runs there are follows from the number of micro-batches alone, so the number of devices
-changes no bit, and of a large model only a few gradients are alive at once. What is no longer
-needed is given up: an optimiser step takes the place of the state that it began from.
+Micro-batches are divided into runs of about eight (`runs`). A run stays on one instance of the
+mesh, whose program adds each gradient to the sum in place; the sums of runs are added as one binary
+tree. The division depends only on the number of micro-batches, so the number of devices does not
+affect the result, and only a few gradients of a large model exist at a time. An optimiser step
+donates the state that it starts from.
 
-Of masters, moments and sums each device of the mesh has a part (`trainer.shards`), and updates it.
+Each device of the mesh holds and updates a part of masters, moments and sums (`trainer.shards`).
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from seerjax.types import TokenScores, TrainBatch, TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-  """Adam with a warm-up and a clipped global norm.
+  """Configuration of Adam with warm-up and global-norm clipping.
 
   Attributes:
-    learning_rate: after the warm-up; 0 lets a run take the usual one for its model's size and for
-      what of it learns (`run.learning_rates.usual`).
-    warmup_steps: in n of them the rate rises by n equal parts; the first step has the first part,
-      the n-th all of it. 0 and 1 are none.
+    learning_rate: rate after the warm-up; 0 lets a run choose the default for model size and LoRA
+      (`run.learning_rates.usual`).
+    warmup_steps: number n of warm-up steps: the rate rises linearly from 1/n in the first step to
+      the full rate in step n. 0 and 1 disable the warm-up.
     b1: decay of the mean.
     b2: decay of the mean square.
-    weight_decay: decoupled, per step, times the learning rate.
+    weight_decay: decoupled decay per step, multiplied by the learning rate.
     max_gradient_norm: global norm above which the gradient is scaled down.
   """
 
@@ -108,10 +108,10 @@ class OptimizerConfig:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Returns the optax chain: clip, Adam, decay, learning rate.
+  """Returns the optax chain: clipping, Adam, weight decay, learning rate.
 
   Raises:
-    ValueError: if the learning rate is left to a run's model, which is not known here.
+    ValueError: if the learning rate is 0, which only a run can replace.
   """
   if not config.learning_rate:
     raise ValueError(
@@ -120,7 +120,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     )
 
   def warming(count: jax.typing.ArrayLike) -> Array:
-    # Optax counts from 0. From zero, the first batch would teach nothing.
+    # Optax counts from 0; with a rate of zero, the first batch would have no effect.
     return config.learning_rate * jnp.minimum((jnp.asarray(count) + 1) / config.warmup_steps, 1.0)
 
   learning_rate = warming if config.warmup_steps else config.learning_rate
@@ -131,10 +131,10 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
-  """Returns what scales a gradient down to a norm of at most `most`.
+  """Returns a transformation that scales a gradient down to a norm of at most `most`.
 
-  An update is told the norm as `gradient_norm`, for a device has a part of the gradient alone; else
-  the gradient is whole.
+  The update takes the norm as `gradient_norm`, because a device has only a part of the gradient;
+  without it, the gradient must be complete.
   """
 
   def update(
@@ -149,17 +149,17 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
 
 
 BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
-# Micro-batches whose gradients are added one after the other, on one instance; more where that
-# would make more runs than these, of which 1 + log2 sums are alive at once.
+# Micro-batches whose gradients are added sequentially on one instance. Runs are longer if there
+# would otherwise be more than MOST_RUNS; 1 + log2(runs) sums exist at the same time.
 RUN_LENGTH, MOST_RUNS = 8, 8
 
 
 def runs(num_micro_batches: int) -> list[range]:
-  """Cuts micro-batches into runs of at most `RUN_LENGTH`, or `MOST_RUNS` longer ones.
+  """Divides micro-batches into runs of at most `RUN_LENGTH`, or into `MOST_RUNS` longer ones.
 
-  Their number is the least power of two that does, and two where there are two micro-batches: two,
-  four or eight instances share them evenly, and their sums are a balanced tree. The first are the
-  longest.
+  The number of runs is the smallest sufficient power of two, and at least two if there are two
+  micro-batches. Two, four or eight instances thus get equal shares, and the sums form a balanced
+  tree. Longer runs come first.
   """
   count = min(2, num_micro_batches)
   while count * RUN_LENGTH < num_micro_batches and count < MOST_RUNS:
@@ -170,9 +170,10 @@ def runs(num_micro_batches: int) -> list[range]:
 
 
 def _traced_once(function: Any) -> Any:
-  """A trainer has one layout: a second trace means that an input changed its shape or type.
+  """Asserts that a program is traced only once.
 
-  Batches with penalties are programs of their own, one for each length of their lists.
+  A trainer has one layout, so a second trace means that an input changed its shape or type. Batches
+  with penalties are separate programs, one per length of the penalty lists.
   """
   num_traces = collections.Counter()
 
@@ -189,13 +190,13 @@ def _traced_once(function: Any) -> Any:
 
 
 class MicroBatch(NamedTuple):
-  """What the gradient program sees of a `TrainBatch`: everything but the engine's numbers.
+  """Input of the gradient program: a `TrainBatch` without the engine's log-probabilities.
 
   Attributes:
-    batch: its behaviour_logprobs and raw_logprobs are None.
-    old_logprobs: f32[n], of the weights that sampled; read unless `is_first`.
-    is_first: bool[], the weights are those that sampled.
-    reference_logprobs: f32[n], of the reference policy; None without one.
+    batch: the batch; behaviour_logprobs and raw_logprobs are None.
+    old_logprobs: f32[n], under the weights that sampled; ignored if `is_first`.
+    is_first: bool[], whether the current weights are those that sampled.
+    reference_logprobs: f32[n], under the reference policy; None without one.
   """
 
   batch: TrainBatch
@@ -204,15 +205,15 @@ class MicroBatch(NamedTuple):
   reference_logprobs: Any = None
 
 
-# What `losses.policy_loss` is: a micro-batch's share of the loss, and its metrics.
+# Type of `losses.policy_loss`: returns a micro-batch's share of the loss, and its metrics.
 PolicyLoss = Callable[..., tuple[Array, losses.LossMetrics]]
 
 
 def check_remat(remat: transformer.Remat, memories: Collection[str]) -> None:
-  """Refuses to keep layers' inputs in a kind of memory that is not among those of a device.
+  """Raises if `remat` offloads layer inputs to a memory that the device does not have.
 
   Raises:
-    NotImplementedError: naming the kinds.
+    NotImplementedError: naming the available memories.
   """
   if remat == "layer_offloaded" and transformer.HOST_MEMORY not in memories:
     raise NotImplementedError(
@@ -227,17 +228,17 @@ class Trainer:
 
   Attributes:
     model: shape of the model.
-    numerics: what decides bits; the engine's.
+    numerics: all settings that determine bits; those of the engine.
     loss: the objective.
-    optimizer: an optax chain. One that does not work element by element has masters and moments
-      whole on every device (`shards.is_elementwise`).
-    mesh: micro-batches are spread over its instances, and slabs of each over its model axis.
+    optimizer: an optax chain. If it is not elementwise, masters and moments are replicated on every
+      device (`shards.is_elementwise`).
+    mesh: micro-batches are distributed over its instances, slabs over its model axis.
     num_pages: scratch pages of one micro-batch (`packing.Layout.num_pages`).
     page_size: positions of one page.
-    remat: what a gradient keeps of the forward pass ("none" computes nothing again), see
+    remat: activations kept for the backward pass ("none" recomputes nothing); see
       `transformer.forward`.
-    policy_loss: of one micro-batch, as `losses.policy_loss`.
-    backend: what runs the stages of the forward; None is the one that the numerics name.
+    policy_loss: loss of one micro-batch, like `losses.policy_loss`.
+    backend: backend of the forward's stages; None selects it by the numerics.
   """
 
   model: model_config.TransformerConfig
@@ -252,7 +253,7 @@ class Trainer:
   backend: Backend | None = None
 
   def __post_init__(self):
-    # With what they leave open decided, so that two of them compare.
+    # Defaults are filled in, so that trainers can be compared.
     fields.check(self)
     decided = model_config.numerics_for(self.model, self.numerics)
     object.__setattr__(self, "numerics", decided)
@@ -270,14 +271,14 @@ class Trainer:
 
   @functools.cached_property
   def stages(self) -> Backend:
-    """What runs the stages: `backend`, or the one that the numerics name."""
+    """The backend of the stages: `backend`, or the one that the numerics select."""
     return self.backend or choice.backend_of(self.numerics)
 
   def init(self, params: parameters.Params) -> TrainState:
-    """Returns the state of a run that has not learnt yet.
+    """Returns the initial training state.
 
-    `params` are the f32 masters of what learns: all weights, or an adapter of `models.lora`. They
-    are copied, for `update` gives up the state that it is handed.
+    `params` are the f32 masters of the trained weights: all weights, or an adapter of
+    `models.lora`. They are copied, because `update` donates the state.
     """
     if "embed" in params:
       what = "Trainer.init: params"
@@ -288,7 +289,7 @@ class Trainer:
     return state_lib.first_state(params, self.optimizer, self.mesh)
 
   def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
-    """Returns weights on the whole mesh; refuses others than the fingerprint names."""
+    """Returns weights on the whole mesh; raises if they do not match the fingerprint."""
     weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
     return parameters.placed(params, self.mesh)
 
@@ -305,13 +306,13 @@ class Trainer:
     return self._gradient_program(is_plain=True)
 
   def _is_plain(self, batch: TrainBatch) -> bool:
-    """Whether no row is special, where the backend has a use for knowing it beforehand."""
+    """Whether no row needs special sampling, if the backend benefits from knowing it in advance."""
     return self.stages.waits_for_predicates and not np.any(sampling.is_special(batch.sampling))
 
   def _gradient_program(self, *, is_plain: bool):
     """(params, MicroBatch [i, ...], denominators, sums [i, ...]) -> sums, ([i, ...] of the rest).
 
-    On one instance nothing has the axis i. The sums are given up for the new ones.
+    On one instance there is no axis i. `sums` is donated.
     """
 
     def loss(trained, frozen, micro: MicroBatch, denominators):
@@ -328,7 +329,7 @@ class Trainer:
         is_plain=is_plain,
       )
       if not parallel.BARRIERS_HOLD:
-        scores = parallel.rounded(scores)  # Else the loss is fused with what a mesh makes them of.
+        scores = parallel.rounded(scores)  # Prevents fusion with mesh-dependent operations.
       current = jax.lax.stop_gradient(scores.logprob)
       old = jnp.where(micro.is_first, current, micro.old_logprobs)
       value, metrics = self.policy_loss(
@@ -345,10 +346,10 @@ class Trainer:
     def one(params, micro, denominators, sums):
       trained, frozen = lora.partition(params)
       gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, denominators)
-      is_live = micro.batch.tokens.num_rows > 0  # An instance may have nothing to do.
+      is_live = micro.batch.tokens.num_rows > 0  # An instance may have no micro-batch.
 
       def add(total: Array, part: Array) -> Array:
-        # Held apart: fused with the addition, a gradient might be rounded in another place.
+        # Kept separate: fused with the addition, a gradient could be rounded differently.
         part = parallel.rounded(part.astype(jnp.float32))
         return total + jnp.where(is_live, part, 0.0)
 
@@ -410,10 +411,10 @@ class Trainer:
     return jax.jit(spread)
 
   def _spread(self, function: Any, results: Any, in_specs: Any, out_specs: Any) -> Any:
-    """Returns a function of one instance as one of the whole mesh.
+    """Returns a single-instance function as a function on the whole mesh.
 
-    Of arguments that every instance has its own of, the leading axis is the instance's; so it is
-    of all that comes out, which `results` takes as [1, ...].
+    Arguments that differ between instances have a leading instance axis. So do all outputs, which
+    `results` receives as [1, ...].
     """
     leaves_of = functools.partial(jax.tree.leaves, is_leaf=shards_lib.is_spec)
     is_own = [
@@ -427,7 +428,7 @@ class Trainer:
       ]
       return results(*jax.tree.map(lambda leaf: leaf[None], function(*own)))
 
-    # Replication over `model` is ours to keep: gathered slabs are added in one order on all.
+    # We guarantee replication over `model`: gathered slabs are added in the same order everywhere.
     return jax.shard_map(
       local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -437,13 +438,13 @@ class Trainer:
     return jax.sharding.NamedSharding(self.mesh, jax.P())
 
   def _sum_specs(self, params: parameters.Params) -> Any:
-    """Returns where the sums of gradients lie: each instance's own, slabs over the model axis."""
+    """Returns the specs of gradient sums: one per instance, slabs over the model axis."""
     trained, _ = lora.partition(parameters.specs_of(params))
     by_instance = lambda spec: jax.P(parallel.INSTANCE_AXIS, *spec)
     return jax.tree.map(by_instance, trained, is_leaf=shards_lib.is_spec)
 
   def _zeros(self, params: parameters.Params) -> Any:
-    """Returns f32 sums of nothing, shaped as the gradient."""
+    """Returns zero f32 sums in the shape of the gradient."""
     trained, _ = lora.partition(params)
     if self.mesh.size == 1:
       of = lambda leaf: jnp.zeros(leaf.shape, jnp.float32, device=self._whole)
@@ -457,9 +458,10 @@ class Trainer:
     return jax.tree.map(zeros, trained, self._sum_specs(params))
 
   def _taken(self, tree: Any, indices: Sequence[int]) -> Any:
-    """Returns micro-batches of `[m, ...]`, one an instance; one device has no axis of instances.
+    """Returns the micro-batches at `indices` of `[m, ...]`, one per instance.
 
-    Instances that have none get zeros: an empty micro-batch computes no row.
+    A single device has no instance axis. Instances without a micro-batch get zeros: an empty
+    micro-batch computes no rows.
     """
     if self.mesh.size == 1:
       return jax.tree.map(lambda leaf: leaf[indices[0]], tree)
@@ -472,7 +474,7 @@ class Trainer:
     return jax.tree.map(part, tree)
 
   def _of_instance(self, tree: Any, index: int) -> Any:
-    """Returns what a program gave of one of the micro-batches that `_taken` took."""
+    """Returns the output for one of the micro-batches that `_taken` selected."""
     return tree if self.mesh.size == 1 else jax.tree.map(lambda leaf: leaf[index], tree)
 
   @functools.cached_property
@@ -514,7 +516,7 @@ class Trainer:
     return jax.jit(spread, donate_argnums=(0,))
 
   def _gradient_specs(self, gradient: Any) -> Any:
-    """Returns where the gradient of what learns lies: as its masters, stacked or not."""
+    """Returns the specs of the gradient: those of the masters, stacked or not."""
     return state_lib.params_specs(gradient, self.optimizer, self.mesh)
 
   def gradient(
@@ -528,20 +530,20 @@ class Trainer:
     """Returns the gradient of a whole batch, its metrics and its scores.
 
     Args:
-      params: in compute dtype; with adapters beside them (`models.lora`) these alone learn.
-      batch: from `packing.pack`, m micro-batches.
-      denominators: of everything that this optimiser step sees.
-      old_logprobs: f32[m, n], of the weights that sampled; None if these are they.
-      reference_logprobs: f32[m, n], of the reference policy (`scores` with its weights); needed
-        if `LossConfig.kl_coefficient` is not 0.
+      params: weights in compute dtype; with adapters (`models.lora`), only these are trained.
+      batch: result of `packing.pack`, m micro-batches.
+      denominators: counts over everything in this optimiser step.
+      old_logprobs: f32[m, n], under the weights that sampled; None if `params` are these weights.
+      reference_logprobs: f32[m, n], under the reference policy (`scores` with its weights);
+        required if `LossConfig.kl_coefficient` is not 0.
 
     Returns:
-      (f32 gradient of what learns, stacked where `params` are, {"loss": ...} and summarised loss
-      metrics, scores f32[m, n]).
+      (f32 gradient of the trained weights, stacked if `params` are, {"loss": ...} and summarised
+      loss metrics, scores f32[m, n]).
 
     Raises:
-      ValueError: if the loss needs `reference_logprobs` and they are None, or weights are not the
-        model's in the numerics' layout and dtype.
+      ValueError: if the loss needs `reference_logprobs` and they are None, or weights do not match
+        the model, or the numerics' layout and dtype.
     """
     if parallel.spans_processes(self.mesh):
       leaves = jax.tree_util.tree_leaves_with_path((batch, denominators))
@@ -595,12 +597,12 @@ class Trainer:
   def plan(
     self, params: parameters.Params, layout: packing.Layout, num_micro_batches: int
   ) -> plan_lib.Plan:
-    """Returns what learning takes of a device of the mesh, before anything is computed.
+    """Estimates the training memory of one device of the mesh, before anything is computed.
 
     Args:
-      params: what `gradient` is handed, or its shapes.
-      layout: of a micro-batch.
-      num_micro_batches: most of one optimiser step.
+      params: the weights for `gradient`, or their shapes.
+      layout: layout of a micro-batch.
+      num_micro_batches: maximum number of micro-batches per optimiser step.
     """
     trained, frozen = lora.partition(params)
     masters = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), trained)
@@ -608,7 +610,7 @@ class Trainer:
     moments = jax.eval_shape(self.optimizer.init, masters)
     of_moments = shards_lib.of_optimizer(self.optimizer, moments, of_params)
     of_masters = shards_lib.bytes_of(masters, of_params, mesh)
-    # An instance's own sum, before it is shared out, lies as the weights do.
+    # An instance's own sum, before resharding, is sharded like the weights.
     of_sum, _ = lora.partition(parameters.specs_of(params))
     of_others = plan_lib.num_sums(len(runs(num_micro_batches))) - 1
     is_deep = self.model.num_layers > parameters.UNROLLED_LAYERS
@@ -619,8 +621,8 @@ class Trainer:
     return plan_lib.Plan(
       masters=of_masters,
       moments=shards_lib.bytes_of(moments, of_moments, mesh),
-      # Weights in float32 that learn are the masters themselves, unless they are stacked or masters
-      # are shared out.
+      # Trained float32 weights are the masters themselves, unless they are stacked or the masters
+      # are sharded.
       weights=weights if is_apart or frozen is not None else 0,
       sums=shards_lib.bytes_of(masters, of_sum, mesh) + of_others * of_masters,
       activations=plan_lib.activation_bytes(*sizes, shards),
@@ -632,11 +634,11 @@ class Trainer:
     """Scores a whole batch without a gradient, by the program that `gradient` differentiates.
 
     Args:
-      params: in compute dtype.
-      batch: from `packing.pack`, m micro-batches.
+      params: weights in compute dtype.
+      batch: result of `packing.pack`, m micro-batches.
 
     Returns:
-      f32[m, n]; bit for bit what `gradient` gives for the same weights.
+      f32[m, n]; bit for bit the scores that `gradient` returns for the same weights.
     """
     params = self._placed(params, "Trainer.scores: params")
     num_micro = batch.targets.shape[0]
@@ -653,7 +655,7 @@ class Trainer:
   def update(self, state: TrainState, gradient: Any) -> tuple[TrainState, dict[str, Array]]:
     """Applies one gradient; returns the new state and the norms of gradient and update.
 
-    `state` is given up: its arrays are gone afterwards.
+    `state` is donated and unusable afterwards.
 
     Raises:
       ValueError: if the new weights are not finite, so that they are never published or saved.
@@ -663,7 +665,7 @@ class Trainer:
     if parallel.spans_processes(self.mesh):
       numbers = {name: float(value) for name, value in norms.items()}
       agreement.compare(f"optimiser step {int(state.step)}", numbers)
-      checked = (norms, state.params)  # A process has a part of the weights; norms are of all.
+      checked = (norms, state.params)  # A process sees only its weights; norms cover all.
     numerics_lib.require_finite(
       checked,
       what=f"Trainer.update: weights after a gradient of norm {float(norms['grad_norm']):g}",
@@ -688,10 +690,9 @@ def score(
 ) -> tuple[Array, TokenScores]:
   """Scores the targets of one micro-batch (no leading axis): (tokens i32[n], scores f32[n]).
 
-  The tokens are the targets again; they are returned so that this is the engine's head, output for
-  output. `axis` is that of the slabs, `remat` what a gradient keeps, `backend` what runs it: see
-  `transformer.forward`; and
-  `head.sample_and_score` for `is_plain`.
+  The tokens are the targets again; they are returned so that the head has the same outputs as in
+  the engine. For `axis` (slabs), `remat` and `backend` see `transformer.forward`; for `is_plain`
+  see `head.sample_and_score`.
   """
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
@@ -716,10 +717,10 @@ def score(
 
 
 def rollout_gap(scores: TokenScores, batch: TrainBatch) -> dict[str, float]:
-  """Returns how far the trainer's log-probabilities are from the engine's, over a whole batch.
+  """Returns the gap between the log-probabilities of engine and trainer over a whole batch.
 
   Keys: kl, raw_kl (k1 over sampled tokens), max_abs_logprob_gap, max_abs_raw_logprob_gap. On the
-  tiled path every one is exactly 0.0.
+  tiled path each is exactly 0.0.
   """
   mask = np.asarray(batch.loss_mask)
   gap = (np.asarray(batch.behaviour_logprobs) - scores.logprob)[mask]
