@@ -1,1 +1,1 @@
-"""One problem's search: what is found, where to look next, and what is on record."""
+"""Search on a single problem: environments, policies, archive, state selection and records."""

@@ -1,22 +1,21 @@
-"""What a search has found: states, who came from whom, and how often each was expanded.
+"""Archive of a search: states, their parents, and how often each was expanded.
 
-An *expansion* is one group of attempts from one state. It admits its best new children:
+An *expansion* is one group of attempts from one state. Its best new children are added:
 
   n(s)   expansions of s or of any of its descendants    `State.visits`
   m(s)   best value of a direct child, kept or not       `State.best_child`
-  T      expansions in all                               `Archive.num_expansions`
+  T      total expansions                                `Archive.num_expansions`
 
-Each group counts once, however many attempts it holds, and also if none of them was valid. m goes
-to the parent only, n to all its ancestors.
+A group counts as one expansion, whatever its size and even if no attempt was valid. m is updated in
+the parent only, n in all ancestors.
 
-An archive never changes: `record_step` takes one and returns the next, so that it can be
-published together with the weights at once. Ids are given out in ascending order and never
-again; hence a lower id is an older state. Beyond the capacity the states of the lowest values
-depart, the roots of living trees never. Those that still have living descendants are remembered:
-lineages stay whole, and their visits go on counting.
+An archive is immutable: `record_step` returns a new one, so that it can be published together with
+the weights. Ids ascend and are never reused, so a lower id is an older state. Above the capacity,
+the states with the lowest values are evicted, but never the roots of growing trees. Evicted states
+with living descendants are remembered, so that lineages stay complete and visits keep counting.
 
-A search may close a tree that gives nothing any more and plant another in its place (`replant`).
-What closed trees hold departs first; the best of all stays.
+A search may close a stuck tree and plant another in its place (`replant`). States of closed trees
+are evicted first; the best state of all stays.
 
   seeds   0       1        values 5 and 4
           |       |
@@ -24,8 +23,8 @@ What closed trees hold departs first; the best of all stays.
          / \\
         4   5
 
-Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Counts
-grow by expansions, as printed there; its published code counts attempts.
+Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175. Counts are of
+expansions, as in the paper; its code counts attempts.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ from seerjax import fields
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
-FORMAT = "seerjax.search.archive/3"  # A name of the format, not of a module: it stays.
-MAX_VALUE = 1e300  # So that the range of two values is finite.
+FORMAT = "seerjax.search.archive/3"  # Identifies the format, not a module; must not change.
+MAX_VALUE = 1e300  # Keeps the range of two values finite.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Child:
-  """Something valid that was found, before it is admitted; a seed likewise.
+  """A valid result before it is added; also a seed.
 
   Attributes:
     artefact: JSON data; tuples become lists.
-    value: HIGHER IS BETTER; of a problem that minimises, negated.
-    reward: what the policy is trained with; only carried along.
-    tokens: the ids, or the text, that made it; () for a seed.
-    printed: the end of what the program that made it printed; "" if none did.
+    value: HIGHER IS BETTER; negated for problems that minimise.
+    reward: training reward; only stored.
+    tokens: the token ids, or the text, that made it; () for a seed.
+    printed: end of the output of the program that made it; "" without one.
   """
 
   artefact: Artefact
@@ -76,21 +75,21 @@ class Child:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-  """One artefact of the archive.
+  """An artefact in the archive.
 
   Attributes:
-    state_id: never given to another.
-    parent: id of the state that it was made from; None of a seed.
-    seed_tree: id of the seed that it descends from, its own if it is one.
-    step: when it was found; of a seed, the step before its tree could grow.
+    state_id: unique id, never reused.
+    parent: id of the state that it was made from; None for a seed.
+    seed_tree: id of the seed that it descends from; its own id for a seed.
+    step: step in which it was found; for a seed, the step before its tree could grow.
     value: higher is better.
-    reward: as found.
-    tokens: that made it from its parent.
+    reward: reward when it was found.
+    tokens: tokens or text that made it from its parent.
     text: the artefact as canonical JSON: keys sorted, no spaces, shortest exact floats.
-    digest: SHA-256 of `text`, in hex; equal artefacts have equal ones.
-    visits: n, expansions of it or of a descendant.
+    digest: SHA-256 of `text`, in hex; equal for equal artefacts.
+    visits: n, expansions of the state or of a descendant.
     best_child: m, the best value of a direct child; None before there is one.
-    printed: by the program that made it.
+    printed: output of the program that made it.
   """
 
   state_id: int
@@ -108,7 +107,7 @@ class State:
 
   @property
   def artefact(self) -> Artefact:
-    """The artefact, made afresh each time: changing it changes no archive."""
+    """The artefact as a fresh copy, which may be modified."""
     return json.loads(self.text)
 
   @property
@@ -118,15 +117,15 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Archive:
-  """All states; made by `start`, continued by `record_step`.
+  """All states; made by `start`, extended by `record_step`.
 
   Attributes:
-    states: the living ones, oldest first.
-    departed: evicted ones that living ones descend from, oldest first; never selected again.
+    states: living states, oldest first.
+    departed: evicted ancestors of living states, oldest first; never selected again.
     num_expansions: T.
-    next_id: of the next state.
-    roots: ids of the seeds whose trees grow, in the order of the groups; others are closed.
-    keep_children: most children that an expansion admits.
+    next_id: id of the next state.
+    roots: ids of the seeds of growing trees, in the order of the groups; other trees are closed.
+    keep_children: most children that an expansion adds.
     capacity: most living states, seeds included.
   """
 
@@ -142,18 +141,18 @@ class Archive:
 def start(
   seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000
 ) -> Archive:
-  """Returns an archive of seeds alone.
+  """Returns an archive of seeds.
 
-  Seeds may be equal: where there is one place to begin, there are as many copies of it as groups.
+  Seeds may be equal: if there is only one starting point, it is repeated once per group.
 
   Args:
     seeds: at least one.
-    keep_children: most children that an expansion admits; 2 is published.
+    keep_children: most children that an expansion adds; 2 is published.
     capacity: most living states; 1000 is published.
 
   Raises:
-    ValueError: if there is no seed, no child may be kept, the seeds alone fill the archive, or an
-      artefact is not JSON.
+    ValueError: if there are no seeds, `keep_children` is below 1, the seeds alone fill the archive,
+      or an artefact is not JSON.
   """
   if not seeds:
     raise ValueError(
@@ -184,18 +183,18 @@ def record_step(
 ) -> Archive:
   """Returns the archive after the expansions of one step, in their order.
 
-  Of each expansion the best `keep_children` enter, the first in the group among equals; passed over
-  are children that are there already, living or from an earlier expansion of this step. States
-  depart once at the end, so a parent cannot vanish while its own group is still to come.
+  Each expansion adds its best `keep_children` children, on ties the first in the group. Children
+  equal to a living state, or to one added earlier in this step, are skipped. Eviction happens once
+  at the end, so a parent cannot be evicted before its own group is recorded.
 
   Args:
-    archive: before the step.
-    expansions: (id of a living state, its valid children), once for each group; a state may occur
-      in several, and there may be no children.
-    step: of the run, kept with the new states.
+    archive: archive before the step.
+    expansions: (id of a living state, its valid children) for each group; a state may occur several
+      times, and children may be empty.
+    step: step of the run, stored with new states.
 
   Raises:
-    ValueError: if a parent does not live, or an artefact that would enter is not JSON.
+    ValueError: if a parent is not alive, or a child to be added is not JSON.
   """
   records = {state.state_id: state for state in (*archive.departed, *archive.states)}
   living = {state.state_id for state in archive.states}
@@ -240,17 +239,17 @@ def record_step(
 def record_expansion(
   archive: Archive, parent: int, children: Sequence[Child], *, step: int
 ) -> Archive:
-  """Returns the archive after one expansion: `record_step` of a single group."""
+  """Returns the archive after one expansion; `record_step` for a single group."""
   return record_step(archive, [(parent, children)], step=step)
 
 
 def best(archive: Archive) -> State:
-  """Returns the living state of the highest value, the oldest of equals; it never departs."""
+  """Returns the living state with the highest value, oldest on ties; it is never evicted."""
   return max(archive.states, key=_merit)
 
 
 def leaders(archive: Archive, num: int) -> tuple[State, ...]:
-  """Returns the best living states, the best first and of equals the oldest; up to `num`."""
+  """Returns up to `num` best living states, best first, oldest first on ties."""
   return tuple(sorted(archive.states, key=_merit, reverse=True)[:num])
 
 
@@ -261,13 +260,13 @@ def _merit(state: State) -> tuple[float, int]:
 def stuck_roots(
   archive: Archive, step: int, *, islands: int, patience: int
 ) -> tuple[int, ...]:
-  """Returns the roots of the islands that held their best before the last steps began.
+  """Returns the roots of the islands without a new best state in the last `patience` steps.
 
   Args:
-    archive: after the step.
-    step: of the run, the last one that was recorded.
-    islands: root i is of island i modulo their number.
-    patience: steps; 0 gives none.
+    archive: archive after the step.
+    step: the last recorded step of the run.
+    islands: number of islands; root i belongs to island i modulo this.
+    patience: number of steps; 0 returns no roots.
   """
   if patience < 1:
     return ()
@@ -282,18 +281,18 @@ def stuck_roots(
 
 
 def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:
-  """Returns the archive with a tree closed, and another seed planted in its place.
+  """Returns the archive with one tree closed and a new seed in its place.
 
-  Nothing departs for it: until the next step, a full archive holds it beyond its capacity.
+  Nothing is evicted: until the next step, a full archive exceeds its capacity by one.
 
   Args:
-    archive: after a step.
-    root: of the tree.
-    seed: of the new one.
-    step: of the run, the last one that was recorded.
+    archive: archive after a step.
+    root: root of the tree to close.
+    seed: the new seed.
+    step: the last recorded step of the run.
 
   Raises:
-    ValueError: if no tree that grows has this root, or the seed's artefact is not JSON.
+    ValueError: if `root` is not the root of a growing tree, or the seed's artefact is not JSON.
   """
   if root not in archive.roots:
     raise ValueError(
@@ -309,7 +308,7 @@ def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:
 
 
 def lineage(archive: Archive, state_id: int) -> tuple[State, ...]:
-  """Returns the way to a state: its seed first, itself last; departed ancestors are there too.
+  """Returns the path from a state's seed to the state, evicted ancestors included.
 
   Raises:
     ValueError: if the archive does not hold that state.
@@ -324,7 +323,7 @@ def lineage(archive: Archive, state_id: int) -> tuple[State, ...]:
 
 
 def family(archive: Archive, state_id: int) -> tuple[State, ...]:
-  """Returns what is known of a state's tree: all that descend from its seed, oldest first.
+  """Returns the known states of a state's tree, oldest first.
 
   Raises:
     ValueError: if the archive does not hold that state.
@@ -340,14 +339,14 @@ def seeds(archive: Archive) -> tuple[State, ...]:
 
 
 def num_seed_trees_alive(archive: Archive) -> int:
-  """Returns how many seeds have living descendants: 1 says that all of the search is one family."""
+  """Returns how many seeds have living descendants; 1 means that one family has taken over."""
   return len({state.seed_tree for state in archive.states if not state.is_seed})
 
 
 def ancestors(archive: Archive) -> dict[int, frozenset[int]]:
-  """Returns for each living state the ids of all its ancestors, departed ones included."""
+  """Returns, for each living state, the ids of all its ancestors, evicted ones included."""
   above: dict[int, frozenset[int]] = {}
-  # Parents are older than their children, so they come first.
+  # Parents have lower ids than their children, so they come first.
   every = sorted((*archive.departed, *archive.states), key=lambda state: state.state_id)
   for state in every:
     above[state.state_id] = (
@@ -357,20 +356,20 @@ def ancestors(archive: Archive) -> dict[int, frozenset[int]]:
 
 
 def to_json(archive: Archive) -> str:
-  """Returns the archive as text; `from_json` gives back an equal one, bit for bit."""
+  """Returns the archive as text; inverted exactly by `from_json`."""
   fields = dataclasses.asdict(archive)
   for record in (*fields["states"], *fields["departed"]):
     record["artefact"] = json.loads(record.pop("text"))
     del record["digest"]
-  # Python writes the shortest digits that read back as the same float.
+  # Python writes the shortest digits that parse back to the same float.
   return json.dumps({"format": FORMAT, **fields}, allow_nan=False)
 
 
 def from_json(text: str) -> Archive:
-  """Returns the archive that `to_json` wrote.
+  """Parses an archive that `to_json` wrote.
 
   Raises:
-    ValueError: if the text is no JSON, of another format, or no archive that holds together.
+    ValueError: if the text is not JSON, of another format, or an inconsistent archive.
   """
   try:
     fields = json.loads(text)
@@ -396,7 +395,7 @@ def from_json(text: str) -> Archive:
 
 
 def _read(record: dict[str, Any]) -> State:
-  """Returns a state as `to_json` wrote it."""
+  """Parses a state that `to_json` wrote."""
   canonical = _canonical(record.pop("artefact"))
   tokens = record.pop("tokens")
   return State(
@@ -408,11 +407,11 @@ def _read(record: dict[str, Any]) -> State:
 
 
 def _flaw(archive: Archive) -> str:
-  """Returns what about an archive no step could have left behind; "" if there is nothing."""
+  """Returns a violated invariant of an archive; "" if there is none."""
   known: set[int] = set()
   for state in sorted((*archive.departed, *archive.states), key=lambda state: state.state_id):
     numbers = state.value, state.reward, state.best_child or 0.0
-    # Python's JSON also reads NaN and Infinity.
+    # Python's JSON parser also accepts NaN and Infinity.
     if not all(-MAX_VALUE <= number <= MAX_VALUE for number in numbers):
       return f"state {state.state_id} has value, reward and best_child {numbers}"
     if state.parent is not None and state.parent not in known:
@@ -435,7 +434,7 @@ def _damaged(flaw: str) -> str:
 
 
 def _admit(child: Child, state_id: int, parent: State | None, *, step: int) -> State:
-  """Returns the state that a child becomes."""
+  """Returns the state for a child."""
   canonical = _canonical(child.artefact)
   tokens = child.tokens
   return State(
@@ -453,18 +452,18 @@ def _admit(child: Child, state_id: int, parent: State | None, *, step: int) -> S
 
 
 def _evicted(archive: Archive, records: Mapping[int, State], living: set[int]) -> Archive:
-  """Returns the archive with its states chosen anew: roots, the best, trees that grow, the rest."""
+  """Returns the archive after eviction; keeps roots, the best, growing trees, then the rest."""
   roots = {*archive.roots}
   others = [i for i in living if i not in roots]
   others.sort(key=lambda i: (-records[i].value, i))
   first, rest = others[:1], others[1:]
-  rest.sort(key=lambda i: records[i].seed_tree not in roots)  # Stable: by value in both parts.
+  rest.sort(key=lambda i: records[i].seed_tree not in roots)  # Stable: keeps the order by value.
   kept = {*roots, *(first + rest)[: archive.capacity - len(roots)]}
   remembered: set[int] = set()
   for state_id in kept:
     for above in _upwards(records, state_id):
       if above in remembered:
-        break  # And so is everything above it.
+        break  # Its ancestors are remembered, too.
       remembered.add(above)
   return dataclasses.replace(
     archive,
@@ -486,7 +485,7 @@ def _digest(canonical: str) -> str:
 
 
 def _canonical(artefact: Artefact) -> str:
-  """Returns an artefact as the one text that all equal ones have, or refuses what is not JSON."""
+  """Returns the canonical JSON of an artefact; raises ValueError if it is not JSON."""
 
   def check(value: Any, place: str) -> None:
     if isinstance(value, dict):

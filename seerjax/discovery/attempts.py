@@ -1,9 +1,8 @@
-"""What is asked of a policy, what it answers, and what comes of it.
+"""Interface between the discovery loop and a policy: requests, sequences and attempts.
 
   artefact --ask--> requests of a group --answers--> sequences --attempts--> verdicts
 
-Two policies keep this contract (`Writer`): `edit_policy.EditPolicy` and
-`program_policy.ProgramPolicy`.
+Two policies implement `Writer`: `edit_policy.EditPolicy` and `program_policy.ProgramPolicy`.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from seerjax.types import (
 
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 
-# Sequences are learnt from by their attempt's score; verdicts of their own have no say.
+# Placeholder: sequences are trained on the score of their attempt, not on a verdict of their own.
 UNJUDGED = Verdict(reward=0.0, correct=False, well_formed=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attempt:
-  """What came of one text of a model.
+  """Outcome of one text of a model.
 
   Attributes:
-    artefact: plain data, valid; None if there is none.
-    score: of the artefact, by the environment; invalid with a reason if there is none.
-    status: "ok"; "malformed" (no program to run), "invalid" (it returned no answer), or how it
-      failed, as `sandbox.Outcome.status` has it.
-    message: why there is no program to run, or the end of what it printed (its errors last).
-    cpu_seconds: that the program used; 0 if none ran.
+    artefact: valid plain data; None if the attempt failed.
+    score: the environment's score of the artefact; invalid, with a reason, if the attempt failed.
+    status: "ok"; "malformed" (no program to run), "invalid" (no valid artefact returned), or a
+      failure as in `sandbox.Outcome.status`.
+    message: why there is no program to run, or the end of the program's output, errors last.
+    cpu_seconds: CPU time of the program; 0 if none ran.
   """
 
   artefact: Artefact | None
@@ -63,28 +62,28 @@ class Attempt:
 
 
 def to_record(attempt: Attempt) -> dict[str, Any]:
-  """Returns an attempt as JSON; `from_record` gives back an equal one."""
+  """Returns an attempt as JSON; inverted by `from_record`."""
   score = dataclasses.asdict(attempt.score)
   if not attempt.score.is_valid:
-    del score["value"]  # NaN is no JSON.
+    del score["value"]  # JSON has no NaN.
   return dataclasses.asdict(attempt) | {"score": score}
 
 
 def from_record(record: Mapping[str, Any]) -> Attempt:
-  """Returns the attempt that `to_record` was given."""
+  """Returns the attempt of a `to_record` record."""
   score = Score(**{"value": math.nan} | record["score"])
   return Attempt(**{**record, "score": score})
 
 
 class SampledSequence(NamedTuple):
-  """One request and its completion: a sequence that is learnt from."""
+  """A request and its completion; the unit of training."""
 
   request: Request
   completion: Completion
 
 
 class Job(NamedTuple):
-  """An attempt that is to be made of what was sampled: where it started, and its sequences."""
+  """An attempt to make: the artefact it starts from, and the sampled sequences."""
 
   artefact: Artefact
   sequences: tuple[SampledSequence, ...]
@@ -92,12 +91,12 @@ class Job(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
-  """How a group is asked.
+  """Sampling settings of the groups.
 
   Attributes:
-    size: members.
-    temperature: of sampling.
-    seed: of the run.
+    size: members of a group.
+    temperature: sampling temperature.
+    seed: seed of the run.
   """
 
   size: int
@@ -107,7 +106,7 @@ class Group:
   def request(
     self, prompt: tuple[int, ...], sampling: SamplingParams, step: int, group: int, member: int
   ) -> Request:
-    """Returns a member's request; its name and its noise follow from its place alone."""
+    """Returns a member's request; its id and seed depend only on step, group and member."""
     return Request(
       request_id=f"{step}/{group}/{member}",
       prompt=prompt,
@@ -119,63 +118,63 @@ class Group:
 
 @runtime_checkable
 class Writer(Protocol):
-  """What the loop asks of a policy besides its weights."""
+  """The part of a policy other than its weights."""
 
   def check(self, artefact: Artefact) -> None:
-    """Refuses a start that cannot be asked about, before anything is sampled.
+    """Checks that a start fits the context, before anything is sampled.
 
     Raises:
-      ValueError: if the context is too short for it.
+      ValueError: if the context is too short.
     """
     ...
 
   def ask(
     self, artefact: Artefact, step: int, group: int, *, printed: str = ""
   ) -> list[Request]:
-    """Returns a group's requests, by member; names and seeds follow from their place alone.
+    """Returns a group's requests, by member; ids and seeds depend only on their position.
 
     Args:
-      artefact: valid, from which the group starts.
-      step: of the run.
-      group: of the step.
-      printed: by the program that made the artefact.
+      artefact: valid artefact that the group starts from.
+      step: step of the run.
+      group: index of the group in the step.
+      printed: output of the program that made the artefact.
     """
     ...
 
   def answers(
     self, generate: Generate, requests: Sequence[Request]
   ) -> list[tuple[SampledSequence, ...]]:
-    """Returns what answers each request, in their order: one sequence or more."""
+    """Samples the requests; returns the sequences for each, in order: one or more."""
     ...
 
   def attempts(self, jobs: Sequence[Job], journal: Journal | None = None) -> list[Attempt]:
-    """Returns what comes of each job, in their order.
+    """Makes the attempts, in the order of the jobs.
 
     Args:
-      jobs: to be made.
-      journal: keeps what is dear to make; what it holds is not made again.
+      jobs: attempts to make.
+      journal: stores attempts that are expensive to make; stored ones are not made again.
     """
     ...
 
   @property
   def cpu_seconds(self) -> float:
-    """CPU seconds of attempts so far, in whatever process but a verifier's helpers."""
+    """CPU seconds of attempts so far, in all processes except a verifier's helpers."""
     ...
 
   @property
   def worker_seconds(self) -> float:
-    """Those of them that other processes spent."""
+    """The part of `cpu_seconds` spent in other processes."""
     ...
 
 
 class Sampled(NamedTuple):
-  """A step's attempts by group, then by member.
+  """Attempts of a step, by group, then by member.
 
   Attributes:
-    starts: for each group, the state it started from.
-    start_rewards: and what that state was worth.
-    sequences: for each attempt, the sequences of which it was made.
-    attempts: and what came of it; empty before `ttt.judge`.
+    starts: for each group, the id of the state it started from.
+    start_rewards: rewards of these states.
+    sequences: for each attempt, its sequences.
+    attempts: the attempts; empty before `ttt.judge`.
   """
 
   starts: tuple[int, ...]
@@ -190,7 +189,7 @@ def sequences(sampled: Sampled) -> list[SampledSequence]:
 
 
 def as_groups(sampled: Sequence[SampledSequence]) -> list[RolloutGroup]:
-  """Returns sequences as groups of one, whose advantages are known already."""
+  """Returns sequences as groups of one, for training with precomputed advantages."""
   return [
     RolloutGroup(
       group_index=index,
@@ -202,6 +201,6 @@ def as_groups(sampled: Sequence[SampledSequence]) -> list[RolloutGroup]:
 
 
 def in_order(generate: Generate, requests: Sequence[Request]) -> list[SampledSequence]:
-  """Returns each request with its completion, in the order of the requests."""
+  """Samples requests; returns each with its completion, in the order of the requests."""
   completions = {completion.request_id: completion for completion in generate(requests)}
   return [SampledSequence(request, completions[request.request_id]) for request in requests]

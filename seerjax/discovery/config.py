@@ -1,4 +1,4 @@
-"""Configuration of a run of discovery, and which of its settings a resume may change."""
+"""Configuration of a discovery run, and the settings that may change on resume."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.tasks import digests
 from seerjax.trainer import entropic, losses, step as step_lib
 
-# Settings that change no bit, so that a run may be resumed with others. Not the engine: its context
-# is the tiny policy's own, and what a program's thinking has to fit.
+# Settings that do not affect results, so they may change on resume. The engine is not among them:
+# its context determines the tiny policy, and how long a program's reasoning may be.
 FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
-# Numerics do change bits, and so does the problem's file, of which earlier runs have a digest here;
-# but the fingerprint and the digests of data are compared by themselves, with flags of their own.
+# Numerics and the problem's file (earlier runs have a digest of it in their settings) do affect
+# results, but are compared separately, by fingerprint and data digests, each with its own flag.
 NOT_COMPARED = (*FREE_SETTINGS, "numerics", "problem_sha256")
-# Learning rate of the tiny policy, which is trained from nothing.
+# Learning rate of the tiny policy, which is trained from scratch.
 TINY_RATE = 3e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyConfig:
-  """The transformer that is trained from nothing, for languages of edits.
+  """The transformer trained from scratch, for edit languages.
 
   Attributes:
-    hidden_size: features of a token.
-    num_layers: blocks.
-    num_heads: of attention; 8 divides it.
-    warm_sentences: random valid sentences that it first learns to say: a prior, and what the
-      KL holds it to.
-    warm_passes: times it sees them.
+    hidden_size: features per token.
+    num_layers: number of layers.
+    num_heads: attention heads; divisible by 8.
+    warm_sentences: random valid sentences for the warm start, which gives a prior and the base of
+      the KL penalty.
+    warm_passes: epochs over these sentences.
   """
 
   hidden_size: int = 64
@@ -69,17 +69,18 @@ class TinyConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramConfig:
-  """How programs are asked for and run.
+  """Settings for sampling and running programs.
 
   Attributes:
-    thinking_tokens: of the first request.
-    answer_tokens: of the second, for those that had not answered by then.
-    answer_marker: with which this model's answer begins, such as "</think>"; "" if it has none.
-    seconds: that a program is told it has.
-    memory_mib: that it may take.
-    num_workers: programs that run side by side.
-    allow_weak_sandbox: run them even where network, files or other processes cannot be kept from
-      them.
+    thinking_tokens: `max_tokens` of the first request.
+    answer_tokens: `max_tokens` of the second request, for completions without an answer.
+    answer_marker: text that starts an answer of this model, such as "</think>"; "" if there is
+      none.
+    seconds: time limit that a program is given as an argument.
+    memory_mib: memory limit of a program.
+    num_workers: programs that run concurrently.
+    allow_weak_sandbox: run programs even where network, files or other processes cannot be
+      protected from them.
   """
 
   thinking_tokens: int = 512
@@ -105,34 +106,35 @@ class ProgramConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DiscoverConfig:
-  """One run, whole. Every field can be set as `--config.field`, nested ones by dots.
+  """Configuration of a run. Every field is a flag `--config.field`; nested fields use dots.
 
   Attributes:
-    problem: its name, by which the run is known; see `discovery.loading.load`.
-    model: "tiny" writes edits and is trained from nothing; a Hugging Face directory, a GGUF
-      file, or a Hub id, writes programs.
-    seed: decides starts and samples; below 2**63.
+    problem: name of the problem, which also identifies the run; see `discovery.loading.load`.
+    model: "tiny" writes edits and is trained from scratch; a Hugging Face directory, a GGUF file or
+      a Hub id writes programs.
+    seed: determines starts and samples; below 2**63.
     num_steps: steps of the loop; 50 is published.
-    groups_per_step: starts of a step; 8 is published.
-    group_size: attempts from each start; 64 is published.
-    train: whether the weights move at all.
-    temperature: of sampling.
-    num_workers: processes that apply edits and judge; 0 does it in this one.
-    num_instances: devices that sample and learn side by side; changes no bit.
-    checkpoint_every: steps.
-    lora_rank: of a language model's adapters; 0 trains all weights, as always of the tiny policy.
-    lora_alpha: adapters count alpha / rank times.
+    groups_per_step: groups per step; 8 is published.
+    group_size: attempts per group; 64 is published.
+    train: whether to train the weights.
+    temperature: sampling temperature.
+    num_workers: processes that apply and judge edits; 0 uses the main process.
+    num_instances: devices for data-parallel sampling and training; does not affect results.
+    checkpoint_every: steps between checkpoints.
+    lora_rank: rank of a language model's adapters; 0 trains all weights, as the tiny policy always
+      does.
+    lora_alpha: adapters are scaled by alpha / rank.
     tiny: the policy that writes edits.
-    programs: how the policy that writes programs is asked.
-    chat: what every prompt of a language model says besides its problem.
-    search: where groups start.
-    objective: what is learnt.
-    numerics: what decides bits.
+    programs: the policy that writes programs.
+    chat: chat settings of every prompt of a language model.
+    search: selection of states.
+    objective: training objective.
+    numerics: numerics, which determine results to the bit.
     engine: sizes of the engine.
-    scheduler: which request's next chunk runs, and where; changes no bit.
-    trainer: sizes of the gradient's program.
-    optimizer: the optax chain; a learning rate of 0 is `TINY_RATE` of the tiny policy, and the
-      usual one for its size of a language model (`run.learning_rates.usual`).
+    scheduler: order and placement of chunks; does not affect results.
+    trainer: sizes of the gradient program.
+    optimizer: the optax chain; a learning rate of 0 means `TINY_RATE` for the tiny policy, and the
+      usual one for the model's size otherwise (`run.learning_rates.usual`).
   """
 
   problem: str = ""
@@ -153,7 +155,7 @@ class DiscoverConfig:
   chat: chat_template.ChatConfig = chat_template.ChatConfig()
   search: puct.SearchConfig = puct.SearchConfig()
   objective: ObjectiveConfig = ObjectiveConfig()
-  # Of the tiles that were tried with the tiny policy, these take least time in all.
+  # The fastest, in total, of the tile sizes tried with the tiny policy.
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(
     row_tile=64, query_tile=4, slot_tile=128, kv_split=128, reduction_shards=1
   )
@@ -203,7 +205,7 @@ class DiscoverConfig:
       )
 
   def run(self, environment: Environment) -> RunConfig:
-    """Returns what the parts that this loop shares with `rl` go by."""
+    """Returns the configuration of the parts shared with `rl`."""
     max_tokens = max(self.programs.thinking_tokens, self.programs.answer_tokens)
     optimizer = self.optimizer
     if self.model == "tiny":
@@ -229,7 +231,7 @@ class DiscoverConfig:
         max_tokens=max_tokens,
       ),
       trainer=self.trainer,
-      # One step on what these very weights sampled: the ratio is 1, and nothing is clipped.
+      # A single step on samples of the same weights: the ratio is 1, so nothing is clipped.
       loss=losses.LossConfig(
         algorithm="rloo", clip_low=1.0, clip_high=math.inf, aggregation="sequence_sum"
       ),
@@ -238,12 +240,12 @@ class DiscoverConfig:
 
 
 def settings_of(config: DiscoverConfig) -> dict[str, Any]:
-  """Returns what a run is held to on a resume, as JSON."""
+  """Returns the settings that a resume compares, as JSON."""
   return metrics.encode(dataclasses.asdict(config))
 
 
 def data_of(config: DiscoverConfig, environment: Environment) -> dict[str, str]:
-  """Returns the digest of a problem's own file, or that of the source of its class."""
+  """Returns the digest of a problem's file, or of the source of its class."""
   path = pathlib.Path(config.problem)
   if path.suffix == ".py" and path.is_file():
     return {"problem": digests.of_files(path)}

@@ -1,6 +1,6 @@
-"""A small transformer writes one sentence of the environment's language of edits.
+"""Policy of a small transformer that writes sentences of the environment's edit language.
 
-The grammar is a mask of ids by place in the sentence.
+The grammar is a mask of token ids for each position in a sentence.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from seerjax.types import (
 
 
 class EditPolicy:
-  """Sentences of the environment's language, applied and judged by `edits.Judge`.
+  """Samples sentences of the edit language; `edits.Judge` applies and judges them.
 
-  A context manager: it ends the judge's workers.
+  A context manager; leaving it ends the judge's workers.
   """
 
   def __init__(
     self, environment: Environment, group: attempts_lib.Group, judge: edits.Judge, max_context: int
   ):
-    """Makes a writer; `judge` has refused an environment without a language."""
+    """Initialises the policy; `judge` has already required an edit language."""
     assert environment.language is not None
     self._language, self._group, self._judge = environment.language, group, judge
     self._max_prompt = max_context - len(self._language.allowed)
@@ -42,7 +42,7 @@ class EditPolicy:
     )
 
   def check(self, artefact: Artefact) -> None:
-    """See `Writer`; a start has to be read whole."""
+    """See `Writer`; a start must fit as a whole."""
     num = len(self._language.prompt(types.copied(artefact)))
     if num > self._max_prompt:
       raise ValueError(
@@ -54,7 +54,7 @@ class EditPolicy:
   def ask(
     self, artefact: Artefact, step: int, group: int, *, printed: str = ""
   ) -> list[Request]:
-    """See `Writer`; no program made it."""
+    """See `Writer`; `printed` is unused, because no program made the artefact."""
     del printed
     return [self.request(artefact, step, group, member) for member in range(self._group.size)]
 
@@ -72,7 +72,7 @@ class EditPolicy:
   def attempts(
     self, jobs: Sequence[attempts_lib.Job], journal: Journal | None = None
   ) -> list[Attempt]:
-    """See `Writer`; edits are applied again in less time than a disk needs."""
+    """See `Writer`; the journal is unused, because applying edits again is faster than a disk."""
     del journal
     return self._judge.attempts(
       [
@@ -83,12 +83,12 @@ class EditPolicy:
 
   @property
   def cpu_seconds(self) -> float:
-    """CPU seconds of attempts so far, in whatever process."""
+    """CPU seconds of attempts so far, in all processes."""
     return self._judge.cpu_seconds
 
   @property
   def worker_seconds(self) -> float:
-    """Those of them that other processes spent."""
+    """The part of `cpu_seconds` spent in other processes."""
     return self._judge.worker_seconds
 
   def __enter__(self) -> EditPolicy:

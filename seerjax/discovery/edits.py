@@ -1,9 +1,9 @@
-"""How a policy that writes edits changes an artefact: a sentence of tokens, applied and judged.
+"""Applies a sentence of edit tokens to an artefact, and judges the result.
 
   (artefact, tokens, seed) -> EditLanguage.apply -> verify -> Attempt
 
-A pure function of its arguments, so that attempts can be made in any order and in other processes
-(`Judge`), and made again after a restart.
+It is a pure function of its arguments, so attempts can be made in any order, in other processes
+(`Judge`), and again after a restart.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from seerjax.discovery import environment as environment_lib
 from seerjax.discovery.attempts import Attempt
 from seerjax.discovery.environment import Artefact, EditLanguage, Environment
 
-# Sentences that a worker process takes at a time: the hand-over costs about as much as one of them.
+# Sentences sent to a worker at a time: sending costs about as much as one sentence.
 BATCH = 4
-AFTER_PARENT_SECONDS = 3.0  # That a worker outlives SIGTERM, for its parent to end first.
+AFTER_PARENT_SECONDS = 3.0  # Delay of a worker after SIGTERM, so that its parent ends first.
 
 
 class WorkerDied(ChildProcessError):
-  """A worker process ended in the middle of its work."""
+  """A worker process ended while working."""
 
 
 class Job(NamedTuple):
-  """A sentence about an artefact; see `EditLanguage.apply`."""
+  """A sentence to apply to an artefact; see `EditLanguage.apply`."""
 
   artefact: Artefact
   tokens: tuple[int, ...]
@@ -43,7 +43,7 @@ class Job(NamedTuple):
 
 
 def attempt(environment: Environment, job: Job) -> Attempt:
-  """Returns what a sentence makes of an artefact."""
+  """Applies a sentence to an artefact, and judges the result."""
   assert environment.language is not None
   try:
     artefact = environment_lib.applied(
@@ -51,7 +51,7 @@ def attempt(environment: Environment, job: Job) -> Attempt:
     )
   except ValueError as error:
     return _failed("malformed", str(error))
-  # A mistake of the language: what was found is not to be lost by it.
+  # A bug of the language must not end the run and lose its results.
   except (Exception, SystemExit) as error:
     return _failed("failed", f"apply raised {type(error).__name__}: {str(error)[:200]}")
   score = environment_lib.verified(environment, artefact)
@@ -61,9 +61,9 @@ def attempt(environment: Environment, job: Job) -> Attempt:
 
 
 def random_sentence(language: EditLanguage, random: np.random.Generator) -> tuple[int, ...]:
-  """Returns a random sentence: each length is as likely, and each id allowed at its place.
+  """Returns a random non-empty sentence: uniform over lengths, and over the ids at each position.
 
-  An empty sentence, which changes nothing, is not drawn.
+  Empty sentences, which change nothing, are excluded.
   """
   stop, ranges = -1 if language.stop_token is None else language.stop_token, language.allowed
   stops = [place for place, (low, high) in enumerate(ranges) if low <= stop < high]
@@ -71,7 +71,7 @@ def random_sentence(language: EditLanguage, random: np.random.Generator) -> tupl
   end = ends[int(random.integers(len(ends)))]
   sentence = []
   for place, (low, high) in enumerate(ranges[:end]):
-    if place in stops:  # One id fewer: not yet.
+    if place in stops:  # Exclude the stop token.
       token = int(random.integers(low, high - 1))
       sentence.append(token + (token >= stop))
     else:
@@ -80,7 +80,7 @@ def random_sentence(language: EditLanguage, random: np.random.Generator) -> tupl
 
 
 class Judge:
-  """Makes attempts: here, or in worker processes that each have the problem.
+  """Makes attempts, in this process or in workers with their own environment.
 
   A context manager; leaving it ends the workers.
   """
@@ -88,18 +88,17 @@ class Judge:
   def __init__(
     self, environment: Environment, factory: Callable[[], Environment], num_workers: int = 0
   ):
-    """Makes a judge.
+    """Initialises the judge.
 
     Args:
-      environment: of the attempts.
-      factory: makes the environment once more in a worker process, to which it is pickled; not
-        called without workers.
-      num_workers: processes; 0 makes attempts here, which is best where one takes less than a
+      environment: environment of the attempts.
+      factory: makes an environment in a worker, to which it is pickled; unused without workers.
+      num_workers: processes; 0 makes attempts here, which is best if one takes less than a
         millisecond.
 
     Raises:
-      ValueError: if the environment has no language of edits, or the number is negative, or more
-        than 1 where attempts are timed.
+      ValueError: if the environment has no edit language, or the number is negative, or above 1
+        for an environment with timed verdicts.
     """
     if environment.language is None:
       raise ValueError(
@@ -117,22 +116,22 @@ class Judge:
       )
     self._environment = environment
     self._pool = None
-    # CPU seconds of attempts, in whatever process; and those of them in other processes.
+    # CPU seconds of attempts in all processes, and the part spent in workers.
     self.cpu_seconds = self.worker_seconds = 0.0
     if num_workers:
       self._pool = concurrent.futures.ProcessPoolExecutor(
         num_workers,
-        # Forking a process whose threads hold locks (XLA's) may hang it.
+        # Forking is unsafe while other threads (XLA's) hold locks.
         multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
         initargs=(factory,),
       )
 
   def attempts(self, jobs: Sequence[Job]) -> list[Attempt]:
-    """Returns an attempt for each job, in their order.
+    """Returns the attempt of each job, in order.
 
     Raises:
-      WorkerDied: if a worker process did.
+      WorkerDied: if a worker process ended.
     """
     if self._pool is None:
       begin = time.process_time()
@@ -162,15 +161,15 @@ class Judge:
       self._pool.shutdown(cancel_futures=True)
 
 
-# The environment of a worker process.
+# Environment of a worker process.
 _of_worker: list[Environment] = []
 
 
 def follow_parent() -> None:
-  """Has a worker process leave Ctrl-C to its parent, and end when that has gone, however it did.
+  """Makes a worker process ignore Ctrl-C, and end when its parent has ended for any reason.
 
-  SIGTERM, which a job's end sends to all its processes, ends a worker a little later than the
-  parent, whose last step would else be one whose worker died.
+  After SIGTERM, which is sent to all processes of a job, the worker ends a little later than the
+  parent; otherwise the parent's last step would fail with a dead worker.
   """
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   signal.signal(signal.SIGTERM, _end_later)
@@ -193,7 +192,7 @@ def _end_with_parent() -> None:
   parent = multiprocessing.parent_process()
   assert parent is not None
   multiprocessing.connection.wait([parent.sentinel])
-  os._exit(1)  # No request would come any more.
+  os._exit(1)  # No more requests can arrive.
 
 
 def _work(jobs: list[Job]) -> tuple[list[Attempt], float]:

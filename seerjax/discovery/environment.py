@@ -1,18 +1,18 @@
-"""What a problem of discovery is: something to start from, to judge by, and to look at.
+"""Interface of a discovery problem: starts, verifier, description and picture.
 
-An *artefact* is what is searched for and what the user keeps: plain JSON data (numbers, strings,
-lists, dicts with string keys), so that it crosses processes and restarts without code. Its `Score`
-is recomputed from the artefact alone; nothing that wrote it is asked what it is worth.
+An *artefact* is the object of the search and the user's result: plain JSON data (numbers, strings,
+lists, dicts with string keys), which needs no code to cross processes and restarts. Its `Score` is
+computed from the artefact alone, never reported by the program or model that made it.
 
 A policy changes an artefact in one of two ways, through the same loop (`seerjax.ttt`):
 
   edits      tokens of a small vocabulary, applied to the artefact it started from (`EditLanguage`)
   programs   source text that a sandbox runs on it (`describe` says how, `sandbox.sandbox` runs it)
 
-Everything here is a pure function of its arguments: equal (artefact, tokens, seed), equal outcome,
-in any order and any process. A tool inside an edit is therefore bounded by iterations, never by a
-clock. Verdicts are the same on every machine; a tool that multiplies matrices may round otherwise
-on one of another kind, and then finds something else there.
+Everything here is a pure function of its arguments: equal (artefact, tokens, seed) give equal
+results, in any order and process. A tool inside an edit is therefore bounded by iterations, not by
+a clock. Verdicts are equal on all machines; a tool that multiplies matrices may round differently
+on another kind of machine and then produce another artefact.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, section 3.
 """
@@ -26,21 +26,21 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from seerjax import fields, types
 
-MAX_VALUE = 1e300  # Of a score, in size: the archive takes differences of two.
+MAX_VALUE = 1e300  # Bound on absolute values, so that differences of two are finite.
 
 # JSON: None, bool, int, float (finite), str, list and dict of these.
 Artefact = Any
 
 
 class Published(NamedTuple):
-  """A value that was reached elsewhere, as printed there.
+  """A published value, for comparison.
 
   Attributes:
-    value: in the problem's own unit.
+    value: in the problem's unit.
     who: person, system or paper.
-    year: of it.
-    source: where it is printed.
-    is_comparable: whether it is of this very problem; a mean over other inputs is not.
+    year: year of publication.
+    source: where it is published.
+    is_comparable: whether it is for exactly this problem; a mean over other inputs is not.
   """
 
   value: float
@@ -52,17 +52,17 @@ class Published(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
-  """What an artefact is worth.
+  """Score of an artefact.
 
   Attributes:
-    is_valid: it is an answer to the problem at all.
-    value: in the problem's own unit, the one that is printed, up to `MAX_VALUE` in size; NaN if it
-      is not valid.
-    reward: what is maximised, a continuous function of `value`, higher is better; 0 if it is not
-      valid, and above 0, up to `MAX_VALUE`, if it is.
-    reason: why it is not valid; "" if it is.
-    certificate: an exact bound behind `value` as text (a fraction, an outward-rounded float); ""
-      where `value` is exact itself.
+    is_valid: whether the artefact is a solution at all.
+    value: value in the problem's unit, which is reported; up to `MAX_VALUE` in size; NaN if
+      invalid.
+    reward: quantity to maximise, a continuous function of `value`; positive, up to `MAX_VALUE`, if
+      valid; 0 if invalid.
+    reason: why it is invalid; "" if it is valid.
+    certificate: exact bound behind `value` as text (a fraction, an outward-rounded float); "" if
+      `value` is exact.
   """
 
   is_valid: bool
@@ -87,63 +87,62 @@ class Score:
 
 
 def invalid(reason: str) -> Score:
-  """Returns the score of what is no answer; `reason` says what was got and what was expected."""
+  """Returns the score of an invalid artefact; `reason` says what was got and expected."""
   return Score(is_valid=False, value=math.nan, reward=0.0, reason=reason)
 
 
 @runtime_checkable
 class EditLanguage(Protocol):
-  """A small vocabulary whose sentences change an artefact.
+  """A small vocabulary with sentences that change an artefact.
 
-  A sentence has one token for each entry of `allowed`; its place alone says which ids may stand
-  there, so that whatever is sampled can be parsed. It ends early with `stop_token`, where that is
-  allowed.
+  A sentence has one token per entry of `allowed`. The allowed ids depend only on the position, so
+  every sample can be parsed. `stop_token` ends a sentence early where it is allowed.
   """
 
   @property
   def vocab_size(self) -> int:
-    """Ids are 0 <= id < vocab_size; 8 divides it."""
+    """Number of ids; divisible by 8."""
     ...
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """By place in the sentence, ids from the first number up to, not including, the second."""
+    """By position in the sentence, the allowed range of ids [low, high)."""
     ...
 
   @property
   def stop_token(self) -> int | None:
-    """Ends a sentence; None if all have full length."""
+    """Token that ends a sentence; None if all sentences have full length."""
     ...
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
-    """Returns what the policy sees of the artefact; at least one id, and never many (~100).
+    """Returns the policy's view of the artefact; at least one id, and at most about 100.
 
-    What the context cannot hold beside a sentence is cut off at the end.
+    It is truncated at the end if it does not fit the context together with a sentence.
     """
     ...
 
   def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
-    """Returns the artefact that a sentence makes of one; the given one is left as it is.
+    """Returns the artefact that a sentence produces; does not modify the given one.
 
     Args:
-      artefact: valid.
-      tokens: a sentence, the stop token included if there is one.
-      seed: of whatever is drawn at random (a perturbation's noise).
+      artefact: valid artefact.
+      tokens: a sentence, including the stop token if there is one.
+      seed: seed of random draws (for example a perturbation's noise).
 
     Raises:
-      ValueError: if the sentence cannot be applied here (there is nothing to delete, ...), with
-        the reason; the attempt is invalid then.
+      ValueError: if the sentence cannot be applied here (for example nothing to delete), with the
+        reason; the attempt is then invalid.
     """
     ...
 
 
 @runtime_checkable
 class Environment(Protocol):
-  """One problem. Plain attributes will do for what are properties here."""
+  """A problem. Plain attributes may implement the properties."""
 
   @property
   def name(self) -> str:
-    """Of the problem and its size, for logs and files, such as "circle_packing_26"."""
+    """Name of the problem and its size, for logs and files, such as "circle_packing_26"."""
     ...
 
   @property
@@ -153,24 +152,24 @@ class Environment(Protocol):
 
   @property
   def published(self) -> tuple[Published, ...]:
-    """What others reached, the best first; empty if there is none."""
+    """Published values, best first; may be empty."""
     ...
 
   @property
   def language(self) -> EditLanguage | None:
-    """Of edits; None if only programs change its artefacts."""
+    """The edit language; None if only programs can change artefacts."""
     ...
 
   def start(self, seed: int) -> Artefact:
-    """Returns a valid artefact to begin with, plain or random; no published construction."""
+    """Returns a valid artefact to start from, simple or random, but no published solution."""
     ...
 
   def describe(self, artefact: Artefact, score: Score) -> str:
-    """Returns the problem, its rules and this artefact as text for a model that writes programs."""
+    """Returns problem, rules and artefact as text, for a model that writes programs."""
     ...
 
   def verify(self, artefact: Artefact) -> Score:
-    """Judges anything whatever, exactly; never raises."""
+    """Judges any object exactly; never raises."""
     ...
 
   def picture(self, artefact: Artefact) -> Any:
@@ -180,97 +179,97 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Baselines(Protocol):
-  """What an environment is compared with, at equal CPU time.
+  """Baselines of a problem, for comparison at equal CPU time.
 
-  Both are endless; an item takes about a CPU second at most, so that a comparison can stop by
-  the clock.
+  Both iterators are endless; an item takes at most about a CPU second, so that a comparison can
+  stop by the clock.
   """
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields the valid artefacts of the best classical method known for this problem."""
+    """Yields valid artefacts of the best known classical method for this problem."""
     ...
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
-    """Yields fresh starts, each polished by the tool that edits have: what the tool does alone."""
+    """Yields fresh starts, each polished by the edits' tool: the effect of the tool alone."""
     ...
 
 
 @runtime_checkable
 class Timed(Protocol):
-  """A verifier that uses a clock: two side by side would both be wrong, and one alone is luck."""
+  """A verifier that measures time: concurrent runs distort it, and single runs are noisy."""
 
   def confirm(self, artefact: Artefact) -> Score:
-    """Judges once more, for longer and warily: what a record counts by."""
+    """Measures again, for longer and more carefully; used for records."""
     ...
 
 
 @runtime_checkable
 class Helped(Protocol):
-  """A verifier that has other processes work for it."""
+  """A verifier that uses helper processes."""
 
   @property
   def helper_cpu_seconds(self) -> float:
-    """CPU seconds that they have spent since the environment was made."""
+    """CPU seconds of the helpers since the environment was made."""
     ...
 
 
-# An environment is its user's code. It gets copies and gives some, so that what it changes in an
-# artefact, or keeps of one, changes nothing in the archive, in the prompts or in other verdicts.
+# An environment is user code. Artefacts are copied on the way in and out, so that it cannot modify
+# the archive, prompts or other verdicts through them.
 
 
 def started(environment: Environment, seed: int) -> Artefact:
-  """Returns a copy of the artefact that `Environment.start` gives."""
+  """Returns a copy of the artefact from `Environment.start`."""
   return types.copied(environment.start(seed))
 
 
 def verified(environment: Environment, artefact: Artefact) -> Score:
-  """Returns the environment's verdict on a copy of an artefact; never raises."""
+  """Returns the environment's score of a copy of an artefact; never raises."""
   try:
     own = types.copied(artefact)
-  except Exception as error:  # Lists within themselves, or an object that no one can copy.
+  except Exception as error:  # A list that contains itself, or an object that cannot be copied.
     return invalid(f"artefact: got what cannot be copied ({type(error).__name__}), expected JSON")
   return environment.verify(own)
 
 
 def described(environment: Environment, artefact: Artefact) -> str:
-  """Returns the environment's description of a copy of an artefact, with its verdict."""
+  """Returns the environment's description of a copy of an artefact, with its score."""
   return environment.describe(types.copied(artefact), verified(environment, artefact))
 
 
 def applied(
   language: EditLanguage, artefact: Artefact, tokens: Sequence[int], seed: int
 ) -> Artefact:
-  """Returns a copy of what a sentence makes of a copy of an artefact; see `EditLanguage.apply`."""
+  """Applies a sentence to a copy of an artefact; see `EditLanguage.apply`. Returns a copy."""
   return types.copied(language.apply(types.copied(artefact), tokens, seed))
 
 
 def helper_seconds(environment: Environment) -> float:
-  """Returns the CPU seconds of other processes that an environment's verdicts have taken so far."""
+  """Returns the CPU seconds of an environment's helper processes so far."""
   return environment.helper_cpu_seconds if isinstance(environment, Helped) else 0.0
 
 
 def record_score(environment: Environment, artefact: Artefact) -> Score:
-  """Returns what an artefact counts as a record: its verdict; if that is timed, a longer one."""
+  """Returns the score that counts for a record: the verdict, confirmed if it is timed."""
   if isinstance(environment, Timed):
     return environment.confirm(types.copied(artefact))
   return verified(environment, artefact)
 
 
 def is_better(environment: Environment, value: float, than: float) -> bool:
-  """Returns whether one value beats another; NaN beats nothing, and everything else beats NaN."""
+  """Returns whether one value beats another; NaN beats nothing, and any number beats NaN."""
   if math.isnan(value) or math.isnan(than):
     return not math.isnan(value)
   return value > than if environment.is_maximised else value < than
 
 
 def check_numbers(artefact: Any, name: str, *, least: int, most: int) -> tuple[float, ...] | str:
-  """Returns a list of real finite numbers as floats, or the reason why it is none.
+  """Returns a list of finite real numbers as floats, or the reason why it is invalid.
 
   Args:
-    artefact: anything.
-    name: of the numbers, for the reason.
-    least: fewest numbers.
-    most: most numbers.
+    artefact: any object.
+    name: name of the numbers, for the reason.
+    least: minimum length.
+    most: maximum length.
   """
   if not isinstance(artefact, list | tuple):
     return f"{name}: got {type(artefact).__name__}, expected a list of numbers"
@@ -278,36 +277,35 @@ def check_numbers(artefact: Any, name: str, *, least: int, most: int) -> tuple[f
     expected = f"{least}" if least == most else f"{least} to {most}"
     return f"{name}: got {len(artefact)} numbers, expected {expected}"
   for place, number in enumerate(artefact):
-    # A bool is an int to Python; an int may be too large for a float.
+    # In Python a bool is an int, and an int may be too large for a float.
     if isinstance(number, bool) or not isinstance(number, int | float):
       return f"{name}[{place}]: got {type(number).__name__}, expected a real number"
     if not -1e300 < number < 1e300:
-      # An int may have more digits than Python prints.
+      # Python refuses to print very long ints.
       got = f"an int of {number.bit_length()} bits" if isinstance(number, int) else str(number)
       return f"{name}[{place}]: got {got}, expected a finite number"
   return tuple(float(number) for number in artefact)
 
 
 def shown(value: Any) -> str:
-  """Returns the beginning of a value's text for a message, of anything whatever."""
+  """Returns the beginning of a value's text for a message; accepts any object."""
   try:
     return str(value)[:60]
   except (ValueError, RecursionError):
-    # Thousands of digits, or of brackets.
+    # A very long int, or very deep nesting.
     return type(value).__name__
 
 
 def signed(environment: Environment, value: float) -> float:
-  """Returns a value in the problem's own unit as the archive orders it: higher is better.
+  """Returns a value with the sign that the archive uses: higher is better.
 
-  A change of sign is its own inverse, so that it also leads back from the archive's value to the
-  problem's.
+  It is its own inverse, so it also converts from the archive's values back to the problem's.
   """
   return value if environment.is_maximised else -value
 
 
 def language_of(environment: Environment) -> EditLanguage:
-  """Returns the environment's language of edits.
+  """Returns the environment's edit language.
 
   Raises:
     ValueError: if it has none.

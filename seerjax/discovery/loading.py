@@ -1,7 +1,7 @@
-"""Loads a problem of discovery: a class of a module, or a Python file with four functions.
+"""Loads a problem: a class in a module, or a Python file with four functions.
 
-  "my_module:MyProblem"      the class, called with nothing
-  "my_module:MyProblem:26"   called with the number
+  "my_module:MyProblem"      the class, called without arguments
+  "my_module:MyProblem:26"   the class, called with the number
   "path/to/my_problem.py"    see `problem_file`
 """
 
@@ -22,14 +22,14 @@ def load(name: str, **arguments: Any) -> Environment:
   """Returns a problem.
 
   Args:
-    name: "my_module:MyProblem", or "my_module:MyProblem:NUMBER" for a class (or a function) that
-      takes a number first, imported from the Python path and then from the current directory
-      (which is appended to `sys.path`); or the path of a Python file (`problem_file.load`).
-    **arguments: further ones of the class.
+    name: "my_module:MyProblem", or "my_module:MyProblem:NUMBER" for a class or function that takes
+      a number first, imported from the Python path or the current directory (which is appended to
+      `sys.path`); or the path of a Python file (`problem_file.load`).
+    **arguments: further arguments of the class.
 
   Raises:
-    ValueError: naming what could not be found and what was expected. A `ValueError`, `OSError` or
-      `ImportError` of the class itself is passed on.
+    ValueError: if something cannot be found; names it. A `ValueError`, `OSError` or `ImportError`
+      of the class itself propagates.
   """
   check_name(name)
   if name.endswith(".py"):
@@ -58,10 +58,10 @@ def load(name: str, **arguments: Any) -> Environment:
 
 
 def check_name(name: str) -> None:
-  """Refuses a name that `load` cannot read.
+  """Checks that `load` can parse a name.
 
   Raises:
-    ValueError: if it has another form.
+    ValueError: if it cannot.
   """
   if name.endswith(".py"):
     return

@@ -1,4 +1,4 @@
-"""A step's numbers of the search, and the CPU seconds that a discovery counts."""
+"""Metrics of the search, and CPU seconds of a discovery."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.environment import Environment
 
-# Of a step's rewards: their distribution, from the least to the most.
+# Percentiles logged of a step's rewards.
 REWARD_PERCENTS = (0, 10, 25, 50, 75, 90, 100)
 
-# What the progress bar shows, with how many digits: records differ in the seventh and beyond.
+# Metrics on the progress bar, with digits: records differ in the seventh digit and beyond.
 CONSOLE_DIGITS = {
   "search/best": 9,
   "search/gain": 9,
@@ -33,10 +33,10 @@ CONSOLE_DIGITS = {
 
 
 def remark_on(writer: Writer, sampled: Sampled) -> str:
-  """Returns what a user should know of a step's attempts and no number tells; "" if nothing."""
+  """Returns a message about a step's attempts that the metrics do not show; "" if there is none."""
   attempts = [attempt for group in sampled.attempts for attempt in group]
   failed = [attempt for attempt in attempts if attempt.status == "failed"]
-  if failed and isinstance(writer, EditPolicy):  # Programs fail, languages should not.
+  if failed and isinstance(writer, EditPolicy):  # Programs may fail; a language should not.
     return f"{len(failed)} sentences failed, the first: {failed[0].message}"
   if not any(attempt.score.is_valid for attempt in attempts):
     return f"none of {len(attempts)} attempts is valid, the first: {attempts[0].score.reason}"
@@ -44,16 +44,16 @@ def remark_on(writer: Writer, sampled: Sampled) -> str:
 
 
 class CpuMeter:
-  """Counts the CPU seconds of a discovery: this process, and those that make and judge attempts."""
+  """Counts CPU seconds of this process and of those that make and judge attempts."""
 
   def __init__(self, environment: Environment):
-    """Begins to count."""
+    """Starts counting."""
     self._environment = environment
     helped = environment_lib.helper_seconds(environment)
     self._all, self._judged = time.process_time() + helped, helped
 
   def spent(self, writer: Writer) -> tuple[float, float]:
-    """Returns the seconds since it was asked last: in all, and of attempts alone."""
+    """Returns the seconds since the last call: (total, of attempts)."""
     helped = environment_lib.helper_seconds(self._environment)
     now = time.process_time() + writer.worker_seconds + helped
     judged = writer.cpu_seconds + helped
@@ -63,7 +63,7 @@ class CpuMeter:
 
 
 def first_totals(archive: archive_lib.Archive) -> dict[str, float]:
-  """Returns what a run counts from its first step on, as it begins."""
+  """Returns the totals of a new run."""
   start = archive_lib.best(archive).value
   return dict(tokens=0, cpu_seconds=0.0, judge_cpu_seconds=0.0, start=start, best=start)
 
@@ -77,10 +77,10 @@ def totals_after(
   """Returns a run's totals after a step.
 
   Args:
-    totals: before it.
-    sampled: its attempts.
-    archive: after it.
-    spent: of `CpuMeter`.
+    totals: totals before the step.
+    sampled: attempts of the step.
+    archive: archive after the step.
+    spent: result of `CpuMeter.spent`.
   """
   tokens = sum(len(sequence.completion.tokens) for sequence in attempts_lib.sequences(sampled))
   return dict(
@@ -99,7 +99,7 @@ def of_search(
   sampled: Sampled,
   totals: dict[str, float],
 ) -> dict[str, float]:
-  """Returns a step's numbers of the search; `totals` are those after it."""
+  """Returns the metrics of a step's search; `totals` are those after the step."""
   scores = [a.score for group in sampled.attempts for a in group]
   rewards = [score.reward for score in scores]
   values = [score.value for score in scores if score.is_valid]
@@ -133,15 +133,15 @@ def of_run(
   totals: dict[str, float],
   num_steps: int,
 ) -> dict[str, Any]:
-  """Returns the numbers of a run's search.
+  """Returns the summary of a run's search.
 
   Args:
-    config: of the run.
-    environment: its problem.
-    best: the record of its best artefact.
-    score: of that.
-    totals: after the last step.
-    num_steps: that were taken.
+    config: configuration of the run.
+    environment: the problem.
+    best: record of the best artefact.
+    score: score of that artefact.
+    totals: totals after the last step.
+    num_steps: steps taken.
   """
   return dict(
     problem=environment.name,

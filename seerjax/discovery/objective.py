@@ -1,4 +1,4 @@
-"""What the weights of a discovery move towards: advantages of a step's attempts."""
+"""Training objective of a discovery: advantages of a step's attempts."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ OBJECTIVES = ("adaptive", "constant", "mean", "grpo")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig:
-  """What the weights move towards.
+  """Settings of the training objective.
 
   Attributes:
-    kind: "adaptive" solves beta for each group; "constant" takes `beta`; "mean" is reward minus the
-      group's mean; "grpo" divides that by the deviation.
-    divergence: nats between the tilted and the even group, for "adaptive".
-    beta: for "constant", on rewards divided by their group's range.
-    gains_only: a labelled deviation from the paper: an attempt is paid for what it is better than
-      its start, and nothing if it is not. Else a policy that edits is paid most surely for leaving
-      what is good as it is.
-    valid_only: a labelled deviation from the paper; see `entropic.entropic`.
-    max_advantage: cuts advantages off above it; 0 does not.
-    kl_coefficient: pull to the first weights, inside the advantage; 0.1 and 0.01 are published.
+    kind: "adaptive" solves for beta in each group; "constant" uses `beta`; "mean" is reward minus
+      the group's mean; "grpo" divides that by the standard deviation.
+    divergence: KL divergence in nats between the tilted and the uniform group, for "adaptive".
+    beta: for "constant", applied to rewards divided by their group's range.
+    gains_only: labelled deviation from the paper: the reward is the improvement over the start, and
+      0 without one. Otherwise a policy that writes edits is rewarded for leaving good artefacts
+      unchanged.
+    valid_only: labelled deviation from the paper; see `entropic.entropic`.
+    max_advantage: upper bound on advantages; 0 for none.
+    kl_coefficient: weight of the KL penalty to the first weights, inside the advantage; 0.1 and
+      0.01 are published.
   """
 
   kind: str = "adaptive"
@@ -63,12 +64,12 @@ class ObjectiveConfig:
 
 
 def objective_of(config: ObjectiveConfig, sampled: Sampled) -> tuple[np.ndarray, dict[str, float]]:
-  """Returns the advantages f32[b, g] of a step's attempts, and what they look like."""
+  """Returns the advantages f32[b, g] of a step's attempts, and metrics about them."""
   rewards = np.asarray([[a.score.reward for a in group] for group in sampled.attempts], np.float64)
   valid = np.asarray([[a.score.is_valid for a in group] for group in sampled.attempts])
   if config.gains_only:
     rewards = np.maximum(rewards - np.asarray(sampled.start_rewards)[:, None], 0.0)
-  # "mean" and "grpo" tilt nothing: beta is 0, and all of a group count.
+  # "mean" and "grpo" do not tilt: beta is 0, and the whole group counts.
   beta = {"adaptive": None, "constant": config.beta}.get(config.kind, 0.0)
   found = entropic.entropic(
     rewards,

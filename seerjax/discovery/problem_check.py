@@ -1,7 +1,7 @@
-"""Looks for mistakes in a problem before a run is spent on it: `--check_problem`.
+"""Tests a problem for mistakes before a run: `--check_problem`.
 
-Determinism, rewards that are tiny, huge or just two, artefacts that break a verifier, JSON, words
-and pictures. It samples, so that what it does not find may still be there.
+It tests determinism, the scale and resolution of rewards, robustness of the verifier, JSON, texts
+and pictures. It samples, so it may miss a mistake.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ import rich.progress
 from seerjax.discovery import environment as environment_lib, problem_file
 from seerjax.discovery.environment import Artefact, EditLanguage, Environment, Score
 
-MAX_PROMPT = 100  # Tokens of an artefact, as `EditLanguage.prompt` has it.
+MAX_PROMPT = 100  # Tokens for an artefact; see `EditLanguage.prompt`.
 MAX_DESCRIPTION = 100_000  # Characters.
-REWARD_SCALE = (1e-6, 1e6)  # Beyond it a reward is called tiny or huge.
+REWARD_SCALE = (1e-6, 1e6)  # Rewards outside it are reported as tiny or huge.
 _NUM_STARTS = 8
 _NUM_SAMPLES = 96
 
 
 class Finding(NamedTuple):
-  """What `check` has to say.
+  """A finding of `check`.
 
   Attributes:
-    level: "error" for what breaks a run or lets a cheat through, "warning" for what spoils it.
-    sentence: what was got, what was expected, and what to change.
+    level: "error" if it breaks a run or permits cheating, "warning" if it reduces the value of a
+      run.
+    sentence: got, expected, and what to change.
   """
 
   level: Literal["error", "warning"]
@@ -49,12 +50,12 @@ class Finding(NamedTuple):
 def check_apart(
   factory: Callable[[], Environment], seed: int, *, seconds: float
 ) -> list[Finding]:
-  """Returns what `check` finds, in a process of its own: a problem may hang, or end its process.
+  """Runs `check` in a separate process, because a problem may hang or end its process.
 
   Args:
     factory: makes the environment in that process, to which it is pickled.
     seed: see `check`.
-    seconds: that it may take; afterwards it is ended, and that is what was found.
+    seconds: time limit; exceeding it is a finding, and ends the process.
   """
   context = multiprocessing.get_context("spawn")
   receiver, sender = context.Pipe(duplex=False)
@@ -103,10 +104,10 @@ def _check_and_send(
   seed: int,
   sender: multiprocessing.connection.Connection,
 ) -> None:
-  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it, without a traceback.
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback.
   try:
     environment = factory()
-  except (ValueError, OSError, ImportError) as error:  # Its message says what to change.
+  except (ValueError, OSError, ImportError) as error:  # The message names the fix.
     sender.send([Finding("error", str(error))])
     return
   sender.send(check(environment, seed, begin=sender.send))
@@ -115,25 +116,25 @@ def _check_and_send(
 def check(
   environment: Environment, seed: int, *, begin: Callable[[str], None] = lambda stage: None
 ) -> list[Finding]:
-  """Returns what is wrong with an environment; empty if nothing was found.
+  """Returns the findings about an environment; empty if there are none.
 
-  It looks for: starts that are invalid, no plain data, or not repeated by their seed; a verifier
-  that is not repeatable, changes what it judges, raises, or takes hostile data for an answer; a
-  reward that falls as the value gets better, has two values only, or lies far from 1; a description
-  that says nothing of the artefact; a picture that is none; a language whose sentences do not keep
+  It tests for: starts that are invalid, not plain data, or not determined by their seed; a verifier
+  that is not deterministic, modifies the artefact, raises, or accepts malicious input as valid; a
+  reward that falls as the value improves, has only two values, or is far from 1; a description that
+  does not depend on the artefact; an invalid picture; a language with sentences that violate
   `EditLanguage`.
 
   Args:
-    environment: any, `load`ed or of this library.
-    seed: of the starts and of what is drawn to try.
-    begin: told what is looked at next.
+    environment: any environment.
+    seed: seed of the starts and of random tests.
+    begin: called with the name of each stage.
   """
   begin("starts")
   draws = random.Random(f"check {seed}")
   findings = _Findings()
   starts = _check_starts(environment, seed, findings)
   if findings:
-    return list(findings)  # Nothing else can be tried without sound starts.
+    return list(findings)  # The other tests need valid starts.
   scored = [(artefact, environment.verify(artefact)) for artefact in starts]
   begin("artefacts near the starts")
   if environment.language is None:
@@ -161,7 +162,7 @@ def _text(artefact: Artefact) -> str:
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-  """Returns (result, "") or (None, what was raised)."""
+  """Returns (result, "") or (None, description of the exception)."""
   try:
     return function(*arguments), ""
   except (Exception, SystemExit) as error:
@@ -182,9 +183,9 @@ def _score(environment: Environment, artefact: Artefact) -> Score:
 
 
 def _check_starts(environment: Environment, seed: int, findings: _Findings) -> list[Artefact]:
-  """Returns the starts of a few seeds; the first unsound one is the last."""
+  """Returns the starts of several seeds; stops at the first invalid one."""
   starts = []
-  # A run draws its seeds from all below 2**32.
+  # A run draws its seeds from the whole range below 2**32.
   far = random.Random(f"starts {seed}")
   seeds = [seed + i if i < _NUM_STARTS // 2 else far.randrange(2**32) for i in range(_NUM_STARTS)]
   for each in seeds:
@@ -227,7 +228,7 @@ def _check_starts(environment: Environment, seed: int, findings: _Findings) -> l
 
 
 def _is_repeated(environment: Environment, score: Score, artefact: Artefact) -> bool:
-  """Returns whether an artefact has a score again; if it is timed, whether it is valid again."""
+  """Returns whether an artefact gets an equal score again; equal validity if it is timed."""
   again = environment.verify(artefact)
   if isinstance(environment, environment_lib.Timed):
     return again.is_valid == score.is_valid
@@ -249,7 +250,7 @@ def _check_words(
       " artefact in it (a program is given the whole one)."
     )
   else:
-    # The score is the same, so that a difference comes from the artefact itself.
+    # With an equal score, the texts can differ only because of the artefacts.
     other = next((each for each in valid if _text(each) != _text(artefact)), artefact)
     told, raised = _tried(environment.describe, other, score)
     if raised:
@@ -318,9 +319,9 @@ def _check_language(
   draws: random.Random,
   findings: _Findings,
 ) -> list[tuple[Artefact, Score]]:
-  """Returns what random sentences made of the starts and of each other.
+  """Returns scored results of random sentences, applied to the starts and to earlier results.
 
-  What breaks `EditLanguage` is an error, and ends the trials.
+  A violation of `EditLanguage` is an error and stops the test.
   """
   size, allowed, stop = language.vocab_size, language.allowed, language.stop_token
   if not _is_integer(size) or size < 8 or size % 8:
@@ -376,7 +377,7 @@ def _is_integer(item: Any) -> bool:
 def _tried_sentence(
   language: EditLanguage, artefact: Artefact, tokens: tuple[int, ...], seed: int
 ) -> tuple[str, Artefact | None]:
-  """Returns ("", the new artefact or None if it was refused), or (what breaks the rules, None)."""
+  """Returns ("", new artefact, or None if refused), or (the violation, None)."""
   prompt, raised = _tried(language.prompt, artefact)
   if not raised and (
     not isinstance(prompt, tuple | list)
@@ -450,7 +451,7 @@ def _check_rewards(
 
 
 def sentence(language: EditLanguage, draws: random.Random) -> tuple[int, ...]:
-  """Returns a sentence drawn uniformly, place by place, the stop token included if it came."""
+  """Returns a sentence drawn uniformly at each position, up to the stop token if it is drawn."""
   tokens = []
   for low, high in language.allowed:
     tokens.append(draws.randrange(low, high))
@@ -460,14 +461,14 @@ def sentence(language: EditLanguage, draws: random.Random) -> tuple[int, ...]:
 
 
 def hostile(artefact: Artefact, draws: random.Random) -> Iterator[tuple[str, Any, bool]]:
-  """Yields (what it is, an artefact made to fool a verifier, whether it may be valid all the same).
+  """Yields (description, malicious artefact, whether a verifier may accept it).
 
-  The first are aliens; the others are the given artefact with one place changed, at up to eight
-  places of numbers and texts and six of lists and dicts.
+  The first ones are unrelated data; the others are the given artefact with one change, at up to
+  eight numbers or texts and six lists or dicts.
 
   Args:
     artefact: valid plain data.
-    draws: of the places.
+    draws: selects the places.
   """
   kind = type(artefact)
   deep: list = []
@@ -525,7 +526,7 @@ def _short(item: Any) -> str:
 
 
 def _places(artefact: Artefact) -> tuple[list[tuple[str | int, ...]], list[tuple[str | int, ...]]]:
-  """Returns the places of an artefact's numbers and texts, and those of its lists and dicts."""
+  """Returns the paths of an artefact's numbers and texts, and of its lists and dicts."""
   leaves: list[tuple[str | int, ...]] = []
   containers: list[tuple[str | int, ...]] = []
   todo: list[tuple[tuple[str | int, ...], Any]] = [((), artefact)]
@@ -541,7 +542,7 @@ def _places(artefact: Artefact) -> tuple[list[tuple[str | int, ...]], list[tuple
 
 
 def _some(places: list[tuple[str | int, ...]], most: int, draws: random.Random) -> list:
-  """Returns the first, the last and random ones between."""
+  """Returns the first, the last, and random places in between."""
   if len(places) <= most:
     return places
   return [places[0], places[-1], *draws.sample(places[1:-1], most - 2)]
@@ -554,7 +555,7 @@ def _at(artefact: Artefact, place: Sequence[str | int]) -> Any:
 
 
 def _with(artefact: Artefact, place: Sequence[str | int], new: Any) -> Any:
-  """Returns a copy of the artefact with something else at one place."""
+  """Returns a copy of the artefact with one place replaced."""
   if not place:
     return new
   changed = copy.deepcopy(artefact)
@@ -563,7 +564,7 @@ def _with(artefact: Artefact, place: Sequence[str | int], new: Any) -> Any:
 
 
 def _nudged(artefact: Artefact, draws: random.Random) -> Artefact:
-  """Returns an artefact near to a given one: a number moved, or two entries swapped."""
+  """Returns a variant of an artefact, with a number moved or two list entries swapped."""
   leaves, containers = _places(artefact)
   numbers = [place for place in leaves if type(_at(artefact, place)) in (int, float)]
   lists = [place for place in containers if len(_at(artefact, place)) > 1]

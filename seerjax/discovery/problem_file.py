@@ -1,26 +1,26 @@
-"""Your own problem: a Python file with four functions becomes an `Environment`.
+"""Turns a Python file with four functions into an `Environment`.
 
-  start(seed) -> artefact            plain data to begin with: numbers, strings, lists, dicts
-  describe(artefact, value) -> str   the problem, its rules and this artefact, for a language model
-  verify(artefact) -> value          a finite number; (None, reason) if it is no answer
-  picture(artefact) -> Figure        of matplotlib
+  start(seed) -> artefact            plain data to start from: numbers, strings, lists, dicts
+  describe(artefact, value) -> str   problem, rules and this artefact, for a language model
+  verify(artefact) -> value          a finite number; (None, reason) if invalid
+  picture(artefact) -> Figure        a matplotlib figure
 
-and, where wanted, these attributes:
+and, optionally, these attributes:
 
-  NAME           for logs and files; the file's own name
-  IS_MAXIMISED   whether higher values are better; True
-  PUBLISHED      what others reached, the best first: (value, who, year, source), ...; ()
-  LANGUAGE       of edits, as `discovery.EditLanguage`; None: only programs change the artefacts
-  reward(value)  what is maximised: positive, rises as the value gets better; see `reward_of`
+  NAME           name for logs and files; default: the file's name
+  IS_MAXIMISED   whether higher values are better; default: True
+  PUBLISHED      published values, best first: (value, who, year, source), ...; default: ()
+  LANGUAGE       an edit language as `discovery.EditLanguage`; default: None, programs only
+  reward(value)  quantity to maximise: positive, rises as the value improves; see `reward_of`
 
-The file needs nothing of this library; `examples/vehicle_routing.py` is a whole one. It is run as
-it is, with all rights of its user: only what a model writes is sandboxed.
+The file needs nothing from this library; `examples/vehicle_routing.py` is a complete one. It runs
+with all rights of the user: only code written by a model is sandboxed.
 
-`verify` may be asked about anything that a program returned. Whatever is no plain data (NaN, a
-complex number, an array, a list within itself) is refused before it is called. An exception inside
-it makes the artefact invalid ("verify raised ..."), so that a run goes on; it is a defect of the
-file all the same, and `check` says so. A `Fraction` or an integer is kept as the certificate of the
-float that it rounds to, where the two differ.
+`verify` may receive anything that a program returned. Data that is not plain (NaN, a complex
+number, an array, a list that contains itself) is rejected before the call. An exception in `verify`
+makes the artefact invalid ("verify raised ..."), so that a run continues; it is still a bug of the
+file, and `check` reports it. A `Fraction` or an integer is kept as the certificate of the float
+that it rounds to, if the two differ.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ import numpy as np
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, EditLanguage, Environment, Published, Score
 
-# The functions of a file, by what they are given.
+# The functions of a file, with their arguments.
 REQUIRED = {
   "start": ("seed",),
   "describe": ("artefact", "value"),
   "verify": ("artefact",),
   "picture": ("artefact",),
 }
-MAX_DEPTH = 64  # Lists within lists; a list within itself ends here.
-MAX_ITEMS = 1_000_000  # Numbers, strings and lists of one artefact in all.
-MAX_NUMBER = 1e300  # In size; sums and squares of a few such numbers are where floats end.
-# How the reason begins where the file itself is at fault, not the artefact.
+MAX_DEPTH = 64  # Nesting of lists; also stops at a list that contains itself.
+MAX_ITEMS = 1_000_000  # Total items of one artefact.
+MAX_NUMBER = 1e300  # Absolute value; sums of a few larger numbers could overflow floats.
+# Prefixes of the reason if the file is at fault, not the artefact.
 DEFECTS = ("verify raised", "verify returned", "reward raised", "reward returned")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
 _FORMS = (
@@ -67,9 +67,9 @@ class OwnProblem:
   """The functions of a file, as an `Environment`.
 
   Attributes:
-    name, is_maximised, published, language: as `Environment` has them.
-    path: of the file.
-    functions: by name; "reward" is there if the file has one.
+    name, is_maximised, published, language: see `Environment`.
+    path: path of the file.
+    functions: functions by name; includes "reward" if the file defines it.
   """
 
   name: str
@@ -80,10 +80,10 @@ class OwnProblem:
   functions: dict[str, Callable[..., Any]]
 
   def start(self, seed: int) -> Artefact:
-    """Returns what the file's `start` does.
+    """Calls the file's `start`.
 
     Raises:
-      ValueError: if that is no plain data. What the function raises is passed on.
+      ValueError: if the result is not plain data. Exceptions of the function propagate.
     """
     artefact = self.functions["start"](seed)
     if reason := not_plain(artefact):
@@ -91,10 +91,10 @@ class OwnProblem:
     return artefact
 
   def describe(self, artefact: Artefact, score: Score) -> str:
-    """Returns what the file's `describe` makes of the artefact and its value.
+    """Calls the file's `describe` with the artefact and its value.
 
     Raises:
-      ValueError: if that is no text. What the function raises is passed on.
+      ValueError: if the result is not text. Exceptions of the function propagate.
     """
     text = self.functions["describe"](artefact, score.value)
     if not isinstance(text, str):
@@ -104,7 +104,7 @@ class OwnProblem:
     return text
 
   def verify(self, artefact: Artefact) -> Score:
-    """Judges anything whatever by the file's `verify`; never raises."""
+    """Judges any object with the file's `verify`; never raises."""
     if reason := not_plain(artefact):
       return environment.invalid(reason)
     try:
@@ -129,22 +129,22 @@ class OwnProblem:
     return Score(is_valid=True, value=value, reward=reward, certificate=certificate)
 
   def picture(self, artefact: Artefact) -> Any:
-    """Returns what the file's `picture` draws."""
+    """Calls the file's `picture`."""
     return self.functions["picture"](artefact)
 
 
 def load(path: str | os.PathLike[str]) -> Environment:
-  """Returns the environment that a user's file describes.
+  """Returns the environment that a user's file defines.
 
-  The file's folder is appended to `sys.path`, so that it may import its neighbours.
+  The file's folder is appended to `sys.path`, so that it can import its neighbours.
 
   Args:
-    path: of the file, such as "examples/vehicle_routing.py".
+    path: path of the file, such as "examples/vehicle_routing.py".
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if it is no Python, cannot be imported, lacks a function, or has a function or an
-      attribute of another form than above.
+    ValueError: if it is not valid Python, cannot be imported, lacks a function, or has a function
+      or attribute of another form than described above.
   """
   path = pathlib.Path(path)
   if not path.is_file():
@@ -177,22 +177,22 @@ def load(path: str | os.PathLike[str]) -> Environment:
 
 
 def reward_of(value: float, is_maximised: bool) -> float:
-  """Returns the reward of a value where the file has no `reward`.
+  """Returns the default reward of a value, for files without `reward`.
 
     x = value or, if lower is better, -value;   1 + x if x >= 0,   1 / (1 - x) if x < 0
 
-  It is positive, smooth and rises everywhere. Values below 1e-6 or so drown in the 1, and costs
-  above 1e6 become tiny: such a file says `reward` itself.
+  It is positive, smooth and strictly increasing. Values below about 1e-6 are lost in the 1, and
+  costs above 1e6 give tiny rewards: such a file should define `reward`.
   """
   x = value if is_maximised else -value
   return 1.0 + x if x >= 0 else 1.0 / (1.0 - x)
 
 
 def not_plain(artefact: Any) -> str:
-  """Returns where an artefact is no plain data and why, or "" if it is.
+  """Returns where and why an artefact is not plain data, or "" if it is.
 
   Plain are None, bool, int and float below `MAX_NUMBER` in size, str, list, and dict with str
-  keys: exactly these, so that an artefact is equal to itself after JSON.
+  keys: exactly these types, so that an artefact equals itself after a JSON round trip.
   """
   todo: list[tuple[tuple[str | int, ...], Any]] = [((), artefact)]
   count = 1
@@ -200,7 +200,7 @@ def not_plain(artefact: Any) -> str:
     place, item = todo.pop()
     if type(item) in (int, float):
       if not -MAX_NUMBER < item < MAX_NUMBER:
-        # An integer of many digits cannot even be printed.
+        # Python refuses to print very long integers.
         got = item if type(item) is float else "a huge integer"
         return f"{where(place)}: got {got}, expected a number below {MAX_NUMBER} in size"
     elif type(item) in (list, dict):
@@ -215,7 +215,7 @@ def not_plain(artefact: Any) -> str:
           kind = type(strange).__name__
           return f"{where(place)}: got a key of type {kind}, expected strings as keys"
       entries = item.items() if type(item) is dict else enumerate(item)
-      # Depth first, so that a list within itself ends at the limit and fills no memory before.
+      # Depth first, so that a list that contains itself hits the limit before memory fills up.
       todo.extend(((*place, key), entry) for key, entry in entries)
     elif item is not None and type(item) not in (bool, str):
       return (
@@ -229,12 +229,12 @@ def _imported(path: pathlib.Path) -> types.ModuleType:
   digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
   name = f"own_problem_{digest}_{path.stem}"
   spec = importlib.util.spec_from_file_location(name, path)
-  assert spec is not None and spec.loader is not None  # Of a file that ends with .py.
+  assert spec is not None and spec.loader is not None  # True for files that end in .py.
   module = importlib.util.module_from_spec(spec)
   folder = str(path.resolve().parent)
   if folder not in sys.path:
-    sys.path.append(folder)  # Last, so that no file there hides an installed package.
-  sys.modules[name] = module  # Dataclasses look their module up there.
+    sys.path.append(folder)  # At the end, so that its files do not shadow installed packages.
+  sys.modules[name] = module  # Dataclasses look up their module there.
   try:
     spec.loader.exec_module(module)
   except SyntaxError as error:
@@ -257,7 +257,7 @@ def _check_arguments(
 ) -> None:
   try:
     signature = inspect.signature(function)
-  except (TypeError, ValueError):  # Written in C: it will have to say so itself.
+  except (TypeError, ValueError):  # Written in C, without a signature.
     return
   try:
     signature.bind(*expected)
@@ -314,16 +314,16 @@ def _language(path: pathlib.Path, language: Any) -> EditLanguage | None:
 
 
 def named(error: BaseException) -> str:
-  """Returns "ValueError: its message" in one short line."""
+  """Returns "ValueError: message" as one short line."""
   try:
     message = " ".join(str(error).split())[:200]
-  except Exception:  # The message may be made of hostile data.
+  except Exception:  # The message may contain malicious objects.
     message = ""
   return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _read(returned: Any) -> tuple[float, str, str]:
-  """Returns (value, reason, certificate) of what a `verify` returned."""
+  """Returns (value, reason, certificate) from the result of a `verify`."""
   value, reason, certificate = returned, "", ""
   if isinstance(returned, tuple) and len(returned) == 2:
     value, reason = returned
@@ -353,7 +353,7 @@ def _read(returned: Any) -> tuple[float, str, str]:
 
 
 def _exact(value: Fraction) -> str:
-  """Returns a fraction as text: in decimals, or in hexadecimals where Python writes no more."""
+  """Returns a fraction as text, in hexadecimal if it has too many digits for Python to print."""
   try:
     return str(value)
   except ValueError:
@@ -361,6 +361,6 @@ def _exact(value: Fraction) -> str:
 
 
 def where(place: Sequence[str | int]) -> str:
-  """Returns a place within an artefact, such as `artefact['routes'][3]`."""
+  """Returns a path within an artefact, such as `artefact['routes'][3]`."""
   return "artefact" + "".join(f"[{str(key)[:40]!r}]" if isinstance(key, str) else f"[{key}]"
                               for key in place)  # fmt: skip

@@ -1,7 +1,7 @@
-"""A language model thinks and writes a program, which a sandbox runs.
+"""Policy of a language model that writes programs, which run in a sandbox.
 
-A model that thinks until its budget is spent is made to answer by a second request, whose prompt
-holds what it thought and a notice: forced tokens are prompt, and get no gradient.
+A model that exhausts its thinking budget is forced to answer by a second request, the prompt of
+which has the reasoning so far and a notice: forced tokens are prompt, and get no gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from seerjax.types import (
   SamplingParams,
 )
 
-MIN_DESCRIPTION = 200  # Characters of a problem's description that a context must have room for.
+MIN_DESCRIPTION = 200  # Characters of a problem's description that must fit the context.
 
 
 class ProgramPolicy:
-  """Programs of a language model, run in a sandbox. A context manager: it ends its workers."""
+  """Runs a language model's programs in a sandbox. A context manager that ends its workers."""
 
   def __init__(
     self,
@@ -41,16 +41,16 @@ class ProgramPolicy:
     tokenizer: tokenizer_lib.Tokenizer,
     max_context: int,
   ):
-    """Makes a writer.
+    """Initialises the policy.
 
     Raises:
-      ValueError: where the sandbox cannot isolate and `allow_weak_sandbox` is off.
+      ValueError: if the sandbox cannot isolate programs and `allow_weak_sandbox` is off.
     """
     self._environment, self._group, self._config = environment, group, config
     self._tokenizer, self._max_context = tokenizer, max_context
     self.sandbox = sandbox_lib.Sandbox(allow_weak=config.allow_weak_sandbox)
     self._pool = pool_lib.Pool(config.num_workers, 2 * config.num_workers)
-    # Beyond the question: the longest that forced tokens can be is that of a text without a marker.
+    # Tokens besides the question. Forced text is longest for a completion without the marker.
     forced = programs.forced_answer_text("", answer_marker=config.answer_marker)
     self._reserved = (
       config.thinking_tokens
@@ -58,7 +58,7 @@ class ProgramPolicy:
       + config.answer_tokens
       + programs.SPARE_TOKENS
     )
-    # Beyond what a program is told it has: to start, and to hand its result over.
+    # More time than programs are told they have, for starting and returning a result.
     self._limits = sandbox_lib.Limits(
       wall_seconds=1.5 * config.seconds + 5,
       cpu_seconds=1.5 * config.seconds + 5,
@@ -67,7 +67,7 @@ class ProgramPolicy:
     self.cpu_seconds = 0.0
 
   def check(self, artefact: Artefact) -> None:
-    """See `Writer`; there has to be room for `MIN_DESCRIPTION` characters, however few it has."""
+    """See `Writer`; requires room for `MIN_DESCRIPTION` characters, even if a text is shorter."""
     text = environment_lib.described(self._environment, artefact)
     text = programs.shortened(text * (1 + MIN_DESCRIPTION // max(len(text), 1)), MIN_DESCRIPTION)
     num = len(self._question(text))
@@ -83,14 +83,14 @@ class ProgramPolicy:
   def ask(
     self, artefact: Artefact, step: int, group: int, *, printed: str = ""
   ) -> list[Request]:
-    """See `Writer`; of an artefact that is too long for the context a part is left out."""
+    """See `Writer`; a description that is too long for the context is shortened."""
     text = environment_lib.described(self._environment, artefact)
     if printed:
       text += f"\n\nThe end of what the program that made it printed:\n\n{printed}"
     kept, most = len(text), self._max_context - self._reserved
     prompt = self._question(text)
     while len(prompt) > most and kept:
-      # Tokens are longer here and shorter there: a little less than their share, until it fits.
+      # Tokens per character vary: cut a little more than proportionally, until it fits.
       kept = max(0, min(kept * 7 // 8, kept * most // len(prompt)))
       prompt = self._question(programs.shortened(text, kept) if kept else "")
     sampling = self._sampling(self._config.thinking_tokens)
@@ -100,7 +100,7 @@ class ProgramPolicy:
     ]
 
   def _question(self, text: str) -> tuple[int, ...]:
-    """Returns the tokens of a description and of how to answer."""
+    """Returns the prompt tokens for a description with the answer format."""
     question = f"{text}\n\n{programs.instructions()}"
     return tuple(self._tokenizer.chat_ids([{"role": "user", "content": question}]))
 
@@ -135,13 +135,13 @@ class ProgramPolicy:
     )
 
   def _second(self, request: Request, completion: Completion) -> Request:
-    """Returns the request that makes a model answer; its prompt holds all that came before."""
+    """Returns the request that forces an answer; its prompt has everything so far."""
     forced = programs.forced_answer_text(completion.text, answer_marker=self._config.answer_marker)
     prompt = (*request.prompt, *completion.tokens, *self._tokenizer.encode(forced))
     room = programs.answer_budget(self._max_context, len(prompt))
     step, group, member = groups.place_of(request.request_id)
     sampling = self._sampling(min(room, self._config.answer_tokens))
-    # A member beyond all others: its own name and its own noise.
+    # A member number beyond the group gives a distinct id and seed.
     return self._group.request(prompt, sampling, step, group, member + self._group.size)
 
   def attempts(
@@ -154,7 +154,7 @@ class ProgramPolicy:
       record = None if journal is None else journal.attempt(*place)
       if record is not None:
         found[i] = attempts_lib.from_record(record)
-    writing = threading.Lock()  # Of the pool's threads one at a time.
+    writing = threading.Lock()  # One thread of the pool writes at a time.
 
     def make(i: int) -> Attempt:
       made = self._attempt(jobs[i])
@@ -170,7 +170,7 @@ class ProgramPolicy:
 
   @property
   def worker_seconds(self) -> float:
-    """All of them: programs run in processes of their own."""
+    """Equal to `cpu_seconds`, because programs run in separate processes."""
     return self.cpu_seconds
 
   def _attempt(self, job: attempts_lib.Job) -> Attempt:

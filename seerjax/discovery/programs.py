@@ -1,21 +1,21 @@
-"""How a model that writes programs changes an artefact.
+"""Changes an artefact by a program that a language model wrote.
 
-The model is told the problem (`Environment.describe`) and how to answer (`instructions`). It thinks
-and ends with one program; that program runs in the sandbox on the artefact, what it returns comes
-back as JSON, and the environment judges it. A program cannot report its own score.
+The prompt describes the problem (`Environment.describe`) and the answer format (`instructions`).
+The model reasons and ends with one program; the program runs in the sandbox on the artefact, its
+result comes back as JSON, and the environment judges it. A program cannot report its own score.
 
   text -> read_program -> sandbox: improve(artefact, seconds, seed) -> JSON -> verify -> Attempt
 
-A model that thinks until its budget is spent is made to answer, in two requests:
+A model that exhausts its thinking budget is forced to answer, in two requests:
 
   1  prompt                                              -> thinking, `thinking_budget` tokens
   2  prompt + thinking + tokens of `forced_answer_text`  -> answer, `answer_budget` tokens
 
-The forced tokens are prompt of the second request. So they are no part of any completion, have no
+The forced tokens are part of the second prompt. They belong to no completion, have no
 log-probability of the policy, and get no gradient.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, section 3 and
-appendix; there the forced tokens of one completion carried a mask.
+appendix; there the forced tokens are part of one completion, with a mask.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from seerjax.tasks import code_blocks
 FUNCTION = "improve"
 ARGUMENTS = ("artefact", "seconds", "seed")
 MAX_PROGRAM = 65_536  # Characters.
-MAX_MESSAGE = 2_000  # Characters of what a failed program printed that are kept.
-# Tokens that stay free at the end of the context, so that no answer runs into its very last one.
+MAX_MESSAGE = 2_000  # Characters kept of a failed program's output.
+# Tokens kept free at the end of the context, so that no answer reaches its last token.
 SPARE_TOKENS = 50
 _NOTICE = "\n\n(No tokens are left to think with. The answer follows now: the program.)\n\n"
 
 
 def instructions() -> str:
-  """Returns how a model is to answer; it follows `Environment.describe` in the prompt."""
+  """Returns the answer format, which follows `Environment.describe` in the prompt."""
   return f"""Write a Python program that makes a better artefact of the one above. End your answer
 with exactly one fenced block, which defines this function:
 
@@ -60,9 +60,10 @@ Rules:
 
 
 def shortened(text: str, most: int) -> str:
-  """Returns a text of at most about `most` characters: one that is longer lacks its middle.
+  """Returns a text cut in the middle to about `most` characters.
 
-  A description begins with the rules; it is an artefact that grows. The program is given all of it.
+  Descriptions start with the rules, and the artefact makes them long. The program gets the whole
+  artefact.
   """
   if len(text) <= most:
     return text
@@ -72,13 +73,13 @@ def shortened(text: str, most: int) -> str:
 
 
 def read_program(text: str) -> str:
-  """Returns the source in the last fenced block of a text that is marked "python" (or "py").
+  """Returns the source of the last fenced block marked "python" (or "py").
 
-  Nothing is executed: the source is parsed, and it must define `improve(artefact, seconds, seed)`.
+  The source is parsed, not executed; it must define `improve(artefact, seconds, seed)`.
 
   Raises:
-    ValueError: if there is no such block, it is not closed, is too long, is no Python, or does not
-      define the function; with the reason.
+    ValueError: if there is no such block, or it is unclosed, too long, not valid Python, or does
+      not define the function; has the reason.
   """
   source, is_open = code_blocks.last_python(text)
   if source is None:
@@ -95,7 +96,7 @@ def read_program(text: str) -> str:
     )
   try:
     with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # Of the program's own "\d", say.
+      warnings.simplefilter("ignore")  # The program's own warnings, for example about "\d".
       tree = ast.parse(source)
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
@@ -117,11 +118,11 @@ def read_program(text: str) -> str:
   for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
     required |= set() if default else {argument.arg}
   known = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-  # They are given by name; further ones must have a default.
+  # Arguments are passed by name; additional parameters must have defaults.
   if not required <= set(ARGUMENTS) <= known or arguments.posonlyargs:
     try:
       got = ast.unparse(arguments)[:200]
-    except RecursionError:  # It goes deeper than parsing does.
+    except RecursionError:  # Unparsing recurses deeper than parsing.
       got = "..."
     raise ValueError(f"got {FUNCTION}({got}), expected {expected}; change its arguments.")
   return source
@@ -137,19 +138,19 @@ def attempt(
   seed: int,
   limits: Limits,
 ) -> Attempt:
-  """Returns what a model's text makes of an artefact.
+  """Runs the program in a model's text on an artefact, and judges the result.
 
   Args:
-    sandbox: that the program runs in.
-    environment: of the artefact.
-    artefact: valid.
-    text: of the model, with a program in it.
-    seconds: that the program is told it has, less than `limits.wall_seconds`.
-    seed: that the program is given.
-    limits: of the sandbox; they end a program that overruns its seconds.
+    sandbox: runs the program.
+    environment: environment of the artefact.
+    artefact: valid artefact.
+    text: text of the model that contains a program.
+    seconds: time limit passed to the program, less than `limits.wall_seconds`.
+    seed: seed passed to the program.
+    limits: limits of the sandbox, which end a program that exceeds `seconds`.
 
   Raises:
-    ValueError: if `seconds` does not lie within the limit: every program would be cut off.
+    ValueError: if `seconds` is not below the wall limit, which would cut off every program.
   """
   if not 0 < seconds < limits.wall_seconds:
     raise ValueError(
@@ -188,25 +189,25 @@ def needs_answer(
   """Returns whether the model ran out of tokens before its program was complete.
 
   Args:
-    tokens_used: of the first request's completion.
-    thinking_budget: its `max_tokens`. A model that used fewer stopped of its own accord.
-    text: of the completion.
-    answer_marker: with which this model's answer begins, such as "</think>"; "" if its thinking is
-      not set apart. A block before it is thinking, not an answer.
+    tokens_used: tokens of the first request's completion.
+    thinking_budget: `max_tokens` of that request. A model that used fewer stopped by itself.
+    text: text of the completion.
+    answer_marker: text that starts an answer of this model, such as "</think>"; "" if reasoning is
+      not delimited. A code block before the marker is reasoning.
   """
   source, is_open = code_blocks.last_python(_answer(text, answer_marker))
   return tokens_used >= thinking_budget and (source is None or is_open)
 
 
 def forced_answer_text(text: str, *, answer_marker: str = "") -> str:
-  """Returns what stands between the first request's completion and the answer: forced tokens.
+  """Returns the forced text between the first completion and the answer.
 
-  It is "" where the answer has begun already, and is merely to be gone on with. Else it is a short
-  notice, and the marker.
+  It is "" if the answer has already started and only needs to continue; otherwise a short notice
+  and the marker.
 
   Args:
-    text: of the first request's completion.
-    answer_marker: as in `needs_answer`; for the models with channels, the whole turn, such as
+    text: text of the first request's completion.
+    answer_marker: as in `needs_answer`; for models with channels the whole turn, such as
       "<|end|><|start|>assistant<|channel|>final<|message|>".
   """
   has_begun = bool(answer_marker) and answer_marker in text
@@ -215,12 +216,12 @@ def forced_answer_text(text: str, *, answer_marker: str = "") -> str:
 
 
 def answer_budget(max_context: int, prompt_tokens: int) -> int:
-  """Returns the second request's `max_tokens`, at least 0; its prompt holds the forced tokens."""
+  """Returns `max_tokens` of the second request, at least 0; its prompt has the forced tokens."""
   return max(max_context - prompt_tokens - SPARE_TOKENS, 0)
 
 
 def _answer(text: str, answer_marker: str) -> str:
-  """Returns what follows the last marker; "" if it is not in the text yet."""
+  """Returns the text after the last marker; "" if there is no marker."""
   if not answer_marker:
     return text
   return text.rpartition(answer_marker)[2] if answer_marker in text else ""

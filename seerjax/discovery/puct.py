@@ -1,25 +1,25 @@
-"""Where the next groups start: PUCT over the archive, and the rules that it is compared with.
+"""Selects the states that the next groups start from: PUCT on the archive, and baselines.
 
   score(s) = Q(s) + c S P(s) sqrt(1 + T) / (1 + n(s))
 
-  Q   m(s), the best value of a direct child; its own value before there is one
-  S   highest minus lowest value of the states that are no seeds (of all, before there is one), at
-      least 1e-6
+  Q   m(s), the best value of a direct child; the state's own value while it has none
+  S   highest minus lowest value of all states except seeds (of all states if there are only seeds),
+      at least 1e-6
   P   (M - rank) / sum of the same, over M living states, rank 0 the best: a linear prior
-  n   expansions of s or of any descendant;  T  expansions in all
+  n   expansions of s or of any descendant;  T  total expansions
 
-A batch of "puct" walks down the scores and passes over every ancestor and every descendant of a
-state that it has taken: one state of a lineage, though siblings and cousins may go together. Roots
-of growing trees never depart, so each offers at least one state, and a batch is full wherever there
-are as many as groups; fewer are refused. Groups and seeds may be dealt to islands, each of which
-scores its own trees as if there were no others: then no family can take all groups.
+"puct" takes states in order of score, and skips ancestors and descendants of states already taken:
+one state per lineage, though siblings and cousins may be taken together. Roots of growing trees are
+never evicted, so each tree offers at least one state, and a batch is full if there are at least as
+many seeds as groups; otherwise the call is refused. Groups and seeds may be divided into islands,
+each of which scores only its own trees, so that no family can take all groups.
 
-No rule has state. `select` is a pure function of (archive, num, config, seed); what is random is
-drawn from (seed, T), and T grows with every step.
+The rules have no state. `select` is a pure function of (archive, num, config, seed); random draws
+depend on (seed, T), and T grows with every step.
 
-Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175: a maximum where
-AlphaZero has a mean, ranks where it has a policy, and visits of descendants. The range is printed
-there as that of all states; its published code leaves the seeds out, as is the default here.
+Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175: compared with
+AlphaZero, a maximum replaces the mean, ranks replace the policy, and visits count descendants. The
+paper defines the range over all states; its code excludes seeds, which is the default here.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from seerjax.discovery import archive as archives
 from seerjax.discovery.archive import Archive, State
 
 REUSE = ("puct", "epsilon_greedy", "greedy", "none", "sequential")
-MIN_RANGE = 1e-6  # Value units: published.
+MIN_RANGE = 1e-6  # In units of the value; as published.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchConfig:
-  """How states are kept and chosen.
+  """Settings for keeping and selecting states.
 
   Attributes:
-    reuse: "puct": the scores above, one state of a lineage.
-      "epsilon_greedy": as greedy, but each group starts with probability `epsilon` from a state
-        drawn evenly from all.
-      "greedy": the best states, one group each.
-      "none": seeds alone, in turn; nothing found is started from.
+    reuse: "puct": the scores above, one state per lineage.
+      "epsilon_greedy": like "greedy", but each group starts with probability `epsilon` from a
+        uniformly drawn state.
+      "greedy": the best states, one per group.
+      "none": seeds only, in turn; found states are never reused.
       "sequential": all groups from the best state so far (Sequential Best-of-N).
     c: weight of exploration in PUCT; 1 is published.
-    epsilon: of epsilon-greedy; the paper compares with 0.1; with 0.2 it ranked first, within noise,
-      among 30 ways to search (harness-generalization, 2026).
-    keep_children: most children that an expansion admits, for `archive.start`.
+    epsilon: for "epsilon_greedy"; the paper compares with 0.1; 0.2 ranked first, within noise,
+      among 30 search methods (harness-generalization, 2026).
+    keep_children: most children that an expansion adds, for `archive.start`.
     capacity: most living states, for `archive.start`.
-    range_over_seeds: S counts the seeds' values too.
-    islands: a labelled deviation from the paper, of "puct": how many searches go on side by side;
-      group i belongs to island i modulo their number. 1 is published.
-    patience: a labelled deviation from the paper, of "puct": steps without a better state after
-      which an island's trees are closed and others planted, which the policy enters with all that
-      it has learnt. 0 never does, as published.
+    range_over_seeds: whether S includes the values of seeds.
+    islands: labelled deviation from the paper, for "puct": number of independent searches; group i
+      belongs to island i modulo this number. 1 is published.
+    patience: labelled deviation from the paper, for "puct": steps without a better state after
+      which an island's trees are closed and replaced by new ones; the policy keeps its weights. 0
+      never does that, as published.
   """
 
   reuse: str = "puct"
@@ -103,13 +103,13 @@ class SearchConfig:
 
 
 def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
-  """Returns the ids of the states that the next `num` groups start from, one for each group.
+  """Returns the ids of the states that the next `num` groups start from, one per group.
 
   Args:
-    archive: with at least `num` seeds.
-    num: groups.
-    config: whose `reuse` chooses the rule.
-    seed: of the run, at least 0; only "epsilon_greedy" draws.
+    archive: archive with at least `num` seeds.
+    num: number of groups.
+    config: selects the rule by `reuse`.
+    seed: seed of the run, at least 0; used only by "epsilon_greedy".
 
   Raises:
     ValueError: if `num < 1`, there are fewer seeds than groups, or the seed is negative.
@@ -138,7 +138,7 @@ def select(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple
 def scores(
   states: Sequence[State], num_expansions: int, config: SearchConfig
 ) -> Float[np.ndarray, "m"]:
-  """Returns the PUCT score of each state as f64[m]; `num_expansions` is their T."""
+  """Returns the PUCT score of each state as f64[m]; `num_expansions` is T."""
   values = np.asarray([state.value for state in states], np.float64)
   exploited = np.asarray(
     [state.value if state.best_child is None else state.best_child for state in states], np.float64
@@ -155,9 +155,9 @@ def scores(
 
 
 def by_score(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
-  """Returns for each island the states of its highest scores of which none descends from another.
+  """Returns, for each island, the states with the highest scores, one per lineage.
 
-  Equal scores go by value, then by age, the older first.
+  Ties are broken by value, then by age, older first.
 
   Raises:
     ValueError: if there are more islands than groups.
@@ -184,13 +184,13 @@ def _of_island(
   above: Mapping[int, frozenset[int]],
   config: SearchConfig,
 ) -> list[int]:
-  """Returns `num` states of the trees with these roots, one of each lineage."""
+  """Returns `num` states of the trees with these roots, one per lineage."""
   states = [state for state in archive.states if state.seed_tree in roots]
-  # n counts the expansions of a whole tree at its root.
+  # The visits of a root count all expansions in its tree.
   num_expansions = sum(state.visits for state in states if state.is_seed)
   values = np.asarray([state.value for state in states], np.float64)
   taken: list[int] = []
-  blocked: set[int] = set()  # Ancestors of what is taken.
+  blocked: set[int] = set()  # Ancestors of the states taken.
   for place in _best_first(scores(states, num_expansions, config), values):
     state_id = states[place].state_id
     if state_id in blocked or not above[state_id].isdisjoint(taken):
@@ -204,7 +204,7 @@ def _of_island(
 
 
 def epsilon_greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
-  """Returns what `greedy` does, but for each group with probability epsilon any state at all."""
+  """Returns the states of `greedy`, each replaced with probability epsilon by a random one."""
   random = np.random.default_rng([seed, archive.num_expansions])
   is_random = random.random(num) < config.epsilon
   anyone = random.integers(len(archive.states), size=num)
@@ -215,14 +215,14 @@ def epsilon_greedy(archive: Archive, num: int, config: SearchConfig, seed: int) 
 
 
 def greedy(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
-  """Returns the `num` best states, the older of equals first; they may be of one lineage."""
+  """Returns the `num` best states, older first on ties; several may share a lineage."""
   del config, seed
   values = np.asarray([state.value for state in archive.states], np.float64)
   return tuple(archive.states[place].state_id for place in _best_first(values, values)[:num])
 
 
 def seeds_in_turn(archive: Archive, num: int, config: SearchConfig, seed: int) -> tuple[int, ...]:
-  """Returns seeds only, going on where the expansions so far left off."""
+  """Returns seeds in turn, continuing after the expansions so far."""
   del config, seed
   ids = archive.roots
   return tuple(ids[(archive.num_expansions + group) % len(ids)] for group in range(num))
@@ -235,7 +235,7 @@ def sequential(archive: Archive, num: int, config: SearchConfig, seed: int) -> t
 
 
 def _best_first(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-  """Returns places by descending key, then by descending value, then oldest first."""
-  # A stable sort leaves equals in the order that they had.
+  """Returns indices by descending key, then by descending value, then oldest first."""
+  # A stable sort keeps the order of equal keys.
   by_value = np.argsort(-values, kind="stable")
   return by_value[np.argsort(-keys[by_value], kind="stable")]

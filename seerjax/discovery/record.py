@@ -1,4 +1,4 @@
-"""The best artefact that was ever found: best.json, on disk as soon as it is known."""
+"""Record of the best artefact, best.json, which is written as soon as it is found."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from seerjax.discovery.environment import Environment
 
 BEST = "best.json"
 
-# Of a problem that is timed: states whose values are taken once more, with care, at the end.
+# For timed problems: number of states that are measured again, more carefully, at the end.
 NUM_CONFIRMED = 8
 
 
 def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
-  """Refuses to begin where the best artefact of another run lies.
+  """Refuses to start in a directory with another run's best artefact.
 
   Raises:
-    ValueError: naming the file.
+    ValueError: if there is one; names the file.
   """
   if not resume and (directory / BEST).is_file():
     raise ValueError(
@@ -34,10 +34,10 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
 
 
 def check_best(directory: pathlib.Path) -> None:
-  """Refuses a damaged file as a run is resumed, and not in the middle of it.
+  """Checks the file on resume, so that a damaged one does not fail the run later.
 
   Raises:
-    ValueError: naming the file.
+    ValueError: if it is damaged; names the file.
   """
   if (directory / BEST).is_file():
     read_best(directory)
@@ -46,7 +46,7 @@ def check_best(directory: pathlib.Path) -> None:
 def write_first(
   directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive
 ) -> None:
-  """Writes the best of the archive where no file says of a better one yet."""
+  """Writes the best state of the archive unless the file exists already."""
   if not (directory / BEST).is_file():
     write_best(directory, environment, archive, archive_lib.best(archive))
 
@@ -54,12 +54,12 @@ def write_first(
 def final_best(
   directory: pathlib.Path, environment: Environment, archive: archive_lib.Archive
 ) -> tuple[dict[str, Any], environment_lib.Score]:
-  """Returns the record of a run that ends, and its score; of a timed problem it is confirmed."""
+  """Returns the record of a finished run and its score, which is confirmed for a timed problem."""
   if isinstance(environment, environment_lib.Timed):
-    # The first may be first by luck alone.
+    # The top value may be due to measurement noise.
     for leader in archive_lib.leaders(archive, NUM_CONFIRMED):
       write_best(directory, environment, archive, leader)
-  # Not the archive's: before a kill a problem that is timed may have found a better one.
+  # Not from the archive: before a crash, a timed problem may have recorded a better one.
   best = read_best(directory)
   return best, environment_lib.record_score(environment, best["artefact"])
 
@@ -70,11 +70,10 @@ def write_best(
   archive: archive_lib.Archive,
   best: archive_lib.State,
 ) -> None:
-  """Writes the best artefact so far, its lineage, the tree that it grew on, and what it is worth.
+  """Atomically writes the best artefact so far with its lineage, its tree and its score.
 
-  At once, and whole.
-
-  What is there already stays if it is better: a process that died knew more than its checkpoint.
+  A better record in the file is kept: a crashed process may have found it after its last
+  checkpoint.
   """
   score = environment_lib.record_score(environment, best.artefact)
   path = directory / BEST
@@ -87,7 +86,7 @@ def write_best(
       " expected one verdict; have verify draw nothing and read no clock, or try --check_problem."
     )
   lineage = [
-    # Steps count from 1, as in metrics.jsonl; 0 is the start.
+    # Steps count from 1, as in metrics.jsonl; the start has step 0.
     dict(
       step=state.step + 1,
       value=environment_lib.signed(environment, state.value),
@@ -113,10 +112,10 @@ def write_best(
 
 
 def read_best(directory: pathlib.Path) -> dict[str, Any]:
-  """Returns what `write_best` wrote.
+  """Returns the record that `write_best` wrote.
 
   Raises:
-    ValueError: naming the file, if it is damaged.
+    ValueError: if the file is damaged; names the file.
   """
   path = directory / BEST
   try:

@@ -1,4 +1,4 @@
-"""How a discovery's requests are sampled: what its journal holds is not sampled again."""
+"""Samples the requests of a discovery; completions in the journal are not sampled again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sampler(
   journal: journal_lib.Journal | None,
   progress: progress_lib.Progress,
 ) -> Generate:
-  """Returns what samples completions, each of which a language model's journal keeps."""
+  """Returns a sampling function; the completions of a language model are journalled."""
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
     with progress.phase(

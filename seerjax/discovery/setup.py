@@ -1,4 +1,4 @@
-"""What a discovery has when its loop begins."""
+"""Builds the state of a discovery run before its loop starts."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from seerjax.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-  """What a discovery has when its loop begins.
+  """State of a discovery run before its loop.
 
   Attributes:
-    config: with what was left open decided.
-    settings: of the config, as a resume compares them.
-    run_config: of the parts that this loop shares with `rl`.
-    fingerprint: of the run's numerics.
-    meter: counts CPU seconds, from the beginning.
-    writer: entered.
+    config: configuration with all defaults resolved.
+    settings: the configuration's settings, which a resume compares.
+    run_config: configuration of the parts shared with `rl`.
+    fingerprint: fingerprint of the run's numerics.
+    meter: counts CPU seconds since the start.
+    writer: policy that makes attempts; already entered.
     trainer: gradient and update.
-    engine: with the weights of `state`.
-    state: of a new run, warm, or of the latest checkpoint.
-    first_params: the weights that learning began with.
-    base: the same, frozen for the engine and the trainer; None if nothing asks for them.
-    archive: of a new run or of the latest checkpoint.
-    totals: of `numbers`, likewise.
+    engine: engine with the weights of `state`.
+    state: state of a new run after its warm start, or of the latest checkpoint.
+    first_params: weights at the start of training.
+    base: the same weights, frozen for engine and trainer; None if unused.
+    archive: archive of a new run or of the latest checkpoint.
+    totals: totals of `numbers`, of a new run or of the latest checkpoint.
   """
 
   config: DiscoverConfig
@@ -86,10 +86,10 @@ def set_up(
   *,
   resume: bool,
 ) -> Setup:
-  """Returns what the loop begins with; the arguments are those of `ttt.discover`.
+  """Builds the state before the loop; the arguments are those of `ttt.discover`.
 
   Raises:
-    ValueError: for settings, programs or a problem that cannot work, before anything is sampled.
+    ValueError: for invalid settings, programs or problems, before anything is sampled.
   """
   meter = numbers_lib.CpuMeter(environment)
   policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
@@ -111,7 +111,7 @@ def set_up(
       "discover.programs: got programs of another config or model, expected make_programs of these;"
       " share them only between runs of one shape."
     )
-  # The first weights are kept even where nothing pulls to them: how far they are is shown.
+  # The first weights are kept even without a KL penalty, because the distance to them is logged.
   memory = memory_lib.memory_plan(run_config, policy.model, keeps_base=config.train)
   state = programs_lib.first_state(run_config, policy)
   archive = starts_lib.first_archive(config, environment)
@@ -131,7 +131,7 @@ def set_up(
     totals = restored.host_state["totals"]
     record_lib.check_best(run.directory)
   writer = run.enter(writer_of(config, environment, policy, factory))
-  if not resume:  # Later ones may be longer; of them a part is left out.
+  if not resume:  # Later artefacts may be longer; those are shortened.
     for root in archive_lib.seeds(archive):
       writer.check(root.artefact)
   run.open(
@@ -146,7 +146,7 @@ def set_up(
       params = tiny_policy_lib.warm_start(
         run_config, config, environment, writer, programs.trainer, state, run.progress.say
       )
-    # Learning begins here: with fresh moments, and with this as the base.
+    # Training starts here, with fresh moments and with these weights as the base.
     policy = dataclasses.replace(policy, params=params)
     state = programs_lib.first_state(run_config, policy)
   base = None
@@ -186,10 +186,10 @@ def writer_of(
   policy: Policy,
   factory: Callable[[], Environment],
 ) -> contextlib.AbstractContextManager[EditPolicy | ProgramPolicy]:
-  """Returns how the policy writes; to be entered.
+  """Returns a context manager for the writing part of the policy.
 
   Raises:
-    ValueError: if it writes programs and has no tokenizer.
+    ValueError: if the policy writes programs and has no tokenizer.
   """
   group = attempts_lib.Group(
     size=config.group_size, temperature=config.temperature, seed=config.seed

@@ -1,4 +1,4 @@
-"""Where the groups of a discovery start, and what of their attempts enters the archive."""
+"""Creates the starts of a discovery's groups, and adds attempts to the archive."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from seerjax.rollout import groups
 
 
 def first_archive(config: DiscoverConfig, environment: Environment) -> archive_lib.Archive:
-  """Returns an archive of as many starts as there are groups.
+  """Returns an archive with one start per group.
 
   Raises:
-    ValueError: if a start is not valid: the environment's own mistake.
+    ValueError: if a start is invalid, which is a bug of the environment.
   """
   seeds = [seed_of(config, environment, place) for place in range(config.groups_per_step)]
   return archive_lib.start(
@@ -27,7 +27,7 @@ def first_archive(config: DiscoverConfig, environment: Environment) -> archive_l
 def replanted(
   config: DiscoverConfig, environment: Environment, archive: archive_lib.Archive, step: int
 ) -> archive_lib.Archive:
-  """Returns the archive with fresh starts in the place of islands that are stuck after a step."""
+  """Returns the archive with islands that are stuck after a step replaced by fresh starts."""
   search = config.search
   for root in archive_lib.stuck_roots(
     archive, step, islands=search.islands, patience=search.patience
@@ -40,10 +40,10 @@ def replanted(
 def seed_of(
   config: DiscoverConfig, environment: Environment, place: int, step: int = 0
 ) -> archive_lib.Child:
-  """Returns the start of a group's tree that may grow from a step on.
+  """Returns the start of a group's tree that grows from the given step on.
 
   Raises:
-    ValueError: if it is not valid: the environment's own mistake.
+    ValueError: if it is invalid, which is a bug of the environment.
   """
   artefact = environment_lib.started(
     environment, groups.request_seed(config.seed, -3, place, step)

@@ -1,4 +1,4 @@
-"""The small transformer that writes edits, trained from nothing."""
+"""A small transformer that writes edits, trained from scratch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from seerjax.types import (
 
 
 def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
-  """Returns a small transformer with random weights over the environment's vocabulary."""
+  """Returns a small transformer with random weights and the environment's vocabulary."""
   language, tiny = environment_lib.language_of(environment), config.tiny
   size = tiny.hidden_size // tiny.num_heads
   model = model_config.TransformerConfig(
@@ -58,10 +58,10 @@ def warm_start(
   state: TrainState,
   say: Callable[[str], None],
 ) -> parameters.Params:
-  """Returns weights that have learnt to say random valid sentences.
+  """Returns weights trained on random valid sentences, as a substitute for pre-training.
 
-  An honest stand-in for pre-training: sentences are drawn evenly from the grammar, applied to the
-  start and to what such sentences made of it; those that can be applied are learnt.
+  Sentences are drawn uniformly from the grammar and applied to the start and to results of earlier
+  sentences; those that yield a valid artefact become training data.
   """
   language = environment_lib.language_of(environment)
   random = np.random.default_rng([config.seed, 1])
@@ -95,7 +95,7 @@ def warm_start(
   for _ in range(config.tiny.warm_passes):
     for first in range(0, len(examples), size):
       part = examples[first : first + size]
-      # Advantage 1 for all: the likelihood of what they say goes up.
+      # With advantage 1 everywhere, the update raises the likelihood of the sentences.
       ones = np.ones((len(part), 1), np.float32)
       batch = programs_lib.pack(run, attempts_lib.as_groups(part), ones)
       params = policy_lib.running_weights(run.weights, state.params, None)
