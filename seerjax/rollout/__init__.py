@@ -1,1 +1,1 @@
-"""Which request runs where and when, and what is kept of it."""
+"""Rollouts: scheduling of requests over instances, and the journal of their results."""

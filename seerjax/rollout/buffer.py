@@ -1,10 +1,10 @@
-"""The global view of a rollout: what every request has generated, and where its KV lies.
+"""The request buffer of a rollout: each request's progress and the location of its KV.
 
     add -> WAITING --begin_chunk--> RUNNING --end_chunk--> WAITING -> ... -> FINISHED
                    <---lost_kv-----
 
-A chunk is a bounded piece of one request's generation. Between two chunks a request waits here, and
-any instance may run the next one.
+A chunk is a bounded part of one request's generation. Between two chunks a request waits in the
+buffer, and any instance may run the next one.
 
 Source: arXiv 2511.14617v3, section 3.2 (the request buffer).
 """
@@ -15,11 +15,11 @@ from collections.abc import Iterator
 import dataclasses
 import enum
 
-NOWHERE = -1  # The instance of a request that runs nowhere, or has no KV.
+NOWHERE = -1  # Instance of a request that is not running, or of missing KV.
 
 
 class State(enum.IntEnum):
-  """Where a request is."""
+  """State of a request."""
 
   WAITING = 0
   RUNNING = 1
@@ -31,12 +31,12 @@ class Group:
   """The requests of one prompt.
 
   Attributes:
-    name: of the group.
-    index: by arrival, from 0.
-    members: by arrival; the first is the probe.
-    prompt_instances: those where a member has run, so that the prompt's KV may lie there: a hint,
-      for another request may have taken the memory since.
-    max_tokens: the largest of its members'.
+    name: name of the group.
+    index: order of arrival, from 0.
+    max_tokens: maximum over the members.
+    members: members by arrival; the first is the probe.
+    prompt_instances: instances on which a member has run. They may still hold the prompt's KV; this
+      is only a hint, because another request may have taken the memory since.
   """
 
   name: str
@@ -48,24 +48,24 @@ class Group:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Item:
-  """One request, as far as it has come. Read it; `Buffer` writes it.
+  """State of one request. Read-only outside `Buffer`.
 
   Attributes:
     request_id: unique in its buffer.
-    group: of the prompt.
-    member: place in the group, from 0; 0 is the probe.
-    index: by arrival, from 0.
+    group: group of the request.
+    member: index in the group, from 0; 0 is the probe.
+    index: order of arrival, from 0.
     prompt_tokens: length of the prompt.
-    max_tokens: most generated tokens, over all chunks.
+    max_tokens: maximum number of generated tokens, over all chunks.
     generated: tokens generated so far.
     state: waiting, running or finished.
-    instance: that runs it now, or NOWHERE.
-    kv_instance: that holds its KV, on the device or spilled to its host, or NOWHERE.
-    kv_tokens: positions whose KV is held there.
-    chunk_end: value of `generated` at which the running chunk ends at the latest.
-    num_chunks: begun so far.
+    instance: instance that is running it, or NOWHERE.
+    kv_instance: instance that holds its KV, on the device or spilled to its host, or NOWHERE.
+    kv_tokens: number of positions with KV there.
+    chunk_end: upper bound on `generated` at the end of the running chunk.
+    num_chunks: chunks started so far.
     num_lost: how often its KV was lost.
-    version: counts changes; an entry of a queue that names an older one is stale.
+    version: incremented on each change; queue entries with an older version are stale.
   """
 
   request_id: str
@@ -86,15 +86,16 @@ class Item:
 
 
 def kv_positions(item: Item) -> int:
-  """Returns how many positions a request has KV for, once it runs."""
-  # The last token's KV is written when it is fed to the next step.
+  """Returns the number of positions with KV that a request has once it runs."""
+  # The last token's KV is written when that token is the input of the next step.
   return item.prompt_tokens + max(item.generated - 1, 0)
 
 
 class Buffer:
-  """Every request of a rollout; requests may be added while others run.
+  """All requests of a rollout; requests may be added while others run.
 
-  One scheduler reads a buffer: it takes the changes (`take_changes`) since it last looked.
+  A buffer has a single reader, its scheduler, which takes the changes since its last call
+  (`take_changes`).
   """
 
   def __init__(self):
@@ -107,7 +108,7 @@ class Buffer:
 
   @property
   def num_unfinished(self) -> int:
-    """Returns how many requests wait or run."""
+    """Number of waiting and running requests."""
     return self.num_waiting + self.num_running
 
   def __iter__(self) -> Iterator[Item]:
@@ -119,17 +120,17 @@ class Buffer:
   def add(
     self, request_id: str, group: str, *, prompt_tokens: int, max_tokens: int, generated: int = 0
   ) -> Item:
-    """Adds a waiting request; its group's first one is the group's probe.
+    """Adds a waiting request; the first of a group is the group's probe.
 
     Args:
-      request_id: unique.
+      request_id: unique id.
       group: name of its group; a group may grow at any time.
-      prompt_tokens: at least 1.
-      max_tokens: most generated tokens.
-      generated: tokens that a journal already holds; their KV is not here.
+      prompt_tokens: length of the prompt, at least 1.
+      max_tokens: maximum number of generated tokens.
+      generated: tokens that a journal already contains; their KV is missing.
 
     Raises:
-      ValueError: if the id is known, or a length is out of range.
+      ValueError: if the id exists already, or a length is out of range.
     """
     if request_id in self.items:
       raise ValueError(
@@ -154,12 +155,12 @@ class Buffer:
     return item
 
   def begin_chunk(self, request_id: str, instance: int, max_chunk_tokens: int) -> None:
-    """A waiting request runs on an instance, for at most `max_chunk_tokens` more tokens.
+    """Marks a waiting request as running on an instance, for up to `max_chunk_tokens` more tokens.
 
-    Its KV lies there from now on: kept, pulled, or prefilled.
+    Its KV is on that instance from now on: kept, pulled, or prefilled.
 
     Raises:
-      ValueError: if it does not wait, or the chunk is longer than what it may still generate.
+      ValueError: if it is not waiting, or the chunk is longer than its remaining tokens.
     """
     item = self._in_state(request_id, State.WAITING, "begin_chunk")
     left = item.max_tokens - item.generated
@@ -180,23 +181,23 @@ class Buffer:
     self._changed(item)
 
   def progress(self, request_id: str, generated: int) -> None:
-    """A running request has come this far; schedulers use it as a lower bound of its length.
+    """Updates the length of a running request, which schedulers use as a lower bound.
 
     Raises:
-      ValueError: if it does not run, or `generated` goes back or beyond the chunk.
+      ValueError: if it is not running, or `generated` decreases or exceeds the chunk.
     """
     item = self._in_state(request_id, State.RUNNING, "progress")
     self._grow(item, generated)
     self._changed(item)
 
   def end_chunk(self, request_id: str, generated: int, finished: bool) -> None:
-    """A running request's chunk has ended: it waits for the next one, or is finished.
+    """Ends a running request's chunk: the request waits for the next one, or is finished.
 
-    A finished request's KV is dropped at once; a waiting one's stays where it is.
+    The KV of a finished request is dropped at once; that of a waiting one stays in place.
 
     Raises:
-      ValueError: if it does not run, `generated` is out of the chunk's range, or a request that has
-        all its tokens is not finished.
+      ValueError: if it is not running, `generated` is out of range, or a request with all its
+        tokens is not marked as finished.
     """
     item = self._in_state(request_id, State.RUNNING, "end_chunk")
     if not finished and generated >= item.max_tokens:
@@ -217,7 +218,9 @@ class Buffer:
     self._changed(item)
 
   def lost_kv(self, request_id: str) -> None:
-    """An unfinished request's KV is gone; one that ran waits (preempted) and keeps its tokens.
+    """Records the loss of an unfinished request's KV.
+
+    A running request is preempted and keeps its tokens.
 
     Raises:
       ValueError: if it is finished.
@@ -235,10 +238,10 @@ class Buffer:
     self._changed(item)
 
   def moved(self, request_id: str, instance: int) -> None:
-    """A waiting request's KV lies with another instance now (a spill into its free pages).
+    """Records that a waiting request's KV moved to another instance (a spill into free pages).
 
     Raises:
-      ValueError: if it does not wait, has no KV, or the instance is none.
+      ValueError: if it is not waiting or has no KV, or `instance` is negative.
     """
     item = self._in_state(request_id, State.WAITING, "moved")
     if item.kv_instance == NOWHERE or instance < 0:
@@ -250,7 +253,7 @@ class Buffer:
     self._changed(item)
 
   def take_changes(self) -> list[Item]:
-    """Returns the requests that changed since the last call, each once, by first change."""
+    """Returns the requests changed since the last call, each once, in order of first change."""
     changes, self._changes = list(self._changes), {}
     return changes
 

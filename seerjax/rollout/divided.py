@@ -1,14 +1,13 @@
-"""A rollout in chunks: the scheduler's decisions carried out on the instances of one engine.
+"""Runs a rollout in chunks: carries out the scheduler's decisions on one engine's instances.
 
     buffer (all requests) -> scheduler (which chunk, where) -> engine.submit / resume -> steps
       ^                                                                                  |
       +--------------- end of chunk, end of request, keys and values that moved <--------+
 
-Between two chunks a request holds its pages until a running one needs them; then they go to a peer
-with room, to pinned host memory or to the store, and come back with the next chunk, on whichever
-instance that runs. Where nothing has room, the request that needs it waits. No decision here
-reads a clock: all are functions of the visit and of the sampled tokens, so that every process takes
-the same ones.
+Between two chunks a request keeps its pages until a running one needs them. They then move to a
+peer with room, to pinned host memory or to the store, and return with the next chunk, on whichever
+instance runs it. If nothing has room, the request that needs it waits. No decision reads a clock:
+all depend only on the visit and the sampled tokens, so every process takes the same ones.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
 
-# A waiting request's pages go to a peer only if it keeps this share of its own free.
+# A waiting request's pages move to a peer only if this share of the peer's pages stays free.
 PEER_RESERVE = 0.25
 
 
 @dataclasses.dataclass
 class _Running:
-  """A chunk that runs: where, since when, from which token, and what the scheduler counted."""
+  """A running chunk: its decision, first step and first token, and the order of admission."""
 
   decision: Decision
   begin: int
@@ -43,11 +42,11 @@ class _Running:
 
 
 class DividedRollout:
-  """Requests in, completions out, chunk by chunk.
+  """Runs requests to completion, chunk by chunk.
 
   Attributes:
-    trace: what was done so far.
-    buffer: the global view.
+    trace: trace of the rollout so far.
+    buffer: state of all requests.
   """
 
   @fields.checked
@@ -59,17 +58,17 @@ class DividedRollout:
     resume_from: Mapping[str, Completion] | None = None,
     on_chunk: Callable[[Request, Completion], None] = lambda request, so_far: None,
   ):
-    """Makes a rollout.
+    """Creates a rollout.
 
     Args:
-      engine: with no unfinished requests.
-      policy: of the scheduler.
-      resume_from: by request id, what a journal holds of requests that are not over.
-      on_chunk: called with a request and its completion so far when its chunk ends and it is not
-        over.
+      engine: an engine without unfinished requests.
+      policy: scheduling policy.
+      resume_from: partial completions of unfinished requests from a journal, by request id.
+      on_chunk: called with a request and its completion so far when a chunk ends without
+        finishing it.
 
     Raises:
-      ValueError: if the engine is busy.
+      ValueError: if the engine has unfinished requests.
     """
     if engine.num_unfinished:
       raise ValueError(
@@ -126,11 +125,11 @@ class DividedRollout:
         yield self._unread.popleft()
 
   def stop(self) -> tuple[list[Completion], dict[str, Completion]]:
-    """Ends the rollout before its requests do; the engine is free then.
+    """Ends the rollout before all requests are finished, and frees the engine.
 
     Returns:
-      Completions that `run` has not yielded yet, and by request id the completions so far of
-      the others.
+      Completions that `run` has not yielded yet, and partial completions of the others by request
+      id.
     """
     begun = dict(self._resume_from)
     for request_id in self._requests:
@@ -154,7 +153,7 @@ class DividedRollout:
   # Decisions.
 
   def _decide(self) -> None:
-    """Takes decisions until there is none, or no room for the next."""
+    """Applies decisions until there are none, or there is no room for the next."""
     while True:
       for instance, pages in enumerate(self._pages_to_have()):
         self._instances.see(instance, free_pages=pages)
@@ -165,11 +164,11 @@ class DividedRollout:
         self.trace.held_back += 1
       if self._running or not self.buffer.num_waiting:
         return
-      # Nothing runs, and what waits holds the memory that it waits for.
+      # Nothing runs, and the waiting requests hold the memory that they need.
       self._drop_one()
 
   def _apply(self, decision: Decision) -> bool:
-    """Carries a decision out; False if no tier has room for what would have to leave."""
+    """Applies a decision; returns False if no tier has room for the pages it would displace."""
     engine, request_id, target = self.engine, decision.request_id, decision.instance
     is_known = request_id in engine.poll_paused()
     held = engine.held_pages(request_id) if is_known else 0
@@ -205,7 +204,7 @@ class DividedRollout:
     return True
 
   def _chunk_tokens(self, request_id: str, decision: Decision) -> int:
-    """Returns the engine's chunk: up to a page's end where pages are taken one by one."""
+    """Returns the engine's chunk length: up to the page's end if pages are allocated one by one."""
     if not self._grows:
       return decision.max_chunk_tokens
     item = self.buffer[request_id]
@@ -214,8 +213,11 @@ class DividedRollout:
     return min(size - written % size, decision.max_chunk_tokens)
 
   def _pages_to_have(self) -> list[int]:
-    """Returns, by instance, the pages that a chunk could have: those free, and those of waiting
-    requests, which leave when they have to. Shared prompts count once, as they lie there."""
+    """Returns the pages available to a chunk by instance.
+
+    These are free pages and those of waiting requests, which can be displaced. Shared prompt pages
+    count once.
+    """
     engine = self.engine
     pages = [self._free(instance) for instance in range(engine.num_instances)]
     for request_id in engine.poll_paused():
@@ -223,11 +225,11 @@ class DividedRollout:
     return pages
 
   def _free(self, instance: int) -> int:
-    """Pages of an instance that are free and promised to no request."""
+    """Returns an instance's pages that are free and not reserved."""
     return self.engine.free_pages(instance) - self.engine.awaited_pages(instance)
 
   def _make_room(self, instance: int, num_pages: int, keep: str) -> bool:
-    """Lets waiting requests' pages leave an instance, longest waiting first; True if it helped."""
+    """Displaces waiting requests' pages, longest waiting first; returns whether it succeeded."""
     engine = self.engine
     for request_id in engine.poll_paused():
       if self._free(instance) >= num_pages:
@@ -248,14 +250,14 @@ class DividedRollout:
     return self._free(instance) >= num_pages
 
   def _drop_one(self) -> None:
-    """Takes the pages of the request that waits shortest: it has most in front of it."""
+    """Drops the pages of the request that began waiting last, as it has the longest wait ahead."""
     held = [name for name in self.engine.poll_paused() if self.engine.held_pages(name)]
     assert held, "requests wait, nothing runs, and no request holds memory"
     self.engine.preempt(held[-1])
     self.buffer.lost_kv(held[-1])
     self.trace.dropped += 1
 
-  # Ends.
+  # Ends of chunks.
 
   def _end_of_chunk(self, request_id: str) -> None:
     running = self._running[request_id]
@@ -267,7 +269,7 @@ class DividedRollout:
     self._on_chunk(self._requests[request_id], self.engine.progress(request_id))
 
   def _grow(self, request_id: str, running: _Running) -> None:
-    """Takes one more page, from the request that was admitted last if there is none."""
+    """Allocates one more page; preempts the most recently admitted request if there is none."""
     instance = running.decision.instance
     while self._free(instance) < 1:
       victim = max(
@@ -314,9 +316,10 @@ class DividedRollout:
 def resumed(
   engine: Engine, policy: SchedulerConfig, journal: Journal, requests: Sequence[Request]
 ) -> DividedRollout:
-  """Returns a rollout, to be run with `requests`, that begins where a journal's chunks end.
+  """Returns a rollout for `requests` that continues from a journal's chunks.
 
-  It adds its own chunks to the journal. Requests are named as `groups.place_of` reads them.
+  Its chunks are appended to the journal. Request ids must have the form that `groups.place_of`
+  reads.
   """
   return DividedRollout(
     engine, policy, resume_from=begun_in(journal, requests), on_chunk=keep_in(journal)
@@ -324,7 +327,7 @@ def resumed(
 
 
 def wait_in(buffer: Buffer, request: Request, begun: Completion | None) -> None:
-  """Puts a request into a rollout's buffer, with what is sampled of it already."""
+  """Adds a request to a rollout's buffer, with the number of tokens sampled so far."""
   buffer.add(
     request.request_id,
     request.group_id or request.request_id,
@@ -335,7 +338,7 @@ def wait_in(buffer: Buffer, request: Request, begun: Completion | None) -> None:
 
 
 def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Completion]:
-  """Returns, by request id, what a journal holds of those of the requests that have begun."""
+  """Returns the journal's partial completions of those requests that have one, by request id."""
   begun = {
     request.request_id: journal.begun(
       *groups.place_of(request.request_id), prompt=request.prompt
@@ -346,14 +349,14 @@ def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Complet
 
 
 def keep_in(journal: Journal) -> Callable[..., None]:
-  """Returns what puts a request's completion so far into a journal when a chunk has ended.
+  """Returns a function that journals a request's partial completion at the end of a chunk.
 
-  It takes the request, its completion so far, and where the chunk began: what is before that, the
-  journal has; from 0 on, it is compared with what the journal has.
+  It takes the request, its completion so far, and the start of the chunk. Tokens before the start
+  are in the journal already. With start 0, the journal compares all of them with its own.
   """
 
   def keep(request: Request, so_far: Completion, start: int = 0) -> None:
-    # The journal writes what is new of it.
+    # The journal writes only new tokens.
     journal.append_chunk(
       *groups.place_of(request.request_id),
       Chunk(

@@ -1,4 +1,4 @@
-"""Problems in, judged groups out: one step's rollouts through any sampler of completions."""
+"""Samples and judges one step's groups, with any sampler of completions."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from seerjax.types import (
   Verdict,
 )
 
-# (group, member, problem) -> the rollout if it is known already (from a journal), else None.
+# (group, member, problem) -> the rollout if a journal already contains it, else None.
 Known = Callable[[int, int, Problem], Rollout | None]
-# Sums of squares over a batch have to stay finite in float32 too.
+# Bound on rewards, so that sums of squares over a batch stay finite in float32.
 MAX_REWARD = 1e15
-# Names of a reward's parts: each is a metric and a flag, too.
+# Valid names of reward parts; they also occur in metric and flag names.
 PART_NAME = re.compile(r"[a-z][a-z0-9_]*")
 Generate = Callable[[Sequence[Request]], Iterable[Completion]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-  """What one step samples.
+  """Configuration of the rollouts of one step.
 
   Attributes:
-    groups_per_step: problems.
-    group_size: rollouts of each problem.
-    temperature: see `SamplingParams`, like the rest.
+    groups_per_step: number of problems.
+    group_size: rollouts per problem.
+    temperature: see `SamplingParams`, also for the next fields.
     top_k: 0 keeps all.
     top_p: 1 keeps all.
     min_p: 0 drops none.
-    max_tokens: most generated tokens of a rollout.
+    max_tokens: maximum number of generated tokens per rollout.
     stop_strings: a rollout's text ends before the first of these.
-    reward_weights: by name, how many times a part of the task's verdicts counts in the reward
-      (`types.weighted_sum`); a part that is not named counts once.
+    reward_weights: weights of the reward parts in a task's verdicts, by name
+      (`types.weighted_sum`); parts without an entry have weight 1.
   """
 
   groups_per_step: int = 32
@@ -66,11 +66,11 @@ class RolloutConfig:
         f"RolloutConfig: got groups_per_step={self.groups_per_step}, group_size={self.group_size},"
         " expected at least 1 and 2 (a group's advantages compare its members); 32 and 8 are usual."
       )
-    self.sampling(())  # Refuses, field by field, what no request may ask for.
+    self.sampling(())  # Validates the sampling parameters.
     check_weights(self.reward_weights)
 
   def sampling(self, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """Returns the parameters of every request."""
+    """Returns the sampling parameters of every request."""
     return SamplingParams(
       temperature=self.temperature,
       top_k=self.top_k,
@@ -83,7 +83,7 @@ class RolloutConfig:
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
-  """Refuses weights that no part of a verdict can have.
+  """Raises for invalid reward weights.
 
   Raises:
     ValueError: naming the part, its weight and what is expected.
@@ -108,19 +108,20 @@ def check_weights(weights: Mapping[str, float]) -> None:
 
 def _is_finite(value: Any) -> bool:
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  return is_number and abs(float(value)) < MAX_REWARD  # Of NaN this is false too.
+  return is_number and abs(float(value)) < MAX_REWARD  # False for NaN.
 
 
 def request_seed(*numbers: int) -> int:
-  """Returns a seed in [0, 2**32) from what names a request: run seed, step, group, member."""
+  """Returns a seed in [0, 2**32) from a request's coordinates: run seed, step, group, member."""
   digest = hashlib.blake2b(repr(numbers).encode(), digest_size=4).digest()
   return int.from_bytes(digest, "little")
 
 
 def problem_index(position: int, num_problems: int, seed: int) -> int:
-  """Returns which problem stands at a place of the endless order of a seed.
+  """Returns the problem at a position of a seed's infinite order.
 
-  Every problem comes once before any comes twice: a walk with a stride coprime to the count.
+  Every problem occurs once before any occurs twice: the order is a walk with a stride coprime to
+  the number of problems.
 
   Raises:
     ValueError: if there is no problem.
@@ -138,7 +139,7 @@ def problem_index(position: int, num_problems: int, seed: int) -> int:
 
 
 def prompt_tokens(problem: Problem, tokenizer: tokenizer_lib.Tokenizer) -> tuple[int, ...]:
-  """Returns the problem's conversation, or its prompt as one user turn, and the answer's start."""
+  """Returns the chat tokens of the conversation (or prompt) up to the start of the response."""
   return tuple(tokenizer.chat_ids(problem.messages or problem.prompt))
 
 
@@ -151,7 +152,7 @@ def group_requests(
   tokenizer: tokenizer_lib.Tokenizer,
   seed: int,
 ) -> list[Request]:
-  """Returns a group's requests, by member; their names and seeds follow from their place alone."""
+  """Returns a group's requests, by member; ids and seeds depend only on step, group and member."""
   prompt = prompt_tokens(problem, tokenizer)
   sampling = config.sampling(tokenizer.eos_ids)
   return [
@@ -169,10 +170,10 @@ def group_requests(
 def require_prompt(
   request: Request, known: Sequence[int], tokenizer: tokenizer_lib.Tokenizer
 ) -> None:
-  """Refuses a journal's answer to another prompt than the one that is asked now.
+  """Raises if a journalled rollout has another prompt than the current request.
 
   Raises:
-    ValueError: with the ends of both.
+    ValueError: with the ends of both prompts.
   """
   if request.prompt == tuple(known):
     return
@@ -185,16 +186,16 @@ def require_prompt(
 
 
 def place_of(request_id: str) -> tuple[int, int, int]:
-  """Returns (step, group, member) of a name that `group_requests` gave."""
+  """Returns (step, group, member) of a request id from `group_requests`."""
   step, group, member = map(int, request_id.split("/"))
   return step, group, member
 
 
 def num_problems(task: Task, split: str) -> int:
-  """Returns how many problems a split has.
+  """Returns the number of problems in a split.
 
   Raises:
-    ValueError: if it has none, or the task raises, exits, or gives no number.
+    ValueError: if it has none, or the task raises, exits, or does not return a number.
   """
   try:
     count = task.num_problems(split)
@@ -227,20 +228,20 @@ def check_prompts(
   context_name: str,
   seed: int,
 ) -> None:
-  """Refuses a task whose prompts leave no room for an answer, before anything is computed.
+  """Raises if a task's prompts leave no room for a completion, before anything is computed.
 
   Args:
-    task: poses.
+    task: the task.
     split: "train" or "heldout".
-    count: how many places of the seed's order are asked; equal problems are read once.
-    tokenizer: of the policy.
-    max_tokens: most generated tokens.
-    context: most tokens of prompt and answer together.
-    context_name: the setting that bounds it.
-    seed: of the run.
+    count: number of positions of the seed's order to check; repeated problems are read once.
+    tokenizer: the policy's tokenizer.
+    max_tokens: maximum number of generated tokens.
+    context: maximum length of prompt and completion.
+    context_name: the setting that bounds the context, for the message.
+    seed: the run's seed.
 
   Raises:
-    ValueError: if the split is empty, or naming its longest prompt.
+    ValueError: if the split is empty or its longest prompt (named in the message) is too long.
   """
   total = num_problems(task, split)
   indices = [problem_index(place, total, seed) for place in range(min(count, total))]
@@ -257,10 +258,10 @@ def check_prompts(
 
 
 def whole(completions: Iterable[Completion]) -> Iterator[Completion]:
-  """Yields completions but those that an error ended: nothing may be learnt from these.
+  """Yields all completions except failed ones, which must not be trained on.
 
   Raises:
-    ValueError: after all others, if there was such a one; names the first.
+    ValueError: after all others, if any request failed; the message contains the first error.
   """
   errors: list[str] = []
   for completion in completions:
@@ -277,13 +278,13 @@ def whole(completions: Iterable[Completion]) -> Iterator[Completion]:
 
 
 def problem_of(task: Task, split: str, index: int) -> Problem:
-  """Returns a task's problem.
+  """Returns a problem of a task.
 
   Raises:
-    ValueError: if the task raises, exits, or gives no `Problem`; names the place.
+    ValueError: if the task raises, exits, or does not return a `Problem`; names split and index.
   """
   try:
-    # What the task keeps, and may change, is not what is asked and judged.
+    # Copied, because the task may keep and modify its own object.
     problem = types.copied(task.problem(split, index))
   except (Exception, SystemExit) as error:
     raise ValueError(
@@ -301,18 +302,19 @@ def problem_of(task: Task, split: str, index: int) -> Problem:
 def judge(
   task: Task, problem: Problem, text: str, weights: Mapping[str, float] | None = None
 ) -> Verdict:
-  """Returns the task's verdict; the reward of one with parts is their weighted sum.
+  """Returns the task's verdict; if it has parts, its reward is their weighted sum.
 
   Args:
-    task: judges.
-    problem: that was posed.
-    text: its answer.
-    weights: of parts, as in `RolloutConfig.reward_weights`; every part counts once if None.
+    task: the task.
+    problem: the problem.
+    text: text of the completion.
+    weights: weights of the parts, as in `RolloutConfig.reward_weights`; None weighs all as 1.
 
   Raises:
-    ValueError: if the text is none, or the task raises, exits, gives no `Verdict`, or rewards with
-      anything but a finite number below `MAX_REWARD`; names the problem. If parts are no finite
-      numbers by name, their sum is another than the task's reward, or a weight names none of them.
+    ValueError: if the text is not a string, or the task raises, exits, returns no `Verdict`, or a
+      reward that is not a finite number below `MAX_REWARD` (the message names the problem). Also
+      if parts are not finite numbers by name, their sum differs from the task's reward, or a weight
+      has no part.
   """
   if not isinstance(text, str):
     raise ValueError(
@@ -320,7 +322,7 @@ def judge(
       " expected a string; pass Completion.text."
     )
   try:
-    # A task may change what it is given: the next answer is judged by the same problem.
+    # Copied, because the task may modify it, and the next completion is judged by the same problem.
     verdict = task.verdict(types.copied(problem), text)
   except (Exception, SystemExit) as error:
     raise ValueError(
@@ -338,7 +340,7 @@ def judge(
     where = f"{task.name}, problem {problem.problem_id!r}, text {text[:80]!r}"
     verdict = _weighted(verdict, weights or {}, where)
   reward = verdict.reward
-  # Of NaN this is false too.
+  # Also False for NaN.
   if not isinstance(reward, numbers.Real) or not abs(reward) < MAX_REWARD:
     raise ValueError(
       f"{task.name}: got reward {reward!r} for problem {problem.problem_id!r}, text"
@@ -350,7 +352,7 @@ def judge(
 
 
 def _weighted(verdict: Verdict, weights: Mapping[str, float], where: str) -> Verdict:
-  """Returns a verdict with the weighted sum of its parts as its reward; see `judge`."""
+  """Returns a verdict whose reward is the weighted sum of its parts; see `judge`."""
   parts = verdict.parts
   if not isinstance(parts, Mapping) or not all(
     isinstance(name, str) and PART_NAME.fullmatch(name) and _is_finite(value)
@@ -392,26 +394,26 @@ def sample_groups(
   known: Known,
   on_rollout: Callable[[int, int, Problem, Rollout], None],
 ) -> list[RolloutGroup]:
-  """Samples and judges one group a problem.
+  """Samples and judges one group per problem.
 
   Args:
-    problems: one a group.
+    problems: one per group.
     first_group: index of the first group in its step.
-    step: of the run.
+    step: step of the run.
     generate: yields completions of requests in any order.
-    task: judges.
-    config: what is sampled.
-    tokenizer: makes the prompts.
-    seed: of the run.
-    known: rollouts that need not be sampled again.
+    task: judges the completions.
+    config: configuration of the rollouts.
+    tokenizer: encodes the prompts.
+    seed: the run's seed.
+    known: returns rollouts that need not be sampled again.
     on_rollout: called with (group, member, problem, rollout) as each one finishes.
 
   Returns:
-    Groups by index, members by number, whatever the order in which they finished.
+    Groups by index with members by number, independent of the order of completion.
 
   Raises:
-    ValueError: if the task cannot judge a text; see `judge`. If an error ended a request; see
-      `whole`. If a known rollout answers another prompt; see `require_prompt`.
+    ValueError: if the task cannot judge a text (see `judge`), a request failed (see `whole`), or a
+      known rollout has another prompt (see `require_prompt`).
   """
   places: dict[str, tuple[int, int, Problem, Request]] = {}
   finished: dict[tuple[int, int], Rollout] = {}

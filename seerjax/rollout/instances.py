@@ -1,4 +1,4 @@
-"""What the instances have free, and the decision that takes some of it."""
+"""Free resources of the instances, and scheduling decisions that use them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from seerjax.rollout.buffer import NOWHERE
 
 
 class Decision(NamedTuple):
-  """Run this request's next chunk there.
+  """A decision to run a request's next chunk on an instance.
 
   Attributes:
-    request_id: of a waiting request.
-    instance: that runs it.
-    max_chunk_tokens: generate at most so many tokens.
-    num_pages: that the chunk holds: those of its last position, or with `GroupFCFS` the present.
-    is_probe: its group's first request.
-    prefill_tokens: positions to compute first: their KV is not there and is not pulled.
+    request_id: id of a waiting request.
+    instance: instance to run it.
+    max_chunk_tokens: maximum number of tokens to generate.
+    num_pages: pages of the chunk: up to its last position; with `GroupFCFS` for its current length.
+    is_probe: whether it is the group's first request.
+    prefill_tokens: positions to compute first, because their KV is missing and is not pulled.
     pull_tokens: positions of KV to fetch from `pull_from` first.
-    pull_from: instance, or -1.
+    pull_from: source instance, or -1.
   """
 
   request_id: str
@@ -34,20 +34,20 @@ class Decision(NamedTuple):
 
 @dataclasses.dataclass
 class Instances:
-  """What the instances have free, by instance. The caller keeps it true between calls of `next`.
+  """Free resources by instance. The caller keeps them current between calls of `next`.
 
-  The lists are for reading: `admit`, `release` and `see` write them, and `room` with them, which
-  each decision would otherwise have to work out for all instances.
+  The lists are read-only for others: `admit`, `release` and `see` update them, and also `room`,
+  which each decision would otherwise have to compute for all instances.
 
-  KV of waiting requests does not count as taken: it moves away when a running chunk needs the room.
+  KV of waiting requests does not count as used: it is moved away when a chunk needs the pages.
 
   Attributes:
     page_size: positions of a page.
-    num_pages: that an instance has.
-    free_pages: those that no running chunk holds or has reserved.
-    num_running: requests in flight.
-    max_running: most requests in flight.
-    room: pages that a chunk could have: those free, or none where no place is left.
+    num_pages: total pages.
+    free_pages: pages not held or reserved by a running chunk.
+    num_running: running requests.
+    max_running: maximum number of running requests.
+    room: pages available to a new chunk: the free ones, or 0 if `max_running` is reached.
   """
 
   page_size: int
@@ -66,7 +66,7 @@ class Instances:
   def empty(
     cls, num_instances: int, *, page_size: int, num_pages: int, max_running: int
   ) -> Instances:
-    """Returns equal instances that run nothing."""
+    """Returns equal instances without running requests."""
     if min(num_instances, page_size, num_pages, max_running) < 1:
       raise ValueError(
         f"Instances: got num_instances={num_instances}, page_size={page_size},"
@@ -76,7 +76,7 @@ class Instances:
     return cls(page_size, pages, list(pages), [0] * num_instances, [max_running] * num_instances)
 
   def add(self, *, num_pages: int, max_running: int) -> int:
-    """Adds an instance that runs nothing; returns its number, the next one."""
+    """Adds an instance without running requests; returns its index, the next one."""
     self.num_pages.append(num_pages)
     self.free_pages.append(num_pages)
     self.num_running.append(0)
@@ -86,19 +86,19 @@ class Instances:
     return len(self.room) - 1
 
   def close(self, instance: int) -> None:
-    """Gives an instance no room any more, for good: it is gone. What ran there is released too."""
+    """Removes a lost instance for good by setting its room to 0; also releases its requests."""
     self.num_pages[instance] = self.free_pages[instance] = 0
     self.num_running[instance] = self.max_running[instance] = 0
     self._look(instance)
 
   def admit(self, decision: Decision) -> None:
-    """Takes a decision's pages and place."""
+    """Reserves the pages and the slot of a decision."""
     self.free_pages[decision.instance] -= decision.num_pages
     self.num_running[decision.instance] += 1
     self._look(decision.instance)
 
   def release(self, instance: int, num_pages: int) -> None:
-    """Gives the pages and the place of a chunk back."""
+    """Releases the pages and the slot of a chunk."""
     self.free_pages[instance] += num_pages
     self.num_running[instance] -= 1
     self._look(instance)
@@ -111,7 +111,7 @@ class Instances:
     num_running: int | None = None,
     max_running: int | None = None,
   ) -> None:
-    """Takes notice of what an instance has now."""
+    """Updates the state of an instance."""
     if free_pages is not None:
       self.free_pages[instance] = free_pages
     if num_running is not None:
@@ -126,5 +126,5 @@ class Instances:
 
 
 def num_pages(positions: int, page_size: int) -> int:
-  """Returns how many pages hold so many positions."""
+  """Returns the number of pages for a number of positions."""
   return -(-positions // page_size)

@@ -1,18 +1,18 @@
-"""The journal of a run: finished rollouts, chunks and attempts, with all that recomputation needs.
+"""The journal of a run: finished rollouts, chunks and attempts, with all data for recomputation.
 
-One record a line, in a file that only grows:
+An append-only file with one record per line:
 
   {"crc32":"8 hex digits","record":{...}}
 
 The checksum covers the bytes of the record. The first record is the header (format, run settings,
-numerics fingerprint); the others are rollouts, chunks, attempts (what came of running a rollout's
-program), events (what a cluster's workers did, in the order in which its driver heard of it), and
-new epochs of the numerics. A record is on disk before `append` returns, or before `together` ends,
-within which many wait for the disk once. A kill in the middle of one leaves a torn tail, which the
-next `open` cuts off: what it held is sampled again, to the same bits.
+numerics fingerprint). The others are rollouts, chunks, attempts (results of running a rollout's
+program), events (of a cluster's workers, in the order in which the driver received them), and new
+epochs of the numerics. A record is on disk before `append` returns; within `together`, before the
+block ends, with one wait for many records. A kill during a write leaves a torn tail, which the next
+open truncates; its contents are sampled again, to the same bits.
 
-Log-probabilities are base64 of little-endian float32, so that not one bit is lost; token ids are
-plain numbers, so that a person can read them.
+Log-probabilities are base64 of little-endian float32, so that no bit is lost; token ids are plain
+numbers, so that they are readable.
 
 Nothing here reads a clock or a device.
 """
@@ -43,15 +43,15 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunk:
-  """A finished part of a rollout that is still running.
+  """A finished chunk of an unfinished rollout.
 
   Attributes:
-    request: what was asked.
+    request: the request.
     start: index of the chunk's first token among the generated ones.
     tokens: generated ids of this chunk.
     behaviour_logprobs: f32[t], nats, as in `Completion`.
     raw_logprobs: f32[t], nats, as in `Completion`.
-    policy_version: of the weights that sampled every token.
+    policy_version: version of the weights that sampled every token.
   """
 
   request: Request
@@ -64,16 +64,16 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-  """One finished rollout where the journal keeps it.
+  """A finished rollout in the journal.
 
   Attributes:
-    step: of the run.
+    step: step of the run.
     group: index of the group in the step.
     member: index of the rollout in the group.
-    epoch: which of the journal's fingerprints holds for it.
-    problem_id: of the problem, "" if not given.
+    epoch: index of the journal's fingerprint that applies to it.
+    problem_id: id of the problem, "" if not given.
     prompt_text: the prompt as text, for readers; "" if not given.
-    rollout: the record itself.
+    rollout: the rollout.
   """
 
   step: int
@@ -86,11 +86,11 @@ class Entry:
 
 
 class Header(NamedTuple):
-  """What holds for a whole journal.
+  """Header of a journal.
 
   Attributes:
     settings: the run's settings, JSON.
-    fingerprints: one by epoch; see `numerics.fingerprint`.
+    fingerprints: one per epoch; see `numerics.fingerprint`.
   """
 
   settings: dict[str, Any]
@@ -101,7 +101,7 @@ class Header(NamedTuple):
 
 
 def to_record(rollout: Rollout) -> dict[str, Any]:
-  """Returns `rollout` as JSON values; `from_record` gives back an equal one, bit by bit."""
+  """Returns `rollout` as JSON values; `from_record` restores it bit by bit."""
   completion, verdict = rollout.completion, rollout.verdict
   return {
     "request": _request_record(rollout.request),
@@ -125,7 +125,7 @@ def to_record(rollout: Rollout) -> dict[str, Any]:
 
 
 def from_record(record: Mapping[str, Any]) -> Rollout:
-  """Returns the rollout that `to_record` was given."""
+  """Returns the rollout of a record from `to_record`."""
   completion, verdict = record["completion"], record["verdict"]
   return Rollout(
     request=_request(record["request"]),
@@ -215,8 +215,8 @@ def _chunk(record: Mapping[str, Any]) -> Chunk:
 
 
 def _number(value: float) -> float | str:
-  # JSON has no infinity, and -inf is the usual bias of a forbidden token; float() reads these
-  # words.
+  # JSON has no infinity, and -inf is the usual bias of a forbidden token; float() parses these
+  # strings.
   value = float(value)
   return value if math.isfinite(value) else repr(value)
 
@@ -241,12 +241,12 @@ def _floats(text: str) -> np.ndarray:
 def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
   """Returns a journal's header and its finished rollouts, in the order of writing.
 
-  Rollouts that a later epoch of the numerics replaced are left out.
-  Changes nothing, and may read the journal of a run that is still going.
+  Rollouts that a later epoch replaced are skipped. The file is not changed, and may be the journal
+  of a running run.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if the file is no journal or is damaged before its end.
+    ValueError: if the file is not a journal, or is damaged before its end.
   """
   path = pathlib.Path(path)
   if not path.is_file():
@@ -262,7 +262,7 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
     for _, _, record in record_lines.scan(path):
       epoch += record["kind"] == "epoch"
       if record["kind"] == "rollout":
-        # A later epoch sampled the steps after its own again.
+        # A later epoch repeats all steps after its own.
         if all(record["step"] <= later["step"] for later in epochs[epoch:]):
           yield _entry(record, epoch)
 
@@ -297,13 +297,13 @@ def _entry(record: Mapping[str, Any], epoch: int) -> Entry:
 class Journal:
   """An open journal: append, and look up by (step, group, member).
 
-  It has one writer at a time: a second is refused until the first closes it or its process ends,
-  however that ends. Readers (`read`) need not wait.
+  It has one writer at a time: a second one raises an error until the first closes the journal or
+  its process ends. Readers (`read`) need not wait.
 
-  Memory holds one file offset a record; records themselves are read when asked for.
+  Memory holds one file offset per record; records are read on demand.
 
-  What is appended twice must be equal: a resumed run that samples a step again thereby checks
-  itself against the bits of the run before the kill.
+  Records that are appended twice must be equal. A resumed run that samples a step again is thus
+  checked against the bits from before the kill.
   """
 
   def __init__(
@@ -317,23 +317,23 @@ class Journal:
     accept_new_data: bool = False,
     resume_step: int = -1,
   ):
-    """Opens a journal, or starts one.
+    """Opens or creates a journal.
 
     Args:
-      path: the file; its directory is made if it is not there.
-      fingerprint: of this run's numerics.
-      settings: of this run, JSON: all that must stay the same for its journal to be continued.
-      accept_new_numerics: on another fingerprint, start a new epoch and keep both. Rollouts of
-        steps after `resume_step` then no longer count: they are sampled again, to other bits.
-      data: digests of the problems (`tasks.digests`); None for those of no file.
+      path: the file; its directory is created if missing.
+      fingerprint: this run's numerics fingerprint.
+      settings: all settings of this run, JSON, that must be equal to continue the journal.
+      accept_new_numerics: on another fingerprint, start a new epoch and record both. Rollouts of
+        steps after `resume_step` are then discarded and sampled again, to other bits.
+      data: digests of the problems (`tasks.digests`); None if they come from no file.
       accept_new_data: on other data, start a new epoch likewise.
-      resume_step: the last step that the run had finished.
+      resume_step: last completed step of the run.
 
     Raises:
-      ValueError: if another writer has it open, if the file is damaged before its end or no
-        journal, if a setting, the fingerprint or the data differ (both values are named), or if the
-        settings are not JSON.
-      OSError: if the file cannot be written.
+      ValueError: if another writer has the file open; if it is not a journal or is damaged before
+        its end; if a setting, the fingerprint or the data differ (the message has both values); or
+        if the settings are not JSON.
+      OSError: if the file is not writable.
     """
     self.path = pathlib.Path(path)
     self._index: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -341,7 +341,7 @@ class Journal:
     self._attempts: dict[tuple[int, int, int], int] = {}
     self._events: list[int] = []
     self._known: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    self._together = False  # Whether records wait for the disk all at once.
+    self._together = False  # Whether records wait for the disk together.
     self._end = 0
     self.truncated_bytes = 0
     settings = _plain_settings(settings)
@@ -354,11 +354,11 @@ class Journal:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-      # Before anything is read: `_load` cuts a torn tail off.
+      # Before anything is read, because `_load` truncates a torn tail.
       record_lines.lock(self._descriptor, self.path)
       self._load()
       if self._end == 0:
-        # A kill while the header was written leaves a torn header alone, never one with rollouts.
+        # A kill during the header's write leaves only a torn header, never one with rollouts.
         self._write(
           {
             "kind": "header", "format": FORMAT, "settings": settings, "fingerprint": fingerprint,
@@ -390,13 +390,13 @@ class Journal:
 
   @contextlib.contextmanager
   def together(self) -> Iterator[None]:
-    """Has what is appended within wait for the disk once, at the end: only then is it there.
+    """Appends within the block wait for the disk only once, at the end of the block.
 
     Raises:
-      OSError: if the disk is full; the file then has none or some of it, each record whole, and the
-        run has to end and be resumed.
+      OSError: if the disk is full. The file then has some of the records, each complete, and the
+        run must end and be resumed.
     """
-    if self._together:  # The outer one waits.
+    if self._together:  # The outer block waits.
       yield
       return
     start, self._together = self._end, True
@@ -417,23 +417,23 @@ class Journal:
     problem_id: str = "",
     prompt_text: str = "",
   ) -> bool:
-    """Puts a finished rollout on disk.
+    """Appends a finished rollout.
 
     Args:
-      step: of the run.
+      step: step of the run.
       group: index of the group in the step.
       member: index of the rollout in the group.
-      rollout: what is kept.
-      problem_id: of the problem.
+      rollout: the rollout.
+      problem_id: id of the problem.
       prompt_text: the prompt as text, for readers.
 
     Returns:
-      False if an equal record was there already, and nothing was written.
+      False if an equal record exists already and nothing was written.
 
     Raises:
-      ValueError: if another rollout is there under the same three numbers; names what differs. If
-        an error ended it.
-      OSError: if the disk is full; the journal then ends with the record before.
+      ValueError: if a different rollout exists under the same three numbers (the message names the
+        difference), or if the request failed.
+      OSError: if the disk is full; the journal then ends with the previous record.
     """
     if rollout.completion.finish_reason == "error":
       raise ValueError(
@@ -465,16 +465,16 @@ class Journal:
     return True
 
   def append_chunk(self, step: int, group: int, member: int, chunk: Chunk) -> bool:
-    """Puts a finished chunk of a running rollout on disk.
+    """Appends a finished chunk of a running rollout.
 
-    A chunk may begin before the end of the journalled ones, where a resumed run divides otherwise;
-    the tokens that they share must have equal bits, and only what is new is written.
+    A chunk may start before the end of the journalled ones, if a resumed run has other chunk
+    boundaries. The shared tokens must have equal bits, and only new ones are written.
 
     Returns:
       False if nothing was new.
 
     Raises:
-      ValueError: if the chunk leaves a gap, or has other bits than the journalled ones.
+      ValueError: if the chunk leaves a gap, or its bits differ from the journalled ones.
       OSError: as for `append`.
     """
     key = (int(step), int(group), int(member))
@@ -491,7 +491,7 @@ class Journal:
     for name in ("tokens", "behaviour_logprobs", "raw_logprobs") if shared else ():
       was = np.concatenate([np.asarray(vars(part)[name]) for part in stored])[rows]
       now = np.asarray(vars(chunk)[name])[:shared]
-      # As bytes, for NaN equals itself and -0.0 does not equal 0.0.
+      # Compared as bytes, so that NaN equals itself and -0.0 differs from 0.0.
       if was.tobytes() != now.astype(was.dtype).tobytes():
         at = next(i for i in range(shared) if was[i].tobytes() != now[i].tobytes())
         raise ValueError(
@@ -524,12 +524,12 @@ class Journal:
   def append_attempt(
     self, step: int, group: int, member: int, attempt: Mapping[str, Any]
   ) -> bool:
-    """Puts what came of a rollout on disk, JSON.
+    """Appends the result of running a rollout's program, JSON.
 
-    Unlike tokens, what a program does within its seconds is not the same twice: the first counts.
+    Unlike tokens, the result of a program with a time limit is not reproducible: the first counts.
 
     Returns:
-      False if there was one already, and nothing was written.
+      False if a result exists already and nothing was written.
 
     Raises:
       OSError: as for `append`.
@@ -542,7 +542,7 @@ class Journal:
     return True
 
   def append_event(self, event: Mapping[str, Any]) -> int:
-    """Puts an event on disk, JSON, behind all events before; returns its index, from 0.
+    """Appends an event, JSON; returns its index, from 0.
 
     Raises:
       OSError: as for `append`.
@@ -552,12 +552,12 @@ class Journal:
     return index
 
   def events(self) -> Iterator[dict[str, Any]]:
-    """Yields the events, in their order."""
+    """Yields the events in order."""
     for offset in self._events:
       yield self._read(offset)["event"]
 
   def attempt(self, step: int, group: int, member: int) -> dict[str, Any] | None:
-    """Returns what came of a rollout, None if that is not known."""
+    """Returns the result of running a rollout's program, None if unknown."""
     offset = self._attempts.get((step, group, member))
     return None if offset is None else self._read(offset)["attempt"]
 
@@ -567,7 +567,7 @@ class Journal:
     """Returns the finished rollout of these three numbers, None if there is none.
 
     Raises:
-      ValueError: if it is of another problem than `problem_id`, where both are given.
+      ValueError: if its problem id differs from `problem_id`, if both are given.
     """
     if (step, group, member) not in self._index:
       return None
@@ -589,10 +589,10 @@ class Journal:
   def begun(
     self, step: int, group: int, member: int, *, prompt: Sequence[int] = ()
   ) -> Completion | None:
-    """Returns the completion so far of an unfinished rollout, None if no chunk is here.
+    """Returns the partial completion of an unfinished rollout, None if it has no chunk.
 
     Raises:
-      ValueError: if it answers another prompt than `prompt`, where that is given.
+      ValueError: if its prompt differs from `prompt`, if given.
     """
     chunks = self.chunks(step, group, member)
     if not chunks or (step, group, member) in self._index:
@@ -631,7 +631,7 @@ class Journal:
 
   def _load(self) -> None:
     self.fingerprints: list[dict[str, str]] = []
-    # Of a journal from before they were recorded, None.
+    # None for a journal from an earlier version, which has no data digests.
     self.data: dict[str, str] | None = None
     for start, end, record in record_lines.scan(self.path):
       kind = record.get("kind")
@@ -656,7 +656,7 @@ class Journal:
     assert self._descriptor is not None
     size = os.fstat(self._descriptor).st_size
     if self._end == 0 and size and not record_lines.may_be_torn_header(self.path):
-      _header(self.path)  # Refuses: this is some other file, and not ours to cut.
+      _header(self.path)  # Raises: this is another kind of file, which must not be truncated.
     self.truncated_bytes = record_lines.cut_tail(self._descriptor, self._end)
 
   def _begin_epoch(self, record: Mapping[str, Any]) -> None:
@@ -669,7 +669,7 @@ class Journal:
       del self._known[key]
 
   def _write(self, record: Mapping[str, Any]) -> int:
-    """Appends a record, waits for the disk, and returns the record's offset."""
+    """Appends a record, waits for the disk unless within `together`, and returns its offset."""
     if self._descriptor is None:
       raise ValueError(
         f"{self.path}: got a record for a closed journal, expected an open one; append before"
@@ -696,7 +696,7 @@ def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-  """Returns a sentence for each setting that differs or that one side lacks, by its dotted name."""
+  """Returns a sentence for each setting that differs or is missing on one side, by dotted name."""
   found: list[str] = []
 
   def compare(was: Any, now: Any, where: str) -> None:

@@ -1,4 +1,4 @@
-"""How alike lengths are within groups, which decides whether estimates are worth following."""
+"""Similarity of lengths within groups, which determines whether length estimates are useful."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import numpy as np
 
 from seerjax.rollout.buffer import Group, Item, State
 
-# Groups, by arrival, whose lengths are compared: enough for a small error, few enough that what
-# compares all pairs of them costs nothing.
+# Number of groups, by arrival, whose lengths are compared: enough for a small error, few enough for
+# comparing all pairs cheaply.
 NUM_COMPARED = 64
 
-# Below these, likeness is not judged.
+# Minimum data for judging similarity.
 _FEWEST_FINISHED = 12
 _FEWEST_GROUPS = 4
-_FEWEST_KNOWN = 20  # Pairs of orders, for each member of a group.
+_FEWEST_KNOWN = 20  # Pairs of known orders, per member of a group.
 
-# What finishes first is shorter than its like: two of a group that are both among the first tenth
-# agree more than whole lengths do. Of normal logarithms of a share 0.6 between groups, pairs seem
-# 0.75 alike when a tenth has finished, 0.59 at three tenths, 0.48 at half, 0.42 in the end.
+# Early results overestimate similarity: what finishes first is shorter than its like, and two
+# members of a group that are both in the first tenth agree more than whole lengths do. For
+# lognormal lengths with a share of 0.6 between groups, the correlation of pairs seems to be 0.75
+# when a tenth has finished, 0.59 at three tenths, 0.48 at half, and 0.42 at the end.
 _EARLY = 0.7
 
 
 class Likeness(NamedTuple):
-  """How alike lengths are within groups.
+  """Similarity of lengths within groups.
 
   Attributes:
-    correlation: Kendall's, in [-1, 1]; 0 where nothing is known.
-    error: its standard error, from leaving out one group after the other.
-    num_known: pairs of known orders that it is the mean of.
+    correlation: Kendall's correlation, in [-1, 1]; 0 if nothing is known.
+    error: its standard error, by leaving out one group at a time.
+    num_known: number of pairs of known orders in the mean.
   """
 
   correlation: float
@@ -39,22 +40,22 @@ class Likeness(NamedTuple):
 
 
 def rank_correlation(lengths: np.ndarray, finished: np.ndarray) -> Likeness:
-  """Returns Kendall's correlation of lengths within groups, some of which are only bounds so far.
+  """Returns Kendall's correlation of lengths within groups; some lengths may be lower bounds.
 
-  Two groups and two places in them agree if the members at the one place stand in the same order as
-  those at the other. Only those count whose two orders are both known: the shorter has finished, at
-  less than the longer has now. The same bits on every machine: integers, and sums that are rounded
-  once.
+  Two groups and two member positions agree if the members at both positions are in the same order.
+  A pair counts only if both orders are known: the shorter request has finished, with fewer tokens
+  than the longer one has now. The result has the same bits on every machine, because it uses
+  integers and sums that are rounded once.
 
   Args:
-    lengths: i64[g, n] generated tokens.
-    finished: bool[g, n]; where False, the length is a lower bound, and 0 where there is no member.
+    lengths: i64[g, n], generated tokens.
+    finished: bool[g, n]; where False, the length is a lower bound (0 for a missing member).
   """
   is_less = (lengths[:, None] < lengths[None]) & finished[:, None]  # [one group, other, place]
   order = is_less.astype(np.int64) - is_less.swapaxes(0, 1)
   total, known = order.sum(2), np.abs(order).sum(2)
-  # Of n signs with sum s, the products of all pairs sum up to (s^2 - n) / 2.
-  agreed, pairs = (total**2 - known) // 2, (known**2 - known) // 2  # By one group and the other.
+  # For n signs with sum s, the products of all pairs add up to (s^2 - n) / 2.
+  agreed, pairs = (total**2 - known) // 2, (known**2 - known) // 2  # [one group, other].
   all_agreed, all_pairs = int(agreed.sum()) // 2, int(pairs.sum()) // 2
   if not all_pairs:
     return Likeness(0.0, 0.0, 0)
@@ -66,16 +67,16 @@ def rank_correlation(lengths: np.ndarray, finished: np.ndarray) -> Likeness:
 
 
 class GroupLikeness:
-  """How alike lengths are within the groups that arrived first.
+  """Measures the similarity of lengths in the groups that arrived first.
 
-  These run by arrival until it is known, so that which of them have finished follows from their
-  lengths alone, and not from an order by estimates, which would look like likeness.
+  Until the result is known, these groups run in order of arrival, so that which requests have
+  finished depends on their lengths alone. An order by estimates would look like similarity.
   """
 
   def __init__(self):
     self._groups: dict[int, Group] = {}
     self._num_finished = 0
-    self._next = _FEWEST_FINISHED  # Measure when so many have finished.
+    self._next = _FEWEST_FINISHED  # Number of finished requests at which to measure next.
 
   def update(self, item: Item) -> None:
     if item.group.index < NUM_COMPARED:
@@ -83,7 +84,10 @@ class GroupLikeness:
       self._num_finished += item.state is State.FINISHED
 
   def is_at_least(self, least: float) -> bool:
-    """Returns whether the correlation is surely so much; measured now and then, otherwise False."""
+    """Returns whether the correlation is at least `least` with confidence.
+
+    Measured only occasionally; False in between.
+    """
     if self._num_finished < self._next:
       return False
     self._next = max(self._num_finished * 115 // 100, self._num_finished + 1)
@@ -101,5 +105,5 @@ class GroupLikeness:
       return False
     running = 1 - int(finished.sum()) / int((lengths > 0).sum())
     early = _EARLY * running * running * running
-    error = found.error + 1 / len(begun)  # Of a few groups the first says little.
+    error = found.error + 1 / len(begun)  # The standard error is unreliable for few groups.
     return found.correlation - error >= least + (1 - least) * early

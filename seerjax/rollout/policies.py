@@ -1,10 +1,10 @@
-"""Scheduling policies: what decides which request runs its next chunk, and on which instance.
+"""Scheduling policies: which request runs its next chunk, and on which instance.
 
-Each policy is a frozen record of settings; its decisions are made by a queue (`rollout.queues`) and
-by routing (`rollout.routing`).
+Each policy is a frozen record of settings. A queue (`rollout.queues`) orders the requests, and
+routing (`rollout.routing`) selects the instance.
 
 Source: arXiv 2511.14617v3, sections 3.2 and 3.3, algorithm 2; OSDI '26 for cache-aware routing.
-What goes beyond it: `LongestGroupFirst`.
+`LongestGroupFirst` goes beyond the source.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from seerjax import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupFCFS:
-  """The baseline that others ship: whole groups, whole requests, first come first served.
+  """The common baseline: whole groups, whole requests, first come first served.
 
-  A group goes to one instance, by arrival, round robin. A request is admitted as soon as its
-  *present* KV fits, and runs to its end: when pages run out, the caller preempts the request that
-  was admitted last there (`Buffer.lost_kv`), which then starts again before later ones.
+  Groups are assigned to instances round robin, in order of arrival. A request is admitted as soon
+  as its *current* KV fits, and runs to its end. When pages run out, the caller preempts the request
+  that was admitted last on that instance (`Buffer.lost_kv`), which then restarts before later ones.
 
   Attributes:
-    reserves: admit only where the KV of all `max_tokens` fits, so that nothing is ever preempted.
+    reserves: admit only if the KV of all `max_tokens` fits, so that nothing is ever preempted.
   """
 
   reserves: bool = False
@@ -32,10 +32,10 @@ class GroupFCFS:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByPrefix:
-  """Where the longest prefix is cached, while load is balanced; else the fewest in flight.
+  """Routes by longest cached prefix while load is balanced, else to the least loaded instance.
 
   Attributes:
-    max_spread: load is balanced up to this difference of requests in flight.
+    max_spread: maximum difference in running requests at which load counts as balanced.
   """
 
   max_spread: int = 32
@@ -48,10 +48,10 @@ class ByPrefix:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByRoom:
-  """Where most pages are free, unless where its KV or prompt is there are nearly as many.
+  """Routes to the instance with most free pages, or to that of its KV if it has nearly as many.
 
-  What an instance's step costs beyond its fixed part follows from the KV that it reads, so this
-  evens the instances' steps out, which numbers of requests do not.
+  The variable cost of an instance's step is proportional to the KV it reads, so this balances step
+  times, which equal numbers of requests do not.
   """
 
 
@@ -60,10 +60,10 @@ class Divided:
   """Chunks instead of whole requests, in order of arrival, on any instance.
 
   Attributes:
-    chunk_tokens: most tokens of a chunk.
-    routing: how an instance is chosen among those where the chunk fits.
-    min_pull_tokens: more tokens than these missing on the chosen instance are pulled from the one
-      that has them; fewer are computed again.
+    chunk_tokens: maximum tokens of a chunk.
+    routing: how to choose among the instances on which the chunk fits.
+    min_pull_tokens: if more tokens than this are missing on the chosen instance, their KV is pulled
+      from another instance; fewer are recomputed.
   """
 
   chunk_tokens: int = 8192
@@ -82,15 +82,15 @@ class Divided:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextAware(Divided):
-  """Algorithm 2: probes first, fewest generated first; then the largest group estimate.
+  """Algorithm 2: probes first, shortest first; then by largest group estimate.
 
-  The estimate of a group is the longest of its finished requests, `max_tokens` before the first.
+  The estimate of a group is its longest finished request, or `max_tokens` if none has finished.
   """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Oracle(Divided):
-  """Longest first by true lengths: what perfect estimates would give. Simulation only.
+  """Longest request first by true lengths: the result of perfect estimates. Simulation only.
 
   Attributes:
     lengths: generated tokens by request id.
@@ -101,27 +101,24 @@ class Oracle(Divided):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongestGroupFirst(Divided):
-  """What `Divided` does, until lengths within groups are seen to be alike; then the longest first.
+  """Like `Divided` until lengths within groups prove similar; then the longest group first.
 
-  Which request is long is luck where lengths within a group are not alike: any other order than
-  that of arrival then loses as often as it wins. So the first chunks go as `Divided` gives them,
-  routing included, and every decision stays so where likeness stays low. It is measured on what has
-  finished of the groups that arrived first and on what their others have generated so far
-  (`rollout.likeness`). Once that is at least `min_correlation`, its standard error taken off, while
-  much still waits and has never run, the order is from then on that of algorithm 2 with better
-  estimates:
+  If lengths within groups are not similar, which request is long is chance, and any order other
+  than arrival loses as often as it wins. So requests are scheduled as in `Divided`, routing
+  included, as long as the measured similarity is low. It is measured on the groups that arrived
+  first, from their finished requests and the current lengths of the others (`rollout.likeness`).
+  Once it is at least `min_correlation` (after subtracting its standard error), while many requests
+  still wait and have never run, the order switches to that of algorithm 2 with better estimates:
 
-  - the first requests of all groups go first, the least generated of them before the others, so
-    that every group is probed;
-  - then the group of the largest estimate: the longest of its members that have finished, and never
-    below what one that has not finished has generated; `max_tokens` before the first has finished.
+  - the first requests of all groups go first, shortest first, so that every group is probed;
+  - then the group with the largest estimate: its longest finished member, but at least the current
+    length of every unfinished one; `max_tokens` if none has finished.
 
-  Now and then the request that arrived first goes first (`queues.FAIR_EVERY`), so that none waits
-  for ever.
+  Occasionally the oldest request goes first (`queues.FAIR_EVERY`), to prevent starvation.
 
   Attributes:
-    routing: once lengths are alike, and with 16 instances or more; else it is `ByPrefix()`.
-    min_correlation: see above, of whole lengths; 2 is always `Divided`.
+    routing: used after the switch, and always with 16 instances or more; otherwise `ByPrefix()`.
+    min_correlation: threshold on the similarity of whole lengths; 2 never switches.
   """
 
   chunk_tokens: int = 2048

@@ -1,6 +1,6 @@
-"""Queues: the order of the waiting requests, one kind of queue a policy.
+"""Queues of waiting requests, one class per policy.
 
-Heaps hold stale entries, which are dropped when they surface, so that a decision costs
+Heaps contain stale entries, which are dropped when they reach the top, so that a decision costs
 O(log n + instances).
 """
 
@@ -21,16 +21,16 @@ from seerjax.rollout.policies import (
   SchedulerConfig,
 )
 
-# Once lengths are alike, each so many decisions the request that arrived first goes first: rarely
-# enough to cost nothing, often enough that none waits for ever while groups keep arriving.
+# Once lengths are found similar, one decision in this many takes the oldest request: rarely enough
+# to cost nothing, often enough to prevent starvation while groups keep arriving.
 FAIR_EVERY = 64
 
-# Equal numbers of requests do not even out what many instances hold: the fullest of 32 is far above
-# the mean, and the rollout waits for it.
+# From this many instances on, equal numbers of requests do not balance the load: the fullest of 32
+# is far above the mean, and the rollout waits for it.
 _MANY_INSTANCES = 16
 
-# Of all requests: below these, what runs already decides when the rollout ends, and another order
-# only disturbs it.
+# Minimum shares of waiting and of never-run requests. Below them the running requests already
+# determine the end of the rollout, and a new order would only cause disruption.
 _LEAST_WAITING = 0.45
 _LEAST_FRESH = 0.2
 
@@ -38,19 +38,19 @@ _Entry = tuple[int, int, int, Item]  # (key, arrival, serial, item)
 
 
 def _packed(first: int, second: int, third: int) -> int:
-  """Returns one integer that sorts as (first, second, third); one compares faster than three."""
+  """Packs three keys into one integer with the same order, which compares faster than a tuple."""
   return (first << 64) | (second << 32) | third
 
 
 class Sorted:
-  """Waiting requests by a key that may change, ties by arrival: a heap that drops old entries late.
+  """Waiting requests by a changeable key, ties by arrival: a heap with lazy deletion.
 
-  A request's entry is the one of its last push; it counts while the request waits.
+  Only the entry of a request's last push is valid, while the request waits.
   """
 
   def __init__(self):
     self._heap: list[_Entry] = []
-    self._serials: dict[int, int] = {}  # By request: that of its last push.
+    self._serials: dict[int, int] = {}  # Serial number of each request's last push.
     self._num_pushes = 0
 
   def push(self, item: Item, key: int = 0) -> None:
@@ -68,7 +68,7 @@ class Sorted:
 
 
 class InOrder:
-  """Waiting requests by arrival: a heap that drops those that no longer wait late."""
+  """Waiting requests by arrival: a heap with lazy deletion."""
 
   def __init__(self):
     self._heap: list[tuple[int, Item]] = []
@@ -90,22 +90,22 @@ class InOrder:
 
 
 class Ranked:
-  """Waiting requests by the rank of their group, the lowest first; ties by arrival.
+  """Waiting requests by the rank of their group, lowest first; ties by arrival.
 
-  Two heaps, one over the other: every group has its requests in one of its own, and stands in the
-  heap of groups as its first one does. So a group gets another rank by one push, whatever waits in
-  it. A group's entry is the one of its last push; it may promise more than the group still has,
-  never less.
+  Uses two levels of heaps: each group has a heap of its requests, and a heap of groups is ordered
+  by rank and by each group's first request. Changing a group's rank thus costs one push, however
+  many requests it has. Only a group's last entry is valid; it may refer to a request that no longer
+  waits, but never sorts after the group's actual first request.
   """
 
   def __init__(self):
     self._groups: list[tuple[int, int, int]] = []  # (rank, arrival of the first, group)
     self._waiting: dict[int, InOrder] = {}  # By group.
     self._ranks: dict[int, int] = {}
-    self._shown: dict[int, tuple[int, int, int]] = {}  # By group: its last entry.
+    self._shown: dict[int, tuple[int, int, int]] = {}  # Last entry by group.
 
   def rank(self, group: int, rank: int) -> None:
-    """Gives a group its rank."""
+    """Sets the rank of a group."""
     if self._ranks.get(group) != rank:
       self._ranks[group] = rank
       waiting = self._waiting.get(group)
@@ -114,7 +114,7 @@ class Ranked:
         self._show(group, first)
 
   def push(self, item: Item) -> None:
-    """Takes a request of a group that has a rank."""
+    """Adds a request of a group that has a rank."""
     group = item.group.index
     waiting = self._waiting.setdefault(group, InOrder())
     waiting.push(item)
@@ -136,7 +136,7 @@ class Ranked:
     return None
 
   def _show(self, group: int, first: Item) -> None:
-    """Puts a group where its first request belongs."""
+    """Pushes a group's entry for its current first request."""
     entry = (self._ranks[group], first.index, group)
     if self._shown.get(group) != entry:
       self._shown[group] = entry
@@ -144,7 +144,7 @@ class Ranked:
 
 
 class GroupQueue:
-  """Policy of `GroupFCFS`: one queue an instance, groups dealt out in turn."""
+  """Queue of `GroupFCFS`: one per instance, groups assigned round robin."""
 
   def __init__(self, config: GroupFCFS):
     self._config = config
@@ -183,7 +183,7 @@ class GroupQueue:
 
 
 class ArrivalQueue:
-  """Policy of `Divided`: the first that arrived, or nothing."""
+  """Queue of `Divided`: only the oldest request is considered."""
 
   def __init__(self, config: Divided):
     self._config = config
@@ -197,7 +197,7 @@ class ArrivalQueue:
     return group.max_tokens
 
   def first(self) -> Item | None:
-    """Returns the waiting request that arrived first."""
+    """Returns the oldest waiting request."""
     return self._waiting.peek()
 
   def decide(self, instances: Instances) -> Decision | None:
@@ -206,7 +206,7 @@ class ArrivalQueue:
 
 
 class OracleQueue:
-  """Policy of `Oracle`: the one with most tokens left, or nothing."""
+  """Queue of `Oracle`: only the request with most remaining tokens is considered."""
 
   def __init__(self, config: Oracle):
     self._config = config
@@ -225,13 +225,13 @@ class OracleQueue:
 
 
 class ContextQueue:
-  """Policy of `ContextAware`, as printed: no other is looked at while a probe waits."""
+  """Queue of `ContextAware`, as published: while a probe waits, no other is considered."""
 
   def __init__(self, config: ContextAware):
     self._config = config
     self._probes = Sorted()
     self._others = Sorted()
-    self._longest: dict[int, int] = {}  # By group: of its finished requests.
+    self._longest: dict[int, int] = {}  # Longest finished request by group.
 
   def update(self, item: Item) -> None:
     group = item.group.index
@@ -257,7 +257,7 @@ class ContextQueue:
 
 
 class LongestGroupQueue:
-  """Policy of `LongestGroupFirst`."""
+  """Queue of `LongestGroupFirst`."""
 
   def __init__(self, config: LongestGroupFirst):
     self._config = config
@@ -269,8 +269,8 @@ class LongestGroupQueue:
     self._probes = Sorted()
     self._others = Ranked()
     self._groups: dict[int, Group] = {}
-    self._longest: dict[int, int] = {}  # By group: of its finished requests.
-    self._floors: dict[int, int] = {}  # By group: most that an unfinished member has generated.
+    self._longest: dict[int, int] = {}  # Longest finished request by group.
+    self._floors: dict[int, int] = {}  # Longest unfinished request so far, by group.
     self._until_fair = FAIR_EVERY
 
   def update(self, item: Item) -> None:
@@ -321,7 +321,7 @@ class LongestGroupQueue:
     return item and routing.place(item, instances, routing.Room(instances), self._config)
 
   def _is_worth_it(self) -> bool:
-    """Returns whether enough waits, and has never run, that another order can matter."""
+    """Returns whether enough requests wait, and have never run, for another order to matter."""
     items = [item for group in self._groups.values() for item in group.members]
     waiting = sum(item.state is State.WAITING for item in items)
     fresh = sum(item.num_chunks == 0 for item in items)
@@ -338,7 +338,7 @@ Queue = GroupQueue | ArrivalQueue | OracleQueue | ContextQueue | LongestGroupQue
 
 
 def queue_of(config: SchedulerConfig) -> Queue:
-  # The subclasses first.
+  # Subclasses first.
   match config:
     case GroupFCFS():
       return GroupQueue(config)

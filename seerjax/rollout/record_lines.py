@@ -1,10 +1,10 @@
-"""Files of records that only grow: one JSON object a line, under its checksum.
+"""Append-only files of checksummed records: one JSON object per line.
 
   {"crc32":"8 hex digits","record":{...}}
 
-The checksum covers the bytes of the record. A record is on disk before `append` returns, unless it
-is told not to wait. A kill in the middle of one leaves a torn tail, which ends a scan; damage
-before the last record is refused.
+The checksum covers the bytes of the record. A record is on disk before `append` returns, unless
+`waits` is False. A kill during a write leaves a torn tail, at which a scan ends; damage before the
+last record raises an error.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _SUFFIX = b"}\n"
 
 
 def line(record: Mapping[str, Any]) -> bytes:
-  """Returns the line of a record of JSON values."""
-  # Escaped to ASCII: a decoded text may hold lone surrogates, which UTF-8 cannot.
+  """Encodes a record of JSON values as a line."""
+  # Escaped to ASCII, because decoded text may contain lone surrogates, which UTF-8 cannot encode.
   data = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
   return _PREFIX % zlib.crc32(data) + data + _SUFFIX
 
 
 def parse(data: bytes) -> dict[str, Any] | None:
-  """Returns the record of a line, None if the line is torn or altered."""
+  """Returns the record of a line; None if the line is torn or altered."""
   record = data[_PREFIX_LENGTH : -len(_SUFFIX)]
   if data != _PREFIX % zlib.crc32(record) + record + _SUFFIX:
     return None
@@ -40,10 +40,10 @@ def parse(data: bytes) -> dict[str, Any] | None:
 
 
 def scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
-  """Yields (start, end, record) of each whole record; stops before a torn tail.
+  """Yields (start, end, record) of each complete record; stops before a torn tail.
 
   Raises:
-    ValueError: if a record that is not the last is damaged.
+    ValueError: if a record other than the last is damaged.
   """
   with open(path, "rb") as file:
     start = 0
@@ -69,17 +69,18 @@ def append(
   *,
   waits: bool = True,
 ) -> int:
-  """Writes a record at a file's end, and returns the file's new end.
+  """Appends a record to a file; returns the file's new end.
 
   Args:
-    descriptor: of the open file.
-    path: of it, for messages.
-    start: its end in bytes.
+    descriptor: file descriptor.
+    path: path of the file, for messages.
+    start: current end of the file in bytes.
     record: JSON values.
-    waits: for the disk; else it is on disk when the next one that waits is, or `wait` has returned.
+    waits: whether to wait for the disk; otherwise the record is on disk once a later record that
+      waits is, or once `wait` returns.
 
   Raises:
-    OSError: if the disk is full; the file then ends with the record before.
+    OSError: if the disk is full; the file then ends with the previous record.
   """
   data = line(record)
   with _cut_where_full(descriptor, path, start, len(data)):
@@ -92,7 +93,7 @@ def append(
 
 
 def wait(descriptor: int, path: pathlib.Path, start: int, end: int) -> None:
-  """Waits until the records between two places of a file are on disk.
+  """Waits until the records between two offsets of a file are on disk.
 
   Raises:
     OSError: if the disk is full; the file then ends at `start`.
@@ -105,7 +106,7 @@ def wait(descriptor: int, path: pathlib.Path, start: int, end: int) -> None:
 def _cut_where_full(
   descriptor: int, path: pathlib.Path, start: int, num_bytes: int
 ) -> Iterator[None]:
-  """Cuts a file back to its first `start` bytes where what is done within fails, and says why."""
+  """Truncates a file to its first `start` bytes if the block fails, and explains a full disk."""
   try:
     yield
   except OSError as error:
@@ -120,10 +121,10 @@ def _cut_where_full(
 
 
 def read(path: pathlib.Path, offset: int) -> dict[str, Any]:
-  """Returns the record that begins at a byte.
+  """Returns the record that starts at a byte offset.
 
   Raises:
-    ValueError: if there is none any more.
+    ValueError: if it no longer exists there.
   """
   with open(path, "rb") as file:
     file.seek(offset)
@@ -137,7 +138,7 @@ def read(path: pathlib.Path, offset: int) -> dict[str, Any]:
 
 
 def cut_tail(descriptor: int, end: int) -> int:
-  """Cuts off what a kill left behind the last whole record, and returns how many bytes that was."""
+  """Truncates a torn tail after the last complete record; returns its length in bytes."""
   torn = os.fstat(descriptor).st_size - end
   if torn:
     os.ftruncate(descriptor, end)
@@ -146,11 +147,12 @@ def cut_tail(descriptor: int, end: int) -> int:
 
 
 def lock(descriptor: int, path: pathlib.Path) -> None:
-  """Makes this the file's one writer.
+  """Locks the file for a single writer.
 
   Raises:
-    ValueError: if another has it open.
+    ValueError: if another writer has it open.
   """
+  # The kernel ties the lock to the open file and releases it on close or kill.
   # The kernel keeps the lock with the open file, and drops it when that is closed or killed.
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +164,7 @@ def lock(descriptor: int, path: pathlib.Path) -> None:
 
 
 def may_be_torn_header(path: pathlib.Path) -> bool:
-  """Returns whether a file without a whole record may be what a kill left of its first one."""
+  """Returns whether a file without a complete record may be a torn first record."""
   with open(path, "rb") as file:
     first = file.read(_PREFIX_LENGTH)
   start = b'{"crc32":"'
@@ -170,6 +172,6 @@ def may_be_torn_header(path: pathlib.Path) -> bool:
 
 
 def short(value: Any) -> str:
-  """Returns a value for a message, at most 100 characters."""
+  """Returns the repr of a value for a message, at most 100 characters."""
   text = repr(value)
   return text if len(text) <= 100 else text[:97] + "..."

@@ -1,4 +1,4 @@
-"""Routing: on which instance a request's next chunk runs, and what it fetches or computes first."""
+"""Routing: the instance for a request's next chunk, and what is pulled or prefilled there."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from seerjax.rollout.buffer import NOWHERE, Item, kv_positions
 from seerjax.rollout.instances import Decision, Instances, num_pages
 from seerjax.rollout.policies import ByPrefix, ByRoom, Divided
 
-# With `ByRoom`, the part of an instance's pages by which the home of a request's KV may have fewer
-# free than the roomiest: moving the KV to even out less than that costs more than it gives.
+# With `ByRoom`: a request stays with its KV unless that instance has fewer free pages than the
+# roomiest one by more than this share of its pages. Moving KV for less costs more than it gains.
 MAX_IMBALANCE = 0.05
 
 
 class Room:
-  """What a decision may use.
+  """Free pages that a decision may use.
 
   Attributes:
-    pages: that a chunk could have, by instance; for reading.
-    most: the largest of them.
+    pages: available pages by instance; read-only.
+    most: maximum of `pages`.
   """
 
   __slots__ = ("most", "pages")
@@ -26,14 +26,14 @@ class Room:
     self.most = max(self.pages)
 
   def keep(self, instance: int) -> None:
-    """Keeps an instance for other requests."""
+    """Reserves an instance for other requests."""
     self.pages = list(self.pages)
     self.pages[instance] = 0
     self.most = max(self.pages)
 
 
 def place(item: Item, instances: Instances, room: Room, config: Divided) -> Decision | None:
-  """Returns the item's next chunk on the instance of its routing; None if it fits nowhere."""
+  """Returns the item's next chunk on the instance that routing selects; None if it fits nowhere."""
   chunk = min(config.chunk_tokens, item.max_tokens - item.generated)
   pages = num_pages(item.prompt_tokens + item.generated + chunk - 1, instances.page_size)
   if pages > room.most:
@@ -66,7 +66,7 @@ def _by_prefix(item: Item, pages: int, room: Room, instances: Instances, routing
     holders = [i for i in holders if room.pages[i] >= pages]
     if holders:
       return min(holders, key=lambda i: (running[i], i))
-  # The least loaded is nearly always roomy enough; look at the others only if it is not.
+  # The least loaded instance nearly always has enough pages; otherwise check the others.
   least = running.index(min(running))
   if room.pages[least] >= pages:
     return least

@@ -1,9 +1,9 @@
-"""The scheduler: which request runs its next chunk, on which instance.
+"""The scheduler: selects the request whose next chunk runs, and its instance.
 
-    buffer (what waits) + instances (what is free) --next--> Decision, again and again until None
+    buffer (waiting requests) + instances (free resources) --next--> Decision, until None
 
-No JAX, no clock, no randomness: equal calls give equal decisions on every process, and the
-simulator runs these very lines. A queue orders the waiting requests, one kind of queue a policy;
+It uses no JAX, clock or randomness: equal calls give equal decisions on every process, and the
+simulator runs the same code. Each policy has its own queue, which orders the waiting requests;
 routing is shared.
 
 Source: arXiv 2511.14617v3, sections 3.2 and 3.3, algorithm 2; OSDI '26 for cache-aware routing.
@@ -18,7 +18,7 @@ from seerjax.rollout.policies import SchedulerConfig
 
 
 class Scheduler:
-  """Decides what runs next; reads a buffer, changes nothing in it.
+  """Decides what runs next; reads a buffer without changing it.
 
   while (decision := scheduler.next(instances)) is not None:
     buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)
@@ -32,9 +32,9 @@ class Scheduler:
     self._queue = queues.queue_of(config)
 
   def next(self, instances: Instances) -> Decision | None:
-    """Returns what to run next, or None until something ends or arrives.
+    """Returns the next decision, or None until a request ends or arrives.
 
-    Apply a decision before asking again.
+    Apply each decision before the next call.
 
     Raises:
       ValueError: if a request can never fit.
@@ -43,7 +43,7 @@ class Scheduler:
       if item.num_chunks == 0:
         _require_fits(item, instances)
       self._queue.update(item)
-    # Nearly every None is this one: no place is left, or no page.
+    # The usual reason for None: no free slot or no free page.
     if max(instances.room) <= 0:
       return None
     decision = self._queue.decide(instances)
@@ -51,9 +51,9 @@ class Scheduler:
     return decision
 
   def estimate(self, group: str) -> int:
-    """Returns how long the policy believes a group's requests to be, in generated tokens.
+    """Returns the policy's estimate of the lengths in a group, in generated tokens.
 
-    A policy without estimates believes `max_tokens`.
+    Policies without estimates return `max_tokens`.
     """
     return self._queue.estimate(self.buffer.groups[group])
 

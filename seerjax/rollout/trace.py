@@ -1,6 +1,6 @@
-"""What a rollout did, visit by visit: for metrics, for the report's chart, for experiments.
+"""Trace of a rollout, visit by visit: for metrics, the report's chart, and experiments.
 
-A step of a rollout is one visit of its engine (`Engine.step`), of one step or of several.
+A step of a rollout is one visit of its engine (`Engine.step`), which runs one or more engine steps.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ FILE_NAME = "traces.jsonl"
 
 
 class Span(NamedTuple):
-  """A chunk as it ran.
+  """A chunk that was run.
 
   Attributes:
-    request_id: of the request.
-    group: of its group.
-    instance: that ran it.
-    begin: step of the rollout in which it began.
+    request_id: id of the request.
+    group: name of its group.
+    instance: instance that ran it.
+    begin: first step of the rollout in which it ran.
     end: first step in which it no longer ran.
-    num_tokens: generated.
-    is_probe: its group's first request.
-    is_last: the request ended with it.
+    num_tokens: tokens generated.
+    is_probe: whether it is the group's first request.
+    is_last: whether the request finished with this chunk.
   """
 
   request_id: str
@@ -44,18 +44,19 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass
 class Trace:
-  """What a rollout did, visit by visit.
+  """Trace of a rollout, visit by visit.
 
   Attributes:
-    spans: chunks, by their ends.
-    used_pages: by visit and instance, pages that cannot be given out.
-    rows: by visit, rows computed on all instances.
-    preemptions: running requests that lost their pages to others.
-    dropped: waiting requests that did, because no tier had room and nothing else could run.
-    held_back: decisions that waited because no tier had room.
-    migrations: requests that changed instance with their pages.
+    spans: chunks, ordered by end.
+    used_pages: pages in use, by visit and instance.
+    rows: rows computed on all instances, by visit.
+    preemptions: running requests whose pages were taken.
+    dropped: waiting requests whose pages were taken, because no tier had room and nothing else
+      could run.
+    held_back: decisions deferred because no tier had room.
+    migrations: requests that moved to another instance with their pages.
     pulls: prompts copied from another instance.
-    spills: requests that left the devices.
+    spills: requests moved off the devices.
   """
 
   spans: list[Span] = dataclasses.field(default_factory=list)
@@ -70,11 +71,11 @@ class Trace:
 
   @property
   def num_steps(self) -> int:
-    """Visits of the rollout's engine."""
+    """Number of visits of the engine."""
     return len(self.rows)
 
   def tail_steps(self, share: float = 0.1) -> int:
-    """Returns the steps spent on the last `share` of requests (at least one) alone."""
+    """Returns the steps in which only the last `share` of requests (at least one) were left."""
     ends = sorted(span.end for span in self.spans if span.is_last)
     if not ends:
       return 0
@@ -83,11 +84,11 @@ class Trace:
 
 
 class StepTrace(NamedTuple):
-  """What was done for one step of a run.
+  """Trace of one training step's sampling.
 
   Attributes:
-    rollouts: one after the other.
-    drafts: what came of those made for them.
+    rollouts: the rollouts, which ran one after the other.
+    drafts: acceptance statistics of their drafts.
   """
 
   rollouts: list[Trace]
@@ -95,7 +96,7 @@ class StepTrace(NamedTuple):
 
 
 def summarise(traces: Sequence[Trace]) -> dict[str, float]:
-  """Returns the metrics of a step's rollouts, which ran one after the other."""
+  """Returns the scheduling metrics of a step's consecutive rollouts."""
   return {
     "schedule/steps": float(sum(trace.num_steps for trace in traces)),
     "schedule/tail_steps": float(sum(trace.tail_steps() for trace in traces)),
@@ -106,7 +107,7 @@ def summarise(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def append(path: str | os.PathLike, step: int, done: StepTrace) -> None:
-  """Adds a step to a file, one line; a resumed run's later line counts.
+  """Appends a step to a trace file, as one line. If a resumed run repeats a step, the later counts.
 
   Raises:
     OSError: if the disk is full.
@@ -122,7 +123,7 @@ def append(path: str | os.PathLike, step: int, done: StepTrace) -> None:
     with path.open("a+b") as file:
       if file.tell():
         file.seek(-1, os.SEEK_END)
-        if file.read(1) != b"\n":  # A kill tore the last line; this one is not to go with it.
+        if file.read(1) != b"\n":  # A kill tore the last line; keep it apart from the new one.
           line = b"\n" + line
       file.write(line)
   except OSError as error:
@@ -130,18 +131,18 @@ def append(path: str | os.PathLike, step: int, done: StepTrace) -> None:
 
 
 def read(path: str | os.PathLike) -> dict[int, StepTrace]:
-  """Returns every step of a file, none if there is no file. A damaged line is left out."""
+  """Returns every step in a file, skipping damaged lines; empty if there is no file."""
   return {step: done for _, found in _lines(path) if found for step, done in (found,)}
 
 
 def damaged_lines(path: str | os.PathLike) -> list[int]:
-  """Returns the numbers, from 1, of the lines that `read` leaves out, but for a torn last one."""
+  """Returns the 1-based numbers of lines that `read` skips, except a torn last one."""
   lines = list(_lines(path))
   return [number for number, found in lines if found is None and number < len(lines)]
 
 
 def _lines(path: str | os.PathLike) -> Iterator[tuple[int, tuple[int, StepTrace] | None]]:
-  """Yields each line's number and what it holds, None if it is torn or damaged."""
+  """Yields each line's number and contents, None if it is torn or damaged."""
   data = pathlib.Path(path).read_bytes() if pathlib.Path(path).is_file() else b""
   for number, line in enumerate(data.split(b"\n"), 1):
     try:
@@ -158,6 +159,6 @@ def _trace(record: Mapping[str, Any]) -> Trace:
 
 
 def _acceptance(record: Mapping[str, Any]) -> Acceptance:
-  # JSON has text for keys and lists for tuples.
+  # JSON turns integer keys into strings and tuples into lists.
   references = {int(count): tuple(pair) for count, pair in record["by_references"].items()}
   return Acceptance(**{**record, "by_references": references})
