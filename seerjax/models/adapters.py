@@ -1,12 +1,12 @@
-"""Adapters by name beside one base, of which each row of a batch has one or none.
+"""Named adapters for one set of base weights; each row of a batch uses one of them or none.
 
-    named   = {"poet": (adapter, scale), ...}            what `peft.load` gives, or training has
+    named   = {"poet": (adapter, scale), ...}            from `peft.load` or training
     chosen  = stacked(named, params, pads=...)           once
     forward({**params, "adapters": chosen.forms}, batch, pages, adapters=rows, ...)
 
-`lora.attach` is the road of one adapter for all rows, and the reference: here a row has the bits
-that it has there. Adapters of one shape lie behind one another, so that a program does not know
-which of them come, and adapters that are replaced by others of their shapes need no new one.
+`lora.attach`, one adapter for all rows, is the reference: a row has the same bits here. Adapters of
+one shape are stacked, so that a program does not depend on which of them are used, and replacing
+adapters by others of the same shapes needs no new program.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Scaled = tuple[lora.Adapter, float]
 
 
 class Chosen(NamedTuple):
-  """What rows choose among.
+  """Stacked adapters from which rows choose.
 
   Attributes:
-    forms: of the weights, in the base's dtype.
-    index_of: which number a row has that chose the adapter of a name; "" is 0, the base.
+    forms: stacked adapters, in the base weights' dtype.
+    index_of: adapter index by name; "" is 0, the base weights.
   """
 
   forms: tuple[Form, ...]
@@ -46,10 +46,10 @@ NONE = Chosen((), {"": 0})
 
 
 def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
-  """Refuses adapters that are not of these weights.
+  """Refuses adapters that do not fit these weights.
 
   Args:
-    params: of the base, without an adapter beside them.
+    params: base weights without an attached adapter.
     named: `Scaled` by name.
     what: the argument, for the message.
 
@@ -97,10 +97,10 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
 
 
 def _check_layer(what: str, layer: Any) -> None:
-  """Refuses what is no dict of pairs of matrices of floats.
+  """Refuses a layer that is not a dict of pairs of float matrices.
 
   Raises:
-    ValueError: with `what` at its beginning.
+    ValueError: with `what` as its prefix.
   """
   if not isinstance(layer, dict):
     raise ValueError(
@@ -123,12 +123,12 @@ def _check_layer(what: str, layer: Any) -> None:
 
 
 def stacked(params: Params, named: Mapping[str, Scaled], *, pads: bool) -> Chosen:
-  """Returns the adapters behind one another, those of one shape together.
+  """Returns the adapters stacked by shape.
 
   Args:
-    params: of the base; decides the dtype, and whether layers are stacked.
-    named: by name, checked.
-    pads: whether unlike ranks lie in one array (`Backend.pads_adapters`).
+    params: base weights; they decide the dtype, and whether layers are stacked.
+    named: adapters by name, checked.
+    pads: whether different ranks are padded into one array (`Backend.pads_adapters`).
   """
   groups: dict[Any, list[str]] = {}
   for name, (adapter, _) in named.items():
@@ -148,7 +148,7 @@ def _form(params: Params, group: list[Scaled]) -> Form:
   ranks = {target: [rank_of(adapter, target) for adapter, _ in group] for target in targets}
 
   def part(target: str, name: str, index: int) -> Array:
-    """f[e, ...], of one layer."""
+    """Returns f[e, ...] of one layer."""
     most = max(ranks[target])
     axis = -1 if name == "a" else -2
     known = [a["layers"][index][target][name] for a, _ in group if target in a["layers"][index]]
@@ -164,7 +164,7 @@ def _form(params: Params, group: list[Scaled]) -> Form:
       widths = [(0, 0)] * leaf.ndim
       widths[axis] = (0, most - leaf.shape[axis])
       found.append(np.pad(leaf, widths))
-    # Rounded as `lora.attach` rounds.
+    # Rounded like in `lora.attach`.
     return jnp.asarray(np.stack(found)).astype(weights[target].dtype)
 
   layers = [
@@ -192,10 +192,10 @@ class Rows(NamedTuple):
   """The adapters of a batch's rows, in all layers.
 
   Attributes:
-    forms: of all layers.
-    is_stacked: whether the layers are.
-    rows: i32[n].
-    shares: as of `RowAdapters`.
+    forms: stacked adapters of all layers.
+    is_stacked: whether the layers are stacked.
+    rows: i32[n], adapter index of each row.
+    shares: as in `RowAdapters`.
   """
 
   forms: tuple[Form, ...]
@@ -204,7 +204,7 @@ class Rows(NamedTuple):
   shares: tiles.Shares | None
 
   def of_layer(self, index: Array | int) -> RowAdapters:
-    """Returns those of one layer."""
+    """Returns the adapters of one layer."""
     if self.is_stacked:
       return RowAdapters(self.forms, jnp.int32(index), self.rows, self.shares)
     forms = tuple(form._replace(layers=form.layers[index]) for form in self.forms)
@@ -212,13 +212,13 @@ class Rows(NamedTuple):
 
 
 def of_rows(params: Params, rows: Array, num_rows: Array, backend: Backend) -> Rows:
-  """Returns what the stages of every layer read.
+  """Returns the adapter inputs of the stages of every layer.
 
   Args:
-    params: with "adapters".
-    rows: i32[n], of each row; 0 is the base.
-    num_rows: i32[], rows that are computed.
-    backend: what runs the stages.
+    params: weights with "adapters".
+    rows: i32[n], adapter index of each row; 0 is the base weights.
+    num_rows: i32[], valid rows.
+    backend: backend of the stages.
   """
   forms = params["adapters"]
   shares = None
@@ -229,13 +229,13 @@ def of_rows(params: Params, rows: Array, num_rows: Array, backend: Backend) -> R
 
 
 def parts(scaled: Scaled) -> Any:
-  """Returns an adapter as a pytree of arrays that says all of it."""
+  """Returns an adapter as a pytree of arrays, its scale included."""
   adapter, scale = scaled
   return {"adapter": adapter, "scale": np.asarray(scale, np.float32)}
 
 
 def placed(forms: tuple[Form, ...], mesh: jax.sharding.Mesh) -> tuple[Form, ...]:
-  """Returns the forms on a mesh: slabs over `model`, the rest everywhere."""
+  """Returns the forms on a mesh: slabs over `model`, the rest replicated."""
   specs = parameters.specs_of({"layers": [], "adapters": forms})["adapters"]
   return jax.tree.map(
     lambda leaf, spec: parallel.put(leaf, jax.sharding.NamedSharding(mesh, spec)), forms, specs

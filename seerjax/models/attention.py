@@ -1,4 +1,4 @@
-"""What a row's attention reads: queries, keys and values of its hidden features."""
+"""Inputs of attention: queries, keys and values from hidden rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def input_rows(
   rows: Any,
   one: Array,
 ):
-  """f[n, d] -> queries f[n, k, g, c], keys and values f[n, k, c] of the local slabs."""
+  """Maps hidden rows f[n, d] to queries f[n, k, g, c], keys and values f[n, k, c] (local slabs)."""
   x, cos, sin = rows
   num_rows, c = x.shape[0], shape.head_dim
   normed = operations.rms_norm_rows(x, weights["attention_norm"], shape.norm_eps)
 
   def slab(shared, weights):
-    # Norms and rotation of the heads belong in here: outside, the number of local heads would
-    # shape their sums.
+    # Norms and rotation of the heads are inside the slab: outside, the number of local heads would
+    # change the order of their sums.
     normed, cos, sin, head_norms, low = shared
     qkv = operations.dot(normed, weights["qkv"])
     if low is not None:

@@ -1,13 +1,13 @@
-"""Chats as text: a chat template's program, run where it can do nothing but read.
+"""Renders chats as text with a chat template, in a sandbox that can only read.
 
-A template is a program from a stranger: it runs in jinja2's immutable sandbox. The messages are
-strangers' words as well: a user who writes `<|im_end|>` must not end a turn. So special tokens in
-the template's own text are lone surrogates while it runs, characters that no message can hold
-(`Rendered.marks`), and `models.tokenizer` makes their ids of them alone.
+A template is an untrusted program: it runs in jinja2's immutable sandbox. The messages are
+untrusted as well: a user who writes `<|im_end|>` must not end a turn. So while the template runs,
+special tokens in its own text are lone surrogates, characters that no message can contain
+(`Rendered.marks`), and `models.tokenizer` converts only these to special ids.
 
-What a template renders is a function of the template, the messages and `ChatConfig`. So a template
-gets no clock (`strftime_now` formats one fixed moment, in English wherever the process runs), no
-random choice, and no address of an object.
+The rendered text is a function of the template, the messages and `ChatConfig`. So a template has no
+clock (`strftime_now` formats one fixed moment, in English on every machine), no random choice, and
+no address of an object.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import jinja2.visitor
 
 from seerjax import fields
 
-# A mark of the template stands as one lone surrogate in what it renders.
+# Each mark of the template is one lone surrogate in the rendered text.
 FIRST_SURROGATE, LAST_SURROGATE = 0xD800, 0xDFFF
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-# The one function by which templates read the clock, as Hugging Face names it.
+# The only function with which templates read the clock, by Hugging Face's name.
 CLOCK = "strftime_now"
 
 Message = Mapping[str, Any]
@@ -43,15 +43,15 @@ Message = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-  """What every chat of a run says besides its messages.
+  """Settings of every chat of a run besides its messages.
 
   Attributes:
-    system: what the system says before a conversation that has no system message; "" is nothing.
-    variables: of the chat template, such as `enable_thinking=False` for Qwen3; text, numbers,
-      booleans, None, and lists and mappings of these.
+    system: system message for conversations that have none; "" adds none.
+    variables: variables of the chat template, such as `enable_thinking=False` for Qwen3; text,
+      numbers, booleans, None, and lists and mappings of these.
     now: the moment that a template's `strftime_now` formats, with its zone, such as
-      "2026-11-27T12:00:00+01:00". "" takes the moment at which a run or a server starts, if the
-      template reads the clock; a resumed run keeps the moment of its start.
+      "2026-11-27T12:00:00+01:00". "" uses the start of the run or server, if the template reads the
+      clock; a resumed run keeps the moment of its first start.
   """
 
   system: str = ""
@@ -60,7 +60,7 @@ class ChatConfig:
 
   def __post_init__(self):
     fields.check(self)
-    self.moment()  # Refuses what is none.
+    self.moment()  # Refuses an invalid moment.
     for name in self.variables:
       if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now"):
         raise ValueError(
@@ -78,7 +78,7 @@ class ChatConfig:
     """Returns `now` as a date and time with a zone; None if it is "".
 
     Raises:
-      ValueError: if it is no ISO 8601 text with a zone.
+      ValueError: if it is not ISO 8601 text with a zone.
     """
     if not self.now:
       return None
@@ -95,24 +95,24 @@ class ChatConfig:
 
 
 def current_moment() -> str:
-  """Returns this moment in the zone of this machine, as `ChatConfig.now` has it.
+  """Returns the current time in this machine's zone, in the format of `ChatConfig.now`.
 
-  It is read once, where a tokenizer is loaded: what renders a chat has no clock.
+  It is called once, when a tokenizer is loaded; rendering never reads the clock.
   """
   return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def reads_clock(template: str) -> bool:
-  """Returns whether a template reads the clock: its program does, whatever its text mentions."""
+  """Returns whether a template's program reads the clock; mentions in its text do not count."""
   return CLOCK in variables_read(template)
 
 
 class Rendered(NamedTuple):
-  """A chat as its template writes it.
+  """A rendered chat.
 
   Attributes:
-    text: in which each of the template's own special tokens is one lone surrogate.
-    marks: special tokens by the surrogate that stands for them.
+    text: rendered text, with each of the template's own special tokens as one lone surrogate.
+    marks: special tokens by their surrogates.
     outside: every text that came from outside of the template.
   """
 
@@ -132,17 +132,17 @@ def rendered(
   now: datetime.datetime | None,
   variables: Mapping[str, Any],
 ) -> Rendered:
-  """Returns a conversation as a chat template writes it.
+  """Renders a conversation with a chat template.
 
   Args:
     template: jinja2 source.
-    messages: as of `Tokenizer.chat`.
+    messages: as in `Tokenizer.chat`.
     special: texts of the special tokens.
     roles: special tokens by role, which are variables of the template.
-    config: what every chat says besides its messages.
-    add_generation_prompt: whether to end where the assistant begins to speak.
-    now: what `strftime_now` formats; that of `config` if None.
-    variables: further ones of the template, before those of `config`.
+    config: settings of the chat besides its messages.
+    add_generation_prompt: whether to end where the assistant's response begins.
+    now: the moment that `strftime_now` formats; that of `config` if None.
+    variables: further variables of the template; they take precedence over those of `config`.
 
   Raises:
     ValueError: as `Tokenizer.chat`.
@@ -216,7 +216,7 @@ def rendered(
   return Rendered(text, marks, outside)
 
 
-# What `strftime` takes from the process's locale or zone, as the C locale has it in English.
+# Directives for which `strftime` uses the process's locale or zone, in the C locale's English form.
 _COMPOSITES = {
   "c": "%a %b %e %H:%M:%S %Y", "x": "%m/%d/%y", "X": "%H:%M:%S", "r": "%I:%M:%S %p",
   "+": "%a %b %e %H:%M:%S %Z %Y",
@@ -231,7 +231,7 @@ _DIRECTIVE = re.compile(r"%([-_0^#]*)[EO]?([a-zA-Z%+])")
 
 
 def formatted(moment: datetime.datetime, form: str) -> str:
-  """Returns a moment as `strftime` writes it in English, whatever the process's locale and zone."""
+  """Formats a moment like `strftime`, in English, independent of the process's locale and zone."""
   form = _DIRECTIVE.sub(lambda match: _COMPOSITES.get(match[2], f"%{match[1]}{match[2]}"), form)
   day, month = _DAYS[moment.weekday()], _MONTHS[moment.month - 1]
   half = "AM" if moment.hour < 12 else "PM"
@@ -249,7 +249,7 @@ def formatted(moment: datetime.datetime, form: str) -> str:
 
 
 def unmarked(text: str, marks: Mapping[str, str]) -> str:
-  """Returns a rendered text with its special tokens in the surrogates' place."""
+  """Returns a rendered text with its surrogates replaced by special tokens."""
   return SURROGATE.sub(lambda match: marks.get(match[0], match[0]), text)
 
 
@@ -257,10 +257,10 @@ def check_utf8(text: str, where: str) -> None:
   """Refuses text that UTF-8 cannot hold.
 
   Raises:
-    ValueError: with `where` at its beginning.
+    ValueError: with `where` as its prefix.
   """
   found = SURROGATE.search(text)
-  if found:  # `tokenizers` would only say that it got no str.
+  if found:  # The error of `tokenizers` would be misleading: it got no str.
     raise ValueError(
       f"{where}: got text with a lone surrogate at offset {found.start()}, expected characters that"
       " UTF-8 can hold; replace it."
@@ -268,15 +268,15 @@ def check_utf8(text: str, where: str) -> None:
 
 
 def plain_data(value: Any, where: str, texts: list[str] | None = None) -> Any:
-  """Returns a copy made of JSON's kinds alone, which have no method that a template could misuse.
+  """Returns a copy made of JSON types only, which have no method that a template could misuse.
 
   Args:
-    value: what a template is to read.
-    where: for the refusal.
-    texts: takes every text in it, keys included.
+    value: value for a template.
+    where: prefix of the error message.
+    texts: receives every text in the value, keys included.
 
   Raises:
-    ValueError: for any other kind, and for text that UTF-8 cannot hold.
+    ValueError: for any other type, and for text that UTF-8 cannot hold.
   """
   if isinstance(value, str):
     check_utf8(value, where)
@@ -296,7 +296,7 @@ def plain_data(value: Any, where: str, texts: list[str] | None = None) -> Any:
 
 
 class _Generation(jinja2.ext.Extension):
-  """Lets `{% generation %}...{% endgeneration %}` through: it marks the assistant's own words."""
+  """Accepts `{% generation %}...{% endgeneration %}`, which marks the assistant's text."""
 
   tags = {"generation"}
 
@@ -327,7 +327,7 @@ def _to_json(
 
 
 def _printable(value: Any) -> Any:
-  """Returns what a template prints; refuses what prints as its address in this process."""
+  """Returns a printed value; refuses an object that prints as its address in this process."""
   is_object = callable(value) or isinstance(value, (jinja2.utils.Cycler, jinja2.utils.Joiner))
   if is_object and not isinstance(value, jinja2.Undefined):
     raise jinja2.exceptions.TemplateError(
@@ -338,7 +338,7 @@ def _printable(value: Any) -> Any:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-  """Raises where jinja2 hands out an undefined value, which prints as nothing."""
+  """Raises where jinja2 would return an undefined value, which prints as nothing."""
 
   def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
     raise jinja2.exceptions.SecurityError(
@@ -348,12 +348,12 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-  """A template's program, in whose text every special token is one lone surrogate.
+  """A template's program with every special token of its text as one lone surrogate.
 
   Attributes:
     template: the program.
-    marks: special tokens by the surrogate that stands for them.
-    special_tokens: by role, marked.
+    marks: special tokens by their surrogates.
+    special_tokens: marked special tokens by role.
   """
 
   template: jinja2.Template
@@ -361,7 +361,7 @@ class _Compiled:
   special_tokens: dict[str, str]
 
 
-# Where a template compares its own text with what it reads, it has to stay as it is written.
+# Arguments of these, which a template compares with its input, keep their special tokens unmarked.
 _COMPARING_METHODS = (
   "split", "rsplit", "partition", "rpartition", "startswith", "endswith", "removeprefix",
   "removesuffix", "find", "rfind", "index", "rindex", "count", "strip", "lstrip", "rstrip", "get",
@@ -370,14 +370,14 @@ _COMPARING_FILTERS = ("trim", "select", "reject", "selectattr", "rejectattr", "a
 
 
 def _environment() -> _Sandbox:
-  # Block trimming and these names are what templates written for Hugging Face count on.
+  # Templates written for Hugging Face rely on block trimming and on these names.
   environment = _Sandbox(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[_Generation, "jinja2.ext.loopcontrols"],
     finalize=_printable,
   )
-  # Both draw at random, so that equal messages would be other prompts.
+  # Both are random, so equal messages would give different prompts.
   del environment.filters["random"], environment.globals["lipsum"]
   environment.filters["tojson"] = _to_json
   environment.globals["raise_exception"] = _raise_exception
@@ -386,7 +386,7 @@ def _environment() -> _Sandbox:
 
 @functools.lru_cache(maxsize=16)
 def variables_read(chat_template: str) -> frozenset[str]:
-  """Returns the names of the variables that a template reads; none if it is no template."""
+  """Returns the names of the variables that a template reads; none if it does not parse."""
   try:
     return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(chat_template)))
   except jinja2.exceptions.TemplateError:
@@ -397,7 +397,7 @@ def variables_read(chat_template: str) -> frozenset[str]:
 def _compiled(
   chat_template: str, special: tuple[str, ...], roles: tuple[tuple[str, str], ...]
 ) -> _Compiled:
-  """Returns the template's program, made once: that takes longer than a prompt does with it.
+  """Returns the template's program. It is cached, since compiling takes longer than rendering.
 
   Args:
     chat_template: jinja2 source.
@@ -414,7 +414,7 @@ def _compiled(
 
 
 class _Marker(jinja2.visitor.NodeTransformer):
-  """Puts surrogates for special tokens into a template's text, but where it only compares."""
+  """Replaces special tokens in a template's text by surrogates, except where it only compares."""
 
   def __init__(self, special: Sequence[str], roles: Mapping[str, str]):
     longest_first = sorted(special, key=len, reverse=True)
@@ -460,7 +460,7 @@ class _Marker(jinja2.visitor.NodeTransformer):
     return node
 
   def visit_Test(self, node: jinja2.nodes.Test) -> jinja2.nodes.Node:
-    # What is tested may be a name that is not defined.
+    # The tested name may be undefined.
     node.node = self.visit(node.node)
     node.args = self._compare(node.args)
     return node
@@ -483,7 +483,7 @@ class _Marker(jinja2.visitor.NodeTransformer):
 
   def _call(self, node: Any, name: str) -> jinja2.nodes.Node:
     compares = _COMPARING_FILTERS if isinstance(node, jinja2.nodes.Filter) else _COMPARING_METHODS
-    # Of `replace`, what is looked for is compared, and what stands for it is the template's own.
+    # The first argument of `replace` is compared; the replacement is the template's own text.
     count = len(node.args) if name in compares else 1 if name == "replace" else 0
     compared, rest = self._compare(node.args[:count]), node.args[count:]
     node.args = rest

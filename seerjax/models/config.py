@@ -1,4 +1,4 @@
-"""The shape of one decoder, and what numerics it allows."""
+"""Shape of a decoder, and resolution of the numerics for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seerjax.ops import rotary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """Shape of one decoder; what a family of models adds to the others is a field.
+  """Shape of one decoder; what differs between model families is a field.
 
   Attributes:
     vocab_size: rows of the embedding.
@@ -21,10 +21,10 @@ class TransformerConfig:
     num_heads: query heads.
     num_kv_heads: key/value heads; `num_heads / num_kv_heads` queries share one.
     head_dim: c.
-    has_qk_norms: an RMS norm on every head's queries and keys, before they turn (Qwen3).
+    has_qk_norms: an RMS norm on every head's queries and keys, before the rotation (Qwen3).
     has_qkv_biases: biases on queries, keys and values (Qwen2.5).
-    norm_eps: of every RMS norm.
-    rotary: of every layer.
+    norm_eps: epsilon of every RMS norm.
+    rotary: rotary embedding of every layer.
     is_tied: the head reads the embedding table.
     max_context: positions the model was made for; longer prompts are refused.
   """
@@ -72,7 +72,7 @@ class TransformerConfig:
 
   @property
   def group(self) -> int:
-    """Query heads of one key/value head."""
+    """Number of query heads per key/value head."""
     return self.num_heads // self.num_kv_heads
 
 
@@ -85,10 +85,10 @@ def largest_shards(config: TransformerConfig) -> int:
 def numerics_for(
   config: TransformerConfig, numerics: numerics_lib.NumericsConfig
 ) -> numerics_lib.NumericsConfig:
-  """Returns the numerics with what they leave open decided, by this machine and by the model.
+  """Returns the numerics with open settings resolved for this machine and the model.
 
-  "auto" becomes the implementation that runs here, 0 rows of a tile those of the platform, and 0
-  slabs as many as the model allows.
+  "auto" becomes the implementation for this machine, 0 rows of a tile become the platform's
+  default, and 0 slabs become the largest number that the model allows.
 
   Raises:
     ValueError: for an implementation that cannot run this model here, or a number of slabs that

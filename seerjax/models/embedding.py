@@ -1,11 +1,11 @@
-"""The embedding: each token's row of a table that may lie over the devices of the model axis.
+"""Embedding lookup in a table that may be sharded over the devices of the model axis.
 
-    table f[v, d]   device i of m has the rows i v / m to (i + 1) v / m
+    table f[v, d]   device i of m has rows i v / m to (i + 1) v / m
 
-A device looks up the tokens that are its own, and one collective puts the rows together, as words:
-of each but one device has a row that is not zero, so that every bit stays, also those of -0.0 and
-of a NaN, which a sum of floats would not keep. A gradient needs none: a device adds up the
-cotangents of its own tokens, in the order of the rows.
+A device looks up its own tokens, and one collective sums the rows as integer words. For each token,
+all devices but one contribute zeros, so every bit is kept, including -0.0 and NaN, which a sum of
+floats would not keep. The gradient needs no collective: a device adds up the cotangents of its own
+tokens, in the order of the rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from seerjax.array_typing import Array, Float, Int
 def rows_of(
   table: Float[Array, "v d"], tokens: Int[Array, "n"], axis: str | None
 ) -> Float[Array, "n d"]:
-  """Returns f[n, d], each token's row; the same bits on any number of devices.
+  """Returns f[n, d], the row of each token; the bits do not depend on the number of devices.
 
   Args:
-    table: f[v, d]; under `shard_map` this device's rows of it.
+    table: f[v, d]; under `shard_map` the rows of this device.
     tokens: i32[n], ids below v.
     axis: mesh axis of the table's rows, None on one device.
   """
@@ -38,13 +38,13 @@ def _looked_up(axis: str, count: int, table: Array, tokens: Array) -> Array:
 
 
 def own_places(tokens: Int[Array, "n"], device: Array, count: int) -> Int[Array, "n"]:
-  """Returns i32[n], which of a device's `count` rows a token has; `count` where it has none."""
+  """Returns i32[n], the row of each token in a device's table; `count` if it is not there."""
   places = tokens - device * jnp.int32(count)
   return jnp.where((places >= 0) & (places < count), places, jnp.int32(count))
 
 
 def _of_all(axis: str, table: Array, places: Array) -> Array:
-  """Returns the rows of all devices together; a place behind the table is another device's."""
+  """Returns the rows over all devices; a place past the table's end belongs to another device."""
   word = jnp.uint16 if table.dtype.itemsize == 2 else jnp.uint32
   own = lax.bitcast_convert_type(table.at[places].get(mode="fill", fill_value=0), word)
   words = lax.psum(own.astype(jnp.uint32), axis)

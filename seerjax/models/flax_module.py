@@ -21,10 +21,10 @@ from seerjax.types import TokenBatch
 
 
 class Transformer(nnx.Module):
-  """The decoder as a Flax module, for those who build with NNX.
+  """The decoder as a Flax NNX module.
 
-  Holds the master weights as `nnx.Param`s under `params`; `pure_params` gives the pytree that
-  `forward`, the engine and the trainer take, and `set_params` takes one back:
+  It holds the master weights as `nnx.Param`s under `params`. `pure_params` returns the pytree that
+  `forward`, the engine and the trainer take, and `set_params` sets the weights from one:
 
     module -> pure_params() -> rl.train, ttt.discover -> state.params -> set_params() -> module
 
@@ -38,13 +38,13 @@ class Transformer(nnx.Module):
     rngs: nnx.Rngs | None = None,
     params: Params | None = None,
   ):
-    """Makes a module.
+    """Creates a module.
 
     Args:
-      config: shape.
-      numerics: what decides bits.
-      rngs: whose stream `params` draws new weights.
-      params: f32 master weights, such as `huggingface.load` gives; in place of `rngs`.
+      config: shape of the model.
+      numerics: the numerics configuration.
+      rngs: its stream `params` initialises new weights.
+      params: f32 master weights, such as those of `huggingface.load`; instead of `rngs`.
 
     Raises:
       ValueError: for neither or both, and for weights of another shape.
@@ -79,9 +79,9 @@ class Transformer(nnx.Module):
         )
 
   def set_params(self, params: Params) -> None:
-    """Takes master weights, trained elsewhere, into its `nnx.Param`s.
+    """Copies master weights that were trained elsewhere into the module's `nnx.Param`s.
 
-    Optimizers that were made of this module go on with them.
+    Optimizers that were created for this module stay valid.
 
     Raises:
       ValueError: for weights of another shape; the module keeps its own.
@@ -112,7 +112,7 @@ class Transformer(nnx.Module):
 def sequences_batch(
   batch_size: int, length: int, numerics: numerics_lib.NumericsConfig, page_size: int
 ) -> tuple[TokenBatch, int]:
-  """Returns (TokenBatch of equal whole sequences with tokens left zero, number of pages), numpy."""
+  """Returns (TokenBatch of equal-length sequences with zero tokens, number of pages), numpy."""
   per_split = numerics.kv_split // page_size
   width = -(-length // numerics.kv_split) * per_split
   query_tile = numerics.query_tile
@@ -121,7 +121,7 @@ def sequences_batch(
   sequence, position = rows // length, rows % length
   segment = np.arange(batch_size * per_sequence, dtype=np.int32)
   segment_sequence, first = segment // per_sequence, segment % per_sequence * query_tile
-  # Any: the records are typed as device arrays, and this one is made on the host.
+  # Any: the records are typed for device arrays, and this one is built on the host.
   fields: dict[str, Any] = dict(
     tokens=np.zeros_like(rows),
     positions=position,
@@ -144,7 +144,7 @@ def logits_of(
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> Float[Array, "b t v"]:
-  """Returns f32[b, t, v], logits of whole sequences of one length (`params` in compute dtype)."""
+  """Returns f32[b, t, v], logits of sequences of equal length (`params` in compute dtype)."""
   hidden = hidden_of(params, tokens, config=config, numerics=numerics)
   logits = logits_of_hidden(params, hidden, config=config, numerics=numerics)
   return logits.reshape(*tokens.shape, -1)

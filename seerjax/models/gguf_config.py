@@ -1,10 +1,10 @@
-"""The metadata of a GGUF file as our `TransformerConfig`, and back.
+"""Converts between the metadata of a GGUF file and our `TransformerConfig`.
 
     llama.block_count, llama.rope.freq_base, ...  -- read -->      TransformerConfig
     TransformerConfig                             -- metadata -->  llama.block_count, ...
 
-Every key of the architecture is either understood or refused by its name. Llama 3's scaling of its
-rotations is not in the metadata: the tensor rope_freqs holds what each frequency is divided by.
+Every key of the architecture is either supported or refused by name. Llama 3's rotary scaling is
+not in the metadata: the tensor rope_freqs holds the divisor of each frequency.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -25,11 +25,11 @@ ROPE_FACTORS = "rope_freqs.weight"
 HEAD = "output.weight"
 EMBEDDING = "token_embd.weight"
 ARCHITECTURES = tuple(huggingface_config.FAMILIES)
-# Of a model that llama3's scaling made longer: positions before it, if the file does not say.
+# Original context of a model with llama3 scaling, if the file does not have it.
 LLAMA3_CONTEXT = 8192
-# float32 powers of the program that wrote the factors.
+# The program that wrote the factors computed powers in float32.
 FACTOR_TOLERANCE = 1e-5
-# What a key of the architecture may say. None: any value; else the values that change nothing.
+# Allowed values of a key of the architecture. None: any value; else the values that have no effect.
 KEYS: dict[str, tuple[Any, ...] | None] = {
   "vocab_size": None,
   "context_length": None,
@@ -67,7 +67,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
   """Returns the configuration of a file's model.
 
   Raises:
-    NotImplementedError: for an architecture or a key that this release does not compute.
+    NotImplementedError: for an unsupported architecture or key.
     ValueError: naming the key that is missing, malformed, or contradicts another one.
   """
   architecture = file.metadata.get("general.architecture")
@@ -126,8 +126,8 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
   """Returns the keys of the architecture for a configuration.
 
   Raises:
-    NotImplementedError: for a scaling of rotations that GGUF does not describe.
-    ValueError: if no family is of this configuration.
+    NotImplementedError: for a rotary scaling that GGUF cannot describe.
+    ValueError: if no model family has this configuration.
   """
   family, turn = huggingface_config.family_of(config), config.rotary
   values: dict[str, str | int | float] = {
@@ -162,7 +162,7 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
 
 
 def rope_factors(turn: rotary.RotaryConfig) -> np.ndarray | None:
-  """Returns f32[c / 2], what llama3's scaling divides each frequency by; None without it."""
+  """Returns f32[c / 2], the divisor of each frequency under llama3 scaling; None without it."""
   if turn.scaling != "llama3":
     return None
   plain, _ = rotary.frequencies(rotary.RotaryConfig(head_dim=turn.head_dim, base=turn.base))
@@ -183,7 +183,7 @@ def _refuse_unsupported(fields: huggingface_config.Fields) -> None:
 
 
 def _vocab_size(file: gguf_file.File, fields: huggingface_config.Fields) -> int:
-  """Returns the rows of the embedding, which the tokens and the metadata must agree with."""
+  """Returns the number of rows of the embedding, on which tokens and metadata must agree."""
   tokens = file.metadata.get("tokenizer.ggml.tokens")
   counts = {"tokenizer.ggml.tokens": len(tokens)} if isinstance(tokens, list) else {}
   if "vocab_size" in fields.values:
@@ -236,11 +236,11 @@ def _rotary(
 
 
 def _llama3(file: gguf_file.File, head_dim: int, base: float, original: int) -> rotary.RotaryConfig:
-  """Returns the scaling whose factors a file holds.
+  """Returns the rotary configuration for the factors in a file.
 
   Raises:
     NotImplementedError: if they are not llama3's.
-    ValueError: if they are not one positive number a pair of features.
+    ValueError: if they are not one positive number per pair of features.
   """
   where = f"{file.path}: {ROPE_FACTORS}"
   if file.tensors[ROPE_FACTORS].shape != (head_dim // 2,):
@@ -279,9 +279,9 @@ def _llama3(file: gguf_file.File, head_dim: int, base: float, original: int) -> 
 def _bounds(
   factors: np.ndarray, factor: float, head_dim: int, base: float, original: int
 ) -> Iterator[tuple[float, float]]:
-  """Yields (low, high) frequency factors to try: the published ones, then what factors between say.
+  """Yields (low, high) frequency factors to try: the published ones, then fitted ones.
 
-  With t turns over the original context, 1 / f is linear in t between 1 / factor at t = low and
+  With t rotations over the original context, 1 / f is linear in t between 1 / factor at t = low and
   1 at t = high.
   """
   yield 1.0, 4.0

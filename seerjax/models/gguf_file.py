@@ -1,10 +1,10 @@
-"""GGUF files: metadata and tensors of any architecture, each claim checked before it is used.
+"""Reads GGUF files: metadata and tensors of any architecture, checked before use.
 
     "GGUF" version counts | key kind value ... | name shape kind offset ... | data, aligned
 
-A file comes from strangers: a length, count or offset is compared with the size of the file before
-anything is read or allocated by it, and refused by the name of the key or tensor. The blocks of
-quantised kinds are turned into float32 by the `gguf` package (extra `gguf`), a few rows at a time.
+Files are untrusted: lengths, counts and offsets are compared with the size of the file before
+anything is read or allocated, and errors name the key or tensor. The `gguf` package (extra `gguf`)
+converts blocks of quantised kinds to float32, a few rows at a time.
 
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -32,28 +32,28 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**20
 MAX_DIMENSIONS = 4
 MAX_STRINGS = 2**22  # In all lists of a file: far more than any vocabulary and its merges.
-MAX_ENTRIES, MAX_TENSORS = 2**16, 2**20  # Of a file.
-# Least bytes of an entry of the metadata (key length, kind, value) and of a tensor's record.
+MAX_ENTRIES, MAX_TENSORS = 2**16, 2**20  # Per file.
+# Minimum bytes of a metadata entry (key length, kind, value) and of a tensor's record.
 MIN_ENTRY, MIN_RECORD = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
-NUMBERS_AT_ONCE = 2**20  # Are turned into float32 together.
+NUMBERS_AT_ONCE = 2**20  # Numbers converted to float32 at once.
 SPLIT_NAME = re.compile(r"(?P<start>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 AGAIN = "the file is truncated or corrupt; download it again"
 
-# Of metadata values: the kinds of numbers by their ids, in struct's letters.
+# Struct formats of the number kinds of metadata values, by their ids.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 10: "Q", 11: "q", 12: "d"}
 FLOAT32, BOOL, STRING, ARRAY = 6, 7, 8, 9
 LENGTH = struct.Struct("<Q")
 
 
 class Tensor(NamedTuple):
-  """Where a tensor lies.
+  """Location of a tensor.
 
   Attributes:
-    shape: rows first, as numpy has it.
+    shape: rows first, as in numpy.
     kind: one of `KINDS`.
-    part: number of the file that holds it.
-    offset: of its first byte in that file.
-    size: in bytes.
+    part: index of the file that holds it.
+    offset: offset of its first byte in that file.
+    size: bytes.
   """
 
   shape: tuple[int, ...]
@@ -67,9 +67,10 @@ class File:
   """A GGUF file, or the files of a model that was split.
 
   Attributes:
-    path: of the file, the first one of several.
-    metadata: by key; lists of numbers are numpy arrays, numbers in float32 their shortest decimals.
-    tensors: by name.
+    path: path of the file, the first one if there are several.
+    metadata: values by key; lists of numbers are numpy arrays, float32 numbers are rounded to their
+      shortest decimals.
+    tensors: locations by name.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
@@ -78,7 +79,7 @@ class File:
     Raises:
       FileNotFoundError: if the file, or another one of a split model, is missing.
       ImportError: if the `gguf` package is not installed.
-      NotImplementedError: for a version, kind or byte order that is not read.
+      NotImplementedError: for an unsupported version, kind or byte order.
       ValueError: naming the file and the key, tensor or field that is wrong.
     """
     self._gguf = package()
@@ -107,7 +108,7 @@ class File:
     return self._parts[self.tensors[name].part].path
 
   def read(self, name: str) -> np.ndarray:
-    """Returns a tensor as f32, whatever its kind; its numbers may be NaN or infinite."""
+    """Returns a tensor of any kind as f32; it may contain NaN or infinities."""
     tensor = self.tensors[name]
     data = self._parts[tensor.part].data[tensor.offset : tensor.offset + tensor.size]
     width = tensor.shape[-1]
@@ -115,7 +116,7 @@ class File:
     out = np.empty((len(rows), width), np.float32)
     kind = self._gguf.GGMLQuantizationType[tensor.kind]
     step = max(1, NUMBERS_AT_ONCE // width)
-    with np.errstate(invalid="ignore", over="ignore"):  # Of blocks that are no numbers.
+    with np.errstate(invalid="ignore", over="ignore"):  # For blocks with invalid scales.
       for first in range(0, len(rows), step):
         block = np.ascontiguousarray(rows[first : first + step])
         out[first : first + step] = self._gguf.dequantize(block, kind)
@@ -123,7 +124,7 @@ class File:
 
 
 def is_named(path: str | os.PathLike[str]) -> bool:
-  """Returns whether a path is one of a GGUF file, by its name."""
+  """Returns whether a path has the suffix of a GGUF file."""
   return pathlib.PurePath(path).suffix.lower() == SUFFIX
 
 
@@ -131,7 +132,7 @@ def package() -> Any:
   """Returns the `gguf` package.
 
   Raises:
-    ImportError: if it is not installed, with what to install.
+    ImportError: if it is not installed, with the command that installs it.
   """
   try:
     return importlib.import_module("gguf")  # Lazy: an extra.
@@ -143,7 +144,7 @@ def package() -> Any:
 
 
 class _Head:
-  """The metadata and the tensors' places of one file, whose data stays on the disk."""
+  """Metadata and tensor locations of one file; the data stays on disk."""
 
   def __init__(self, path: pathlib.Path, gguf: Any, part: int = 0):
     self.path = path
@@ -207,7 +208,7 @@ class _Head:
     return num_tensors, num_entries
 
   def _read_records(self, count: int, gguf: Any, part: int) -> None:
-    """Reads where the tensors lie; their offsets count from the first aligned byte behind."""
+    """Reads the tensor records; their offsets count from the first aligned byte after the head."""
     records: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
     alignment = self._alignment()
     for number in range(count):
@@ -258,7 +259,7 @@ class _Head:
     return alignment
 
   def _size(self, name: str, shape: tuple[int, ...], number: int, gguf: Any) -> tuple[str, int]:
-    """Returns a tensor's kind by name, and its bytes."""
+    """Returns the name of a tensor's kind, and the tensor's bytes."""
     known = {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
     kind = known.get(number, f"number {number}")
     if kind not in KINDS:
@@ -291,7 +292,7 @@ class _Head:
     if kind not in NUMBERS:
       raise self._unknown_kind(key, kind)
     value = self._number(NUMBERS[kind], key)
-    # As it was written: 1e-06, not 9.999999974752427e-07.
+    # The decimal that was written: 1e-06, not 9.999999974752427e-07.
     return float(str(np.float32(value))) if kind == FLOAT32 else value
 
   def _list(self, key: str) -> Any:
@@ -330,7 +331,7 @@ class _Head:
 
   def _string(self, what: str) -> str:
     start, rest = self._at + 8, len(self.data) - self._at - 8
-    # A vocabulary has 300,000 of them: unpacked in place.
+    # A vocabulary has 300,000 strings, so they are unpacked in place.
     size = LENGTH.unpack_from(self.data, self._at)[0] if rest >= 0 else 8
     if size > rest:
       raise self._too_long(what, f"{size} bytes", f"{max(rest, 0)}")
@@ -360,11 +361,11 @@ def _twice(path: pathlib.Path, name: str) -> ValueError:
 
 
 def _other_parts(first: _Head) -> list[pathlib.Path]:
-  """Returns the other files of a split model, by the first one.
+  """Returns the other files of a split model, given the first one.
 
   Raises:
-    FileNotFoundError: naming the file that is missing.
-    ValueError: if this is not the first file, or is not named as one of several.
+    FileNotFoundError: naming the missing file.
+    ValueError: if this is not the first file, or its name does not match the split.
   """
   path, count, place = first.path, first.whole("split.count", 1), first.whole("split.no", 0)
   named = SPLIT_NAME.fullmatch(path.name)

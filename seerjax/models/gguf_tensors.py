@@ -1,9 +1,9 @@
-"""Where a model's tensors lie in a GGUF file: names of Hugging Face's and of GGUF's, and rows.
+"""Maps tensors between a GGUF file and Hugging Face: names, and order of rows.
 
     model.layers.3.self_attn.q_proj.weight  <->  blk.3.attn_q.weight
 
-llama.cpp turns neighbouring features of a Llama's queries and keys, (0, 1), (2, 3), ..., where we
-turn feature j with j + c / 2, so that the rows of its two matrices lie in another order.
+llama.cpp rotates neighbouring features of a Llama's queries and keys, (0, 1), (2, 3), ..., while we
+rotate feature j with j + c / 2, so the rows of these two matrices have another order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LAYER = {
   "mlp.up_proj": "ffn_up",
   "mlp.down_proj": "ffn_down",
 }
-# What decides the shape of a tensor, of the architecture's keys.
+# Keys of the architecture that determine the shape of a tensor.
 WIDTH, INNER = "embedding_length", "feed_forward_length"
 QUERIES, KEYS = "attention.head_count", "attention.head_count_kv"
 HEAD_WIDTH = "attention.key_length"
@@ -57,7 +57,7 @@ _HUGGING_FACE_NAMES = {theirs: ours for ours, theirs in (WHOLE | LAYER).items()}
 
 
 def gguf_name(name: str) -> str:
-  """Returns GGUF's name of a tensor of Hugging Face's; a name it does not know as it is."""
+  """Returns the GGUF name of a Hugging Face tensor; an unknown name is returned unchanged."""
   if found := _HUGGING_FACE.fullmatch(name):
     number, middle, kind = found.groups()
     return f"blk.{number}.{LAYER[middle]}.{kind}" if middle in LAYER else name
@@ -66,7 +66,7 @@ def gguf_name(name: str) -> str:
 
 
 def hugging_face_name(name: str) -> str:
-  """Returns Hugging Face's name of a tensor of GGUF's; a name it does not know as it is."""
+  """Returns the Hugging Face name of a GGUF tensor; an unknown name is returned unchanged."""
   if found := _GGUF.fullmatch(name):
     number, middle, kind = found.groups()
     ours = _HUGGING_FACE_NAMES.get(middle)
@@ -77,7 +77,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
-  """Returns of how many heads the rows of a tensor of Hugging Face's lie in another order, or 0."""
+  """Returns the number of heads of a tensor with reordered rows (Hugging Face name), else 0."""
   if huggingface_config.family_of(config) != "llama":
     return 0
   if name.endswith("self_attn.q_proj.weight"):
@@ -86,24 +86,24 @@ def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-  """Returns rows f32[h c, d] whose halves of a head alternate: 0, c / 2, 1, c / 2 + 1, ..."""
+  """Returns rows f32[h c, d] with each head's halves interleaved: 0, c / 2, 1, c / 2 + 1, ..."""
   return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def put_back(rows: np.ndarray, heads: int) -> np.ndarray:
-  """The inverse of `interleave`, of f32[h c, d]."""
+  """Inverts `interleave`, for f32[h c, d]."""
   return rows.reshape(heads, -1, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 class Checkpoint:
-  """The tensors of a GGUF file by the names of Hugging Face's, for `huggingface.load`.
+  """The tensors of a GGUF file by their Hugging Face names, for `huggingface.load`.
 
   Attributes:
-    path: of the file.
-    config: of its model.
-    names: of its tensors, those that follow from the configuration left out.
-    described_by: what says which tensors and shapes there are.
-    layers_field: the key that says how many layers there are.
+    path: path of the file.
+    config: shape of the model.
+    names: names of the tensors, without those that follow from the configuration.
+    described_by: source of the expected tensors and shapes, for messages.
+    layers_field: the key with the number of layers, for messages.
   """
 
   described_by = "its metadata"
@@ -114,8 +114,8 @@ class Checkpoint:
     Raises:
       FileNotFoundError: if the file, or another one of a split model, is missing.
       ImportError: if the `gguf` package is not installed.
-      NotImplementedError: for a file of an architecture or kind that is not read.
-      ValueError: naming the file and what is wrong in it.
+      NotImplementedError: for a file with an unsupported architecture or kind.
+      ValueError: naming the file and the fault in it.
     """
     self._file = gguf_file.File(path)
     self.path = path
@@ -133,14 +133,14 @@ class Checkpoint:
       )  # fmt: skip
 
   def shown(self, name: str) -> str:
-    """Returns the file's own name of a tensor."""
+    """Returns the name of a tensor in the file."""
     return gguf_name(name)
 
   def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-    """Refuses a tensor whose record names another shape; nothing of it is read.
+    """Refuses a tensor with another shape in its record; no data is read.
 
     Raises:
-      ValueError: by the tensor's name and the keys that its shape follows from.
+      ValueError: naming the tensor and the keys that determine its shape.
     """
     theirs = gguf_name(name)
     found = self._file.tensors[theirs].shape
@@ -156,10 +156,10 @@ class Checkpoint:
       )
 
   def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns one tensor as f32, dequantised, its rows in our order.
+    """Returns one tensor as f32, dequantised, with its rows in our order.
 
     Raises:
-      ValueError: by the tensor's name, on another shape, or on NaN and infinities.
+      ValueError: naming the tensor, for another shape, or for NaN and infinities.
     """
     self.check_shape(name, shape)
     theirs = gguf_name(name)

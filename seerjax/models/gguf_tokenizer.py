@@ -1,12 +1,12 @@
-"""The tokenizer of a GGUF file as the files of a Hugging Face directory, and back.
+"""Converts the tokenizer of a GGUF file to the files of a Hugging Face directory, and back.
 
     tokenizer.ggml.*, tokenizer.chat_template  -- files -->  tokenizer.json, tokenizer_config.json,
                                                              generation_config.json
     a tokenizer  -- metadata -->  tokenizer.ggml.*, tokenizer.chat_template
 
-Byte-level byte-pair encoding alone. How a text is cut before it is encoded stands in the file as
-the name of a pre-tokenizer of llama.cpp's; each name here is the one of Hugging Face tokenizers
-that llama.cpp was given for it.
+Only byte-level byte-pair encoding is supported. The file has the name of a llama.cpp pre-tokenizer,
+which splits a text before it is encoded; each name here maps to the Hugging Face pre-tokenizer from
+which llama.cpp's was derived.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ ROLES = {
   "unk_token": PREFIX + "unknown_token_id",
   "pad_token": PREFIX + "padding_token_id",
 }
-# Tokens that end a generation: of a text, of a turn, of a message.
+# Tokens that end a generation: end of text, of turn, of message.
 EOT = PREFIX + "eot_token_id"
 ENDS = (ROLES["eos_token"], EOT, PREFIX + "eom_token_id")
-# How answers are sampled unless a request says otherwise: generation_config.json's field, and type.
+# Default sampling settings: field of generation_config.json -> (GGUF key, type).
 SAMPLING: Mapping[str, tuple[str, type]] = {
   "temperature": ("general.sampling.temp", float),
   "top_k": ("general.sampling.top_k", int),
@@ -55,7 +55,7 @@ SAMPLING: Mapping[str, tuple[str, type]] = {
   "min_p": ("general.sampling.min_p", float),
   "repetition_penalty": ("general.sampling.penalty_repeat", float),
 }
-# Control tokens that end one in a file without `EOT`, as llama.cpp takes them, too.
+# Control tokens that end a generation in a file without `EOT`; the same as llama.cpp's.
 END_TEXTS = (
   "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
   "<｜end▁of▁sentence｜>",
@@ -67,15 +67,15 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Cut(NamedTuple):
-  """How texts are cut before they are encoded.
+  """How a text is split before it is encoded.
 
   Attributes:
-    patterns: regular expressions, one after the other; each match is a piece.
-    digits: whether each digit is a piece before that.
-    by_words: whether GPT-2's pattern cuts the pieces at last.
+    patterns: regular expressions, applied in order; each match is a piece.
+    digits: whether each digit is a piece first.
+    by_words: whether GPT-2's pattern finally splits the pieces.
     composes: whether characters are composed first (NFC).
-    ignores_merges: whether a piece that is a token is that token, whatever the merges say.
-    adds_bos: whether a text begins with the bos token where the file does not say.
+    ignores_merges: whether a piece that is a token becomes that token, regardless of the merges.
+    adds_bos: whether a text begins with the bos token if the file does not specify it.
   """
 
   patterns: tuple[str, ...] = ()
@@ -110,12 +110,12 @@ PRE_TOKENIZERS: Mapping[str, Cut] = {
 
 
 def files(path: pathlib.Path) -> dict[str, bytes]:
-  """Returns the tokenizer's files of a directory, by name, as a GGUF file describes them.
+  """Returns the Hugging Face tokenizer files, by name, that a GGUF file describes.
 
   Raises:
     FileNotFoundError: if there is no such file.
     ImportError: if the `gguf` package is not installed.
-    NotImplementedError: for a tokenizer or pre-tokenizer that is not read.
+    NotImplementedError: for an unsupported tokenizer or pre-tokenizer.
     ValueError: naming the key that is missing or wrong.
   """
   found = _Metadata(path, gguf_file.File(path).metadata)
@@ -164,18 +164,18 @@ def metadata(
 
   Args:
     backend: the `tokenizers` object.
-    vocab_size: rows of the model's embedding; ids that no token has are unused ones.
-    chat_template: "" for none.
-    special_tokens: by role.
-    eos_ids: that end a generation.
-    generation: generation_config.json, which says how answers are sampled.
-    pre: the pre-tokenizer, of `PRE_TOKENIZERS`, by which llama.cpp is to cut texts where none of
-      its own cuts as this tokenizer does. Such a file holds the tokenizer.json, too.
+    vocab_size: rows of the model's embedding; ids without a token become unused ones.
+    chat_template: jinja2 source, "" for none.
+    special_tokens: special tokens by role.
+    eos_ids: ids that end a generation.
+    generation: generation_config.json, with the default sampling settings.
+    pre: the pre-tokenizer, of `PRE_TOKENIZERS`, for llama.cpp to use if none of its own splits
+      texts like this tokenizer. Such a file also contains the tokenizer.json.
 
   Raises:
-    NotImplementedError: for a tokenizer that GGUF has no words for, or that llama.cpp has no
-      pre-tokenizer for while none is named.
-    ValueError: for a pre-tokenizer that is not known, or more tokens than the model has rows.
+    NotImplementedError: for a tokenizer that GGUF cannot describe, or that has no llama.cpp
+      pre-tokenizer while `pre` is empty.
+    ValueError: for an unknown pre-tokenizer, or more tokens than the model has rows.
   """
   written = json.loads(backend.to_str())
   _refuse_other_kinds(written)
@@ -213,7 +213,7 @@ def metadata(
       f"GGUF: eos_token_id: got {ends}, expected at most {len(ENDS)} that end a generation; leave"
       " out some in generation_config.json."
     )
-  # Every place has one: a file without some of them ends at tokens by their texts.
+  # Every key is set: for a file without one, llama.cpp guesses end tokens by their texts.
   ends += ends[:1] * (len(ENDS) - len(ends))
   if generation.get("do_sample") is False:
     generation = {**generation, "temperature": 0.0}
@@ -240,7 +240,7 @@ def metadata(
 
 
 def _cut(written: Mapping[str, Any]) -> Cut | None:
-  """Returns how a tokenizer.json has texts cut (`adds_bos` aside), None for what `Cut` lacks."""
+  """Returns how a tokenizer.json splits texts (`adds_bos` aside); None if not a `Cut`."""
   steps = _flat(written["pre_tokenizer"], "pretokenizers")
   normalizers = _flat(written["normalizer"], "normalizers")
   if not steps or normalizers not in ([], [{"type": "NFC"}]):
@@ -272,7 +272,7 @@ def _cut(written: Mapping[str, Any]) -> Cut | None:
 
 
 def _refuse_other_kinds(written: Mapping[str, Any]) -> None:
-  """Refuses a tokenizer.json that is no byte-level byte-pair encoding, by the field."""
+  """Refuses a tokenizer.json that is not byte-level byte-pair encoding, naming the field."""
   model, decoder = written["model"], (written.get("decoder") or {}).get("type")
   odd = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
   for field, got, expected in (
@@ -288,7 +288,7 @@ def _refuse_other_kinds(written: Mapping[str, Any]) -> None:
 
 
 def _around(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) -> dict[str, int]:
-  """Returns the tokens that a tokenizer adds before and behind a text, by role."""
+  """Returns the tokens that a tokenizer adds before and after a text, by role."""
   plain = backend.encode("a", add_special_tokens=False).ids
   whole = backend.encode("a", add_special_tokens=True).ids
   start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
@@ -304,7 +304,7 @@ def _around(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) ->
 
 
 class _Metadata:
-  """The metadata of a file whose values are read, checked and refused by their keys."""
+  """The metadata of a file, with checked access; errors name the key."""
 
   def __init__(self, path: pathlib.Path, values: Mapping[str, Any]):
     self.path, self.values = path, values
@@ -333,7 +333,7 @@ class _Metadata:
     return value
 
   def token(self, key: str, tokens: list[str]) -> int | None:
-    """Returns the id at a key, None where it is missing."""
+    """Returns the id at a key, None if it is missing."""
     value = self.values.get(key)
     if value is None:
       return None
@@ -349,7 +349,7 @@ class _Metadata:
 
 
 def _tokens(found: _Metadata) -> tuple[list[str], list[int]]:
-  """Returns texts and kinds of all tokens."""
+  """Returns the texts and kinds of all tokens."""
   model = found.text(MODEL)
   if model != BYTE_PAIRS:
     raise found.refuse(
@@ -372,7 +372,7 @@ def _tokens(found: _Metadata) -> tuple[list[str], list[int]]:
 def _backend(
   found: _Metadata, tokens: list[str], kinds: list[int], roles: Mapping[str, str]
 ) -> tokenizers.Tokenizer:
-  # What is unused pads the embedding, and no text becomes it.
+  # Unused tokens pad the embedding; no text is encoded as one of them.
   used = [(text, i) for i, (text, kind) in enumerate(zip(tokens, kinds)) if kind != UNUSED]
   vocab = dict(used)
   if len(vocab) < len(used):
@@ -410,7 +410,7 @@ def _backend(
 
 
 def _whole(found: _Metadata, whole: str, vocab: Mapping[str, int]) -> tokenizers.Tokenizer:
-  """Returns the tokenizer that a file holds as Hugging Face has it, besides as llama.cpp has it."""
+  """Returns the tokenizer that a file contains in Hugging Face's format, next to llama.cpp's."""
   try:
     backend = tokenizers.Tokenizer.from_str(whole)
   except Exception as error:  # `tokenizers` raises bare Exception, and nothing narrower.
@@ -453,7 +453,7 @@ def _pre_tokenizer(cut: Cut) -> Any:
 def _post_processor(
   found: _Metadata, cut: Cut, vocab: Mapping[str, int], roles: Mapping[str, str]
 ) -> Any:
-  """Returns what adds bos and eos tokens around a text where the file asks for them."""
+  """Returns the post-processor that adds the bos and eos tokens for which the file asks."""
   around = {
     "bos_token": found.flag(ADD_BOS, cut.adds_bos and "bos_token" in roles),
     "eos_token": found.flag(ADD_EOS, False),
@@ -479,7 +479,7 @@ def _post_processor(
 
 
 def _flat(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:
-  """Returns the steps of a part of tokenizer.json, a sequence or a single one."""
+  """Returns the steps of a part of tokenizer.json, whether a sequence or a single step."""
   if step is None:
     return []
   return list(step[inner]) if step["type"] == "Sequence" else [step]

@@ -1,4 +1,4 @@
-"""A model as a GGUF file, which llama.cpp answers with by itself.
+"""Writes a model as a GGUF file for llama.cpp.
 
 params -- Hugging Face's tensors -- names and rows of GGUF -- rounded to a kind --> model.gguf
 """
@@ -27,10 +27,10 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 
-# Kinds that the `gguf` package rounds to, with the number by which a file says what it mostly is.
+# Kinds to which the `gguf` package rounds, with the value of general.file_type.
 KINDS = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_1": 3}
-WITHOUT_BLOCKS = "F16"  # Of rows that do not divide into blocks of the kind that is asked for.
-NUMBERS_AT_ONCE = 2**20  # Are rounded together.
+WITHOUT_BLOCKS = "F16"  # For rows that do not divide into blocks of the requested kind.
+NUMBERS_AT_ONCE = 2**20  # Numbers rounded at once.
 QUANTIZATION_VERSION = 2
 MAX_HALF = float(np.finfo(np.float16).max)
 
@@ -39,10 +39,10 @@ class Written(NamedTuple):
   """A tensor of a file.
 
   Attributes:
-    name: GGUF's.
+    name: name in GGUF.
     shape: rows first.
-    kind: what its numbers were rounded to.
-    size: in bytes.
+    kind: kind to which its numbers were rounded.
+    size: bytes.
   """
 
   name: str
@@ -61,29 +61,29 @@ def save(
   pre: str = "",
   overwrite: bool = False,
 ) -> list[Written]:
-  """Writes a GGUF file that llama.cpp and `huggingface.load` read; a kill leaves none, or all.
+  """Writes a GGUF file, atomically, that llama.cpp and `huggingface.load` read.
 
   Args:
-    path: of the file, which is made.
+    path: path of the file, which is created.
     params: weights in our layout, of any `reduction_shards`.
-    config: of the model.
-    kind: of the matrices, one of `KINDS`. Vectors are F32, as llama.cpp wants them, and matrices
-      whose rows do not divide into blocks F16.
+    config: shape of the model.
+    kind: kind of the matrices, one of `KINDS`. Vectors are F32, as llama.cpp requires, and matrices
+      whose rows do not divide into blocks are F16.
     tokenizer: is written too, with its chat template and the tokens that end a generation; without
-      one the file takes token ids alone.
-    pre: the pre-tokenizer, of `gguf_tokenizer.PRE_TOKENIZERS`, that llama.cpp is to use where it
-      has none that cuts as this one.
-    overwrite: replace a file that is there.
+      one, the file works with token ids only.
+    pre: the pre-tokenizer, of `gguf_tokenizer.PRE_TOKENIZERS`, for llama.cpp to use if none of its
+      own splits texts like this tokenizer.
+    overwrite: replace an existing file.
 
   Returns:
-    what was written, in the file's order.
+    The written tensors, in the file's order.
 
   Raises:
-    FileExistsError: if there is a file and it may not be replaced.
+    FileExistsError: if the file exists and may not be replaced.
     ImportError: if the `gguf` package is not installed.
-    NotImplementedError: for a scaling of rotations or a tokenizer that GGUF has no words for.
+    NotImplementedError: for a rotary scaling or a tokenizer that GGUF cannot describe.
     OSError: if the disk has too little free space, with both numbers.
-    ValueError: if `params` is not laid out for `config` or not finite, or on another kind.
+    ValueError: if `params` is not in the layout of `config` or not finite, or for an unknown kind.
   """
   gguf = gguf_file.package()
   path = pathlib.Path(os.path.abspath(path))
@@ -145,7 +145,7 @@ def save(
 
 
 def summary(written: Sequence[Written]) -> str:
-  """Returns what was written, a line for each kind of tensors."""
+  """Returns a summary of the written tensors, a line per kind."""
   lines = []
   for kind in dict.fromkeys(tensor.kind for tensor in written):
     of_kind = [tensor for tensor in written if tensor.kind == kind]
@@ -167,7 +167,7 @@ def _written(name: str, shape: tuple[int, ...], kind: str, gguf: Any) -> Written
 
 def _add_values(writer: Any, values: dict[str, Any]) -> None:
   for key, value in values.items():
-    if key == "general.architecture":  # The writer's own.
+    if key == "general.architecture":  # The writer adds it.
       continue
     if isinstance(value, bool):
       writer.add_bool(key, value)
@@ -187,7 +187,7 @@ def _data(
   config: model_config.TransformerConfig,
   factors: np.ndarray | None,
 ) -> Iterator[np.ndarray]:
-  """Yields f32 of every tensor of the file, in its order."""
+  """Yields every tensor of the file as f32, in order."""
   for name, tensor in huggingface_layout.tensors(params, plan, np.dtype(np.float32)):
     heads = gguf_tensors.turned_heads(name, config)
     yield gguf_tensors.interleave(tensor, heads) if heads else tensor
@@ -199,13 +199,13 @@ def _rounded(tensor: Written, data: np.ndarray, gguf: Any) -> np.ndarray:
   """Returns a tensor's bytes, rounded a few rows at a time.
 
   Raises:
-    ValueError: by the tensor's name, if its numbers are too large for the kind.
+    ValueError: naming the tensor, if its numbers are too large for the kind.
   """
   kind = gguf.GGMLQuantizationType[tensor.kind]
   if tensor.kind == "F32":
     return np.ascontiguousarray(data)
   step = max(1, NUMBERS_AT_ONCE // data.shape[1])
-  # The scales of blocks are float16, too: what they do not hold would be infinite.
+  # The scales of blocks are float16 too; larger numbers would make them infinite.
   most = float(np.abs(data).max()) if tensor.kind != "BF16" else 0.0
   if most > MAX_HALF:
     raise ValueError(

@@ -1,16 +1,16 @@
-"""A larger model that says what a smaller one says, as a start for its own training.
+"""Function-preserving growth (Net2Net) of a model, as a start for training a larger one.
 
-    hidden features, heads, units of the MLP  ->  copies; what reads them divides its weights
-    features of a head                        ->  a value's are copied; a query's and key's turn by
-                                                  the same frequencies, and the new ones are zero
-    further layers                            ->  the last one, with output projections of zero
+    hidden features, heads, MLP units   ->  copies; the weights that read them are divided
+    features of a head                  ->  a value's are copied; a query's and key's rotate with
+                                            the same frequencies, and the new ones are zero
+    further layers                      ->  copies of the last one, with zero output projections
 
-Copies would stay equal for ever, since they get equal gradients. So `noise` divides what reads them
-unevenly, by shares that are drawn and still sum to one, which changes no logit; and it draws the
-new features of queries and keys, which changes logits a little.
+Exact copies would stay equal forever, since they get equal gradients. So `noise` divides the
+weights that read them unevenly, by random shares that still sum to one, which changes no logit; and
+it randomises the new features of queries and keys, which changes logits a little.
 
 Sources: Net2Net, Chen et al. 2015, https://arxiv.org/abs/1511.05641; bert2BERT, Chen et al. 2021,
-https://arxiv.org/abs/2110.07143; layers that begin as zero: LLaMA Pro, Wu et al. 2024,
+https://arxiv.org/abs/2110.07143; layers that start as zero: LLaMA Pro, Wu et al. 2024,
 https://arxiv.org/abs/2401.02415.
 """
 
@@ -26,10 +26,10 @@ from seerjax.ops import rotary
 
 
 def check(small: TransformerConfig, large: TransformerConfig) -> None:
-  """Refuses a pair of shapes between which there is no growth.
+  """Refuses a pair of shapes between which growth is not possible.
 
   Raises:
-    ValueError: naming the field, both values, and what would do.
+    ValueError: naming the field, both values, and what would work.
   """
   for field in ("vocab_size", "is_tied", "has_qk_norms", "has_qkv_biases", "norm_eps"):
     old, new = vars(small)[field], vars(large)[field]
@@ -75,20 +75,20 @@ def grow(
   noise: float = 0.1,
   seed: int = 0,
 ) -> parameters.Params:
-  """Returns f32 master weights of shape `large` that answer as `masters` of shape `small` do.
+  """Returns f32 master weights of shape `large` that compute what `masters` of shape `small` do.
 
   Args:
     masters: weights of the small model, with unstacked layers, in any number of slabs.
-    small: its shape.
-    large: what it becomes, in as many slabs.
-    noise: 0 copies and divides evenly, and changes no logit but by rounding; else the deviation of
-      a share from an even one, in parts of the whole, and of the new features of queries and keys,
-      in parts of the old ones'.
-    seed: of what is drawn.
+    small: shape of the small model.
+    large: shape of the result, in as many slabs.
+    noise: 0 copies and divides evenly, and changes logits by rounding only. Otherwise, the standard
+      deviation of a share from an even one, relative to the whole, and of the new features of
+      queries and keys, relative to the old ones.
+    seed: seed of the noise.
 
   Raises:
-    ValueError: for shapes between which there is no growth, slabs that do not divide the large one,
-      or a noise that is out of range.
+    ValueError: for shapes between which growth is not possible, slabs that do not divide the large
+      shape, or a noise that is out of range.
   """
   check(small, large)
   if not 0 <= noise < 1:
@@ -107,7 +107,7 @@ def grow(
   copies = large.hidden_size // small.hidden_size
   features = _copies(small.hidden_size, large.hidden_size)
   grown = {"embed": np.tile(masters["embed"], (1, copies)), "layers": layers}
-  if small.is_tied:  # The table is copied; so what reads it divides by the copies.
+  if small.is_tied:  # The table is copied, so the norm before the head divides by the copies.
     grown["final_norm"] = _divided(np.asarray(masters["final_norm"]), features, 0, noise, draw)
   else:
     grown["final_norm"] = np.tile(masters["final_norm"], copies)
@@ -116,21 +116,21 @@ def grow(
 
 
 def _copies(old: int, new: int) -> np.ndarray:
-  """Returns i64[new], which of `old` units each new one is a copy of, in turn."""
+  """Returns i64[new], the old unit that each new unit copies, cyclically."""
   return np.arange(new) % old
 
 
 def _divided(
   weights: np.ndarray, copies: np.ndarray, axis: int, noise: float, draw: np.random.Generator
 ) -> np.ndarray:
-  """Returns weights that read copies of what `weights` read, along `axis`, to the same sum."""
+  """Returns weights that read copies of the inputs of `weights`, along `axis`, to the same sum."""
   counts = np.bincount(copies)
   wide = np.moveaxis(np.take(weights, copies, axis), axis, 0)
   drawn = draw.standard_normal(wide.shape) * noise
   sums = np.zeros((counts.size, *wide.shape[1:]))
   np.add.at(sums, copies, drawn)
   column = (-1, *(1,) * (wide.ndim - 1))
-  # A unit that has one copy alone keeps its weight: what it draws is its own mean.
+  # A unit with a single copy keeps its weight: its draw equals its own mean.
   shares = 1.0 / counts[copies].reshape(column) + drawn - (sums / counts.reshape(column))[copies]
   return np.moveaxis(wide * shares, 0, axis)
 
@@ -149,7 +149,7 @@ def _layer(
   queries, keys = small.num_heads // r, small.num_kv_heads // r
   more = large.num_heads // small.num_heads
   hidden = _copies(d, large.hidden_size)
-  # Products are divided by sqrt(factor c) now; a norm's mean has `factor` times as many features.
+  # Attention divides by sqrt(factor c) now; a norm's mean has `factor` times as many features.
   scale = factor ** (0.5 if small.has_qk_norms else 0.25)
 
   def heads(columns: np.ndarray, count: int, turns: bool) -> np.ndarray:
@@ -159,7 +159,7 @@ def _layer(
       wide = np.zeros((*whole.shape[:-1], c * factor))
       if factor > 1:
         wide[...] = draw.standard_normal(wide.shape) * noise * columns.std() * scale
-      wide[..., ::factor] = whole * scale  # Pair j turns as pair `factor j` does.
+      wide[..., ::factor] = whole * scale  # Pair `factor j` has the old frequency of pair j.
     else:
       wide = np.tile(whole, factor)
     return np.concatenate([wide] * more, axis=-2).reshape(*columns.shape[:-1], -1)
@@ -169,7 +169,7 @@ def _layer(
     parts = heads(q, queries, True), heads(k, keys, True), heads(v, keys, False)
     return np.concatenate(parts, axis=-1)
 
-  # Features of a head's value, among those of all heads of the slab.
+  # Indices of the value features of each head, among those of all heads of the slab.
   values = np.arange(queries * c).reshape(queries, c)
   values = np.tile(np.tile(values, factor), (more, 1)).reshape(-1)
   inner = old["down"].shape[1]

@@ -1,6 +1,6 @@
 """The head: hidden rows become tokens and scores.
 
-The engine lets it sample, the trainer hands it the tokens, and both run one tile program.
+The engine samples with it, and the trainer passes the tokens; both run the same tile program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from seerjax.models.parameters import Params
 from seerjax.ops import logprobs, sampling, tiles
 from seerjax.types import SamplingRows, TokenScores
 
-# Rows whose logits a gradient holds at once where a filter has to see them whole.
+# Rows of logits that a gradient holds at once if a filter needs whole rows.
 FILTERED_ROWS = 16
 
 
@@ -34,7 +34,7 @@ def logits_rows(
   hidden: Array,
   one: Array,
 ) -> Float[Array, "n v"]:
-  """Final norm and vocabulary product: f[n, d] -> f32[n, v]. For use on the rows of one tile."""
+  """Final norm and vocabulary product: f[n, d] -> f32[n, v]. Use it on the rows of one tile."""
   normed = operations.rms_norm_rows(hidden, weights["final_norm"], shape.norm_eps)
   slabs = weights["head"]  # f[r, v / r, d]
   slab = lambda x, rows: operations.dot_rows(x, rows)
@@ -61,27 +61,27 @@ def sample_and_score(
 ) -> tuple[Int[Array, "n"], TokenScores]:
   """Samples the next token of each row, or takes the given one, and scores it.
 
-  The engine and the trainer both call this, and both use all of what it returns: an output that
-  XLA could remove would change the program around it, and with it the bits.
+  The engine and the trainer both call this, and both use all of its outputs: an output that XLA
+  could remove would change the program around it, and with it the bits.
 
   Args:
     params: as for `forward`.
     hidden: f[n, d], rows of `forward`.
     forced: i32[n], the token to score; -1 samples one.
-    sampling_rows: how each row is processed.
+    sampling_rows: sampling parameters of each row.
     seeds: u32[n], each row's request seed.
     positions: i32[n], absolute position of the token that is sampled or scored.
     num_rows: i32[], valid rows.
     key: the run's sampling key; folded, never consumed.
     config: shape of the model.
-    numerics: what decides bits.
+    numerics: the numerics configuration.
     axis: mesh axis of the slabs, None on one device.
-    backend: what runs the head; None is the one that the numerics name.
-    is_plain: no row of the first `num_rows` is biased, filtered or restricted, so that what such
-      rows need may be left out. No other row's bits follow it.
+    backend: backend of the head; None is the one that the numerics name.
+    is_plain: none of the first `num_rows` rows is biased, filtered or restricted, so the work for
+      such rows is left out. The bits of other rows do not depend on it.
 
   Returns:
-    (tokens i32[n], their scores). A gradient is that of the scores of forced tokens.
+    (tokens i32[n], their scores). The gradient is that of the scores of forced tokens.
   """
   numerics = numerics_for(config, numerics)
   table = table_of(params, config, numerics)
@@ -103,9 +103,9 @@ def sample_and_score(
 def table_of(
   params: Params, config: TransformerConfig, numerics: numerics_lib.NumericsConfig
 ) -> Array:
-  """Returns the slabs of the vocabulary's table, f[r, v / r, d], embeddings where they are tied.
+  """Returns the slabs of the vocabulary table, f[r, v / r, d]; the embedding if it is tied.
 
-  Under `shard_map` they are this device's, as the weights are.
+  Under `shard_map` they are the slabs of this device, like the weights.
   """
   table = params.get("head")
   if table is not None:
@@ -125,11 +125,11 @@ def likeliest(
   numerics: numerics_lib.NumericsConfig,
   axis: str | None = None,
 ) -> Int[Array, "n k"]:
-  """Returns the ids of each row's likeliest tokens under the processed distribution, k = `count`.
+  """Returns the ids of each row's top tokens under the processed distribution, k = `count`.
 
-  They are read off the portable tiled program on every backend. Their scores are
-  `sample_and_score`'s, of rows that are forced to them: asking for other tokens thus changes
-  no program that samples.
+  On every backend they are computed by the portable tiled program. Their scores come from
+  `sample_and_score` on rows that are forced to them, so requesting top tokens changes no program
+  that samples.
   """
   numerics = numerics_for(config, numerics)
   tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
@@ -159,7 +159,7 @@ def likeliest_scores(
   axis: str | None = None,
   backend: Backend | None = None,
 ) -> tuple[Int[Array, "n k"], TokenScores]:
-  """Returns `likeliest` ids and their scores f32[n, k], those of the rows forced to them."""
+  """Returns `likeliest` ids and their scores f32[n, k], from rows forced to these ids."""
   shape = hidden.shape[0], count
   ids = likeliest(
     params, hidden, sampling_rows, num_rows, count, config=config, numerics=numerics, axis=axis
@@ -193,7 +193,7 @@ def score_rows(
   rows: Any,
   one: Array,
 ) -> tuple[Int[Array, "n"], TokenScores]:
-  """The head of the rows of one tile, with their logits whole."""
+  """Runs the head on the rows of one tile, with whole rows of logits."""
   hidden, forced, sampling_rows, seeds, positions, is_wanted = rows
   logits = logits_rows(operations, shape, axis, weights, hidden, one)
   processed = sampling.processed_rows(logits, sampling_rows)
@@ -212,9 +212,9 @@ def given_rows(
   rows: Any,
   one: Array,
 ) -> TokenScores:
-  """What a gradient may reach: scores of given tokens.
+  """Returns scores of given tokens: the differentiable part of `score_rows`.
 
-  Drawing noise again would cost more than the rest, at run time and at compile time.
+  Drawing the noise again would cost more than the rest, at run time and at compile time.
   """
   hidden, forced, sampling_rows, *_ = rows
   given = (hidden, jnp.maximum(forced, 0), sampling_rows)
@@ -229,10 +229,10 @@ def _given_scores(
   rows: tuple[Array, Array, SamplingRows],
   one: Array,
 ) -> TokenScores:
-  """Scores given tokens for a gradient: few logits are held at a time.
+  """Scores given tokens for a gradient while holding few logits at a time.
 
-  Slab by slab of the vocabulary for many rows, or, where a filter has to see a row whole, few rows
-  at a time.
+  Many rows are processed slab by slab of the vocabulary; if a filter needs whole rows, a few rows
+  are processed at a time.
   """
 
   def by_slab(rows):
@@ -241,7 +241,7 @@ def _given_scores(
     slabs = weights["head"]
     local, width, _ = slabs.shape
     start = 0 if axis is None else lax.axis_index(axis) * jnp.int32(local)
-    # As integers, sampling parameters have no gradient that a mesh would gather.
+    # As integers, the sampling parameters have no gradient that a mesh would gather.
     words = jax.tree.map(lambda leaf: lax.bitcast_convert_type(leaf, jnp.int32), parameters)
 
     def logits_of(shared, slab, first):
@@ -260,7 +260,7 @@ def _given_scores(
     @jax.checkpoint
     def few(rows):
       hidden, tokens, parameters = rows
-      # Held apart: how logits were gathered would be fused with what reads them.
+      # The barrier keeps XLA from fusing the gathering of logits with the ops that read them.
       logits = lax.optimization_barrier(
         logits_rows(operations, shape, axis, weights, hidden, one)
       )

@@ -1,7 +1,7 @@
-"""Hugging Face model directories in and out: config.json (`huggingface_config`) and safetensors.
+"""Reads and writes Hugging Face model directories: config.json (`huggingface_config`), safetensors.
 
-A directory comes from strangers: whatever its files claim is checked before it is used, and refused
-by the name of the file, field or tensor that is wrong. Nothing is ever unpickled.
+Directories are untrusted: their files are checked before use, and errors name the file, field or
+tensor that is wrong. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 READABLE_DTYPES = ("F32", "BF16", "F16")  # Each converts to float32 without loss.
-INT8 = "int8"  # Of weights that a draft may have.
-SCALE = "_scale"  # Behind the name of an INT8 tensor: what its rows are multiplied by.
+INT8 = "int8"  # A dtype for draft models only.
+SCALE = "_scale"  # Suffix of the name of an INT8 tensor's row scales.
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja")
 MAX_SHARD_BYTES = 4 * 2**30  # Bounds the memory of `save` too: one shard is held at a time.
-# Old Llama checkpoints hold this buffer; it follows from config.json.
+# Old Llama checkpoints have this buffer, which is derived from config.json.
 IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -54,19 +54,19 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def load_config(path: str | os.PathLike[str]) -> model_config.TransformerConfig:
   """Returns the shape of the model in a directory or GGUF file.
 
-  config.json is read in the spellings of transformers 4 and 5.
+  config.json may have the spellings of transformers 4 or 5.
 
   Raises:
     FileNotFoundError: if there is no config.json, or no such file.
-    NotImplementedError: for a GGUF file of an architecture or kind that is not read.
-    ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
+    NotImplementedError: for a GGUF file with an unsupported architecture or kind.
+    ValueError: naming the field that is missing, malformed or not supported.
   """
   if gguf_file.is_named(path):
     return gguf_config.read(gguf_file.File(path))
   return huggingface_config.read(pathlib.Path(path) / CONFIG_FILE)
 
 
-# Weights, in.
+# Reading weights.
 
 
 def load(
@@ -79,18 +79,18 @@ def load(
   """Reads a model directory or GGUF file into our layout, tensor by tensor from mapped files.
 
   Args:
-    path: of a directory with config.json and safetensors, or of a GGUF file.
+    path: a directory with config.json and safetensors, or a GGUF file.
     numerics: `reduction_shards` decides the layout.
-    dtype: of the parameters; bfloat16 and float16 checkpoints reach float32 without loss.
-    allow_int8: whether weights may be those of `save` in "int8"; a draft's may, since no bit of an
-      answer is its.
+    dtype: dtype of the parameters; bfloat16 and float16 checkpoints convert to float32 exactly.
+    allow_int8: whether weights may be "int8" as written by `save`. A draft model's may, since
+      drafts change no bit of a response.
 
   Returns:
-    (master weights, the model's configuration). Memory beyond the result: one parameter.
+    (master weights, the model's configuration). Peak memory beyond the result: one parameter.
 
   Raises:
     FileNotFoundError: if config.json or the weights are missing.
-    NotImplementedError: for a GGUF file of an architecture or kind that is not read.
+    NotImplementedError: for a GGUF file with an unsupported architecture or kind.
     ValueError: naming the file, field or tensor that is wrong.
   """
   path = pathlib.Path(path)
@@ -102,7 +102,7 @@ def load(
     config = checkpoint.config
     numerics = model_config.numerics_for(config, numerics)
     found = {name for name in checkpoint.names if not IGNORED.fullmatch(name)}
-    if config.num_layers > len(found):  # Before a plan of so many layers is made.
+    if config.num_layers > len(found):  # Checked before a plan of that many layers is made.
       raise ValueError(
         f"{checkpoint.layers_field}: got {config.num_layers}, expected at most {len(found)}, the"
         " tensors that there are; the files do not belong together."
@@ -155,7 +155,7 @@ def load(
 def _side_by_side(
   parts: Iterator[np.ndarray], count: int, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-  """Returns one array of parts along the last axis; of a single one no copy more than it needs."""
+  """Concatenates parts along the last axis; a single part is not copied unless necessary."""
   if count == 1:
     return np.ascontiguousarray(next(parts).astype(dtype, copy=False))
   whole, first = np.empty(shape, dtype), 0
@@ -166,7 +166,7 @@ def _side_by_side(
 
 
 class _Checkpoint:
-  """Open safetensors files of one directory: a tensor's place, dtype and shape by its name."""
+  """Open safetensors files of one directory, with the file of each tensor."""
 
   described_by = CONFIG_FILE
 
@@ -207,14 +207,14 @@ class _Checkpoint:
     self.names = self.file_of.keys()
 
   def shown(self, name: str) -> str:
-    """Returns the files' own name of a tensor."""
+    """Returns the name of a tensor in the files."""
     return name
 
   def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-    """Refuses a tensor whose header names another shape; nothing of it is read.
+    """Refuses a tensor with another shape in its header; no data is read.
 
     Raises:
-      ValueError: by the tensor's name.
+      ValueError: naming the tensor.
     """
     found = tuple(self._files[self.file_of[name]].get_slice(name).get_shape())
     if found != shape:
@@ -227,7 +227,7 @@ class _Checkpoint:
     """Returns one tensor as finite f32.
 
     Raises:
-      ValueError: by the tensor's name, on another shape or dtype, or on NaN and infinities.
+      ValueError: naming the tensor, for another shape or dtype, or for NaN and infinities.
     """
     file = self._files[self.file_of[name]]
     where = f"{self.path / self.file_of[name]}: {name}"
@@ -254,13 +254,13 @@ class _Checkpoint:
 def _require_memory(
   path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any
 ) -> None:
-  """Refuses weights that the free memory does not hold, before any of them is read.
+  """Refuses weights that do not fit into free memory, before any of them is read.
 
   Raises:
     ValueError: with both sizes.
   """
   sizes = [math.prod(shape) for shape in shapes.values()]
-  # The largest is in memory as float32, too, while it is laid out.
+  # The largest tensor is also in memory as float32 during conversion.
   needed = sum(sizes) * np.dtype(dtype).itemsize + max(sizes) * 4
   if jax.devices()[0].platform != "cpu":  # What a device holds is planned by the engine.
     return
@@ -274,7 +274,7 @@ def _require_memory(
 
 
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:
-  """Returns the index's file of each tensor; {} for a directory with one weights file."""
+  """Returns the file of each tensor by the index; {} for a directory with one weights file."""
   if (directory / WEIGHTS_FILE).is_file():
     return {}
   path = directory / INDEX_FILE
@@ -321,7 +321,7 @@ def _require_tied(
     )
 
 
-# Weights, out.
+# Writing weights.
 
 
 def save(
@@ -336,24 +336,25 @@ def save(
 ) -> None:
   """Writes a model directory that `load` and transformers read; equal weights give equal bytes.
 
-  Everything is written to a directory beside it, flushed to disk and renamed, so that a kill leaves
-  either no directory (or the old one), or the whole new one.
+  The files are written to a temporary directory next to the target, flushed to disk and renamed, so
+  that a kill leaves either no directory (or the old one), or the complete new one.
 
   Args:
-    directory: is made.
+    directory: created.
     params: weights in our layout, of any `reduction_shards`.
-    config: of the model.
-    dtype: of the tensors, "bfloat16" (masters are rounded to nearest even), "float32", or "int8":
-      matrices symmetrically by output channel, each with its scales beside it, for drafts alone.
+    config: shape of the model.
+    dtype: dtype of the tensors: "bfloat16" (masters are rounded to nearest even), "float32", or
+      "int8": matrices symmetrically by output channel, with a tensor of scales each, for draft
+      models only.
     tokenizer: its files are written too, and its `eos_ids` as generation_config.json.
-    max_shard_bytes: larger models become several files and an index.
-    overwrite: replace a model directory that is there; its other files go too.
+    max_shard_bytes: larger models are split into several files with an index.
+    overwrite: replace an existing model directory, including its other files.
 
   Raises:
-    FileExistsError: if the directory holds something and may not be replaced.
+    FileExistsError: if the directory is not empty and may not be replaced.
     OSError: if the disk has too little free space, with both numbers.
-    ValueError: if `params` is not laid out for `config` or not finite, on another dtype, or if no
-      family of checkpoints is of this `config`.
+    ValueError: if `params` is not in the layout of `config` or not finite, for an unknown dtype, or
+      if no checkpoint family has this `config`.
   """
   directory = pathlib.Path(os.path.abspath(directory))
   if dtype not in (*numerics_lib.DTYPES, INT8):
@@ -368,7 +369,7 @@ def save(
       f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
     )
   eos_ids = () if tokenizer is None else tokenizer.eos_ids
-  # What INT8 is read as: no other program takes these files for what they are not.
+  # The config names the dtype into which INT8 is read, so other programs fail on the INT8 files.
   described = huggingface_config.to_object(config, "float32" if dtype == INT8 else dtype, eos_ids)
   directory.parent.mkdir(parents=True, exist_ok=True)
   plan = huggingface_layout.plan(config)
@@ -379,7 +380,7 @@ def save(
     for name, size in _sizes(tensor, shape, dtype).items()
   }
   token_files = {} if tokenizer is None else tokenizer.files
-  # Headers and JSON files: far below 1 KiB a tensor.
+  # Headers and JSON files: far below 1 KiB per tensor.
   others = 2**16 + 1024 * len(sizes) + sum(len(content) for content in token_files.values())
   require_space(directory.parent, sum(sizes.values()) + others)
   numerics_lib.require_finite(
@@ -397,9 +398,9 @@ def save(
 
 @contextlib.contextmanager
 def whole_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Hands over a directory to write files in, which then takes the place of `directory`, whole.
+  """Yields a temporary directory for files, which then replaces `directory` atomically.
 
-  Files get the mode that the umask says, and are on the disk before they take the place.
+  Files get the mode of the umask, and are flushed to disk before the replacement.
   """
   partial = directory.parent / f".{directory.name}.partial.{os.getpid()}"
   shutil.rmtree(partial, ignore_errors=True)
@@ -407,7 +408,7 @@ def whole_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
   try:
     yield partial
     for path in partial.iterdir():
-      path.chmod(0o666 & ~_umask())  # safetensors makes its files for their owner alone.
+      path.chmod(0o666 & ~_umask())  # safetensors creates its files with mode 0600.
       flush(path)
     flush(partial)
     _place(partial, directory)
@@ -416,10 +417,10 @@ def whole_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_target(directory: pathlib.Path, overwrite: bool, marker: str) -> None:
-  """Refuses a directory that may not be replaced: one without the file `marker` never may.
+  """Refuses a target that may not be replaced, such as a directory without the file `marker`.
 
   Raises:
-    FileExistsError: saying what is there.
+    FileExistsError: describing what exists there.
   """
   if not directory.exists():
     return
@@ -455,7 +456,7 @@ def require_space(parent: pathlib.Path, needed_bytes: int) -> None:
 
 
 def _shards_of(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
-  """Returns tensor names by file, in order; a tensor larger than the limit has its own."""
+  """Returns tensor names by file, in order; a tensor larger than the limit has its own file."""
   shards: list[list[str]] = [[]]
   total = 0
   for name, size in sizes.items():
@@ -468,7 +469,7 @@ def _shards_of(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]
 
 
 def _sizes(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, int]:
-  """Returns the bytes of a tensor and, where it has some, of its scales, by name."""
+  """Returns the bytes of a tensor and of its scales, if it has some, by name."""
   count = int(np.prod(shape, dtype=np.int64))
   if dtype == INT8 and len(shape) == 2:
     return {name: count, name + SCALE: 4 * shape[0]}
@@ -478,12 +479,12 @@ def _sizes(name: str, shape: tuple[int, ...], dtype: str) -> dict[str, int]:
 def _with_scales(
   tensors: Iterator[tuple[str, np.ndarray]],
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields f32 matrices as INT8 and what their rows, the output channels, are multiplied by."""
+  """Yields f32 matrices as INT8, followed by the scales of their rows, the output channels."""
   for name, tensor in tensors:
     if tensor.ndim != 2:
       yield name, tensor
       continue
-    # Of a row of zeros any scale will do.
+    # For a row of zeros, any scale will do.
     most = np.maximum(np.abs(tensor).max(axis=1, keepdims=True), np.float32(1e-9))
     scale = most / np.float32(127)
     yield name, np.rint(tensor / scale).astype(np.int8)
@@ -521,14 +522,14 @@ def write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
 
 
 def _umask() -> int:
-  """Returns the process's mask of modes, which can only be read by setting it."""
+  """Returns the umask of the process, which can only be read by setting it."""
   mask = os.umask(0)
   os.umask(mask)
   return mask
 
 
 def flush(path: pathlib.Path) -> None:
-  """Waits until a file or directory is on the disk."""
+  """Flushes a file or directory to disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -557,7 +558,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     name_or_path: a directory or GGUF file (which win), or an id such as "Qwen/Qwen3-0.6B".
 
   Raises:
-    FileNotFoundError: if there is no such directory or file, or the Hub cannot be asked or refuses.
+    FileNotFoundError: if there is no such directory or file, or the Hub is unreachable or refuses.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
   path = pathlib.Path(name_or_path).expanduser()
@@ -588,7 +589,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     ) from error
   try:
     return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
-  except Exception as error:  # A proxy's refusal is of its HTTP library, and nothing narrower.
+  except Exception as error:  # A proxy's refusal has the HTTP library's type, not a narrower one.
     raise FileNotFoundError(
       f"resolve: got no answer with the files of {name!r} from the Hub"
       f" ({type(error).__name__}: {error}), expected a local directory or a reachable Hub; check"

@@ -1,9 +1,9 @@
-"""A Hugging Face config.json as our `TransformerConfig`, and back.
+"""Converts between a Hugging Face config.json and our `TransformerConfig`.
 
     config.json  -- read -->  TransformerConfig  -- to_object -->  config.json
 
-Every field that would change what is computed is either understood or refused by its name: a model
-is never run as another one than its file describes.
+Every field that would change the computation is either supported or refused by name, so a model
+never runs as something other than its file describes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from seerjax.ops import rotary
 
 
 class Family(NamedTuple):
-  """What a checkpoint's `model_type` says of our configuration.
+  """The part of our configuration that a checkpoint's `model_type` determines.
 
   Attributes:
-    architecture: the one that its config.json names.
-    has_qk_norms: of the `TransformerConfig`.
-    has_qkv_biases: of the `TransformerConfig`.
+    architecture: name of the architecture in its config.json.
+    has_qk_norms: field of `TransformerConfig`.
+    has_qkv_biases: field of `TransformerConfig`.
   """
 
   architecture: str
@@ -37,11 +37,12 @@ FAMILIES = {
   "llama": Family("LlamaForCausalLM", has_qk_norms=False, has_qkv_biases=False),
 }
 
-# Beyond any size of a published model, vocabularies and contexts included; products of two of them
-# stay within 64 bits.
+# Larger than any size of a published model, vocabularies and contexts included; products of two
+# sizes stay within 64 bits.
 MAX_SIZE = 2**30
 
-# What each kind of scaling may say. None: any value; else the values that change nothing.
+# Allowed fields and values of each kind of scaling. None: any value; else the values without
+# effect.
 _ROPE_COMMON = {
   "rope_type": None,
   "type": None,
@@ -75,7 +76,7 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: naming the field that is missing, malformed, or asks for what we do not compute.
+    ValueError: naming the field that is missing, malformed or not supported.
   """
   fields = Fields(path, read_object(path))
   family = _family(fields)
@@ -102,7 +103,7 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
 
 
 def family_of(config: model_config.TransformerConfig) -> str:
-  """Returns the `model_type` of checkpoints of this configuration.
+  """Returns the `model_type` of checkpoints with this configuration.
 
   Raises:
     ValueError: if there is none.
@@ -121,10 +122,10 @@ def family_of(config: model_config.TransformerConfig) -> str:
 def to_object(
   config: model_config.TransformerConfig, dtype: str, eos_ids: tuple[int, ...]
 ) -> dict[str, Any]:
-  """Returns config.json as both transformers 4 and 5 read it.
+  """Returns a config.json that both transformers 4 and 5 read.
 
   Raises:
-    ValueError: if no family is of this configuration.
+    ValueError: if no model family has this configuration.
   """
   family, turn = family_of(config), config.rotary
   scaling: dict[str, Any] = {}
@@ -178,7 +179,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if it is no JSON, or no object.
+    ValueError: if it is not JSON, or not an object.
   """
   try:
     content = path.read_bytes()
@@ -221,7 +222,7 @@ def _refuse_unsupported(fields: Fields, family: str) -> None:
   for field in ("quantization_config", "compression_config"):
     if fields.get(field) is not None:
       raise fields.refuse(field, "none", "use the checkpoint in bfloat16 or float32")
-  # Qwen2's biases on queries, keys and values are part of its family, whatever this field says.
+  # Qwen2's biases on queries, keys and values are part of its family, regardless of this field.
   biases = ("mlp_bias",) if family == "qwen2" else ("attention_bias", "mlp_bias")
   for field in biases:
     if fields.flag(field):
@@ -315,18 +316,18 @@ def _scaled_rotary(
 
 
 class Fields:
-  """One JSON object whose fields are read, checked and refused by name."""
+  """One JSON object with checked access; errors name the field."""
 
   def __init__(self, path: pathlib.Path, values: Mapping[str, Any], prefix: str = ""):
     self.path, self.values, self.prefix = path, values, prefix
 
   def refuse(self, field: str, expected: str, fix: str) -> ValueError:
-    """Returns an error that says what the field holds, and what it should."""
+    """Returns an error with the field's value and the expected one."""
     got = fields_lib.shown(self.values[field]) if field in self.values else "nothing"
     return ValueError(f"{self.path}: {self.prefix}{field}: got {got}, expected {expected}; {fix}.")
 
   def get(self, field: str) -> Any:
-    """Returns the field's value, None where it is missing."""
+    """Returns the field's value, None if it is missing."""
     return self.values.get(field)
 
   def whole(self, field: str, default: int | None = None) -> int:
@@ -360,7 +361,7 @@ class Fields:
     return float(value)
 
   def flag(self, field: str) -> bool:
-    """Returns a truth value, False where it is missing.
+    """Returns a boolean, False if it is missing.
 
     Raises:
       ValueError: for anything else.

@@ -1,4 +1,4 @@
-"""Where each parameter of ours lies among the tensors of a Hugging Face checkpoint, and back.
+"""Maps our parameters to the tensors of a Hugging Face checkpoint, and back.
 
     q_proj [h c, d], k_proj, v_proj  <->  qkv      f32[r, d, queries | keys | values of the slab]
     o_proj [d, h c]                  <->  out      f32[r, h c / r, d]
@@ -19,7 +19,7 @@ from seerjax.models import config as model_config, parameters
 
 
 class Leaf(NamedTuple):
-  """Where one parameter lies in a checkpoint.
+  """The checkpoint tensors of one parameter.
 
   Attributes:
     kind: "plain", "columns" (output features in slabs), "bias", "rows" (input features in slabs)
@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
 
 
 def plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], Leaf]]:
-  """Returns (path in `Params`, where it lies) of every parameter, in the checkpoint's order."""
+  """Returns (path in `Params`, its `Leaf`) of every parameter, in the checkpoint's order."""
   d, c, inner = config.hidden_size, config.head_dim, config.intermediate_size
   q_size, kv_size = config.num_heads * c, config.num_kv_heads * c
   found: list[tuple[tuple[Any, ...], Leaf]] = [
@@ -78,7 +78,7 @@ def to_slabs(kind: str, tensor: np.ndarray, shards: int) -> np.ndarray:
 
 
 def from_slabs(kind: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """The inverse of `to_slabs`: of f32[r, ...] a tensor of `shape`."""
+  """Inverts `to_slabs`: returns a tensor of `shape` from f32[r, ...]."""
   if kind == "columns":
     return np.swapaxes(part, 1, 2).reshape(shape)
   if kind == "rows":
@@ -103,7 +103,7 @@ def tensors(
 
 
 def check_layout(params: parameters.Params, config: model_config.TransformerConfig) -> None:
-  """Refuses parameters that are not laid out for a configuration, of any number of slabs.
+  """Refuses parameters that are not in the layout of a configuration, for any number of slabs.
 
   Raises:
     ValueError: naming the first path that differs.
@@ -125,7 +125,7 @@ def check_layout(params: parameters.Params, config: model_config.TransformerConf
 
 
 def _widths(leaf: Leaf, whole: np.ndarray) -> list[int]:
-  """Returns how many of the last axis each tensor of a leaf fills."""
+  """Returns the width of each tensor of a leaf in the last axis."""
   if leaf.kind in ("columns", "bias"):
     return [shape[0] // whole.shape[0] for _, shape in leaf.tensors]
   return [whole.shape[-1]]

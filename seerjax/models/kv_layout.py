@@ -1,10 +1,10 @@
-"""How keys and values lie in pages. Outside of this file pages are a pytree with an axis of pages.
+"""Layout of keys and values in pages. Other files see pages as a pytree with a page axis.
 
     up to `UNROLLED_LAYERS` layers    a pair f[k, m, z, c] for each
     more                              one pair f[k, m, l, z, c], a page's layers side by side
 
-What a page of one head looks like is the backend's, which writes and reads it (`page_axes`): keys
-may be f[k, m, c, z], with a feature's positions side by side.
+The backend, which writes and reads the pages, defines the layout of one page of one head
+(`page_axes`): keys may be f[k, m, c, z], with the positions of a feature side by side.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from seerjax.backends.protocol import Backend
 from seerjax.models.config import TransformerConfig
 from seerjax.models.parameters import UNROLLED_LAYERS
 
-# What a layer keeps of its rows: keys and values, f[k, m, z, c] each where the backend has it so.
+# Keys and values of a layer, each f[k, m, z, c] unless the backend has other page axes.
 LayerPages = tuple[Array, ...]
-# Those of each layer, or one of all layers, f[k, m, l, z, c].
+# One entry per layer, or a single one for all layers, f[k, m, l, z, c].
 Pages = tuple[LayerPages, ...]
 
-# The axis of every leaf that counts pages, m: all that the rest of the library knows of them.
+# The page axis m of every leaf; other files know no other axis of pages.
 PAGE_AXIS = 1
 
 
@@ -39,16 +39,16 @@ def empty_pages(
   page_size: int,
   backend: Backend | None = None,
 ) -> Pages:
-  """Returns zeroed pages of one instance; page 0 is the dump page of padding.
+  """Returns zeroed pages of one instance; page 0 is the dump page for padding.
 
-  A pair a layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; beyond, one pair f[k, m, l, z, c].
+  One pair per layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; otherwise one pair f[k, m, l, z, c].
 
   Args:
     config: shape of the model.
-    numerics: of the pages.
-    num_pages: m, page 0 among them.
+    numerics: numerics of the pages.
+    num_pages: m, page 0 included.
     page_size: z, positions of one page; a divisor of `kv_split`.
-    backend: that will write them; None is the one that the numerics name.
+    backend: backend that will write the pages; None is the one that the numerics name.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
@@ -66,10 +66,10 @@ def empty_pages(
 
 
 class ScratchPages(NamedTuple):
-  """Pages that hold nothing before a step and that are not read after it: a layer makes its own.
+  """Sizes of pages that live for one step only: each layer allocates its own.
 
   Attributes:
-    num_pages: the dump page 0 among them.
+    num_pages: number of pages, the dump page 0 included.
     page_size: positions of one page.
   """
 
@@ -99,7 +99,7 @@ def _page_shapes(
 
 
 def page_size_of(pages: Pages | ScratchPages, backend: Backend) -> int:
-  """Returns the positions of one page."""
+  """Returns the number of positions of one page."""
   if isinstance(pages, ScratchPages):
     return pages.page_size
   axes = backend.page_axes[0]
@@ -107,8 +107,8 @@ def page_size_of(pages: Pages | ScratchPages, backend: Backend) -> int:
 
 
 def is_pool(pages: Pages | ScratchPages, backend: Backend) -> bool:
-  """Whether the pages of all layers lie in one pool."""
-  # Beside the axes of a page, those of heads, pages and layers.
+  """Returns whether the pages of all layers are in one pool."""
+  # In addition to the axes of a page, a pool has axes of heads, pages and layers.
   return not isinstance(pages, ScratchPages) and pages[0][0].ndim == 3 + len(backend.page_axes[0])
 
 
@@ -124,21 +124,21 @@ def scratch_of_layer(
 
 
 def flat_pool(pool: LayerPages) -> LayerPages:
-  """f[k, m, l, ...] -> f[k, m * l, ...]: `page_in_pool` of a layer is one of its pages."""
+  """Reshapes f[k, m, l, ...] to f[k, m * l, ...]; `page_in_pool` indexes the result."""
   return tuple(
     leaf.reshape(leaf.shape[0], leaf.shape[1] * leaf.shape[2], *leaf.shape[3:]) for leaf in pool
   )
 
 
 def page_in_pool(page: Array, index: Array | int, num_layers: int) -> Array:
-  """Returns where a layer's page lies in the flat pool."""
+  """Returns the index of a layer's page in the flat pool."""
   return page * num_layers + index
 
 
 def copy_pages(pages: Pages, copies: Array, num_copies: Array) -> Pages:
   """Copies whole pages inside one instance, in order: copies i32[b, 2] are (from, to).
 
-  Where there is no room for any (b is 0) there is no loop either.
+  If b is 0, no loop is traced.
   """
   if not copies.shape[0]:
     return pages

@@ -1,4 +1,4 @@
-"""A model by name, ready to sample: shape, weights in compute dtype, numerics and tokenizer.
+"""Loads a model by name: shape, weights in compute dtype, numerics and tokenizer.
 
     a name in `SHIPPED` | directory | GGUF file | Hub id -- load_model --> Model -- Engine(model)
 """
@@ -18,7 +18,7 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 
-# The models in the package: nano, what drafts for it, and what learnt to sleep.
+# The models in the package: nano, its draft model, and a model trained for sleep-time compute.
 NANO = pathlib.Path(__file__).parent / "nano"
 NANO_DRAFT = pathlib.Path(__file__).parent / "nano_draft"
 NANO_SLEEP = pathlib.Path(__file__).parent / "nano_sleep"
@@ -26,7 +26,7 @@ SHIPPED = types.MappingProxyType(
   {"nano": NANO, "nano-draft": NANO_DRAFT, "nano-sleep": NANO_SLEEP}
 )
 
-# Shapes of ours whose weights are made where they are used.
+# Our shapes without shipped weights, with the arguments of the command that trains them.
 RECIPES = types.MappingProxyType(
   {
     "nano-10m": "--preset=nano-10m --num_tokens=10000000 --learning_rate=1.5e-3",
@@ -37,14 +37,14 @@ RECIPES = types.MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """What an engine samples from.
+  """A model, ready for an engine.
 
   Attributes:
     config: shape of the model.
-    params: weights in compute dtype, as `parameters.compute_params` lays them out.
-    numerics: what decides bits, with the slabs that the model asks for.
-    tokenizer: between text and tokens; None for an engine that is given tokens alone.
-    name: what `load_model` was given; "" of weights that were made elsewhere.
+    params: weights in compute dtype, in the layout of `parameters.compute_params`.
+    numerics: the numerics configuration, resolved for the model.
+    tokenizer: the tokenizer; None for an engine that is only given token ids.
+    name: the argument of `load_model`; "" for weights from elsewhere.
   """
 
   config: model_config.TransformerConfig
@@ -55,11 +55,11 @@ class Model:
 
 
 def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the directory or GGUF file of a model: those of `SHIPPED` are in the package.
+  """Returns the directory or GGUF file of a model; those of `SHIPPED` are in the package.
 
   Raises:
-    FileNotFoundError: if there is no such directory or file, the Hub does not give it, or a shape
-      of ours is named whose weights are not shipped; then with their recipe.
+    FileNotFoundError: if there is no such directory or file, the Hub does not have it, or the name
+      is one of our shapes without shipped weights; the message has their recipe then.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
   """
   name = str(name_or_path)
@@ -83,18 +83,17 @@ def load_model(
 
   Args:
     name_or_path: "nano" or "nano-sleep" (in the package), a Hugging Face directory, a GGUF file
-      (of several the first one), or a Hub id such as "Qwen/Qwen3-0.6B", which is downloaded into
-      the Hub's cache.
-    numerics: what decides bits; None is float32 by what runs here ("auto"), with as many slabs as
-      the model allows.
+      (the first one if there are several), or a Hub id such as "Qwen/Qwen3-0.6B", which is
+      downloaded into the Hub's cache.
+    numerics: the numerics configuration; None is float32 with the implementation for this machine
+      ("auto") and the largest number of slabs that the model allows.
 
   Raises:
-    FileNotFoundError: if there is no such directory or file, or the Hub does not give it.
+    FileNotFoundError: if there is no such directory or file, or the Hub does not have it.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed, or a GGUF file and
       `gguf` is not.
-    NotImplementedError: for a GGUF file of an architecture, kind or pre-tokenizer that we do not
-      read.
-    ValueError: if the directory or file holds no model that we read, or slabs do not divide it.
+    NotImplementedError: for a GGUF file with an unsupported architecture, kind or pre-tokenizer.
+    ValueError: if the directory or file holds no supported model, or slabs do not divide it.
   """
   if numerics is None:
     numerics = numerics_lib.NumericsConfig(reduction_shards=0)

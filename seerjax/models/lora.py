@@ -1,18 +1,18 @@
 """Low-rank adapters: y = x @ W + scale * (x @ A) @ B, with W frozen and never merged.
 
 The engine and the trainer both run the weights that `attach` returns, through the same tile
-programs, so they see the same bits; a merged weight would be rounded once more. `merge` is for
-export alone.
+programs, so they compute the same bits; a merged weight would be rounded once more. `merge` is for
+export only.
 
-  qkv, gate_up   A f[d, rank] is whole everywhere, B f[r, rank, columns] lies in W's slabs
-  out, down      A f[r, rows, rank] lies in W's slabs and its partial products join W's in the tree,
-                 B f[rank, d] is whole everywhere
+  qkv, gate_up   A f[d, rank] is replicated, B f[r, rank, columns] has W's slabs
+  out, down      A f[r, rows, rank] has W's slabs and its partial products join W's in the tree,
+                 B f[rank, d] is replicated
 
-B starts at zero, so x @ W is followed by the addition of an exact zero and the start says what the
-base says. Bits are promised between two runs of one program with adapters, not between a program
-with and one without them: XLA may fuse the two differently.
+B starts at zero, so x @ W is followed by the addition of an exact zero, and the initial model is
+the base model. Bits are promised between two runs of one program with adapters, not between a
+program with and one without them: XLA may fuse the two differently.
 
-Training owns the adapter, whose leaves are float32 masters like any others:
+The trainer owns the adapter; its leaves are float32 masters like any others:
 
   base    = compute_params(master weights)                       once
   params  = attach(base, adapter, scale)                         each step; engine and trainer
@@ -40,7 +40,7 @@ from seerjax.models.parameters import Params
 Adapter = dict[str, Any]
 
 TARGETS = ("qkv", "out", "gate_up", "down")
-# Their output columns are in slabs; the others' contraction is.
+# Targets with output columns in slabs; the others have their contraction in slabs.
 COLUMN_TARGETS = ("qkv", "gate_up")
 
 
@@ -53,7 +53,7 @@ def shapes(
   """Returns the layout of an adapter, `{"layers": [{target: {"a", "b"}}]}`, as f32 shapes.
 
   Raises:
-    ValueError: if the rank or a target cannot be.
+    ValueError: for an invalid rank or target.
   """
   unknown = [name for name in targets if name not in TARGETS]
   if unknown or not targets or len(set(targets)) != len(targets):
@@ -91,17 +91,17 @@ def init(
   rank: int,
   targets: Sequence[str] = TARGETS,
 ) -> Adapter:
-  """Returns f32 master adapters: A normal with deviation 1 / sqrt(its inputs), B zero.
+  """Returns f32 master adapters: A normal with deviation 1 / sqrt(number of inputs), B zero.
 
   Args:
-    key: of `numerics.key`; consumed.
+    key: key of `numerics.key`; consumed.
     config: shape of the model.
     numerics: `reduction_shards` decides the layout.
     rank: columns of A.
     targets: weights that get an adapter, of `TARGETS`.
 
   Raises:
-    ValueError: if the rank or a target cannot be.
+    ValueError: for an invalid rank or target.
   """
   numerics_lib.require_key(key, what="lora.init: key")
   layout = shapes(config, numerics, rank, targets)
@@ -119,19 +119,19 @@ def init(
 
 
 def attach(params: Params, adapter: Adapter, scale: float) -> Params:
-  """Returns the weights with the adapter beside them, as `transformer.forward` runs them.
+  """Returns the weights with the adapter attached, as `transformer.forward` runs them.
 
   Args:
     params: the base, in compute dtype (`parameters.compute_params`); not copied.
     adapter: f32 masters, rounded to the base's dtype here.
-    scale: of the low-rank term, usually alpha / rank. Kept in float32 and applied to x @ A before
-      that is rounded, so it rounds no weight.
+    scale: scale of the low-rank term, usually alpha / rank. It stays in float32 and is applied to
+      x @ A before that is rounded, so it rounds no weight.
 
   Returns:
     Params with `{"a", "b", "scale"}` under "qkv_lora", "out_lora", "gate_up_lora", "down_lora".
 
   Raises:
-    ValueError: if the layers or shapes are not those of the base, or the scale is not finite.
+    ValueError: if the layers or shapes differ from the base's, or the scale is not finite.
   """
   _check(params, adapter)
   _check_scale(scale)
@@ -155,7 +155,7 @@ def attach(params: Params, adapter: Adapter, scale: float) -> Params:
 
 
 def _each(function: Callable[..., Any], *layers: Any) -> Any:
-  """Applies a function to every layer of both, or to the dict that stacked ones are."""
+  """Applies a function to every layer, or once to the dict of stacked layers."""
   if isinstance(layers[0], dict):
     return function(*layers)
   return [function(*of_one) for of_one in zip(*layers, strict=True)]
@@ -169,12 +169,12 @@ def _num_layers(params: Params) -> int:
 def merge(params: Params, adapter: Adapter, scale: float) -> Params:
   """Returns plain weights W + scale * A @ B, summed in float32, rounded to each weight's dtype.
 
-  For export alone: the sum is rounded where `attach` keeps two terms, so its bits are others.
+  For export only: the sum is rounded, while `attach` keeps two terms, so the bits differ.
 
   Args:
     params: as for `attach`, in any dtype; the f32 masters lose least.
     adapter: f32 masters.
-    scale: of the low-rank term.
+    scale: scale of the low-rank term.
 
   Raises:
     ValueError: as `attach`.
@@ -196,7 +196,7 @@ def merge(params: Params, adapter: Adapter, scale: float) -> Params:
 
 
 def check(params: Params, adapter: Adapter, scale: float) -> None:
-  """Refuses an adapter that `attach` would.
+  """Refuses an adapter that `attach` would refuse.
 
   Raises:
     ValueError: as `attach`.
@@ -213,17 +213,17 @@ def _check_scale(scale: float) -> None:
 
 
 def _by_slab(name: str, pair: Adapter) -> tuple[Any, Any]:
-  """A and B with a slab axis on both, of size one where they are whole."""
+  """Returns A and B with a slab axis on both, of size one if the matrix has no slabs."""
   if name in COLUMN_TARGETS:
     return pair["a"][None], pair["b"]
   return pair["a"], pair["b"][None]
 
 
 def partition(params: Params) -> tuple[Any, Any]:
-  """Returns (what learns, what is frozen) of the weights that a step runs.
+  """Splits the weights of a step into (trained, frozen).
 
-  With adapters, what learns has the structure of the adapter, stacked where the layers are;
-  without, everything learns. `parameters.unstacked` of its gradient fits the f32 masters.
+  With adapters, the trained part has the structure of the adapter, stacked if the layers are;
+  without, everything is trained. `parameters.unstacked` of its gradient fits the f32 masters.
   """
 
   def adapters(weights: Params) -> Adapter:
@@ -240,7 +240,7 @@ def partition(params: Params) -> tuple[Any, Any]:
 
 
 def combine(trained: Any, frozen: Any) -> Params:
-  """Puts the two parts of `partition` together again."""
+  """Returns the weights from the two parts of `partition`."""
   if frozen is None:
     return trained
 
@@ -284,7 +284,7 @@ def _check(params: Params, adapter: Adapter) -> None:
 
 
 def low_rank(product: Array, adapter: Params, dtype: jnp.dtype) -> Array:
-  """f32[n, rank] x @ A to what meets B: scaled in float32, then rounded once."""
+  """Scales x @ A, f32[n, rank], in float32 and rounds it once, ready for the product with B."""
   return (product * adapter["scale"]).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""What follows a row's attention: the output projection and the gated MLP."""
+"""The part of a layer after attention: the output projection and the gated MLP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def output_rows(
   rows: Any,
   one: Array,
 ) -> Array:
-  """Output projection and gated MLP, each added to the residual stream: f[n, d] -> f[n, d]."""
+  """Adds output projection and gated MLP to the residual stream: f[n, d] -> f[n, d]."""
   x, mixed = rows
   num_rows, num_slabs = x.shape[0], tiles.num_slabs(weights["out"])
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
@@ -49,7 +49,7 @@ def _mlp(
   x: Array,
   one: Array,
 ) -> Array:
-  """silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
+  """Returns silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
   slabs, low = {name: weights[name] for name in ("gate_up", "down")}, None
   if "gate_up_lora" in weights:
     adapter = weights["gate_up_lora"]

@@ -1,8 +1,9 @@
-"""Parameters: their layout, how they are drawn, rounded and stacked, and where they live on a mesh.
+"""Parameters: layout, initialisation, rounding, stacking, and placement on a mesh.
 
-They are a plain pytree. Every dimension that the `model` mesh axis may shard has its logical slabs
-in front (r = `reduction_shards`): one slab holds whole key/value heads with their queries. The
-embedding's rows alone are cut as they lie, into as many slabs of the vocabulary.
+Parameters are a plain pytree. Every dimension that the `model` mesh axis may shard has a leading
+axis of logical slabs (r = `reduction_shards`): one slab holds whole key/value heads with their
+queries. The embedding has no slab axis; its rows are sharded directly, into as many slabs of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from seerjax.models.config import TransformerConfig, numerics_for
 
 Params = dict[str, Any]
 
-# Layers of a model whose program repeats them; time to compile and size grow with each.
+# Maximum layers that a program repeats; compile time and program size grow with each.
 UNROLLED_LAYERS = 8
 
 
@@ -63,9 +64,9 @@ def init(
   """Returns f32 master weights: normal with deviation 0.02, norms at one, biases at zero.
 
   Args:
-    key: of `numerics.key`; consumed.
-    config: shape.
-    numerics: `reduction_shards` decides the layout; the same key gives other values under another.
+    key: key of `numerics.key`; consumed.
+    config: shape of the model.
+    numerics: `reduction_shards` decides the layout; another layout gives other values for a key.
 
   Raises:
     ValueError: if slabs do not divide the model, or the key is of another kind.
@@ -93,10 +94,10 @@ def init(
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
-  """Returns the weights that engine and trainer both run: the master's, rounded once.
+  """Returns the weights that engine and trainer both use: the masters, rounded once.
 
-  More than `UNROLLED_LAYERS` layers are `stacked`, but where they go to kernels: a kernel's operand
-  is a whole array, so a layer's slice would be a copy of its weights in every step.
+  More than `UNROLLED_LAYERS` layers are `stacked`, except for kernel backends: a kernel's operand
+  is a whole array, so slicing a layer would copy its weights in every step.
   """
   params = jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
   is_stacked = len(params["layers"]) > UNROLLED_LAYERS and not numerics.uses_kernels
@@ -104,19 +105,19 @@ def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Par
 
 
 def is_stacked(params: Params) -> bool:
-  """Whether the layers are one dict of `[l, ...]`, over which `forward` loops."""
+  """Returns whether the layers are one dict of `[l, ...]`, over which `forward` loops."""
   return isinstance(params.get("layers"), dict)
 
 
 def stacked(params: Params) -> Params:
-  """Returns weights, or adapters, whose equal layers are one dict, every leaf `[l, ...]`."""
+  """Returns weights, or adapters, with equal layers stacked in one dict, every leaf `[l, ...]`."""
   if is_stacked(params):
     return params
   return {**params, "layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
 
 
 def unstacked(params: Params) -> Params:
-  """Returns weights, gradients or adapters with a list of layers, as the masters have them."""
+  """Returns weights, gradients or adapters with a list of layers, like the masters."""
   if not is_stacked(params):
     return params
   layers = params["layers"]
@@ -126,24 +127,24 @@ def unstacked(params: Params) -> Params:
 
 
 def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
-  """Returns where each parameter lives on the mesh: slabs over `model`, the rest everywhere.
+  """Returns the partition spec of each parameter: slabs over `model`, the rest replicated.
 
-  So do the embedding's rows, which are slabs of the vocabulary.
+  The embedding's rows, which are slabs of the vocabulary, are also sharded over `model`.
   """
   return specs_of(shapes(config, reduction_shards))
 
 
 def specs_of(params: Params) -> Params:
-  """As `partition_specs`, for weights, stacked or not, adapters, or weights with these beside them.
+  """Like `partition_specs`, for weights (stacked or not), adapters, or weights with adapters.
 
-  Those that rows choose among are `params["adapters"]` (`models.adapters`).
+  Adapters that rows choose among are `params["adapters"]` (`models.adapters`).
   """
   of_layers = (None,) if is_stacked(params) else ()
 
   def spec(path, leaf, is_slab):
     names = _names(path)
     before = of_layers if names[0] == "layers" else ()
-    if names[0] == "adapters":  # Behind the layers, if stacked, and the adapters.
+    if names[0] == "adapters":  # After the axes of layers, if stacked, and of adapters.
       before = (None,) * (leaf.ndim - 3)
     return jax.P(*before, parallel.MODEL_AXIS) if is_slab or names == ("embed",) else jax.P()
 
@@ -151,7 +152,7 @@ def specs_of(params: Params) -> Params:
 
 
 def have_slabs(params: Params) -> Params:
-  """Returns of which arrays, those of `specs_of`, logical slabs are a dimension: bools."""
+  """Returns a tree of bools like `specs_of`: True where the array has a slab dimension."""
   slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
   slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
 
@@ -164,16 +165,16 @@ def have_slabs(params: Params) -> Params:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-  """Returns the names on the way to an array, without numbers of layers."""
+  """Returns the dict keys on the path to an array, without layer indices."""
   return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
 def placed(
   params: Params, mesh: jax.sharding.Mesh, piece_bytes: int = parallel.PIECE_BYTES
 ) -> Params:
-  """Returns weights on the mesh: slabs and embedding over `model`, copies for every instance.
+  """Returns weights on the mesh: slabs and embedding over `model`, replicated over instances.
 
-  Those that are shared out over more of its devices come together in pieces of `piece_bytes`.
+  Arrays that are sharded over more of the mesh's devices are gathered in pieces of `piece_bytes`.
   """
   place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
   return jax.tree.map(

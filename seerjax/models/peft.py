@@ -1,14 +1,14 @@
-"""Adapters in and out as PEFT has them: adapter_config.json and adapter_model.safetensors.
+"""Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-    theirs, for each: A [rank, inputs], B [outputs, rank]       ours
+    PEFT, for each: A [rank, inputs], B [outputs, rank]         ours
     q_proj, k_proj, v_proj   <->   qkv       a f32[d, rank], b f32[r, rank, columns]
     gate_proj, up_proj       <->   gate_up
     o_proj                   <->   out       a f32[r, inputs / r, rank], b f32[rank, d]
     down_proj                <->   down
 
-This library shares A among the products that read one input. Out, each of them gets a copy; in,
-unlike ones stand side by side, each with rows of B of its own and zeros for the others, which gives
-the same product.
+This library shares A among the products that read one input. `save` writes a copy of A for each of
+them. `load` concatenates different A along the rank; each product has its own rows of B and zeros
+for the others, which gives the same product.
 
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -34,31 +34,32 @@ from seerjax.models import config as model_config, huggingface, huggingface_conf
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model.model.layers"
-# Which of their modules make up each target of ours, side by side in its columns.
+# The PEFT modules of each of our targets, side by side in its columns.
 MODULES = {
   "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
   "out": ("self_attn.o_proj",),
   "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
   "down": ("mlp.down_proj",),
 }
-# Fields of PEFT 0.18, by what they mean here. One that is in no list, of a later PEFT, is refused
-# where it is set.
-# What `load` reads.
+# Fields of PEFT 0.18, by their meaning here. A field of a later PEFT that is in no list is refused
+# if it is set.
+# Fields that `load` reads.
 READ = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
-# What decides nothing of x A B, or only beside a field of `PLAIN` that is set.
+# Fields that do not affect x A B, or only together with a field of `PLAIN` that is set.
 WITHOUT_EFFECT = (
   "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern", "lora_dropout",
   "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
-  # How A and B began. What they became is in the file, and the base stayed as it was.
+  # It describes the initialisation of A and B. Their trained values are in the file, and the base
+  # weights did not change.
   "eva_config",
 )  # fmt: skip
-# What changes what is computed, with the values beside null, false and nothing under which it is
-# x A B on the base that the file names.
+# Fields that change the computation, with the values (besides `NOTHING`) for which the adapter is
+# x A B on the named base.
 PLAIN: dict[str, tuple[Any, ...]] = {
   "peft_type": ("LORA",),
   "bias": ("none",),
   "use_rslora": (True,),
-  # Of the others (pissa, olora, corda, loftq, lora_ga), the base was changed when it began.
+  # Other initialisations (pissa, olora, corda, loftq, lora_ga) change the base weights.
   "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
   "alora_invocation_tokens": (),
   "arrow_config": (),
@@ -94,15 +95,15 @@ def save(
   """Writes an adapter that PEFT and `load` read; equal adapters give equal bytes.
 
   Args:
-    directory: is made, whole or not at all.
+    directory: created atomically.
     adapter: f32 masters, of any `reduction_shards`.
-    config: of the model that it adapts.
-    scale: of the low-rank term (`RunConfig.lora_alpha / RunConfig.lora_rank`).
-    base: name or path of that model, for PEFT's AutoPeftModel.
-    overwrite: replace an adapter directory that is there.
+    config: shape of the base model.
+    scale: scale of the low-rank term (`RunConfig.lora_alpha / RunConfig.lora_rank`).
+    base: name or path of the base model, for PEFT's AutoPeftModel.
+    overwrite: replace an existing adapter directory.
 
   Raises:
-    FileExistsError: if the directory holds something and may not be replaced.
+    FileExistsError: if the directory is not empty and may not be replaced.
     ValueError: if the adapter has other layers than the model, or a scale that is not positive.
   """
   directory = pathlib.Path(os.path.abspath(directory))
@@ -162,18 +163,18 @@ def load(
   config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> tuple[lora.Adapter, float]:
-  """Reads an adapter as PEFT writes it: (f32 masters, scale), for `lora.attach` and `lora.merge`.
+  """Reads an adapter in PEFT's format: (f32 masters, scale), for `lora.attach` and `lora.merge`.
 
-  A target whose modules have unlike A gets the sum of their ranks.
+  If the modules of a target have different A, the target's rank is the sum of their ranks.
 
   Args:
     directory: holds adapter_config.json and adapter_model.safetensors.
-    config: of the model that it adapts.
+    config: shape of the base model.
     numerics: `reduction_shards` decides the layout.
 
   Raises:
     FileNotFoundError: if one of the two files is missing.
-    ValueError: naming the field or tensor that is wrong, or asks for what we do not compute.
+    ValueError: naming the field or tensor that is wrong or not supported.
   """
   directory = pathlib.Path(directory)
   shards = model_config.numerics_for(config, numerics).reduction_shards
@@ -223,7 +224,7 @@ def load(
 
 
 def _widths(target: str, config: model_config.TransformerConfig) -> dict[str, int]:
-  """Returns how many outputs each of their modules has."""
+  """Returns the number of outputs of each PEFT module of a target."""
   d, inner = config.hidden_size, config.intermediate_size
   queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
   widths = {"qkv": (queries, keys, keys), "out": (d,), "gate_up": (inner, inner), "down": (d,)}
@@ -264,7 +265,7 @@ def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
 def _pair(
   path: pathlib.Path, tensors: dict[str, np.ndarray], name: str, inputs: int, outputs: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
-  """Takes one module's A [rank, inputs] and B [outputs, rank] out of the tensors; None if none."""
+  """Pops one module's A [rank, inputs] and B [outputs, rank] from the tensors; None if absent."""
   a, b = (tensors.pop(f"{name}.lora_{half}.weight", None) for half in "AB")
   if a is None and b is None:
     return None
@@ -285,7 +286,7 @@ def _ours(
   widths: list[int],
   shards: int,
 ) -> dict[str, np.ndarray]:
-  """Joins the modules of one target: {"a", "b"} in slabs."""
+  """Returns one target's {"a", "b"} in slabs, joined from its modules."""
   known = [part for part in parts if part is not None]
   is_shared = all(np.array_equal(part[0], known[0][0]) for part in known)
   whole = known[0][0] if is_shared else np.concatenate([part[0] for part in known])
@@ -307,7 +308,7 @@ def _ours(
 
 
 def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
-  """Refuses settings under which an adapter is more or other than x A B.
+  """Refuses settings with which an adapter is not exactly x A B.
 
   Raises:
     ValueError: naming the field.
@@ -332,16 +333,16 @@ def _check_targets(
   path: pathlib.Path, settings: dict[str, Any], config: model_config.TransformerConfig,
   adapted: set[str],
 ) -> None:
-  """Refuses targets that are not what the weights adapt.
+  """Refuses target modules that differ from the adapted weights.
 
   Args:
-    path: of the settings.
-    settings: "target_modules" and "exclude_modules" are read, as PEFT reads them.
-    config: of the model.
+    path: path of the settings.
+    settings: "target_modules" and "exclude_modules" are read with PEFT's rules.
+    config: shape of the base model.
     adapted: modules that have tensors, such as "model.layers.0.mlp.up_proj".
 
   Raises:
-    ValueError: naming the field, and a name that fits nothing.
+    ValueError: naming the field, and a name without a match.
   """
   targets, excluded = settings.get("target_modules"), settings.get("exclude_modules")
   if targets is None:
@@ -383,7 +384,7 @@ def _names(path: pathlib.Path, field: str, names: Any) -> list[str]:
 
 
 def _fits(path: pathlib.Path, module: str, name: str, is_pattern: bool) -> bool:
-  """Returns whether PEFT takes a module for one of this name, or of this regular expression."""
+  """Returns whether a module matches a name or a regular expression under PEFT's rules."""
   if not is_pattern:
     return module == name or module.endswith(f".{name}")
   try:
@@ -395,7 +396,7 @@ def _fits(path: pathlib.Path, module: str, name: str, is_pattern: bool) -> bool:
 
 
 def _scale(path: pathlib.Path, settings: dict[str, Any], module: str, rank: int) -> float:
-  """Returns alpha / rank of one module, as PEFT has it."""
+  """Returns PEFT's scale of one module: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
   short = module.rpartition(".")[2]
   found: dict[str, Any] = {}
   for field, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):

@@ -1,8 +1,8 @@
-"""Shapes of published models, as plain data; their weights come through `huggingface.load`.
+"""Shapes of published models, as plain data; their weights are loaded by `huggingface.load`.
 
 Sources: the config.json of each model's own repository on the Hub (Qwen/Qwen3-*, the
 Qwen/Qwen2.5-*-Instruct ones, meta-llama/Llama-3.*). Qwen3 and Qwen2.5 reach longer contexts with
-YaRN; those checkpoints say so in their own files.
+YaRN; the config.json of those checkpoints has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from seerjax.ops import rotary
 
 
 def nano() -> TransformerConfig:
-  """Returns the small model that this package ships: every sharded dimension divides by 8."""
+  """Returns the shape of nano, which is in this package; 8 divides each sharded dimension."""
   return TransformerConfig(
     vocab_size=512,
     hidden_size=128,
@@ -35,15 +35,17 @@ def nano() -> TransformerConfig:
 
 
 def nano_draft() -> TransformerConfig:
-  """Returns nano's draft (0.14 M parameters), which this package ships."""
+  """Returns the shape of nano's draft model (0.14 M parameters), which is in this package."""
   return dataclasses.replace(
     nano(), hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=4
   )
 
 
 def nano_10m() -> TransformerConfig:
-  """Returns a larger sister of nano (10.8 M parameters) for which nano can draft; its weights are
-  not shipped, their recipe stands in `loading.RECIPES`."""
+  """Returns the shape of a larger nano (10.8 M parameters), which can use nano as its draft model.
+
+  Its weights are not shipped; `loading.RECIPES` has their recipe.
+  """
   return dataclasses.replace(
     nano(),
     hidden_size=384,
@@ -57,7 +59,7 @@ def nano_10m() -> TransformerConfig:
 
 
 def nano_gpu() -> TransformerConfig:
-  """Returns nano's larger sister (85 M parameters), for benchmarks; its weights are not shipped."""
+  """Returns the shape of an 85 M parameter nano for benchmarks; its weights are not shipped."""
   return dataclasses.replace(
     nano(),
     hidden_size=768,
@@ -171,7 +173,7 @@ CONFIGS: Mapping[str, TransformerConfig] = types.MappingProxyType(
   }
 )
 
-# Slabs of each: 8 where every sharded dimension allows it, else the largest that divides (2 and 4
+# Slabs of each: 8 if it divides every sharded dimension, else the largest number that does (2 and 4
 # for Qwen2.5, by its key/value heads). The model axis of a mesh can have no more devices.
 REDUCTION_SHARDS: Mapping[str, int] = types.MappingProxyType(
   {name: model_config.largest_shards(config) for name, config in CONFIGS.items()}
@@ -182,7 +184,7 @@ def get(name: str) -> TransformerConfig:
   """Returns the shape of a published model.
 
   Raises:
-    ValueError: if there is none of that name.
+    ValueError: if there is no model of that name.
   """
   if name not in CONFIGS:
     raise ValueError(

@@ -1,11 +1,11 @@
-"""Text to token ids and back, and chats to tokens, from a Hugging Face model directory.
+"""Converts text to token ids and back, and chats to tokens, for a Hugging Face model directory.
 
     messages --template--> text in which the template's own marks are marked --> ids
                            marks: one id each; everything else: text, whatever it spells
 
-What the directory's files say is `tokenizer_files`'s, the text of a chat `chat_template`'s. What
-looks like a special token in a chat and is none of its template's is encoded as the letters it is
-made of.
+`tokenizer_files` reads the directory's files, and `chat_template` renders the text of a chat. Text
+in a chat that looks like a special token, but does not come from its template, is encoded as
+ordinary text.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import tokenizers.decoders
 from seerjax.models import chat_template as chat_template_lib, tokenizer_files
 from seerjax.models.chat_template import ChatConfig, Message
 
-# Fields of generation_config.json that say nothing about how to sample, or are taken.
+# Fields of generation_config.json that are not about sampling, or are used.
 NOT_SAMPLING = ("eos_token_id", "bos_token_id", "pad_token_id", "transformers_version")
-# Added tokens that look like this are special whatever a file says: some that begin a turn in
-# published files are not flagged.
+# Added tokens of this form are always special: some tokens that begin a turn in published files are
+# not flagged.
 CONTROL_FORM = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 
 
@@ -51,7 +51,7 @@ class TextStream:
     return piece
 
   def finish(self) -> str:
-    """Returns what was held back, so that all pieces together equal `decode` of all ids."""
+    """Returns the text held back, so that all pieces together equal `decode` of all ids."""
     whole = self._backend.decode(self._ids, skip_special_tokens=self._skip)
     rest = whole[len(self._text) :] if whole.startswith(self._text) else ""
     self._text += rest
@@ -60,15 +60,15 @@ class TextStream:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-  """A tokenizer and the chat template that belongs to it; see `load`.
+  """A tokenizer with its chat template; see `load`.
 
   Attributes:
     backend: the `tokenizers` object.
     chat_template: jinja2 source, "" if the directory has none.
-    special_tokens: by role (`tokenizer_files.SPECIAL_TOKENS`), those that exist.
-    eos_ids: ids that end a generation, `generation_config.json`'s first.
-    files: what was read, byte for byte, by file name.
-    chat_config: what every chat says besides its messages, and the moment of its dates.
+    special_tokens: special tokens by role (`tokenizer_files.SPECIAL_TOKENS`), if they exist.
+    eos_ids: ids that end a generation, those of `generation_config.json` first.
+    files: content of the files, byte for byte, by file name.
+    chat_config: settings of every chat besides its messages, and the moment for its dates.
   """
 
   backend: tokenizers.Tokenizer
@@ -92,7 +92,7 @@ class Tokenizer:
 
   @property
   def generation(self) -> Mapping[str, Any]:
-    """What generation_config.json holds, {} if there is none."""
+    """Content of generation_config.json, {} if there is none."""
     name = pathlib.Path("generation_config.json")
     if name.name not in self.files:
       return {}
@@ -100,9 +100,9 @@ class Tokenizer:
 
   @property
   def ignored_generation(self) -> tuple[str, ...]:
-    """What generation_config.json asks for in vain, such as ("temperature=0.6",).
+    """Ignored settings of generation_config.json, such as ("temperature=0.6",).
 
-    How a request is sampled is decided by its `SamplingParams` alone.
+    A request is sampled with its `SamplingParams` only.
     """
     return tuple(
       f"{field}={value!r}"
@@ -112,11 +112,11 @@ class Tokenizer:
 
   @functools.cached_property
   def special_ids(self) -> Mapping[str, int]:
-    """Ids by text of all tokens that no stranger's text may become.
+    """Ids by text of all tokens that user text must never become.
 
     They are the added tokens that tokenizer.json calls special, those with a role, those that end a
     generation, and those of the form `<|...|>`. Other added tokens (Qwen3's `<think>` and
-    `<tool_call>`) are words, which anybody may say.
+    `<tool_call>`) are ordinary words, which any text may contain.
     """
     added = self.backend.get_added_tokens_decoder()
     named = {self.backend.token_to_id(token) for token in self.special_tokens.values()}
@@ -131,7 +131,7 @@ class Tokenizer:
 
   @functools.cached_property
   def _letters(self) -> tokenizers.Tokenizer:
-    """A backend to which special tokens are text like any other."""
+    """A backend that encodes special tokens as ordinary text."""
     written = json.loads(self.backend.to_str())
     for token in written["added_tokens"]:
       token["special"] = token["content"] in self.special_ids
@@ -145,10 +145,10 @@ class Tokenizer:
     """Returns the ids of a text.
 
     Args:
-      text: what to encode, such as the result of `chat`, which holds its special tokens already.
+      text: text to encode, such as the result of `chat`, which contains its special tokens.
       add_special_tokens: whether to add what tokenizer.json adds around a text (often a bos token).
-      special_tokens_as_text: whether special tokens written in it are the letters they are made of
-        (for words of strangers), and do not become their ids.
+      special_tokens_as_text: whether special tokens in the text are encoded as ordinary text (for
+        untrusted text), instead of as their ids.
 
     Raises:
       ValueError: if the text has no token, or can only be spelled as a special token.
@@ -157,7 +157,7 @@ class Tokenizer:
     backend = self._letters if special_tokens_as_text else self.backend
     ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
     if special_tokens_as_text:
-      # What is unknown to a vocabulary is not forged by being unknown.
+      # The unknown token is no forgery: it stands for text outside the vocabulary.
       unknown = self.backend.token_to_id(self.special_tokens.get("unk_token", ""))
       forged = {i for i in self.special_ids.values() if i != unknown} & set(ids)
       if forged and not add_special_tokens:
@@ -199,19 +199,19 @@ class Tokenizer:
     now: datetime.datetime | None = None,
     **variables: Any,
   ) -> str:
-    """Returns the text of a conversation by the chat template, for people; see `chat_ids`.
+    """Returns the text of a conversation by the chat template, for display; see `chat_ids`.
 
     Args:
-      messages: {"role": ..., "content": ...} each, or one string, which is a user's message. Fields
-        that are None are left out.
-      add_generation_prompt: whether to end where the assistant begins to speak.
-      now: what the template's `strftime_now` formats; the moment of `chat_config` if None.
-      **variables: further template variables, such as `enable_thinking=False`; before those of
-        `chat_config`. `tools` and `documents` are None where they are not given.
+      messages: {"role": ..., "content": ...} each, or one string as a user message. Fields that are
+        None are left out.
+      add_generation_prompt: whether to end where the assistant's response begins.
+      now: the moment that the template's `strftime_now` formats; that of `chat_config` if None.
+      **variables: further template variables, such as `enable_thinking=False`; they take precedence
+        over those of `chat_config`. `tools` and `documents` default to None.
 
     Raises:
-      ValueError: if there is no template or nothing to say, if the template refuses the messages
-        (its own words are quoted), reaches for what the sandbox forbids, or has an error.
+      ValueError: if there is no template or no message, or if the template refuses the messages
+        (with its own message), violates the sandbox, or has an error.
     """
     found = self._rendered(messages, add_generation_prompt, now, variables)
     return chat_template_lib.unmarked(found.text, found.marks)
@@ -226,13 +226,13 @@ class Tokenizer:
   ) -> list[int]:
     """Returns the ids of a conversation by the chat template; arguments as for `chat`.
 
-    The template's own special tokens become their ids; those in messages, tools, documents and
-    variables are text, so that their writer can neither begin nor end a turn. Where there are none,
-    these are the ids of `chat`'s text.
+    The template's own special tokens become their ids. Special tokens in messages, tools, documents
+    and variables are encoded as text, so that untrusted text can neither begin nor end a turn.
+    Without such tokens, the result equals the ids of `chat`'s text.
 
     Raises:
       ValueError: as `chat`; and if the template puts a special token together from parts, which may
-        be a stranger's.
+        come from untrusted text.
     """
     text, marks, outside = self._rendered(messages, add_generation_prompt, now, variables)
     ids = self.encode(chat_template_lib.unmarked(text, marks))
@@ -251,7 +251,7 @@ class Tokenizer:
     return ids
 
   def _refuse_parts(self, run: str, outside: Sequence[str]) -> None:
-    """Refuses special tokens in what a template rendered that stand neither in it nor outside."""
+    """Refuses special tokens in rendered text that occur neither in the template nor outside."""
     for token in self.special_ids:
       if token in run and not any(token in text for text in outside):
         raise ValueError(
@@ -279,7 +279,7 @@ class Tokenizer:
     )
 
   def save(self, directory: str | os.PathLike[str]) -> None:
-    """Writes every file that was read, byte for byte; other files there are left alone."""
+    """Writes every tokenizer file, byte for byte; other files in the directory are left alone."""
     directory = pathlib.Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in self.files.items():
@@ -289,12 +289,12 @@ class Tokenizer:
 def load(directory: str | os.PathLike[str]) -> Tokenizer:
   """Reads a tokenizer from a model directory.
 
-  If its chat template reads the clock, `chat_config.now` is the moment of this call: all chats of
-  the tokenizer, however long it lives, have the same date.
+  If its chat template reads the clock, `chat_config.now` is set to the time of this call, so that
+  all chats of the tokenizer have the same date.
 
   Raises:
     FileNotFoundError: if the directory or its tokenizer.json is missing.
-    ValueError: naming the file that is corrupt, and what is wrong in it.
+    ValueError: naming the corrupt file and the fault in it.
   """
   found = tokenizer_files.read(pathlib.Path(directory))
   reads_clock = chat_template_lib.reads_clock(found.chat_template)

@@ -1,8 +1,8 @@
-"""The files of a tokenizer in a Hugging Face model directory: what they say, and what is corrupt.
+"""Reads and checks the tokenizer files of a Hugging Face model directory.
 
-`tokenizer.json` is required. Read too: `tokenizer_config.json` and, for roles that it leaves out,
-`special_tokens_map.json`; `chat_template.jinja`; of `generation_config.json` the ids that end a
-generation. `added_tokens.json` is kept for saving alone: `tokenizer.json` holds what it says.
+`tokenizer.json` is required. Also read: `tokenizer_config.json` and, for roles that it leaves out,
+`special_tokens_map.json`; `chat_template.jinja`; from `generation_config.json` the ids that end a
+generation. `added_tokens.json` is only kept for saving: `tokenizer.json` has the same content.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SPECIAL_TOKENS = (
 
 
 class Found(NamedTuple):
-  """What the files of a directory say.
+  """Contents of a directory's tokenizer files.
 
   Attributes:
-    backend: the `tokenizers` object, which neither cuts nor pads a prompt.
+    backend: the `tokenizers` object, without truncation and padding.
     chat_template: jinja2 source, "" if there is none.
-    special_tokens: by role (`SPECIAL_TOKENS`), those that exist.
-    eos_ids: ids that end a generation, `generation_config.json`'s first.
-    files: what was read, byte for byte, by file name.
+    special_tokens: special tokens by role (`SPECIAL_TOKENS`), if they exist.
+    eos_ids: ids that end a generation, those of `generation_config.json` first.
+    files: content of the files, byte for byte, by file name.
   """
 
   backend: tokenizers.Tokenizer
@@ -48,12 +48,12 @@ class Found(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Found:
-  """Reads the files of a model directory, or those that a GGUF file describes.
+  """Reads the tokenizer files of a model directory, or those that a GGUF file describes.
 
   Raises:
     FileNotFoundError: if the directory or its tokenizer.json is missing.
-    NotImplementedError: for a GGUF file of a tokenizer that is not read.
-    ValueError: naming the file that is corrupt, and what is wrong in it.
+    NotImplementedError: for a GGUF file with an unsupported tokenizer.
+    ValueError: naming the corrupt file and the fault in it.
   """
   if gguf_file.is_named(path):
     files = gguf_tokenizer.files(path)
@@ -73,7 +73,7 @@ def read(path: pathlib.Path) -> Found:
       f"{path / 'tokenizer.json'}: got a file that `tokenizers` cannot read ({error}),"
       " expected its JSON; download it again."
     ) from error
-  # A file may ask for truncation or padding, which would change prompts in silence.
+  # A file may enable truncation or padding, which would change prompts silently.
   backend.no_truncation()
   backend.no_padding()
 
@@ -103,10 +103,10 @@ def read(path: pathlib.Path) -> Found:
 
 
 def json_object(path: pathlib.Path, content: bytes) -> dict[str, Any]:
-  """Returns the JSON object that one of a model directory's files holds.
+  """Returns the JSON object in one of a model directory's files.
 
   Raises:
-    ValueError: naming the file if it is no UTF-8, no JSON, or no object.
+    ValueError: naming the file, if it is not UTF-8, not JSON, or not an object.
   """
   try:
     value = json.loads(_text(path, content))
@@ -145,7 +145,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _configured_template(directory: pathlib.Path, config: Mapping[str, Any]) -> str:
   template = config.get("chat_template")
   if isinstance(template, list):
-    # Several named templates; a plain chat is the one named "default".
+    # Several named templates; "default" is the one for plain chats.
     named = {t["name"]: t["template"] for t in template if {"name", "template"} <= set(t)}
     if "default" not in named:
       raise ValueError(

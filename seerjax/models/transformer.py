@@ -1,14 +1,14 @@
-"""One decoder for Qwen3, Qwen2.5 and Llama 3: the one forward.
+"""Forward pass of the decoder, shared by Qwen3, Qwen2.5 and Llama 3.
 
     embed -> [ attention inputs -> write pages -> attend -> after attention ] x layers -> head
 
-`forward` serves prefill chunks, decoding, verification and training: flat token rows, a segment
-table and pages go in; hidden rows and pages come out. `head` turns hidden rows into tokens.
+`forward` serves prefill chunks, decoding, verification and training: it takes flat token rows, a
+segment table and pages, and returns hidden rows and pages. `head` turns hidden rows into tokens.
 
-Up to `UNROLLED_LAYERS` layers follow one another in the program; of a deeper model the weights that
-run are stacked, and one layer's program is looped over (`stacked`), to the same bits. Then the keys
-of all layers lie in one pool, a page's layers side by side, and the layer's number is part of the
-page's: what a loop carries is written where it lies, and no layer's pages are ever cut out.
+Up to `UNROLLED_LAYERS` layers are unrolled in the program. The weights of a deeper model are
+stacked, and one layer's program is looped over them (`stacked`), to the same bits. Then the keys of
+all layers are in one pool, a page's layers side by side, and a page index includes the layer's
+index: the loop carry is updated in place, and no layer's pages are ever sliced out.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from seerjax.types import KeyCopies, TokenBatch
 # What a gradient keeps of the forward pass.
 Remat = Literal["none", "layer", "layer_offloaded"]
 REMATS = ("none", "layer", "layer_offloaded")
-# Where "layer_offloaded" keeps each layer's input, and what a program calls it.
+# Memory kind for each layer's input under "layer_offloaded", and its checkpoint name.
 HOST_MEMORY, LAYER_INPUT = "pinned_host", "layer_input"
 
-# A layer's products over slabs, which are most of its weights.
+# A layer's products over slabs, which hold most of its weights.
 SLABS = ("qkv", "out", "gate_up", "down")
 
 
@@ -63,32 +63,32 @@ def forward(
   """Runs every row through every layer.
 
   Args:
-    params: `compute_params` of the master weights; under `shard_map` this device's slabs. Of
-      stacked layers one program runs, in a loop. Of `params["adapters"]` there is no gradient.
+    params: `compute_params` of the master weights; under `shard_map` the slabs of this device.
+      Stacked layers run as a loop over one program. `params["adapters"]` gets no gradient.
     batch: rows and segments.
-    pages: keys and values of all sequences (`empty_pages`); the rows' own are written before they
-      are read. `ScratchPages` where these rows are all that there is: a gradient needs them where
-      the layers of `empty_pages` lie in one pool.
+    pages: keys and values of all sequences (`empty_pages`); the keys and values of the batch's rows
+      are written before they are read. `ScratchPages` if the batch needs no other rows; a gradient
+      requires them where `empty_pages` has one pool for all layers.
     config: shape of the model.
-    numerics: what decides bits.
+    numerics: the numerics configuration.
     axis: mesh axis of the slabs, None on one device.
-    remat: what a gradient keeps: "none" computes nothing again, "layer" keeps each layer's input
-      alone and computes the layer again as it goes back, "layer_offloaded" keeps it in the host's
-      memory. The values are the same bits.
-    backend: what runs the stages; None is the one that the numerics name.
-    key_copies: rows whose keys and values every layer writes to further slots too, before it
-      attends: how a token tree computes what its paths share once. It changes no row's bits.
-    adapters: i32[n], which of `params["adapters"]` each row has, 0 for none (`models.adapters`);
-      None where the weights have none by row.
+    remat: rematerialisation for a gradient: "none" recomputes nothing, "layer" keeps only each
+      layer's input and recomputes the layer in the backward pass, "layer_offloaded" keeps that
+      input in host memory. The bits do not depend on it.
+    backend: backend of the stages; None is the one that the numerics name.
+    key_copies: rows whose keys and values every layer also writes to further slots, before
+      attention, so that a token tree computes shared tokens once. It changes no row's bits.
+    adapters: i32[n], index into `params["adapters"]` of each row, 0 for none (`models.adapters`);
+      None if the weights have no adapters by row.
 
   Returns:
-    (hidden rows f[n, d] before the final norm, pages with the rows' keys and values, none of
-    scratch pages).
+    (hidden rows f[n, d] before the final norm, pages with the rows' keys and values; () for scratch
+    pages).
 
   Raises:
     NotImplementedError: from a gradient through pages that all layers share, or key copies.
     ValueError: for stacked layers with pages of single ones, slabs that do not divide the model, or
-      key copies with pages that nothing reads afterwards.
+      key copies with scratch pages, which nothing reads afterwards.
   """
   numerics = numerics_for(config, numerics)
   num_rows = batch.tokens.shape[0]
@@ -113,7 +113,7 @@ def forward(
     chosen = adapters_lib.of_rows(params, of_rows, batch.num_rows, backend)
 
   def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
-    """Runs layer `index`, with its pages f[k, m, ...]; of a pool, m counts pages of a layer."""
+    """Runs layer `index` with its pages f[k, m, ...]; in a pool, m counts pages of all layers."""
     rows, own_batch, copies = segment_rows, batch, key_copies
     if is_pool:
       own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
@@ -138,7 +138,7 @@ def forward(
     return backend.after_attention(outputs, weights, *rest), own
 
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
-    # Pages that are all zero, as a gradient's are, are not made before the layer is.
+    # A gradient's pages are all zero; they are materialised only when the layer runs.
     zero = tiles.late_zeros((), own[0].dtype, lax.stop_gradient(x))
     run = _computed_again(functools.partial(layer, index=index), remat)
     return run(x, weights, tuple(leaf + zero for leaf in own))
@@ -164,7 +164,7 @@ def forward(
 
 
 def _computed_again(layer: Any, remat: Remat) -> Any:
-  """Returns a layer (input, ...) of which a gradient keeps the input alone, on device or host."""
+  """Returns a layer (input, ...) whose gradient keeps only the input, on the device or host."""
   if remat == "layer":
     return jax.checkpoint(layer)
 
@@ -181,7 +181,7 @@ def _computed_again(layer: Any, remat: Remat) -> Any:
 
 
 def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
-  """Returns the batch in whole tiles of rows and segments, as the engine's and trainer's are."""
+  """Returns the batch padded to whole tiles of rows and segments, as in engine and trainer."""
   rows = backend.whole_rows(batch.tokens.shape[0])
   segments = backend.whole_segments(batch.segment_start.shape[0])
   return batch._replace(
@@ -204,7 +204,7 @@ def _with_scratch(
   x: Array,
   params: Params,
 ) -> Array:
-  """Runs `layer` after layer, each on fresh pages of its own."""
+  """Runs `layer` once per layer, each time on fresh pages."""
   kv_layout.check_page_size(pages.page_size, backend.numerics)
   model_shards = 1 if axis is None else lax.axis_size(axis)
   shapes = kv_layout.scratch_of_layer(config, pages, model_shards, backend)
@@ -216,7 +216,7 @@ def _with_scratch(
     return jnp.zeros(shape, dtype)
 
   def body(x: Array, weights: Params) -> tuple[Array, None]:
-    fresh = {shape: zeros(shape, x) for shape in shapes}  # One for all arrays of a shape.
+    fresh = {shape: zeros(shape, x) for shape in shapes}  # Arrays of one shape share zeros.
     return layer(x, weights, tuple(fresh[shape] for shape in shapes), 0)[0], None
 
   body = body if remat == "none" else _computed_again(body, remat)
@@ -235,13 +235,13 @@ def _with_pool(
   params: Params,
   pool: kv_layout.LayerPages,
 ) -> tuple[Array, kv_layout.Pages]:
-  """Runs `layer` after layer on one pool of pages f[k, m, l, ...], written in place."""
+  """Runs `layer` once per layer on one pool of pages f[k, m, l, ...], updated in place."""
   shapes = [leaf.shape for leaf in pool]
   count = shapes[0][2]
   assert count == config.num_layers, f"got pages of {count} layers of {config.num_layers}"
   own = kv_layout.flat_pool(pool)
   if parameters.is_stacked(params):
-    # Slabs are read one by one where they are multiplied: a layer's slice would be a copy of it.
+    # Slabs are read one by one where they are multiplied; slicing out a layer would copy it.
     layers = params["layers"]
     is_read = lambda leaf: backend.reads_layers or leaf.shape[1] > 1
     names = [name for name in SLABS if name in layers and is_read(layers[name])]

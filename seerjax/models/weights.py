@@ -1,7 +1,7 @@
-"""Whether weights are those of a model and of its numerics: path by path, before they are run.
+"""Checks weights against a model and its numerics, path by path, before they are run.
 
-Other slabs, another dtype or a leaf too many compute without an error, but other bits than the
-fingerprint promises; weights that are not finite say nothing worth sampling.
+Weights with other slabs, another dtype or an extra leaf would run without an error, but give other
+bits than the fingerprint promises; weights that are not finite give useless samples.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from seerjax import numerics as numerics_lib
 from seerjax.models import config as model_config, parameters
 
-# Of what an adapter stands beside; `models.lora`.
+# The base weight of each adapter; see `models.lora`.
 ADAPTED = {"qkv_lora": "qkv", "gate_up_lora": "gate_up", "out_lora": "out", "down_lora": "down"}
 WHOLE_INPUTS = ("qkv_lora", "gate_up_lora")
 
@@ -27,17 +27,17 @@ def check(
   dtype: Any,
   what: str,
 ) -> None:
-  """Refuses weights that are not laid out as the model's, with or without adapters.
+  """Refuses weights that are not in the model's layout, with or without adapters.
 
   Args:
-    params: of `transformer.forward`; adapters as `lora.attach` puts them.
+    params: params of `transformer.forward`; adapters as `lora.attach` puts them.
     model: shape of the model.
     numerics: its `reduction_shards` decides the layout.
-    dtype: of every weight; an adapter's scale is float32 in any.
+    dtype: dtype of every weight; an adapter's scale is always float32.
     what: the argument, for the message.
 
   Raises:
-    ValueError: naming the first path that differs, what is there and what should be.
+    ValueError: naming the first path that differs, with the actual and the expected leaf.
   """
   expected = parameters.shapes(model, model_config.numerics_for(model, numerics).reduction_shards)
   dtype = jnp.dtype(dtype)
@@ -61,7 +61,7 @@ def check(
 
 
 def _one_by_one(params: Any) -> Any:
-  """Returns shapes of the layers one by one, also of those that are `parameters.stacked`."""
+  """Returns the params with stacked layers replaced by a list of single layers' shapes."""
   layers = params.get("layers") if isinstance(params, dict) else None
   if not isinstance(layers, dict):
     return params
@@ -76,7 +76,7 @@ def _one_by_one(params: Any) -> Any:
 
 
 def _by_layer(params: Any) -> Any:
-  """Returns weights whose layers are stacked as shapes of single layers; others as they are."""
+  """Returns stacked layers of equal length as a list of one layer's shapes; others unchanged."""
   layers = params.get("layers") if isinstance(params, dict) else None
   if not isinstance(layers, dict):
     return params
@@ -89,7 +89,7 @@ def _by_layer(params: Any) -> Any:
 
 
 def _described(tree: Any, dtype: Any) -> dict[Any, Any]:
-  """Returns (shape, dtype) by path; None for what is no array."""
+  """Returns (shape, dtype) by path; the type's name for a leaf that is not an array."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   return {
     path: (tuple(leaf.shape), jnp.dtype(leaf.dtype if dtype is None else dtype))
@@ -99,7 +99,7 @@ def _described(tree: Any, dtype: Any) -> dict[Any, Any]:
 
 
 def _of_adapter(path: Any, value: Any, names: tuple[str, ...], expected: Any, dtype: Any) -> Any:
-  """Returns what an adapter's leaf of this rank should be."""
+  """Returns the expected shape and dtype of an adapter's leaf of this rank."""
   index, (_, name, part) = path[1].idx, names
   if part == "scale":
     return (), jnp.dtype(jnp.float32)
