@@ -1,1 +1,1 @@
-"""A run as a page for people: one file, no script, nothing loaded."""
+"""HTML reports of runs: a single file without scripts or external resources."""

@@ -1,4 +1,4 @@
-"""Charts of a report: curves and histograms as inline SVG, whose colours come from the page."""
+"""Line charts and histograms of a report, as inline SVG with colours from the page."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from seerjax.reports.run_directory import Run
 NUM_BINS = 24
 WIDTH, HEIGHT = 440.0, 210.0
 LEFT, RIGHT, TOP, BOTTOM = 52.0, 14.0, 12.0, 26.0
-LABEL = 44.0  # Room for the name of the x axis.
+LABEL = 44.0  # Width of the x axis label.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chart:
-  """One picture of the curves.
+  """Definition of a line chart.
 
   Attributes:
-    title: above it.
-    names: metrics drawn, those of them that the run has.
-    note: what the numbers are, with their unit.
-    labels: what the curves are called, where there are several.
-    is_contract: whether the curve is promised to be exactly zero.
-    is_percent: whether values are fractions shown in percent.
-    digits: significant ones that are shown.
-    is_smoothed: whether long curves are drawn as means, over the faint raw one.
-    is_logarithmic: whether the scale is; what is not above 0 is then not drawn.
+    title: heading.
+    names: metrics to draw, if the run has them.
+    note: caption with the unit.
+    labels: labels of the curves, if there are several.
+    is_contract: whether the contract requires the curve to be exactly zero.
+    is_percent: whether values are fractions to be shown in percent.
+    digits: significant digits shown.
+    is_smoothed: whether to draw a moving mean over the faint raw curve, for long curves.
+    is_logarithmic: whether the scale is logarithmic; values of 0 or below are not drawn then.
   """
 
   title: str
@@ -45,7 +45,7 @@ class Chart:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-  """Returns about `count` round numbers that cover [low, high]; for (0, 0.93) 0, 0.2, ..., 0.8."""
+  """Returns about `count` round numbers within [low, high]; for (0, 0.93) 0, 0.2, ..., 0.8."""
   if not high > low:
     return [low]
   rough = (high - low) / count
@@ -56,7 +56,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 class Frame:
-  """The mapping of data to a picture's points, and its axes."""
+  """Coordinate transformation and axes of a chart."""
 
   def __init__(
     self, x_range: tuple[float, float], y_range: tuple[float, float], height: float = HEIGHT
@@ -83,7 +83,7 @@ class Frame:
         f"{escape(y_text(value))}</text>"
       )
     for value in ticks(*self.x_range, count=5):
-      # The axis's name stands at its end.
+      # The label of the axis is at its end.
       if value == int(value) and self.x(value) < WIDTH - RIGHT - LABEL:
         parts.append(
           f'<text class="tick" x="{self.x(value):.1f}" y="{self.height - 9}" text-anchor="middle">'
@@ -103,7 +103,7 @@ class Frame:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-  """Returns a centred mean over about a twentieth of the run, narrower at its ends."""
+  """Returns a centred moving mean over about a twentieth of the run, narrower at the ends."""
   half = len(values) // 40
   return np.array(
     [
@@ -114,7 +114,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def line_chart(chart: Chart, run: Run) -> str:
-  """Returns one chart as a figure; empty if the run has none of its metrics."""
+  """Returns a chart as a figure; "" if the run has none of its metrics."""
   curves = [(i, *run.curves[name]) for i, name in enumerate(chart.names) if name in run.curves]
   if not curves:
     return ""
@@ -137,7 +137,7 @@ def line_chart(chart: Chart, run: Run) -> str:
     return text(value) if chart.is_percent else axis_number(value)
 
   picture = ""
-  # A line that is flat by promise needs little room, and no scale but its zero.
+  # A contract curve that is all zero needs little height, and only 0 on its scale.
   is_flat = chart.is_contract and not any(v.any() for _, _, v in finite)
   if finite:
     heights = [np.log10(v) if chart.is_logarithmic else v for _, _, v in finite]
@@ -185,13 +185,13 @@ def line_chart(chart: Chart, run: Run) -> str:
 
 
 def polyline(frame: Frame, steps: np.ndarray, values: np.ndarray) -> str:
-  """Returns a curve as the `d` of an SVG path."""
+  """Returns a curve as the `d` attribute of an SVG path."""
   pairs = zip(steps, values, strict=True)
   return "M" + "L".join(f"{frame.x(step):.1f} {frame.y(value):.1f}" for step, value in pairs)
 
 
 def histogram(samples: Sequence[tuple[str, np.ndarray]]) -> str:
-  """Returns overlaid histograms of token counts, each as shares of its own rollouts."""
+  """Returns overlaid histograms of token counts, each normalised to its own rollouts."""
   samples = [(label, values) for label, values in samples if len(values)]
   top = max(float(values.max()) for _, values in samples)
   width = max(1, math.ceil((top + 1) / NUM_BINS))

@@ -1,17 +1,17 @@
-"""A discovery's report: what was found, how, and what it is worth among others, on one page.
+"""Report of a discovery run on one page: the best artefact, its history, and comparisons.
 
-It reads what `ttt.discover` leaves in its directory:
+It reads the files that `ttt.discover` writes:
 
   best.json        the artefact, its value and its lineage
   metrics.jsonl    curves                                   (seerjax.metrics)
-  summary.json     the headline, and "rivals" if others ran  (there once the run has ended)
-  config.json      the settings and the fingerprint
+  summary.json     headline, and "rivals" if baselines ran  (exists once the run has ended)
+  config.json      settings and fingerprint
 
-Like every page of `seerjax.reports` it has no script and asks for nothing. The
-artefact's picture is whatever the problem draws of it (`Environment.picture`): of its SVG only
-known shapes come through, under names of their own, without links.
+Like all pages of `seerjax.reports` it has no scripts and loads nothing. The picture of the artefact
+is drawn by the problem (`Environment.picture`): its SVG is reduced to an allow-list of shapes, with
+ids of the report's own and without links.
 
-Steps are counted from 1, as in metrics.jsonl and best.json, and 0 is the start.
+Steps are counted from 1, as in metrics.jsonl and best.json; the start has step 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BEST_FIELDS = ("problem", "value", "certificate", "artefact", "lineage", "tree")
 VALUE_DIGITS = 12  # Records differ in the tenth digit.
 TILE_DIGITS = 8
 MAX_ARTEFACT_TEXT = 20_000  # Characters.
-MAX_TITLE_TEXT = 400  # Characters of what a node says that is pointed at.
+MAX_TITLE_TEXT = 400  # Characters of a node's tooltip.
 
 BEST_CHART = Chart(
   title="Best so far",
@@ -76,7 +76,7 @@ LEARNING_CHARTS = (
     title="β",
     names=("objective/beta",),
     note="tilt of the groups, mean; on rewards divided by their group's range",
-    # Where one attempt of a group stands alone, any tilt does: 1e7 and more.
+    # With a single outstanding attempt in a group beta is unbounded: 1e7 and more.
     is_logarithmic=True,
   ),
   Chart(
@@ -107,12 +107,12 @@ REWARD_CHART = Chart(
 
 
 class Relative(NamedTuple):
-  """A state of the tree that the best one grew on, as it stood when that was found.
+  """A state in the tree of the best state, as recorded when that was found.
 
   Attributes:
-    id: of the state.
-    parent: id of the state that it was made from; None of the start.
-    step: it was found in, from 1; 0 of the start.
+    id: id of the state.
+    parent: id of its parent; None for the start.
+    step: step in which it was found, from 1; 0 for the start.
     value: in the problem's unit.
   """
 
@@ -123,12 +123,12 @@ class Relative(NamedTuple):
 
 
 class Ancestor(NamedTuple):
-  """A state on the way to the best one.
+  """A state on the path to the best one.
 
   Attributes:
-    step: it was found in, from 1; 0 of the start.
+    step: step in which it was found, from 1; 0 for the start.
     value: in the problem's unit.
-    tokens: ids or text that made it from the one before; empty of the start.
+    tokens: token ids or text that made it from its parent; empty for the start.
   """
 
   step: int
@@ -138,17 +138,17 @@ class Ancestor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-  """What the directory of a discovery holds.
+  """Contents of a discovery's directory.
 
   Attributes:
     run: curves, summary and settings.
     environment: the problem.
-    artefact: the best.
-    value: its, in the problem's unit.
-    certificate: an exact bound behind the value; "" where that is exact itself.
-    lineage: the start first, the artefact last.
-    tree: all that is known to descend from that start, oldest first.
-    date: of best.json, year-month-day in UTC.
+    artefact: the best artefact.
+    value: its value in the problem's unit.
+    certificate: exact bound behind the value; "" if the value is exact.
+    lineage: states from the start to the artefact.
+    tree: known descendants of that start, oldest first.
+    date: date of best.json, year-month-day in UTC.
   """
 
   run: run_directory.Run
@@ -162,17 +162,17 @@ class Found:
 
   @property
   def num_steps(self) -> int:
-    """Steps that were done."""
+    """Number of completed steps."""
     steps, _ = self.run.curves.get("search/best", (np.zeros(0), np.zeros(0)))
     return int(steps[-1]) if len(steps) else 0
 
   @property
   def start(self) -> float:
-    """The best value to begin with; of an unfinished run, that of the artefact's own start."""
+    """Best value among the starts; for an unfinished run, the value of the artefact's start."""
     return float(metrics.decode_number(self.run.summary.get("start", self.lineage[0].value)))
 
   def gain(self, other: float) -> float:
-    """Returns by how much the value is better than another, below 0 if it is worse."""
+    """Returns how much better the value is than another; negative if it is worse."""
     return self.value - other if self.environment.is_maximised else other - self.value
 
 
@@ -180,11 +180,11 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
   """Reads the directory of a discovery.
 
   Args:
-    run_dir: that `ttt.discover` wrote.
-    environment: the run's problem.
+    run_dir: directory written by `ttt.discover`.
+    environment: problem of the run.
 
   Raises:
-    ValueError: if it holds no best.json, one of its files is damaged, or the problem is another.
+    ValueError: if there is no best.json, a file is damaged, or the run is of another problem.
   """
   path = pathlib.Path(run_dir) / BEST
   if not path.is_file():
@@ -253,7 +253,7 @@ def _finite(value: Any) -> float:
 
 
 def headline(found: Found) -> str:
-  """The problem, and the few numbers that matter most."""
+  """Returns the head of the page: the problem and the most important numbers."""
   run, gain = found.run, found.gain(found.start)
   planned = run.config.get("num_steps", found.num_steps)
   won = found.lineage[-1].step
@@ -298,11 +298,11 @@ def _cpu_seconds(found: Found) -> float | None:
 
 
 def artefact_section(found: Found, picture: str) -> str:
-  """What was found, drawn by the problem, next to what others have published.
+  """Returns the section on the artefact: its picture and the published values.
 
   Args:
     found: the run.
-    picture: of `artefact_picture`.
+    picture: result of `artefact_picture`.
   """
   certificate = (
     f"The value is certified: {found.certificate}."
@@ -317,7 +317,7 @@ def artefact_section(found: Found, picture: str) -> str:
 
 
 def _published(found: Found) -> str:
-  """Returns the table of published values, this run in its place among them."""
+  """Returns the table of published values, with this run ranked among them."""
   published = found.environment.published
   if not published:
     return '<figure><p class="note">The problem lists no published values.</p></figure>'
@@ -332,7 +332,7 @@ def _published(found: Found) -> str:
     for one in published
   ]
   rows.append((found.value, "this run", found.date, BEST, ""))
-  # Among equals those who came first stand first.
+  # On ties the published value comes first.
   rows.sort(key=lambda row: -row[0] if found.environment.is_maximised else row[0])
   text = "".join(
     f'<tr class="{"theirs" if verdict else "ours"}">'
@@ -370,8 +370,8 @@ def _comparison(found: Found, other: float) -> str:
 
 
 def baselines_section(found: Found) -> str:
-  """What others found on this problem in the same CPU time."""
-  baselines = found.run.summary.get("rivals")  # The name in the files.
+  """Returns the section on baselines with the same CPU time."""
+  baselines = found.run.summary.get("rivals")  # Name of baselines in the files.
   if not baselines or not isinstance(baselines, dict):
     return ""
   values = {name: float(metrics.decode_number(value)) for name, value in baselines.items()}
@@ -396,7 +396,7 @@ def baselines_section(found: Found) -> str:
 
 
 def path_section(found: Found) -> str:
-  """How the best came to be: its value over the steps, and its ancestors."""
+  """Returns the section on the search path: best value over steps, and the ancestors."""
   rows, before = "", None
   for state in found.lineage:
     change = "" if before is None else _signed(state.value - before, 6)
@@ -417,13 +417,13 @@ def _tokens(state: Ancestor) -> str:
 
 
 def lineage_chart(found: Found) -> str:
-  """Returns the way to the best state, and the tree around it, as a figure: values over steps."""
+  """Returns a chart of the best state's lineage and the tree around it: values over steps."""
   run, states = found.run, found.lineage
   _, values = run.curves.get("search/best", (np.zeros(0), np.zeros(0)))
   around = [state.value for state in (*states, *found.tree)]
   shown = np.concatenate([around, values[np.isfinite(values)]])
   low, high = float(shown.min()), float(shown.max())
-  # The published best is drawn unless it would flatten all else.
+  # Show the published best unless it would flatten everything else.
   goals = [one.value for one in found.environment.published if one.is_comparable]
   goal = goals[0] if goals else math.nan
   if low - (high - low) <= goal <= high + (high - low):
@@ -476,7 +476,7 @@ def lineage_chart(found: Found) -> str:
 
 
 def rewards_chart(run: run_directory.Run) -> str:
-  """Returns the distribution of rewards over the steps as a figure; empty if the run has none."""
+  """Returns a chart of the rewards' distribution over steps; "" if the run did not record it."""
   chart = REWARD_CHART
   if not {*chart.names} <= {*run.curves}:
     return ""
@@ -489,7 +489,7 @@ def rewards_chart(run: run_directory.Run) -> str:
   frame = Frame((float(steps[0]), last_step), (low - margin, high + margin))
   parts = [frame.axes("step", page.axis_number)]
   for least, most in zip(levels[:middle], levels[:middle:-1], strict=True):
-    # There along the upper edge, and back along the lower one.
+    # Forward along the upper edge, and back along the lower one.
     edge = charts.polyline(
       frame, np.concatenate([steps, steps[::-1]]), np.concatenate([most, least[::-1]])
     )
@@ -509,14 +509,14 @@ def rewards_chart(run: run_directory.Run) -> str:
 
 
 def search_section(found: Found) -> str:
-  """What the attempts were worth, and what became of the archive."""
+  """Returns the section on the search: rewards of attempts, and the archive."""
   figures = rewards_chart(found.run)
   figures += "".join(charts.line_chart(chart, found.run) for chart in SEARCH_CHARTS)
   return f'<h2>Search</h2><div class="grid3">{figures}</div>' if figures else ""
 
 
 def learning_section(found: Found) -> str:
-  """What the weights did; a sentence where they stood still."""
+  """Returns the section on training; one sentence if training was off."""
   if found.run.config.get("train") is False:
     return (
       '<h2>Learning</h2><p class="lead">Training was off: the weights that began sampled every'
@@ -527,11 +527,11 @@ def learning_section(found: Found) -> str:
 
 
 def record_section(found: Found) -> str:
-  """The summary, the settings, the numerics, other metrics, and the artefact as text."""
+  """Returns the section with summary, settings, numerics, other metrics, and the artefact."""
   text = json.dumps(found.artefact, ensure_ascii=False)
   if len(text) > MAX_ARTEFACT_TEXT:
     text = f"{text[:MAX_ARTEFACT_TEXT]} … {len(text) - MAX_ARTEFACT_TEXT} more characters in {BEST}"
-  # What the page says elsewhere, with more digits, is left out.
+  # Omit what the page shows elsewhere, with more digits.
   shown = ("problem", "best", "start", "certificate", "found_in_step", "rivals")
   summary = {name: value for name, value in found.run.summary.items() if name not in shown}
   return (
@@ -548,7 +548,7 @@ def record_section(found: Found) -> str:
 
 SVG = "{http://www.w3.org/2000/svg}"
 HREF = ("href", "{http://www.w3.org/1999/xlink}href")
-# Shapes, and what they refer to. Nothing that links, runs, moves or holds a page of its own.
+# Shapes, and elements that they refer to. Nothing that links, runs, animates or embeds pages.
 ELEMENTS = frozenset({
   "circle", "clipPath", "defs", "ellipse", "feColorMatrix", "feComposite", "filter", "g", "image",
   "line", "linearGradient", "path", "pattern", "polygon", "polyline", "radialGradient", "rect",
@@ -563,13 +563,13 @@ ATTRIBUTES = frozenset({
 })  # fmt: skip
 IMAGE = re.compile(r"data:image/(png|jpeg);base64,[A-Za-z0-9+/=\s]*")
 LOCAL_URL = re.compile(r"url\(\s*[\"']?#([^\"')]*)[\"']?\s*\)", re.IGNORECASE)
-# What could reach out of the page, and the escape by which a style could hide it.
+# Text that could refer outside the page, and the escape that could hide it in a style.
 REACHES_OUT = re.compile(r"url|import|src|:\s*//|\\|javascript", re.IGNORECASE)
 
 
 def artefact_picture(found: Found) -> str:
-  """Returns the problem's picture as inline SVG, or a sentence that says why there is none."""
-  import matplotlib  # Slow to import, and only a picture needs it.
+  """Returns the problem's picture as inline SVG, or a paragraph that says why there is none."""
+  import matplotlib  # Slow to import, and needed only here.
   from matplotlib import figure
 
   try:
@@ -577,11 +577,11 @@ def artefact_picture(found: Found) -> str:
     if not isinstance(drawing, figure.Figure):
       raise TypeError(f"got {type(drawing).__name__}, expected a matplotlib.figure.Figure")
     text = io.StringIO()
-    # Letters become shapes, so that they look alike everywhere; ids follow from the picture alone.
+    # Text becomes paths, to look the same everywhere; a fixed salt makes ids deterministic.
     with matplotlib.rc_context({"svg.fonttype": "path", "svg.hashsalt": "seerjax"}):
       drawing.savefig(text, format="svg", metadata={"Date": None})
     return inline_svg(text.getvalue(), "Picture of the best artefact")
-  except Exception as error:  # It is the problem's own code: whatever it does, the page is written.
+  except Exception as error:  # User code may raise anything; the page is written all the same.
     return (
       '<p class="lead">There is no picture: the problem\'s picture(artefact) raised'
       f" {page.escape(type(error).__name__)}: {page.escape(error)}</p>"
@@ -589,18 +589,18 @@ def artefact_picture(found: Found) -> str:
 
 
 def inline_svg(text: str, label: str) -> str:
-  """Returns an SVG file as an element of a page, with known shapes only and ids of its own.
+  """Returns an SVG file as an element for the page, with allow-listed shapes and own ids.
 
-  Links lose their target, texts about the picture are left out, and so is a style for all elements:
-  it would hold for the whole page. What matplotlib sets there is set at the root instead.
+  Links lose their targets. Metadata is dropped, and so are style sheets, which would apply to the
+  whole page; matplotlib's settings there are applied at the root instead.
 
   Args:
-    text: of the file.
-    label: for those who cannot see it.
+    text: text of the SVG file.
+    label: accessible label.
 
   Raises:
     xml.ParseError: if it is not XML.
-    ValueError: if it is other XML.
+    ValueError: if it is not SVG.
   """
   root = xml.fromstring(text)
   if root.tag != f"{SVG}svg":
@@ -610,7 +610,7 @@ def inline_svg(text: str, label: str) -> str:
     for value in element.attrib.values():
       for name in (*LOCAL_URL.findall(value), *re.findall(r"^#(.*)$", value)):
         names.setdefault(name, f"picture-{len(names)}")
-  unused = dict(names)  # Of two elements with one id the first has it.
+  unused = dict(names)  # If an id occurs twice, the first element keeps it.
   safe = _safe(root, names, unused)
   for name in ("width", "height", "x", "y"):
     safe.attrib.pop(name, None)
@@ -625,7 +625,7 @@ def inline_svg(text: str, label: str) -> str:
 def _safe(
   element: xml.Element, names: Mapping[str, str], unused: dict[str, str]
 ) -> xml.Element:
-  """Returns a copy without what `ELEMENTS` and `ATTRIBUTES` do not know; links become groups."""
+  """Returns a copy with only the known elements and attributes; links become groups."""
   tag = element.tag.removeprefix(SVG)
   made = xml.Element("g" if tag == "a" else tag)
   if tag in ("text", "tspan"):
@@ -640,7 +640,7 @@ def _safe(
     elif name in ATTRIBUTES and not REACHES_OUT.search(LOCAL_URL.sub("", value)):
       made.set(name, LOCAL_URL.sub(lambda match: f"url(#{names[match[1]]})", value))
   for child in element:
-    # A comment has a function as its tag.
+    # The tag of a comment is a function.
     if isinstance(child.tag, str) and child.tag.removeprefix(SVG) in (*ELEMENTS, "a"):
       copy = _safe(child, names, unused)
       if tag in ("text", "tspan"):
@@ -650,10 +650,10 @@ def _safe(
 
 
 def render(run_dir: str | os.PathLike, environment: Environment) -> pathlib.Path:
-  """Writes report.html into the directory of a discovery and returns its path.
+  """Writes report.html into a discovery's directory, and returns its path.
 
   Raises:
-    ValueError: as `load`.
+    ValueError: see `load`.
   """
   found = load(run_dir, environment)
   picture = artefact_picture(found)

@@ -1,10 +1,10 @@
-"""Drafts over a transcript: what was guessed at each step, what held, and what the target said.
+"""Report on speculative decoding: drafts of each step, accepted tokens, and the target's tokens.
 
-  step 3   ' pens' ' each'            held, held, and then the target's own
-           ' pens' ' and'             the second guess did not hold
-                   ' in'              nor did its sibling
+  step 3   ' pens' ' each'            accepted both, followed by the target's own token
+           ' pens' ' and'             second token rejected
+                   ' in'              its sibling rejected, too
 
-One page of HTML that holds everything and asks for nothing.
+The report is one self-contained HTML page.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Path = tuple[int, ...]
 
 
 class Drafted(NamedTuple):
-  """What a drafter guessed for one request in one step.
+  """Drafts of one request in one step.
 
   Attributes:
-    position: tokens that were there already, the prompt's included.
-    paths: of token ids, the likeliest first.
+    position: tokens in the sequence so far, prompt included.
+    paths: drafted token ids, most likely path first.
   """
 
   position: int
@@ -34,12 +34,12 @@ class Drafted(NamedTuple):
 
 
 class Step(NamedTuple):
-  """What came of it.
+  """Result of one step.
 
   Attributes:
-    paths: token ids that were guessed; none where the target decoded by itself.
-    said: token ids that were said, the last of which is the target's own; of several steps of plain
-      decoding in one visit all are.
+    paths: drafted token ids; empty if the target decoded without a draft.
+    said: tokens added; the last one is the target's own. Without a draft all are the target's, and
+      may come from several decode steps in one visit.
   """
 
   paths: tuple[Path, ...]
@@ -47,17 +47,17 @@ class Step(NamedTuple):
 
   @property
   def num_held(self) -> int:
-    """Guessed tokens that were said: all but the last, if any were guessed."""
+    """Number of accepted draft tokens: all added tokens but the last, if there was a draft."""
     return len(self.said) - 1 if self.paths else 0
 
 
 class Transcript(NamedTuple):
-  """One answer and its drafts, as text.
+  """A response and its drafts, as text.
 
   Attributes:
-    title: above it.
-    prompt: what was asked.
-    steps: (paths, said) of each step, as pieces of text.
+    title: heading.
+    prompt: text of the prompt.
+    steps: (paths, added tokens) of each step, as pieces of text.
   """
 
   title: str
@@ -66,16 +66,16 @@ class Transcript(NamedTuple):
 
 
 def steps_of(drafts: Sequence[Drafted], tokens: Sequence[int], num_prompt: int) -> list[Step]:
-  """Returns the steps of an answer.
+  """Returns the steps of a response.
 
   Args:
-    drafts: of its request, in the order in which they were asked for. A position that was asked for
-      twice, since the first time came to nothing, counts once: the last time.
-    tokens: prompt and answer.
-    num_prompt: how many of `tokens` are the prompt.
+    drafts: drafts of the request, in order. If a position occurs twice, because the first draft was
+      not used, the last one counts.
+    tokens: token ids of prompt and response.
+    num_prompt: length of the prompt.
 
-  A guess that the engine had no room for came to nothing, too: of its step, and of those behind it
-  in which the drafter was not asked, all tokens are the target's own.
+  A draft for which the engine had no room was not used either: all tokens of its step, and of the
+  following steps without a draft, are the target's own.
   """
   at = {one.position: one.paths for one in drafts if num_prompt <= one.position < len(tokens)}
   starts = sorted({num_prompt, *at})
@@ -92,7 +92,7 @@ def steps_of(drafts: Sequence[Drafted], tokens: Sequence[int], num_prompt: int) 
 def transcript(
   title: str, prompt: str, steps: Sequence[Step], decode: Callable[[Sequence[int]], str]
 ) -> Transcript:
-  """Returns an answer as text; `decode` is given one token at a time."""
+  """Returns a response as text; `decode` is called with one token at a time."""
   pieces = [
     (tuple(_pieces(path, decode) for path in step.paths), _pieces(step.said, decode))
     for step in steps
@@ -105,14 +105,14 @@ def _pieces(ids: Path, decode: Callable[[Sequence[int]], str]) -> tuple[str, ...
 
 
 def read(value: Sequence[Any]) -> Transcript:
-  """Returns a transcript from what JSON made of it."""
+  """Returns a transcript from its JSON form."""
   title, prompt, steps = value
   pieces = [(tuple(map(tuple, paths)), tuple(said)) for paths, said in steps]
   return Transcript(title, prompt, tuple(pieces))
 
 
 def section(found: Transcript) -> str:
-  """Returns a transcript as HTML: the answer, then each step."""
+  """Returns a transcript as HTML: the response, then each step."""
   answer, rows = [], []
   for number, (paths, said) in enumerate(found.steps, 1):
     num_held = len(said) - 1 if paths else 0
@@ -134,7 +134,7 @@ def section(found: Transcript) -> str:
 
 
 def _guesses(paths: Sequence[tuple[str, ...]], held: tuple[str, ...]) -> list[str]:
-  """Returns a line for each path; what it shares with one before keeps its room and is not seen."""
+  """Returns a line for each path; a prefix shared with an earlier path is laid out but hidden."""
   lines: list[str] = []
   before: list[tuple[str, ...]] = []
   for path in paths:
@@ -142,7 +142,7 @@ def _guesses(paths: Sequence[tuple[str, ...]], held: tuple[str, ...]) -> list[st
     before.append(path)
     holds = _num_shared(path, held)
     kinds = ["held"] * holds + ["missed"] * (len(path) - holds)
-    if shared < len(path):  # Else another path holds all of it.
+    if shared < len(path):  # Otherwise an earlier path contains it.
       lines.append(_line(path, ["shared"] * shared + kinds[shared:]))
   return lines
 
@@ -153,20 +153,20 @@ def _num_shared(one: tuple[str, ...], other: tuple[str, ...]) -> int:
 
 
 def _line(pieces: Sequence[str], kinds: Sequence[str]) -> str:
-  """Returns a line of tokens; those without a kind are the target's own."""
+  """Returns a line of tokens; tokens without a kind are the target's own."""
   tokens = itertools.zip_longest(kinds, pieces, fillvalue="own")
   return f"<pre>{''.join(itertools.starmap(_token, tokens))}</pre>"
 
 
 def _token(kind: str, piece: str, title: str = "") -> str:
-  shown = escape(piece.replace("\n", "\u21b5") or "\u2205")  # What ends a text has no letters.
-  line = "\n" if title and "\n" in piece else ""  # In an answer a line ends where it ended.
+  shown = escape(piece.replace("\n", "\u21b5") or "\u2205")  # An end token has no text.
+  line = "\n" if title and "\n" in piece else ""  # Keep the line breaks of a response.
   hint = f' title="{escape(title)}"' if title else ""
   return f'<span class="{kind}"{hint}>{shown}</span>{line}'
 
 
 def html(title: str, transcripts: Sequence[Transcript]) -> str:
-  """Returns the page."""
+  """Returns the HTML page."""
   said = [step for found in transcripts for step in found.steps]
   num_tokens = sum(len(pieces) for _, pieces in said)
   num_guessed = sum(1 for paths, _ in said if paths)

@@ -1,9 +1,8 @@
-"""Pictures of a rollout for the report: what ran where and when, how full the memory was, and what
-came of drafts.
+"""Charts of a rollout for the report: timeline of chunks, page occupancy, and draft acceptance.
 
-Inline SVG whose colours come from the page. A chunk is a bar in a lane of its instance, coloured by
-its group; a probe begins with a dark edge; the shaded part is the tail, the steps spent on the last
-tenth of the requests alone.
+The charts are inline SVG with colours from the page. A chunk is a bar in a lane of its instance,
+coloured by group; a dark edge marks a probe; the shaded part is the tail, the steps in which only
+the last tenth of the requests ran.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ LANE = 4
 GAP = 14
 OCCUPANCY_HEIGHT = 90
 BARS_WIDTH, BARS_HEIGHT = 560, 150
-# Points of an occupancy curve; more cannot be seen.
+# Maximum points of an occupancy curve; more are not visible.
 MAX_POINTS = 400
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[int, Span]]:
-  """Returns (lane, span): each takes the first lane that is free when it begins."""
+  """Returns (lane, span) pairs; each span takes the first lane that is free at its beginning."""
   ends: list[int] = []
   placed = []
   for span in sorted(spans, key=lambda span: (span.begin, span.request_id)):
@@ -40,7 +39,7 @@ def lanes(spans: Sequence[Span]) -> list[tuple[int, Span]]:
 
 
 def _colour(group: str, groups: dict[str, int]) -> str:
-  # Steps of the golden angle: neighbours in number are far apart in hue.
+  # Multiples of the golden angle give neighbouring numbers distant hues.
   index = groups.setdefault(group, len(groups))
   return f"hsl({index * 137.508 % 360:.0f} 62% {46 + 12 * (index % 3)}%)"
 
@@ -50,7 +49,7 @@ def _scale(trace: Trace) -> float:
 
 
 def gantt(trace: Trace) -> str:
-  """Returns the chart of a rollout's chunks."""
+  """Returns the timeline of a rollout's chunks."""
   scale, top, parts = _scale(trace), 6, []
   groups: dict[str, int] = {}
   num_instances = len(trace.used_pages[0]) if trace.used_pages else 0
@@ -86,7 +85,7 @@ def gantt(trace: Trace) -> str:
 
 
 def occupancy(trace: Trace, num_pages: int) -> str:
-  """Returns the curves of the share of pages in use, by instance; `num_pages` can be used."""
+  """Returns the share of pages in use over time, by instance; `num_pages` are usable."""
   used = np.asarray(trace.used_pages, np.float64)
   if not used.size:
     return ""
@@ -125,7 +124,7 @@ def _figure(body: str, height: int, trace: Trace) -> str:
 
 
 def section(step: int, trace: Trace, num_pages: int) -> str:
-  """Returns the report's section of one rollout, the run's longest."""
+  """Returns the report's section on one rollout, the longest of the run."""
   places: dict[str, set[int]] = {}
   for span in trace.spans:
     places.setdefault(span.request_id, set()).add(span.instance)
@@ -145,7 +144,7 @@ def section(step: int, trace: Trace, num_pages: int) -> str:
 
 
 def bars(values: Mapping[int, float], most: float, form: str) -> str:
-  """Returns one bar a number, its value above it in the format `form`; a full bar is `most`."""
+  """Returns a bar chart with values in the format `form`; `most` is the height of a full bar."""
   width = BARS_WIDTH / max(len(values), 1)
   parts = []
   for place, (label, value) in enumerate(values.items()):
@@ -164,7 +163,7 @@ def bars(values: Mapping[int, float], most: float, form: str) -> str:
 
 
 def drafts_section(drafts: Acceptance) -> str:
-  """Returns the report's section of what came of drafts; empty if there were none."""
+  """Returns the report's section on draft acceptance; empty without drafts."""
   if not drafts.num_drafted:
     return ""
   by_position = {place + 1: rate for place, rate in enumerate(drafts.rate_at)}

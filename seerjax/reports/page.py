@@ -1,7 +1,7 @@
-"""The page of a report: numbers and texts as HTML, its style, and the whole of it.
+"""Layout of the report pages: formatting of numbers and text, style sheet, and page frame.
 
-The page has no script and no outside resource, and follows a light or a dark screen. All text of
-models, tasks and settings passes through `escape`.
+Pages have no scripts and no external resources, and follow the light or dark colour scheme. All
+text from models, tasks and settings is passed through `escape`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ FILE_NAME = "report.html"
 
 
 def escape(value: Any) -> str:
-  """Returns `value` as text that no HTML can come out of; lone surrogates become U+FFFD."""
+  """Returns a value as HTML-escaped text; lone surrogates become U+FFFD."""
   return html.escape(str(value).encode("utf-8", "replace").decode("utf-8"), quote=True)
 
 
 def number(value: Any, digits: int = 4) -> str:
-  """Returns a number with so many significant digits, whole ones in full; else what it got.
+  """Formats a number with this many significant digits, integers in full; other values as text.
 
-  Of a list, each of its members so.
+  Each member of a list is formatted separately.
   """
   if isinstance(value, list):
     return ", ".join(number(item, digits) for item in value)
@@ -41,7 +41,7 @@ def number(value: Any, digits: int = 4) -> str:
 
 
 def axis_number(value: float) -> str:
-  """Returns a number for an axis, where there is room for about eight characters: 2.5 M."""
+  """Formats a number for an axis, in about eight characters: 2.5 M."""
   for size, letter in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
     if abs(value) >= max(size, 1e5):
       return f"{value / size:.9g}{letter}"
@@ -49,7 +49,7 @@ def axis_number(value: float) -> str:
 
 
 def header(kind: str, title: str, tiles: Sequence[tuple[str, str, str]]) -> str:
-  """Returns the head of a page: its kind, its title, and tiles of (value, label, unit)."""
+  """Returns the head of a page: kind, title, and tiles of (value, label, unit)."""
   cells = "".join(
     f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span>'
     f"<i>{escape(unit)}</i></div>"
@@ -183,19 +183,19 @@ tr:first-child > * { border-top: 0; }
 
 
 def html_page(title: str, sections: Sequence[str], *, has_images: bool = False) -> str:
-  """Returns a whole page of HTML.
+  """Returns a complete HTML page.
 
   Args:
-    title: of the browser's window.
-    sections: HTML, in their order; empty ones are left out.
-    has_images: whether pictures that are written out in the page itself are shown.
+    title: title of the browser window.
+    sections: HTML sections in order; empty ones are dropped.
+    has_images: whether to allow images embedded as data URLs.
   """
   body = "\n".join(f"<section>{text}</section>" for text in sections if text)
   images = " img-src data:;" if has_images else ""
   return (
     '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # Should a text ever get past `escape`, the browser still runs and loads nothing.
+    # If unescaped text ever gets through, the browser still runs and loads nothing.
     f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\';{images}'
     " style-src 'unsafe-inline'\">"
     f"<title>{escape(title)} · SeerJAX</title><style>{STYLE}</style></head>\n"

@@ -1,10 +1,10 @@
-"""What a run leaves in its directory, read for a report; each file if it is there.
+"""Reads a run directory for a report; every file is optional.
 
   metrics.jsonl    curves                       (seerjax.metrics)
-  summary.json     the headline and its table
-  config.json      the settings, and "fingerprint" if it has one
+  summary.json     headline numbers and their table
+  config.json      settings, and optionally "fingerprint"
   journal.jsonl    lengths and transcripts      (seerjax.rollout.journal)
-  traces.jsonl     what ran where and when      (seerjax.rollout.trace)
+  traces.jsonl     timeline of chunks           (seerjax.rollout.trace)
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Points = tuple[np.ndarray, np.ndarray]  # (steps, values), of equal length.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-  """What a run directory holds.
+  """Contents of a run directory.
 
   Attributes:
-    name: of the directory.
-    curves: by metric name, the steps and values.
-    summary: empty if there is none.
-    config: empty if there is none.
-    fingerprints: of the journal's epochs, or the config's.
+    name: name of the directory.
+    curves: (steps, values) by metric name.
+    summary: the summary; empty if there is none.
+    config: the settings; empty if there are none.
+    fingerprints: fingerprints of the journal's epochs, or the one in the config.
     first: rollouts of the journal's first step, by (group, member).
-    last: rollouts of its last step; empty if there is one step only.
-    traces: by step, what was done for it.
+    last: rollouts of its last step; empty if there is only one step.
+    traces: trace of each step.
   """
 
   name: str
@@ -52,7 +52,7 @@ def load(run_dir: str | os.PathLike) -> Run:
   """Reads a run directory.
 
   Raises:
-    ValueError: if it holds none of a run's files, or one of them is damaged.
+    ValueError: if it has none of a run's files, or one of them is damaged.
   """
   path = pathlib.Path(run_dir)
   sources = (metrics.FILE_NAME, "summary.json", "config.json", journal.FILE_NAME)
@@ -81,7 +81,7 @@ def load(run_dir: str | os.PathLike) -> Run:
     by_step: dict[int, list[journal.Entry]] = {}
     for entry in entries:
       by_step.setdefault(entry.step, []).append(entry)
-      for step in sorted(by_step)[1:-1]:  # Two steps are held, however long the run was.
+      for step in sorted(by_step)[1:-1]:  # Keeps two steps in memory, however long the run.
         del by_step[step]
     ordered = [
       tuple(sorted(by_step[step], key=lambda e: (e.group, e.member))) for step in sorted(by_step)
@@ -104,10 +104,10 @@ def load(run_dir: str | os.PathLike) -> Run:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """Returns the object of a JSON file, empty if there is no such file.
+  """Returns the object in a JSON file; {} if there is no such file.
 
   Raises:
-    ValueError: if it is not JSON.
+    ValueError: if the file is not JSON.
   """
   if not path.is_file():
     return {}

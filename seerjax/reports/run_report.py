@@ -1,9 +1,9 @@
-"""A run's report: one HTML page that holds everything and asks for nothing.
+"""Report of a run as one self-contained HTML page.
 
   python -m seerjax.reports.run_report RUN_DIRECTORY
 
-What it reads: `reports.run_directory`. A section is a function from `Run` to HTML (empty if the run
-has nothing for it); `SECTIONS` is their order on the page.
+The input is read by `reports.run_directory`. A section is a function from `Run` to HTML, "" if the
+run has no data for it; `SECTIONS` is their order on the page.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from seerjax.reports.run_directory import Points, Run, load
 from seerjax.rollout import journal
 from seerjax.speculation import statistics
 
-SERIES = 2  # Curves of one chart.
-NUM_TRANSCRIPTS = 4  # Of the first step, and as many of the last.
+SERIES = 2  # Curves per chart.
+NUM_TRANSCRIPTS = 4  # From each of the first and the last step.
 
 CONTRACT_CHARTS = (
   Chart(
@@ -69,7 +69,7 @@ CHARTS = (
 
 
 def headline(run: Run) -> str:
-  """The run's name, and its few most telling numbers."""
+  """Returns the head of the page: name of the run, and the most important numbers."""
   summary = run.summary
   tiles = []
   if {"accuracy_before", "accuracy_after"} <= summary.keys():
@@ -108,11 +108,11 @@ def headline(run: Run) -> str:
 
 
 def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
-  """Returns whether a promised zero held at all recorded steps, and the sentence that says so."""
+  """Returns whether a metric is zero at all recorded steps, and a sentence that says so."""
   if points is None or not len(points[1]):
     return False, f"{what} was not recorded, so nothing is claimed."
   steps, values = points
-  wrong = np.flatnonzero(values != 0.0)  # NaN is not zero either.
+  wrong = np.flatnonzero(values != 0.0)  # Includes NaN.
   if not len(wrong):
     return True, f"{what} is exactly 0.0 at every one of {len(values)} recorded steps."
   finite = np.nan_to_num(np.abs(values), nan=np.inf, posinf=np.inf)
@@ -124,7 +124,7 @@ def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
 
 
 def contract_section(run: Run) -> str:
-  """Whether the engine and the trainer computed the same bits, in words and as curves."""
+  """Returns the section on bit equality of engine and trainer: a verdict and the curves."""
   kl = run.curves.get("contract/kl")
   gap = run.curves.get("contract/max_abs_logprob_gap")
   if kl is None and gap is None:
@@ -149,13 +149,13 @@ def contract_section(run: Run) -> str:
 
 
 def curves_section(run: Run) -> str:
-  """How the run went, step by step."""
+  """Returns the section with the curves of the run."""
   charts = "".join(line_chart(chart, run) for chart in (*CHARTS, *charts_of(run)))
   return f'<h2>Learning</h2><div class="grid3">{charts}</div>' if charts else ""
 
 
 def charts_of(run: Run) -> tuple[Chart, ...]:
-  """Returns charts of what only some runs have: parts of rewards, and further evaluation sets."""
+  """Returns charts for metrics that only some runs have: reward parts and evaluation sets."""
   charts = []
   parts = sorted(name for name in run.curves if name.startswith("rollout/part/"))
   for start in range(0, len(parts), SERIES):
@@ -186,8 +186,8 @@ def charts_of(run: Run) -> tuple[Chart, ...]:
 
 
 def lengths_section(run: Run) -> str:
-  """How long the responses of the first and the last step are."""
-  # The journal counts steps from 0, everything that people read from 1.
+  """Returns the section on response lengths in the first and the last step."""
+  # The journal counts steps from 0, reports count from 1.
   samples = [(entries[0].step + 1, entries) for entries in (run.first, run.last) if entries]
   if not samples:
     return ""
@@ -215,7 +215,7 @@ def lengths_section(run: Run) -> str:
 
 
 def rollout_section(run: Run) -> str:
-  """How the longest rollout ran: chunks on instances, and their memory."""
+  """Returns the section on the longest rollout: chunks by instance, and page occupancy."""
   longest = max(
     (
       (trace.num_steps, -step, trace)
@@ -230,12 +230,12 @@ def rollout_section(run: Run) -> str:
   num_steps, step, trace = longest
   most = max((max(row) for row in trace.used_pages), default=1)
   num_pages = run.config.get("engine", {}).get("num_pages", 0) - 1
-  # Where the engine chose the number of pages itself, of the most that were in use.
+  # If the engine chose the number of pages, scale by the maximum in use.
   return gantt.section(1 - step, trace, max(num_pages, most)) if num_steps else ""
 
 
 def drafts_section(run: Run) -> str:
-  """What came of the drafts of all steps."""
+  """Returns the section on draft acceptance over all steps."""
   drafts = statistics.Acceptance()
   for done in run.traces.values():
     drafts.include(done.drafts)
@@ -243,7 +243,7 @@ def drafts_section(run: Run) -> str:
 
 
 def transcripts_section(run: Run) -> str:
-  """What the model answered in the first and in the last step."""
+  """Returns the section with sample responses from the first and the last step."""
   if not run.first:
     return ""
   columns = "".join(
@@ -265,7 +265,7 @@ def _sample(entries: Sequence[journal.Entry]) -> list[journal.Entry]:
 
 
 def transcript(entry: journal.Entry) -> str:
-  """Returns one rollout as a card; every text in it is escaped."""
+  """Returns one rollout as a card, with all text escaped."""
   completion, verdict = entry.rollout.completion, entry.rollout.verdict
   mark, word = ("good", "✓ correct") if verdict.correct else ("bad", "✗ wrong")
   if not verdict.well_formed:
@@ -287,7 +287,7 @@ def transcript(entry: journal.Entry) -> str:
 
 
 def details_section(run: Run, charts: Sequence[Chart] = CHARTS) -> str:
-  """The summary, the settings, the numerics, and every metric that none of the charts shows."""
+  """Returns the section with summary, settings, numerics, and metrics that no chart shows."""
   shown = (*CONTRACT_CHARTS, *charts, *charts_of(run))
   drawn = {name for chart in shown for name in chart.names}
   others = {
@@ -298,7 +298,7 @@ def details_section(run: Run, charts: Sequence[Chart] = CHARTS) -> str:
     for name, (_, v) in sorted(run.curves.items())
     if name not in drawn
   }
-  # Its numerics are the fingerprint below.
+  # Numerics are in the fingerprint below.
   summary = {name: value for name, value in run.summary.items() if name != "numerics"}
   parts = [page.table("Summary", summary, is_open=True)]
   for i, fingerprint in enumerate(run.fingerprints):
@@ -329,10 +329,10 @@ SECTIONS: tuple[Callable[[Run], str], ...] = (
 
 
 def render(run_dir: str | os.PathLike) -> pathlib.Path:
-  """Writes report.html into a run directory and returns its path.
+  """Writes report.html into a run directory, and returns its path.
 
   Raises:
-    ValueError: as `load`.
+    ValueError: see `load`.
   """
   run = load(run_dir)
   path = pathlib.Path(run_dir) / page.FILE_NAME
