@@ -1,4 +1,4 @@
-"""Where problems come from and what a good answer is."""
+"""Tasks: sources of problems with their verdicts."""
 
 from seerjax.tasks.countdown import Countdown
 from seerjax.tasks.draws import Draws

@@ -1,4 +1,4 @@
-"""Reads the number that a text gives as its answer, and judges it exactly."""
+"""Parses the number that a text gives as its answer, and compares it exactly."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 
 from seerjax.types import Problem, Verdict
 
-ANSWER_MARK = "####"  # GSM8K's mark of the final answer; ours too.
+ANSWER_MARK = "####"  # Precedes the final answer, as in GSM8K.
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])[^\S\n]*")
 _FORMULA_END = re.compile(r"\$|\\[)\]]|\n")
-MAX_NUMBER_DIGITS = 40  # Longer runs of digits are no answer; Python refuses past 4,300 anyway.
+MAX_NUMBER_DIGITS = 40  # Longer numbers are invalid; Python itself refuses more than 4,300 digits.
 _NUMBER = re.compile(r"([+-]?)([0-9]+)(?:\.([0-9]+)|/([0-9]+))?", re.ASCII)
 
 
 def read_number(text: str) -> Fraction | None:
-  """Returns the number that `text` is, or None: "12", "-3", "+4", "7/2", "0.25" in ASCII digits.
+  """Parses a text that is a number: "12", "-3", "+4", "7/2", "0.25" in ASCII digits.
 
-  Anything else, a zero denominator, and more than `MAX_NUMBER_DIGITS` digits in a part are None.
+  Returns None for anything else, a zero denominator, and parts of more than `MAX_NUMBER_DIGITS`
+  digits.
   """
   match = _NUMBER.fullmatch(text.strip())
   if match is None:
@@ -36,7 +37,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def number_text(value: Fraction | int) -> str:
-  """Returns "19" or "7/2": the shortest exact form, which `read_number` reads back."""
+  """Returns "19" or "7/2": the shortest exact form, which `read_number` parses back."""
   value = Fraction(value)
   if value.denominator == 1:
     return str(value.numerator)
@@ -44,17 +45,17 @@ def number_text(value: Fraction | int) -> str:
 
 
 def marked_answer(text: str) -> str | None:
-  """Returns what follows the one answer mark, or None if there is no mark or more than one."""
+  """Returns the text after the answer mark; None if there is not exactly one mark."""
   if text.count(ANSWER_MARK) != 1:
     return None
   return text.partition(ANSWER_MARK)[2].strip()
 
 
 def last_boxed(text: str) -> str | None:
-  r"""Returns what the last \boxed or \fbox of a text holds; None without one.
+  r"""Returns the content of the last \boxed or \fbox of a text; None if there is none.
 
-  It holds a group, braces balanced, or without one what follows up to the end of the formula or of
-  the line, as published graders read "$\boxed 9$".
+  The content is a brace group or, without braces, everything up to the end of the formula or line,
+  as published graders parse "$\boxed 9$".
   """
   boxes = list(_BOX.finditer(text))
   if not boxes:
@@ -72,9 +73,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def number_verdict(problem: Problem, text: str) -> Verdict:
-  """Judges a text that must end with exactly one "#### <number>"; never raises.
+  """Judges a text that must have exactly one "#### <number>"; never raises.
 
-  Reward 1 if that number equals `problem.answer` as an exact rational, else 0.
+  The reward is 1 if the number equals `problem.answer` as an exact rational, else 0.
   """
   answer = marked_answer(text)
   value = None if answer is None else read_number(answer)

@@ -1,21 +1,21 @@
-"""Finds the program in a model's answer: its last fenced block of Python."""
+"""Finds the program in a model's answer: the last fenced Python block."""
 
 from __future__ import annotations
 
 import re
 
-# Possessive: what was matched is not given back, or a long line would take its length squared.
+# Possessive quantifiers avoid backtracking, which would be quadratic in a line's length.
 _FENCE = re.compile(r" {0,3}(`{3,})[ \t]*+(\w*+)([^`]*+)")
 _MARKS = ("python", "py", "python3")
 
 
 def last_python(text: str) -> tuple[str | None, bool]:
-  """Returns (the last block marked as Python, or None; whether it is still open)."""
+  """Returns (last block marked as Python, or None; whether it is unclosed)."""
   last: str | None = None
   fence, is_python, lines = "", False, []
   for line in text.split("\n"):
     match = _FENCE.fullmatch(line)
-    # A marked fence begins a block even within another: a stray ``` of the thinking is forgotten.
+    # A marked fence starts a block even inside another: ignores stray ``` in the reasoning.
     if match and (not fence or match[2].lower() in _MARKS):
       fence, is_python, lines = match[1], match[2].lower() in _MARKS, []
     elif match and len(match[1]) >= len(fence) and not match[2] and not match[3].strip():

@@ -1,19 +1,19 @@
-"""Programs with unit tests, from a file of one's own; judged in the sandbox.
+"""Programming problems with unit tests, from a user's file; answers run in the sandbox.
 
   {"prompt": "Write add(a, b).", "tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
 
-An answer's last closed block of Python is its program; it is right if all tests hold. How they are
-held depends on them:
+The program is the last closed Python block of an answer; it is correct if all tests pass. How the
+tests run depends on their form:
 
-| tests                              | what happens                                                |
+| tests                              | how they run                                                |
 |------------------------------------|-------------------------------------------------------------|
-| each `assert EXPRESSION == LITERAL`| the program computes the expressions, and its values are    |
-|                                    | compared here: it never sees what is expected               |
-| others ("tests" may be one text)   | they run behind the program, in its process, to their end   |
+| each `assert EXPRESSION == LITERAL`| the program's process evaluates the expressions; the values |
+|                                    | are compared here, so it never sees the expected ones       |
+| others ("tests" may be one text)   | they are executed after the program, in its process         |
 
-In the second way a program can do to the tests what it likes, such as redefine what they call: that
-is for models which do not try, not for one that learns from its reward. A verdict depends on the
-machine where a program needs about as long as `limits` allow.
+In the second way a program can tamper with the tests, for example redefine what they call: use it
+for evaluation of well-behaved models, not as a reward for training. A verdict may depend on the
+machine if a program needs about as much time as `limits` allow.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ _VALUES, _RUN = "_values_of_tests", "_run_tests"
 
 
 def plain(value: Any) -> Any:
-  """Returns a value as what JSON holds, equal for equal values of the built-in types alone.
+  """Returns a value as JSON data that is equal exactly for equal values of built-in types.
 
-  The sandbox runs this very source, behind the program; it must need nothing of this module.
+  The source of this function also runs in the sandbox, after the program, so it must not depend on
+  this module.
   """
-  if hasattr(value, "tolist"):  # numpy's.
+  if hasattr(value, "tolist"):  # A numpy value.
     value = value.tolist()
   if value is None or isinstance(value, (bool, str)):
     return value
-  if isinstance(value, (int, float)):  # 2.0 is 2.
+  if isinstance(value, (int, float)):  # So that 2.0 equals 2.
     return int(value) if value == value and abs(value) < 1e300 and value == int(value) else value
   if isinstance(value, list):
     return [plain(item) for item in value]
@@ -75,11 +76,12 @@ def {_RUN}(tests):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitTests:
-  """What a program is held to.
+  """Tests of a program.
 
   Attributes:
-    text: Python, run as a whole where `values` is empty.
-    values: (expression, value as `plain` gives it) of each test, where all are of that form.
+    text: Python source, executed as a whole if `values` is empty.
+    values: (expression, expected value in the form of `plain`) of each test, if all tests have that
+      form.
   """
 
   text: str
@@ -87,14 +89,14 @@ class UnitTests:
 
   @classmethod
   def read(cls, text: str) -> UnitTests:
-    """Reads tests.
+    """Parses tests.
 
     Raises:
-      ValueError: if they are no Python, or none at all.
+      ValueError: if they are not valid Python, or empty.
     """
     try:
       with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Of the tests' own "\d", say.
+        warnings.simplefilter("ignore")  # The tests' own warnings, for example about "\d".
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
       raise ValueError(f"got tests that are no Python ({error}), expected Python") from error
@@ -107,7 +109,7 @@ class UnitTests:
           try:
             values.append((ast.unparse(left), plain(ast.literal_eval(right))))
             continue
-          except ValueError:  # No literal.
+          except ValueError:  # Not a literal.
             pass
       return cls(text=text)
     return cls(text=text, values=tuple(values))
@@ -116,9 +118,9 @@ class UnitTests:
     """Returns whether a program passes.
 
     Args:
-      sandbox: that runs it.
-      program: Python.
-      limits: of all the tests together.
+      sandbox: runs the program.
+      program: Python source.
+      limits: limits for all tests together.
     """
     source = program + _HARNESS
     if not self.values:
@@ -131,12 +133,12 @@ class UnitTests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeTests(splits.Splits):
-  """The task; see `load`. A problem's `answer` is its tests.
+  """The task; see `load`. The `answer` of a problem is its tests.
 
   Attributes:
     name, train, heldout: see `Splits`.
-    sandbox: that runs programs; `close` ends it.
-    limits: of one answer.
+    sandbox: runs programs; closed by `close`.
+    limits: limits for one answer.
   """
 
   name: str = "code"
@@ -144,10 +146,10 @@ class CodeTests(splits.Splits):
   limits: Limits = LIMITS
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if all tests hold; well formed if the text has a program that is Python.
+    """Returns reward 1 if all tests pass; well formed if the text has a valid Python program.
 
     Raises:
-      RuntimeError: if the isolation that was there at the start cannot be had any more.
+      RuntimeError: if the sandbox can no longer isolate programs.
     """
     program = read_program(text)
     if program is None:
@@ -156,12 +158,12 @@ class CodeTests(splits.Splits):
     return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=program)
 
   def close(self) -> None:
-    """Ends the sandbox."""
+    """Closes the sandbox."""
     self.sandbox.close()
 
 
 def read_program(text: str) -> str | None:
-  """Returns the last closed block of Python in a text; None if it has none, or is no Python."""
+  """Returns the last closed Python block of a text; None if there is none or it is invalid."""
   program, is_open = code_blocks.last_python(text)
   if program is None or is_open or len(program) > MAX_PROGRAM:
     return None
@@ -212,16 +214,15 @@ def load(
   """Reads the task, and starts its sandbox.
 
   Args:
-    path: a directory with train.jsonl and test.jsonl (which is "heldout"), or one file, of which
-      every tenth problem is held out.
-    instruction: added after every prompt, on a line of its own; "" for none.
-    limits: of one answer's program with all its tests.
-    allow_weak_sandbox: also where programs could reach files, the network or other processes.
+    path: directory with train.jsonl and test.jsonl ("heldout"), or one file, of which every tenth
+      problem is held out.
+    instruction: appended to every prompt on a separate line; "" for none.
+    limits: limits for one program with all its tests.
+    allow_weak_sandbox: also run where programs could access files, network or other processes.
 
   Raises:
-    FileNotFoundError: naming the file that is missing.
-    ValueError: naming the file and the line that cannot be used, or what this machine cannot
-      isolate.
+    FileNotFoundError: if a file is missing; names it.
+    ValueError: if a line is invalid (names file and line), or this machine cannot isolate programs.
   """
   path = pathlib.Path(path)
   if path.is_dir():

@@ -1,25 +1,25 @@
-r"""MATH: problems of mathematics competitions, answers in \boxed{...}, from files of one's own.
+r"""MATH: competition mathematics with answers in \boxed{...}, from a user's files.
 
   {"problem": ..., "solution": "... \\boxed{\\frac{1}{2}}", "level": ..., "type": ...}
 
-A directory is read as it is published, train/<subject>/<number>.json and test likewise, or holds
-train.jsonl and test.jsonl (which is "heldout"); of one file of JSON lines every tenth problem is
-held out. A row's "answer", where it has one, is the reference, else its solution's last box; a row
-without either is left out, and named. The data are not part of this package.
+A directory has the published layout, train/<subject>/<number>.json and the same for test, or
+train.jsonl and test.jsonl ("heldout"); of a single JSON-lines file every tenth problem is held out.
+The reference is a row's "answer" if it has one, else the last box of its solution; rows with
+neither are skipped and logged. The data are not part of this package.
 
-A text's answer is its last box: \boxed{9}, \fbox{9}, or \boxed 9 up to the end of the formula. It
-is right if it is written like the reference or has its value:
+The answer of a text is its last box: \boxed{9}, \fbox{9}, or \boxed 9 up to the end of the formula.
+It is correct if it has the same normal form or the same value as the reference:
 
-| is put aside                          | for example                                              |
+| ignored                               | for example                                              |
 |---------------------------------------|----------------------------------------------------------|
 | white space, \left, \right, \!, $, ~  | "(0, 1)" is "(0,1)" and "\left(0,1\right)"               |
-| the kind of fraction, missing braces  | \dfrac, \tfrac, \frac12 are \frac{1}{2}; \sqrt3 \sqrt{3} |
-| a unit, degrees, per cent             | 5\text{ cm}, 90^\circ, 50\%                              |
-| what it is called                     | "x = 3" is 3                                             |
+| kind of fraction, missing braces      | \dfrac, \tfrac, \frac12 are \frac{1}{2}; \sqrt3 \sqrt{3} |
+| units, degrees, per cent              | 5\text{ cm}, 90^\circ, 50\%                              |
+| the name of the result                | "x = 3" is 3                                             |
 | a dot at the end                      | "3." is 3                                                |
 |---------------------------------------|----------------------------------------------------------|
-| has an exact value                    | 1,234; 0.5; 1/2; \frac{1}{2}; -\frac{1}{2}; .5           |
-| is a list                             | (a, b), [a, b), \{a, b\}: each in turn; "a, b" and sets  |
+| compared by exact value               | 1,234; 0.5; 1/2; \frac{1}{2}; -\frac{1}{2}; .5           |
+| compared as lists                     | (a, b), [a, b), \{a, b\}: by member; "a, b" and sets     |
 |                                       | in any order                                             |
 
 Nothing is computed or simplified: 1+x is not x+1, 2^3 not 8, a mixed number not its fraction.
@@ -44,9 +44,9 @@ from seerjax.tasks.file_task import FileTask
 from seerjax.types import Problem, Verdict
 
 INSTRUCTION = "Think step by step, and put the final answer into \\boxed{}."
-MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
-MAX_ANSWER = 1_000  # Of an answer that is compared; a longer one is wrong.
-MAX_NAMED = 5  # Rows without an answer whose names are logged.
+MAX_READ = 20_000  # Characters at the end of a text that are searched for an answer.
+MAX_ANSWER = 1_000  # Characters of an answer; longer ones are wrong.
+MAX_NAMED = 5  # Rows without an answer that are named in the log.
 _DROPPED = re.compile(
   r"\\(?:left|right|displaystyle)(?![a-zA-Z])|(?<!\\)\\[!,;: ]|\\?\$|~|\s+|\^\{?\\circ\}?|\\?%"
 )
@@ -60,8 +60,8 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def normal_form(answer: str) -> str:
-  """Returns an answer without what is put aside; see the table above."""
-  # Units and words before white space goes, since "\\text{ cm}" begins with it.
+  """Returns the normal form of an answer; see the table above."""
+  # Strip units and words before white space, because "\\text{ cm}" starts with it.
   text = _UNIT.sub("", answer.strip().rstrip(".").strip())
   text = _WORDS.sub(r"\1", text)
   text = text.replace("{,}", ",").replace("\\{", "\\lbrace ").replace("\\}", "\\rbrace ")
@@ -73,7 +73,7 @@ def normal_form(answer: str) -> str:
 
 
 def _braced(text: str, command: str, count: int) -> str:
-  """Returns a text in which each argument of a command that is one sign has braces."""
+  """Adds braces to arguments of a command that are a single character."""
   head, *rest = text.split(command)
   for part in rest:
     found, left = "", part
@@ -89,7 +89,7 @@ def _braced(text: str, command: str, count: int) -> str:
 
 
 def _group_end(text: str) -> int:
-  """Returns where the brace group that a text begins with ends; 0 if it does not."""
+  """Returns the end of the brace group at the start of a text; 0 if it is unclosed."""
   depth = 0
   for place, sign in enumerate(text):
     depth += {"{": 1, "}": -1}.get(sign, 0)
@@ -99,7 +99,7 @@ def _group_end(text: str) -> int:
 
 
 def exact(text: str) -> Fraction | None:
-  """Returns the exact value of a normal form that is one number, else None."""
+  """Returns the exact value of a normal form that is a single number, else None."""
   if _GROUPED.fullmatch(text):
     text = text.replace(",", "")
   sign = -1 if text.startswith("-") else 1
@@ -115,7 +115,7 @@ def exact(text: str) -> Fraction | None:
 
 
 def _members(text: str) -> tuple[str, str, list[str]] | None:
-  """Returns (how a list opens, how it closes, its members); None if it is no list."""
+  """Returns (opening bracket, closing bracket, members) of a list; None if it is not a list."""
   opening = closing = ""
   for left, right in (("\\{", "\\}"), ("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")):
     inner = text[len(left) : len(text) - len(right)]
@@ -133,7 +133,7 @@ def _members(text: str) -> tuple[str, str, list[str]] | None:
 
 
 def _lowest(text: str) -> int:
-  """Returns the lowest depth of brackets within a text; below 0 if one closes what is outside."""
+  """Returns the lowest bracket depth in a text; negative if it closes a bracket from outside."""
   depth = lowest = 0
   for sign in text:
     depth += (sign in _OPENING) - (sign in _CLOSING)
@@ -142,7 +142,7 @@ def _lowest(text: str) -> int:
 
 
 def are_equal(one: str, other: str) -> bool:
-  """Returns whether two answers are the same; see the table above."""
+  """Returns whether two answers are equal; see the table above."""
   if max(len(one), len(other)) > MAX_ANSWER:
     return False
   return _are_equal(normal_form(one), normal_form(other))
@@ -161,7 +161,7 @@ def _are_equal(one: str, other: str) -> bool:
   opening, ours, theirs = first[0], first[2], second[2]
   if len(ours) != len(theirs):
     return False
-  if opening in ("", "\\{"):  # In any order: each of one's is taken once.
+  if opening in ("", "\\{"):  # In any order: match each member once.
     left = list(theirs)
     for member in ours:
       place = next((i for i, found in enumerate(left) if _are_equal(member, found)), None)
@@ -173,7 +173,7 @@ def _are_equal(one: str, other: str) -> bool:
 
 
 def verdict(problem: Problem, text: str) -> Verdict:
-  """Reward 1 if the text's last box is the reference; well formed if it has one."""
+  """Returns reward 1 if the text's last box equals the reference; well formed if it has a box."""
   boxed = answers.last_boxed(text[-MAX_READ:])
   if boxed is None or not boxed.strip():
     return Verdict(reward=0.0, correct=False, well_formed=False)
@@ -185,12 +185,12 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Fil
   """Reads the task.
 
   Args:
-    path: a directory, or one file of JSON lines; see above.
-    instruction: added after every problem, on a line of its own; "" for none.
+    path: a directory, or one JSON-lines file; see above.
+    instruction: appended to every problem on a separate line; "" for none.
 
   Raises:
-    FileNotFoundError: naming the file or folder that is missing.
-    ValueError: naming the file and the line that cannot be used.
+    FileNotFoundError: if a file or folder is missing; names it.
+    ValueError: if a line is invalid; names file and line.
   """
   path = pathlib.Path(path)
   if path.is_dir():
@@ -201,7 +201,7 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Fil
 
 
 def _read_split(directory: pathlib.Path, name: str, instruction: str) -> list[Problem]:
-  """Reads a split of a directory: a file of JSON lines, or a folder of subjects."""
+  """Reads a split of a directory: a JSON-lines file, or a folder per subject."""
   folder = directory / name
   if not folder.is_dir():
     return _read_lines(directory / f"{name}.jsonl", instruction)
@@ -220,10 +220,10 @@ def _read_split(directory: pathlib.Path, name: str, instruction: str) -> list[Pr
 def _with_answers(
   path: pathlib.Path, found: Mapping[str, Problem | None]
 ) -> list[Problem]:
-  """Returns the problems, and logs the names of the rows that have none.
+  """Returns the problems, and logs the names of rows without an answer.
 
   Raises:
-    ValueError: if none has.
+    ValueError: if no row has an answer.
   """
   problems = [problem for problem in found.values() if problem is not None]
   missing = [name for name, problem in found.items() if problem is None]
@@ -240,7 +240,7 @@ def _with_answers(
 
 
 def _single(path: pathlib.Path, instruction: str) -> Problem | None:
-  """Reads a file that is one JSON object, over as many lines as it likes."""
+  """Reads a file with a single JSON object, which may span several lines."""
   try:
     row = json.loads(path.read_bytes())
   except (ValueError, RecursionError) as error:
@@ -257,7 +257,7 @@ def _single(path: pathlib.Path, instruction: str) -> Problem | None:
 
 
 def _read_lines(path: pathlib.Path, instruction: str) -> list[Problem]:
-  """Reads a file of JSON lines."""
+  """Reads a JSON-lines file."""
   return _with_answers(
     path,
     {
@@ -270,10 +270,10 @@ def _read_lines(path: pathlib.Path, instruction: str) -> list[Problem]:
 
 
 def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Problem | None:
-  """Returns the problem of a row, None if it has no answer; refuses what is no text."""
+  """Returns the problem of a row, or None if it has no answer; rejects values that are not text."""
   asked, solution, answer = (row.get(key, "") for key in ("problem", "solution", "answer"))
   if isinstance(answer, int) and not isinstance(answer, bool):
-    answer = str(answer)  # As of the AIME.
+    answer = str(answer)  # The AIME data have integers.
   is_text = all(isinstance(value, str) for value in (asked, solution, answer))
   if not is_text or not asked.strip():
     raise ValueError(

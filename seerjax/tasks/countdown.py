@@ -1,10 +1,10 @@
-"""Countdown: reach a target with some numbers and + - * /, each number at most once.
+"""Countdown: reach a target with given numbers and + - * /, each number at most once.
 
   prompt    "Use 3, 7 and 25 to make 46. Each number at most once."
   solution  "25-7=18, 18+3=21\\n25+3=28, 28-7=21\\n3*7=21, 21+25=46\\n#### 3*7+25"
 
-A solution is found by trying; how many tries it takes says little about the problem, so lengths
-correlate little within a group (in `word_problems` they correlate much).
+Solutions are found by trial and error; the number of trials depends little on the problem, so
+lengths correlate weakly within a group (in `word_problems` strongly).
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
 SPLITS = ("train", "heldout", "pretrain")
-# Few and small numbers, so that a small model can learn it at all.
+# Few and small numbers, so that a small model can learn the task.
 NUM_NUMBERS = (3, 4)
-MAX_NUMBER = 25  # Given in train; in "heldout" half as large again.
-MAX_TARGET = 100  # And the largest result on the way.
-MAX_ATTEMPTS = 5  # Failed tries that a reference solution shows: it teaches to try on.
-SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems; never seen twice.
-MAX_EXPRESSION = 128  # Characters; the parser never sees more.
+MAX_NUMBER = 25  # In "train"; 1.5 times as large in "heldout".
+MAX_TARGET = 100  # Also bounds intermediate results.
+MAX_ATTEMPTS = 5  # Failed trials in a reference solution, which teach a model to keep trying.
+SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
+MAX_EXPRESSION = 128  # Characters; longer expressions are not parsed.
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]+", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Path:
-  """One way through the numbers: left to right, always with what is there so far.
+  """A way through the numbers, left to right, with one intermediate result.
 
   Attributes:
     value: the last result.
-    lines: "3*7=21" and so on.
-    expression: the same as one expression.
+    lines: steps such as "3*7=21".
+    expression: the steps as one expression.
     is_sum: whether the outermost operation is + or -, which needs brackets under * or /.
   """
 
@@ -47,14 +47,14 @@ class Path:
 
 
 def _walk(numbers: list[int], draws: Draws, max_value: int) -> Path:
-  """Returns a random path through all the numbers; every value on it is in 1..max_value."""
+  """Returns a random path through all numbers, with every result in 1..max_value."""
   order = draws.sample(numbers, len(numbers))
   path = Path(value=order[0], lines=(), expression=str(order[0]), is_sum=False)
   for number in order[1:]:
     results = {"+": path.value + number, "-": path.value - number, "*": path.value * number}
     if path.value % number == 0:
       results["/"] = path.value // number
-    # Multiplying or dividing by 1 and sums beyond the limit lead nowhere; one of + and - is left,
+    # Exclude multiplying and dividing by 1, and results out of range. Either + or - remains,
     # because every number is at most max_value / 2.
     useful = [
       sign
@@ -76,8 +76,8 @@ def evaluate(expression: str, numbers: tuple[int, ...]) -> Fraction | None:
   """Returns the exact value of an expression over the numbers, or None if it is not allowed.
 
   Allowed are + - * / and brackets over whole numbers, each given number at most once (twice if
-  given twice), and at most `MAX_EXPRESSION` characters. Nothing is ever executed: the text is
-  parsed and the tree walked. For example evaluate("3*(7+1)", (1, 3, 7)) is 24.
+  given twice), in at most `MAX_EXPRESSION` characters. Nothing is executed: the text is parsed, and
+  the tree evaluated. For example evaluate("3*(7+1)", (1, 3, 7)) is 24.
   """
   if len(expression) > MAX_EXPRESSION or not _EXPRESSION.fullmatch(expression):
     return None
@@ -112,25 +112,25 @@ def evaluate(expression: str, numbers: tuple[int, ...]) -> Fraction | None:
 
 
 def _parts(answer: str) -> tuple[int, tuple[int, ...]]:
-  """Reads back what `Problem.answer` holds: "46 = 3 7 25"."""
+  """Parses `Problem.answer`, for example "46 = 3 7 25"."""
   target, _, numbers = answer.partition("=")
   return int(target), tuple(int(number) for number in numbers.split())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Countdown:
-  """The task. Every problem has a solution, because its target is what one path reaches."""
+  """The task. Every problem has a solution, because its target is the result of a path."""
 
   name: str = "countdown"
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has."""
+    """Returns the number of problems in the split."""
     if split not in SIZES:
       raise splits.unknown_split(self.name, split, SPLITS)
     return SIZES[split]
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns problem `index`; held-out problems have a number that no other split reaches."""
+    """Returns problem `index`; held-out problems contain a number larger than in other splits."""
     splits.check_index(self.name, split, index, self.num_problems(split))
     draws = Draws(self.name, split, index)
     count = draws.between(*NUM_NUMBERS)
@@ -159,7 +159,7 @@ class Countdown:
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if the text ends with exactly one "#### <expression>" that makes the target."""
+    """Returns reward 1 if the text has exactly one "#### <expression>" with the target's value."""
     answer = answers.marked_answer(text)
     target, numbers = _parts(problem.answer)
     value = None if answer is None else evaluate(answer, numbers)

@@ -1,11 +1,11 @@
-"""Digests of what a run reads and its settings do not name: problems of files, and users' code.
+"""Digests of inputs that a run's settings do not determine: problems in files, and user code.
 
-  data     the problems of both splits, with all that a prompt or a verdict reads of them; of a
-           generator from a package its version and its first problems
-  source   the file of a reward, a judge or a task of one's own
+  data     problems of both splits, with everything that a prompt or a verdict uses; for a generator
+           from a package, its version and its first problems
+  source   the file of a user's reward, judge or task
 
-Problems that were reordered under a run would be learnt again, or held-out ones be learnt: that is
-refused. A source that was changed may well be meant: it is said.
+Reordered problems could make a resumed run repeat problems, or train on held-out ones, so different
+data are refused. Changed source may be intended, so it is only reported.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ ACCEPT = "--accept_new_data"
 
 
 def of_task(task: Task, path: str | os.PathLike[str] | None = None) -> dict[str, str]:
-  """Returns the digests of a task by name: of its splits, or of what `path` holds, and its source.
+  """Returns the digests of a task by name: of its splits or the files at `path`, and its source.
 
-  A task of generated problems has none of data, because its settings decide them, unless another
-  package generates them.
+  A task with generated problems has no digest of data, because its settings determine them, unless
+  another package generates them.
 
   Args:
-    task: any.
-    path: of its file or directory, where the task is not one of `splits.Splits`; None if it reads
-      nothing.
+    task: the task.
+    path: path of its file or directory, for tasks that are not `splits.Splits`; None without files.
   """
   one: Any = task
   code: Any = type(one)
@@ -62,15 +61,15 @@ def of_task(task: Task, path: str | os.PathLike[str] | None = None) -> dict[str,
 def of_set(
   name: str, task: Task, path: str | os.PathLike[str] | None = None
 ) -> dict[str, str]:
-  """Returns the digests of what an evaluation set asks, each by the set's name and its own."""
+  """Returns the digests of an evaluation set, with names of the form SET.PART."""
   found = of_task(task, path)
   return {f"{name}.{part}": digest for part, digest in found.items() if part != "train"}
 
 
 def of_source(code: Any) -> dict[str, str]:
-  """Returns the digest of the file in which a function or a class is written.
+  """Returns the digest of the file that defines a function or class.
 
-  Empty for one of this library, and for one without a file.
+  Empty for code of this library, and for code without a file.
   """
   while isinstance(code, functools.partial):
     code = code.func
@@ -86,7 +85,7 @@ def of_source(code: Any) -> dict[str, str]:
 
 
 def of_files(path: pathlib.Path) -> str:
-  """Returns the digest of a file, or of all files of a directory with their names."""
+  """Returns the digest of a file, or of all files in a directory with their names."""
   if path.is_file():
     return _short(path.read_bytes())
   total = hashlib.sha256()
@@ -96,14 +95,14 @@ def of_files(path: pathlib.Path) -> str:
 
 
 def data_of(digests: Mapping[str, str]) -> dict[str, str]:
-  """Returns the digests without those of sources."""
+  """Returns the digests except those of sources."""
   return {
     name: digest for name, digest in digests.items() if name.rpartition(".")[2] != SOURCE
   }
 
 
 def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-  """Returns a sentence for each digest that is another one, or that one side lacks."""
+  """Returns a message for each digest that differs or is missing on one side."""
   return [
     f"{name} was {stored.get(name)!r} and is {current.get(name)!r}"
     for name in sorted({*stored, *current})
@@ -112,15 +111,15 @@ def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> list[s
 
 
 def require_same(stored: Mapping[str, str], current: Mapping[str, str], *, what: str) -> None:
-  """Refuses to go on with other data.
+  """Checks that data have not changed.
 
   Args:
-    stored: digests of the data that a run began with.
-    current: of those of now.
-    what: is resumed, for the message.
+    stored: digests at the start of the run.
+    current: digests now.
+    what: name of the run, for the message.
 
   Raises:
-    ValueError: naming each digest that differs with both values.
+    ValueError: if a digest differs; names both values.
   """
   if found := differences(data_of(stored), data_of(current)):
     raise ValueError(
@@ -139,7 +138,7 @@ def _of_problems(problems: Sequence[Problem], rows: Mapping[str, Any]) -> str:
 def _of_values(values: Iterable[Any]) -> str:
   total = hashlib.sha256()
   for value in values:
-    # What is no JSON has no text that is the same in another process.
+    # Other objects have no representation that is stable across processes.
     line = json.dumps(value, default=lambda other: type(other).__name__)
     total.update(line.encode() + b"\n")
   return total.hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Reproducible draws: integers from SHA-256 alone.
+"""Reproducible random integers, derived from SHA-256.
 
-Problems are a pure function of (task, split, index). Neither numpy nor `random` promises the same
-numbers from one version to the next, so that tasks draw with `Draws`.
+Problems are a pure function of (task, split, index). Neither numpy nor `random` guarantees the same
+numbers across versions, so tasks draw with `Draws`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Draws:
-  """A stream of integers fixed by the names it was made with, on every machine and version.
+  """A stream of integers determined by the given names, on every machine and version.
 
   Draw number i is the first 8 bytes of SHA-256("name/name/.../i"). For example
   `Draws("word_problems", "train", 7).below(10)` is the same digit everywhere.
@@ -25,7 +25,7 @@ class Draws:
     self._count = 0
 
   def below(self, limit: int) -> int:
-    """Returns an integer in [0, limit); the bias of the scaling is below limit / 2**64."""
+    """Returns an integer in [0, limit); bias is below limit / 2**64."""
     if limit < 1:
       raise ValueError(f"Draws.below: got limit={limit}, expected at least 1; raise the limit.")
     digest = hashlib.sha256(self._prefix + str(self._count).encode()).digest()
@@ -37,7 +37,7 @@ class Draws:
     return low + self.below(high - low + 1)
 
   def chance(self, probability: float) -> bool:
-    """Returns True with this probability, to one part in a million."""
+    """Returns True with this probability, rounded to a millionth."""
     return self.below(1_000_000) < round(probability * 1_000_000)
 
   def choice(self, items: Sequence[T]) -> T:
@@ -45,6 +45,6 @@ class Draws:
     return items[self.below(len(items))]
 
   def sample(self, items: Sequence[T], count: int) -> list[T]:
-    """Returns `count` different ones of `items`, in drawn order."""
+    """Returns `count` distinct elements of `items`, in drawn order."""
     pool = list(items)
     return [pool.pop(self.below(len(pool))) for _ in range(count)]

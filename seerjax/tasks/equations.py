@@ -1,10 +1,10 @@
-"""Equations that a text states, each computed again, exactly.
+"""Finds the equations in a text, and checks each by exact arithmetic.
 
   "Ana has 12+7=19 pens, 19 * 2 = 40 in all."   12+7=19 is true, 19 * 2 = 40 is false
 
-An equation has digits on both sides of its "=" and a sign between two numbers at its left. Numbers
-may have decimals, groups of three ("1,200") and a dollar sign; * / + - and their typographic forms
-have the usual order. A decimal answer is not rounded: 1/3=0.33 is false.
+An equation has numbers on both sides of "=", and at least one operation on the left. Numbers may
+have decimals, thousands separators ("1,200") and a dollar sign; * / + - and their typographic forms
+have the usual precedence. Results must be exact: 1/3=0.33 is false.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from seerjax.tasks import answers
 
-MAX_TERMS = 16  # Of one side; what has more is read from its last ones on.
+MAX_TERMS = 16  # On one side; of a longer side only the last terms are read.
 
 _NUMBER = r"\$?[0-9]{1,40}(?:,[0-9]{3})*(?:\.[0-9]{1,40})?"
 _SIGN = r"[-+*/\u00d7\u00f7\u2212]"
@@ -29,11 +29,11 @@ _PLAIN = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "$": None, 
 
 
 class Equation(NamedTuple):
-  """One equation of a text.
+  """An equation in a text.
 
   Attributes:
-    text: as it stands there.
-    is_true: whether both sides are one number; a division by zero is none.
+    text: the equation as written.
+    is_true: whether both sides are equal; false if a side divides by zero.
   """
 
   text: str
@@ -41,7 +41,7 @@ class Equation(NamedTuple):
 
 
 def stated(text: str) -> tuple[Equation, ...]:
-  """Returns the equations of a text in their order; never raises."""
+  """Returns the equations in a text, in order; never raises."""
   found = []
   for match in _EQUATION.finditer(text):
     left, right = (_value(side.translate(_PLAIN)) for side in match.groups())
@@ -55,7 +55,7 @@ def false_ones(text: str) -> tuple[str, ...]:
 
 
 def _value(side: str) -> Fraction | None:
-  """Returns what a side is, None where it divides by zero or a number is too long."""
+  """Returns the value of a side; None if it divides by zero or a number is too long."""
   terms, sign = [Fraction(0)], "+"
   if side.startswith("-"):
     side, sign = side[1:], "-"

@@ -1,4 +1,4 @@
-"""A task of problems from a file and a function that judges."""
+"""A task with problems from a file and a function that judges answers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from seerjax.types import Problem, Verdict
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTask(splits.Splits):
-  """Problems that were read, and how answers to them are judged.
+  """Problems read from a file, with a function that judges answers.
 
   Attributes:
     name, train, heldout: see `Splits`.
-    judge: (problem, text) -> verdict; never raises on any text.
+    judge: (problem, text) -> verdict; must not raise for any text.
   """
 
   judge: Callable[[Problem, str], Verdict]
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Returns what `judge` returns for a copy of the problem."""
+    """Calls `judge` with a copy of the problem."""
     return self.judge(types.copied(problem), text)

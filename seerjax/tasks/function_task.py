@@ -1,4 +1,4 @@
-"""A task of prompts from a file and a bare reward function: the shortest way to one's own."""
+"""A task from a file of prompts and a reward function."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from seerjax import types
 from seerjax.tasks import jsonl, splits
 from seerjax.types import Problem, Verdict
 
-# One number, or the reward's parts by name.
+# One number, or named parts of the reward.
 Judged = float | Mapping[str, float]
-# (prompt, text), or (prompt, text, row) with the prompt's whole row of the file.
+# (prompt, text), or (prompt, text, row) with the prompt's whole row in the file.
 Reward = Callable[[str, str], Judged] | Callable[[str, str, Mapping[str, Any]], Judged]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionTask(splits.Splits):
-  """Prompts from a file and a bare reward function: the shortest way to a task of one's own.
+  """Prompts from a file with a reward function: the shortest way to define a task.
 
   Attributes:
     name, train, heldout: see `Splits`.
-    reward: (prompt, text) or (prompt, text, row) -> finite float, or a mapping of named parts to
-      finite floats. A completion counts as correct if the reward is 1.0 or more; of parts, if the
-      part "correct" is, and without a part of that name if all of them are. It counts as
-      well-formed unless it has a part "format" below 1.0. The row is a copy, which it may change.
-    rows: the whole row of the file, by problem id; read if the reward takes three arguments.
+    reward: (prompt, text) or (prompt, text, row) -> finite float, or a mapping of part names to
+      finite floats. A completion is correct if the reward is at least 1.0; with parts, if "correct"
+      is, or all parts are if there is none of that name. It is well formed unless a part "format"
+      is below 1.0. The row is a copy, which the function may modify.
+    rows: whole row of the file, by problem id; used if the reward takes three arguments.
   """
 
   reward: Reward
   rows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Judges by the reward function.
+    """Judges with the reward function.
 
     Raises:
-      ValueError: if the function returns anything but finite numbers, naming the prompt. What the
-        function itself raises is passed on: it is the caller's own error.
+      ValueError: if the function does not return finite numbers; names the prompt. Exceptions of
+        the function itself propagate.
     """
-    # The function may change its row: the next answer to the prompt is judged by the file's.
+    # Copied, so that a modified row does not affect the next verdict.
     row = (types.copied(self.rows[problem.problem_id]),) if takes_row(self.reward) else ()
     reward = self.reward(problem.prompt, text, *row)
     parts = reward if isinstance(reward, Mapping) else {"": reward}
@@ -64,7 +64,7 @@ class FunctionTask(splits.Splits):
 
 
 def _finite(value: Any) -> float | None:
-  """Returns a number as a float, None if it is no finite number."""
+  """Returns a number as a float, or None if it is not a finite number."""
   try:
     number = math.nan if isinstance(value, (str, bytes)) else float(value)
   except (TypeError, ValueError, OverflowError):
@@ -73,10 +73,10 @@ def _finite(value: Any) -> float | None:
 
 
 def takes_row(reward: Reward) -> bool:
-  """Returns whether a reward function has to be given a third argument, the prompt's whole row."""
+  """Returns whether a reward function requires a third argument, the row."""
   try:
     parameters = inspect.signature(reward).parameters.values()
-  except ValueError:  # One written in C tells no names: two arguments are usual.
+  except ValueError:  # C functions may have no signature; assume two arguments.
     return False
   needed = [
     parameter
@@ -88,19 +88,18 @@ def takes_row(reward: Reward) -> bool:
 
 
 def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> FunctionTask:
-  """Makes a task of a prompts file and a reward function.
+  """Makes a task from a file of prompts and a reward function.
 
   Args:
-    name: for logs and messages.
+    name: name for logs and messages.
     path: JSON lines with "prompt" or "messages" (a conversation, [{"role", "content"}, ...]) and,
       optionally, "answer".
-    reward: (prompt, text) -> finite float, or named parts; of a conversation, the prompt is the
-      last message of a user. With a third argument it is given the whole row, other columns
-      included.
+    reward: (prompt, text) -> finite float, or named parts; for a conversation, `prompt` is the last
+      user message. A third argument receives the whole row, with all columns.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: naming the row that has neither, or a conversation without a user's text.
+    ValueError: if a row has neither key, or a conversation without user text; names the row.
   """
   problems, rows = [], {}
   for index, row in enumerate(jsonl.read_rows(path, ())):
@@ -130,7 +129,7 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
 
 
 def _last_question(path: str | os.PathLike[str], index: int, row: dict[str, Any]) -> str:
-  """Returns the last message of a user in a row's conversation."""
+  """Returns the last user message in a row's conversation."""
   messages = row.get("messages")
   if not isinstance(messages, list) or not all(
     isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages

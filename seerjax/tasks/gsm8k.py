@@ -1,39 +1,39 @@
-r"""Grade-school word problems from the original JSON lines ({"question", "answer"}).
+r"""GSM8K: grade-school word problems, from the original JSON lines ({"question", "answer"}).
 
-The data are not part of this package: give the path of the directory with train.jsonl and
-test.jsonl, or of one file. A reference answer ends with "#### 1,234". A text's answer is read by
-these rules, the first that applies; a box is \boxed{...}:
+The data are not part of this package: pass the directory with train.jsonl and test.jsonl, or one
+file. A reference answer ends with "#### 1,234". The answer of a text is given by the first rule
+that applies; a box is \boxed{...}:
 
 | a text has                    | its answer is                                                    |
 |-------------------------------|------------------------------------------------------------------|
-| something after its last #### | of the first line there: of its last box, else after its last =, |
-|                               | the first number, units may follow ("15 apples", "$1,234.50")    |
-|  two numbers, and nothing but | none: lists, ranges and sums are no answer                       |
-|  , : / or a sign between them | ("13, 12", "10-12", "12 13", "5 + 7", "3 1/2")                   |
-|  words without a number       | none, whatever came before ("nan", "the value above")        |
+| something after its last #### | on the first line there: in its last box, else after its last =, |
+|                               | the first number; a unit may follow ("15 apples", "$1,234.50")   |
+|  two numbers, and between     | none: lists, ranges and sums are not answers                     |
+|  them only , : / or a sign    | ("13, 12", "10-12", "12 13", "5 + 7", "3 1/2")                   |
+|  words without a number       | none, whatever came before ("nan", "the value above")            |
 | something in its last box     | the only number in it, after its last = ("\boxed{x = 12}");      |
-|                               | none if it holds two, or none                                    |
+|                               | none if it has no number, or two                                 |
 | neither                       | its last number                                                  |
 |-------------------------------|------------------------------------------------------------------|
 | a number may be               | for example                                                      |
-| digits, or in groups of three | 1234, 1,234 and 1{,}234; but 12,5 and 1,00,000 cannot be read    |
-| with decimals                 | 12.50, .5 and "12." at a sentence's end; 1.2.3 cannot be read    |
-| a fraction                    | 3/4, \frac{3}{4}; 5/0 and 1/2/3 cannot be read                   |
+| digits, or in groups of three | 1234, 1,234 and 1{,}234; but 12,5 and 1,00,000 are invalid       |
+| with decimals                 | 12.50, .5 and "12." at the end of a sentence; 1.2.3 is invalid   |
+| a fraction                    | 3/4, \frac{3}{4}; 5/0 and 1/2/3 are invalid                      |
 | with a power of ten           | 12e3 is 12000                                                    |
 | negative                      | -3, -$3.50 and $-3.50, also with a minus sign or a dash; but not |
 |                               | after a letter, a digit or a bracket (12-7), or a space (- 7)    |
-| with a unit                   | $, euro or pound or USD before it, a word or a unit behind:      |
+| with a unit                   | $, euro or pound or USD before it, a word or a unit after it:    |
 |                               | 20%, 12 apples, 12eggs, 12cm, a 12-year-old                      |
 | not                           | longer than 40 digits                                            |
 |  part of another number       | 12^2, 12!, \sqrt{12}, 12\pi, 12x, x12, 12k, 12 million,          |
 |                               | 12 dozen, 12th, 12_8, 12'000, 12-, twice 12, minus 12            |
-|  bounded, about or denied     | >12, at least 12, 12+, ~12, about 12, \approx 12, not 12, 12?    |
+|  a bound, approximate, negated| >12, at least 12, 12+, ~12, about 12, \approx 12, not 12, 12?    |
 |  one of several               | 12 or 13, 12 and 13, 12 to 13, 12 minutes and 30 seconds         |
 
-What looks like a number and cannot be read is an unknown number: it is never cut to what can.
-Published graders take the digits alone: the data set's own (an equal text behind "#### ", commas
-aside) and the last number of a text (lm-evaluation-harness, "flexible-extract", which scores 12k
-and "not 12" as 12). What is a plain number to them is one here: $1,234.00, "12." and units.
+Text that looks like a number but is invalid counts as an unknown number; it is never truncated to a
+valid part. Published graders look at digits only: the data set's own (equal text after "#### ",
+commas aside) and the last number of a text (lm-evaluation-harness, "flexible-extract", which scores
+12k and "not 12" as 12). Numbers that are plain to them are valid here: $1,234.00, "12." and units.
 
 Source: Cobbe et al. 2021, https://arxiv.org/abs/2110.14168; data under the MIT licence.
 """
@@ -49,9 +49,9 @@ import re
 from seerjax.tasks import answers, jsonl, splits
 from seerjax.types import Problem, Verdict
 
-MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
+MAX_READ = 20_000  # Characters at the end of a text that are searched for an answer.
 
-# Whatever looks like a number; `_value` says which it is.
+# Anything that looks like a number; `_value` parses it.
 _NUMBER = re.compile(
   r"(?P<sign>-?[$\u20ac\u00a3]\s?-?|-)?"
   r"(?P<whole>\.?[0-9](?:[0-9.,]*[0-9])?)"
@@ -66,7 +66,7 @@ _LATEX_FRACTION = re.compile(
 _DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0")
 # Hyphens, dashes and the minus sign.
 _DASHES = re.compile("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]")
-# All that stands between two numbers which together are no answer.
+# Text between two numbers that makes them a list, range or sum, which is not an answer.
 _JOINED = re.compile(
   r"[\s,;:/+*^&|\u00d7\u00f7\u2026-]*|\s*\\(?:times|cdot|div)\s*"
   r"|\s*(?:to|x|times|over|mod|through|divided\s+by|multiplied\s+by|vs\.?)\s+"
@@ -74,7 +74,7 @@ _JOINED = re.compile(
   re.IGNORECASE,
 )
 _HEDGED = re.compile(r"\s*(?:[a-z]+\s+)?or\s+", re.IGNORECASE)
-# What stands before a number that is not the answer, or that is a part of another.
+# Text before a number that is negated, approximate, bounded, or part of another number.
 _BEFORE = re.compile(
   r"(?:[~\u2248\u2243\u2245\u00b1<\u2264\u2265\u2260^\u221a\u221b]|!(?==)|(?<![-=])>|(?<=[a-z}])_"
   r"|\\(?:approx|sim|pm|mp|neq?|not|geq?|leq?|gt|lt|sqrt|log|ln)(?![a-z])"
@@ -84,7 +84,7 @@ _BEFORE = re.compile(
   r"|n['\u2019]t)(?:\s+(?:equal|equals|to|exactly|of|than|the|a|an|just|simply))*)[\s=$*({\[]*$",
   re.IGNORECASE,
 )
-# What stands behind such a number.
+# Text after such a number.
 _BEHIND = re.compile(
   r"[!?^]|_(?=[0-9{])|[\s-]?(?:st|nd|rd|th)(?![a-z])|[-+](?![a-z-])|\s*[-+]\s*$|['\u2019][0-9]"
   r"|\s*(?:\\pi(?![a-z])|\\sqrt|\u03c0|\u221a|\u221b)"
@@ -94,8 +94,8 @@ _BEHIND = re.compile(
   re.IGNORECASE,
 )
 _TAG = re.compile(r"<[^<>]{1,40}>")
-# Letters at a number are a variable's name before it, but for a currency's code, and a unit behind
-# it: a word, or one of these. 12k, 12x and 12th are no units.
+# Letters directly before a number are a variable's name, unless they are a currency code. Letters
+# directly after it must be a unit: a word, or one of these; 12k, 12x and 12th have none.
 _CURRENCY = re.compile(r"(?<![a-zA-Z])(?:[A-Z]{2,3}|Rs)$")
 _LETTERS = re.compile(r"[a-zA-Z]+")
 _UNITS = frozenset(
@@ -107,7 +107,7 @@ _UNITS = frozenset(
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-  """Returns what looks like a number as one, None if it cannot be read."""
+  """Returns the value of a match; None if it is invalid."""
   text, parts = match.string, _PLAIN.fullmatch(match["whole"])
   is_short = len(match["power"] or "") < 5
   power = int(match["power"] or 0) if is_short else answers.MAX_NUMBER_DIGITS + 1
@@ -125,14 +125,14 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if not int(denominators[0]):
       return None
     value /= int(denominators[0])
-  # In "12-7" or "x-7" the sign is an operation, in "- 7" a bullet; neither is the number's own.
+  # In "12-7" or "x-7" the sign is an operator, in "- 7" a bullet; it does not belong to the number.
   before = text[max(0, match.start() - 1) : match.start()]
   is_negative = "-" in (match["sign"] or "") and not (before.isalnum() or before in tuple(")]}"))
   return -value if is_negative else value
 
 
 def _is_altered(match: re.Match[str]) -> bool:
-  """Returns whether what stands around a number makes another one of it, bounds or denies it."""
+  """Returns whether the surrounding text bounds or negates a number, or makes it another one."""
   text, has_currency = match.string, (match["sign"] or "-") != "-"
   before = _TAG.sub(" ", text[max(0, match.start() - 60) : match.start()]).rpartition("\n")[2]
   behind = text[match.end() : match.end() + 40].partition("\n")[0]
@@ -147,7 +147,7 @@ def _is_altered(match: re.Match[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-  """Returns a text with one kind of dash, and without the dress of LaTeX around numbers."""
+  """Returns a text with uniform dashes, and without LaTeX markup around numbers."""
   text = _DASHES.sub("-", text).replace("\\$", "$").replace("\\%", "%")
   text = _DEGREES.sub("", text).replace("{,}", ",").replace("\\!", "").replace("\\,", "")
   return _LATEX_FRACTION.sub(
@@ -156,11 +156,11 @@ def _plain(text: str) -> str:
 
 
 def _answer(text: str, *, is_boxed: bool) -> Fraction | None:
-  """Returns the one number of a text that is all answer."""
+  """Returns the number in a text that consists of an answer."""
   head, mark, text = text.rpartition("=")
-  if head.endswith(("<", ">", "!", "~")):  # Of two signs, such as >= and !=.
+  if head.endswith(("<", ">", "!", "~")):  # Operators such as >= and !=.
     return None
-  text = text.removeprefix(">") if mark else text  # An arrow.
+  text = text.removeprefix(">") if mark else text  # The rest of an arrow, =>.
   found = list(_NUMBER.finditer(text))
   if not found or (is_boxed and len(found) > 1):
     return None
@@ -170,11 +170,11 @@ def _answer(text: str, *, is_boxed: bool) -> Fraction | None:
 
 
 def extract(text: str) -> Fraction | None:
-  """Returns the text's answer as an exact rational, or None if it has none; see the table above."""
+  """Returns the text's answer as an exact rational; None without one. See the table above."""
   head, mark, tail = _plain(text[-MAX_READ:]).rpartition(answers.ANSWER_MARK)
   line = tail.strip().partition("\n")[0]
   if mark and line:
-    # Only what stands on the mark's own line is the answer; chatter may follow.
+    # Only the line of the mark is the answer; other text may follow.
     boxed = answers.last_boxed(line)
     return _answer(line if boxed is None else boxed, is_boxed=boxed is not None)
   text = head if mark else tail
@@ -194,7 +194,7 @@ class Gsm8k(splits.Splits):
   name: str = "gsm8k"
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if the text's answer equals the reference exactly; well formed if it has one."""
+    """Returns reward 1 if the answer equals the reference exactly; well formed with any answer."""
     value = extract(text)
     if value is None:
       return Verdict(reward=0.0, correct=False, well_formed=False)
@@ -225,7 +225,7 @@ def _read(path: pathlib.Path, instruction: str) -> list[Problem]:
         prompt=f"{question}\n{instruction}" if instruction else question,
         question=question,
         answer=answers.number_text(value),
-        # The reference has one step a line, and the answer's line.
+        # The reference has a line per step, and a line with the answer.
         num_steps=len([line for line in row["answer"].split("\n") if line.strip()]) - 1,
         solution=row["answer"],
       )
@@ -237,13 +237,13 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Gsm
   """Reads the task.
 
   Args:
-    path: a directory with train.jsonl and test.jsonl (which is "heldout"), or one file, of which
-      every tenth problem is held out.
-    instruction: added after every question, on a line of its own; "" for none.
+    path: directory with train.jsonl and test.jsonl ("heldout"), or one file, of which every tenth
+      problem is held out.
+    instruction: appended to every question on a separate line; "" for none.
 
   Raises:
-    FileNotFoundError: naming the file that is missing.
-    ValueError: naming the file and the line that cannot be used.
+    FileNotFoundError: if a file is missing; names it.
+    ValueError: if a line is invalid; names file and line.
   """
   path = pathlib.Path(path)
   if path.is_dir():

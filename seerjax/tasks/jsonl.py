@@ -1,4 +1,4 @@
-"""Reads files of one JSON object a line."""
+"""Reads JSON-lines files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from typing import Any
 
 
 def read_rows(path: str | os.PathLike[str], required: Sequence[str]) -> list[dict[str, Any]]:
-  """Returns the rows of `numbered_rows` without their lines' numbers."""
+  """Returns the rows of `numbered_rows` without line numbers."""
   return [row for _, row in numbered_rows(path, required)]
 
 
 def numbered_rows(
   path: str | os.PathLike[str], required: Sequence[str]
 ) -> list[tuple[int, dict[str, Any]]]:
-  """Reads a JSON-lines file of objects, each with the number of its line; skips blank ones.
+  """Reads a JSON-lines file of objects as (line number, row) pairs; skips blank lines.
 
   Args:
-    path: of the file, UTF-8.
-    required: keys that every row must hold with a string of at least one character.
+    path: path of the file, in UTF-8.
+    required: keys that every row must have, with a non-empty string.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: naming the line that is not JSON, no object, or lacks a key; or an empty file.
+    ValueError: if a line is not a JSON object or lacks a key (names the line), or the file is
+      empty.
   """
   path = pathlib.Path(path)
   if not path.is_file():

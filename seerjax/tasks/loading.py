@@ -1,6 +1,6 @@
-"""Finds a task by name: one of this library, or "my_module:attribute" of one's own.
+"""Loads a task by name: one of this library, or a user's "my_module:attribute".
 
-A task is anything that satisfies `seerjax.types.Task`.
+A task is any object that satisfies `seerjax.types.Task`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def load(
   """Returns a task by name.
 
   Args:
-    name: 'word_problems', 'countdown', 'sudoku' or 'puzzles', whose problems are drawn;
-      'reasoning_gym.GENERATOR', which draws them by the package reasoning-gym; 'gsm8k', 'math',
-      'mmlu', 'commonsense_qa' or 'code', which need `path`; or 'my_module:attribute', imported from
-      the Python path and then from the current directory (which is appended to `sys.path`). The
-      attribute is a task, a class of tasks (called with `path` if one is given, else with nothing),
-      or a bare function reward(prompt, text) or reward(prompt, text, row) -> float, which needs
+    name: 'word_problems', 'countdown', 'sudoku' or 'puzzles', which generate problems;
+      'reasoning_gym.GENERATOR', which generates them with the package reasoning-gym; 'gsm8k',
+      'math', 'mmlu', 'commonsense_qa' or 'code', which need `path`; or 'my_module:attribute',
+      imported from the Python path or the current directory (which is appended to `sys.path`). The
+      attribute is a task, a task class (called with `path` if given, else without arguments), or a
+      reward function reward(prompt, text) or reward(prompt, text, row) -> float, which needs
       `path`.
-    path: a data file or directory; for a bare reward, JSON lines with "prompt" or "messages".
-    options: parameters of a generator of reasoning-gym, by name; other tasks have none.
-    reward: a reward function given directly; then `name` is only a label and `path` is needed.
+    path: a data file or directory; for a reward function, JSON lines with "prompt" or "messages".
+    options: parameters of a generator of reasoning-gym by name; other tasks have none.
+    reward: a reward function; then `name` is only a label, and `path` is required.
 
   Raises:
-    ValueError: naming what could not be found and what was expected.
+    ValueError: if something cannot be found; names it.
   """
   if name.startswith(reasoning_gym.PREFIX) and ":" not in name:
     return _drawn(name, path, reasoning_gym.load(name, options))
@@ -92,12 +92,12 @@ def load_set(text: str) -> Task:
   """Returns the task of an evaluation set.
 
   Args:
-    text: "TASK" or "TASK=PATH"; of a generator of reasoning-gym "TASK" or "TASK=OPTIONS" with a
+    text: "TASK" or "TASK=PATH"; for a generator of reasoning-gym "TASK" or "TASK=OPTIONS" with a
       JSON object, such as {"min_terms": 4}.
 
   Raises:
-    ValueError: as `load`, and for options that are no JSON object.
-    FileNotFoundError: if a task's file is not there.
+    ValueError: see `load`; also if the options are not a JSON object.
+    FileNotFoundError: if a file is missing.
   """
   name, _, rest = text.partition("=")
   if not name.startswith(reasoning_gym.PREFIX) or ":" in name or not rest:
@@ -115,7 +115,7 @@ def load_set(text: str) -> Task:
 
 
 def _drawn(name: str, path: str | os.PathLike[str] | None, task: Task) -> Task:
-  """Returns a task whose problems are generated; refuses a path."""
+  """Returns a task with generated problems; refuses a path."""
   if path is not None:
     raise ValueError(
       f"{name}: got path {os.fspath(path)!r}, expected none because its problems are generated;"
@@ -127,7 +127,7 @@ def _drawn(name: str, path: str | os.PathLike[str] | None, task: Task) -> Task:
 def _needed(
   name: str, path: str | os.PathLike[str] | None, expected: str
 ) -> str | os.PathLike[str]:
-  """Returns the path that a task reads; refuses none."""
+  """Returns the path of a task; raises ValueError if it is None."""
   if path is None:
     raise ValueError(
       f"{name}: got no path, expected {expected}; set --config.task_path to the directory of train"
@@ -146,23 +146,23 @@ def _with_prompts(name: str, path: str | os.PathLike[str] | None, reward: Reward
 
 
 def imported(name: str, *, caller: str, example: str, expected: str) -> Any:
-  """Returns what "my_module:attribute" names.
+  """Returns the object that "my_module:attribute" names.
 
-  The module is imported from the Python path and then from the current directory, which is appended
-  to `sys.path`.
+  The module is imported from the Python path or the current directory, which is appended to
+  `sys.path`.
 
   Args:
-    name: as above.
-    caller: with which messages begin.
-    example: of a name, for messages.
-    expected: of the attribute, for messages.
+    name: "my_module:attribute".
+    caller: prefix of messages.
+    example: example of a name, for messages.
+    expected: description of the attribute, for messages.
 
   Raises:
     ValueError: if the module cannot be imported, or has no such attribute.
   """
   module_name, _, attribute = name.partition(":")
   if os.getcwd() not in sys.path and "" not in sys.path:
-    sys.path.append(os.getcwd())  # Last, so that no file there hides an installed package.
+    sys.path.append(os.getcwd())  # At the end, so that files there do not shadow packages.
   try:
     module = importlib.import_module(module_name)
   except SyntaxError as error:

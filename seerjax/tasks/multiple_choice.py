@@ -1,24 +1,24 @@
-r"""Questions with lettered choices: MMLU and CommonsenseQA, from files of one's own.
+r"""Multiple-choice questions: MMLU and CommonsenseQA, from a user's files.
 
-| a file of                                         | holds                                        |
+| a file of                                         | has                                          |
 |---------------------------------------------------|----------------------------------------------|
-| MMLU: CSV without a header, a line a question     | question, four choices, "A" to "D"           |
+| MMLU: CSV without a header, one question per line | question, four choices, "A" to "D"           |
 | CommonsenseQA: JSON lines                         | {"question": {"stem", "choices":             |
 |                                                   | [{"label", "text"}, ...]}, "answerKey"}, or  |
-|  as Hugging Face writes it                        | {"question", "choices": {"label": [...],     |
+|  in the format of Hugging Face                    | {"question", "choices": {"label": [...],     |
 |                                                   | "text": [...]}, "answerKey"}                 |
 
-A directory is read as it is published: of MMLU, train is auxiliary_train/*.csv, dev/*.csv and
-val/*.csv (those that are there) and heldout is test/*.csv; of CommonsenseQA, train is
-train_rand_split.jsonl and heldout dev_rand_split.jsonl, since the test's answers are not given out.
-Of one file every tenth question is held out. None of them is part of this package.
+Directories have the published layout. For MMLU, train is auxiliary_train/*.csv, dev/*.csv and
+val/*.csv, as far as they exist, and heldout is test/*.csv. For CommonsenseQA, train is
+train_rand_split.jsonl and heldout dev_rand_split.jsonl, because the answers of the test set are not
+public. Of a single file every tenth question is held out. The data are not part of this package.
 
-A text's answer is the letter after its last "####", else the one in its last \boxed{...}, else the
-one after its last "answer is" or "answer:"; a letter stands alone, or before or within brackets:
-"B", "(B)", "B)", "B. Paris". A text that is nothing but a letter is that letter.
+The answer of a text is the letter after its last "####", else in its last \boxed{...}, else after
+its last "answer is" or "answer:"; a letter may stand alone, in brackets or before one: "B", "(B)",
+"B)", "B. Paris". A text that consists of a letter only is also an answer.
 
 Source: Hendrycks et al. 2021, https://arxiv.org/abs/2009.03300; Talmor et al. 2019,
-https://arxiv.org/abs/1811.00937. Both data under the MIT licence.
+https://arxiv.org/abs/1811.00937. Both data sets are under the MIT licence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from seerjax.types import Problem, Verdict
 
 LETTERS = "ABCDEFGHIJ"
 INSTRUCTION = "End with a line that says #### and then the letter of the right choice."
-MAX_READ = 20_000  # Characters of a text's end that are searched for an answer.
+MAX_READ = 20_000  # Characters at the end of a text that are searched for an answer.
 MMLU_TRAIN = ("auxiliary_train", "dev", "val")  # Folders of .csv files.
 MMLU_CHOICES = 4
 CSQA_FILES = ("train_rand_split.jsonl", "dev_rand_split.jsonl")
@@ -63,7 +63,7 @@ def extract(text: str) -> str | None:
 
 
 def verdict(problem: Problem, text: str) -> Verdict:
-  """Reward 1 if the text's letter is the right one; well formed if it gives a letter at all."""
+  """Returns reward 1 if the text's letter is correct; well formed if it gives a letter."""
   letter = extract(text)
   if letter is None:
     return Verdict(reward=0.0, correct=False, well_formed=False)
@@ -75,12 +75,12 @@ def load_mmlu(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -
   """Reads MMLU.
 
   Args:
-    path: a directory as published, or one CSV file.
-    instruction: added after every question, on a line of its own; "" for none.
+    path: a directory in the published layout, or one CSV file.
+    instruction: appended to every question on a separate line; "" for none.
 
   Raises:
-    FileNotFoundError: naming the file that is missing.
-    ValueError: naming the file and the line that cannot be used.
+    FileNotFoundError: if a file is missing; names it.
+    ValueError: if a line is invalid; names file and line.
   """
   path = pathlib.Path(path)
   read = functools.partial(_read_mmlu, instruction=instruction)
@@ -146,12 +146,12 @@ def load_commonsense_qa(
   """Reads CommonsenseQA.
 
   Args:
-    path: a directory as published, or one JSON-lines file.
-    instruction: added after every question, on a line of its own; "" for none.
+    path: a directory in the published layout, or one JSON-lines file.
+    instruction: appended to every question on a separate line; "" for none.
 
   Raises:
-    FileNotFoundError: naming the file that is missing.
-    ValueError: naming the file and the line that cannot be used.
+    FileNotFoundError: if a file is missing; names it.
+    ValueError: if a line is invalid; names file and line.
   """
   path = pathlib.Path(path)
   if path.is_dir():
@@ -194,7 +194,7 @@ def _read_commonsense_qa(path: pathlib.Path, instruction: str) -> list[Problem]:
 def _problem(
   where: str, name: str, question: str, choices: Sequence[str], answer: str, instruction: str
 ) -> Problem:
-  """Returns a problem of a question and its choices; refuses a letter that none of them has."""
+  """Returns a problem from a question and its choices; rejects an answer that is not a choice."""
   letters = LETTERS[: len(choices)]
   if answer not in tuple(letters):
     raise ValueError(

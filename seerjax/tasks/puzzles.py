@@ -1,15 +1,15 @@
-"""Knights and knaves: knights say true things alone, knaves false ones alone; who is what?
+"""Knights and knaves: knights always tell the truth, knaves always lie; who is what?
 
   prompt    "Knights always tell the truth, knaves always lie.\\nAda says: Ben is a knave.\\nBen
              says: Ada is a knight and Ben is a knight.\\nWho is a knight, who a knave?"
   answer    "Ada:!B Ben:&AB"
   solution  "Ada knight, Ben knight: not so, says Ada.\\n#### Ada knight, Ben knave"
 
-What people say are formulas of propositional logic, in Polish notation: a name's first letter is
-"that one is a knight"; `!` is not, `&` and, `|` or, `=` if and only if, `>` if, then.
-A statement must have the truth value that its speaker's kind gives it. Generator and checker decide
-by the truth table over all 2^n kinds; a problem has exactly one solution. The share of sets of
-statements that `splits.is_heldout` names is asked in "heldout" alone.
+Statements are formulas of propositional logic in Polish notation: a name's first letter means "this
+person is a knight"; `!` is not, `&` and, `|` or, `=` if and only if, `>` if, then. A statement must
+be true exactly if its speaker is a knight. Generator and checker use the truth table over all 2^n
+assignments; each problem has exactly one solution. Sets of statements selected by
+`splits.is_heldout` occur in "heldout" only.
 
 Source: Smullyan 1978, "What is the name of this book?".
 """
@@ -30,8 +30,8 @@ SPLITS = ("train", "heldout", "pretrain")
 SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
 NAMES = ("Ada", "Ben", "Cid", "Dan", "Eva", "Flo", "Gus", "Ida", "Jon", "Kim")
 LETTERS = {name[0]: name for name in NAMES}
-NUM_PEOPLE = (2, 3)  # The fewest and the most; `PuzzlesConfig` may allow more.
-MAX_ANSWER = 400  # Characters after the mark; what is longer is no answer.
+NUM_PEOPLE = (2, 3)  # Minimum and default maximum; `PuzzlesConfig` may raise the maximum.
+MAX_ANSWER = 400  # Characters after the mark; longer answers are invalid.
 RULE = "Knights always tell the truth, knaves always lie."
 QUESTION = "Who is a knight, who a knave?"
 _WORDS = {
@@ -41,15 +41,15 @@ _WORDS = {
   ">": "if {}, then {}",
 }
 
-Kinds = Mapping[str, bool]  # Of each letter, whether that one is a knight.
+Kinds = Mapping[str, bool]  # For each letter, whether the person is a knight.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PuzzlesConfig:
-  """How large a puzzle is.
+  """Size of the puzzles.
 
   Attributes:
-    max_people: 2 to 10; a truth table has 2^n rows.
+    max_people: 2 to 10; the truth table has 2^n rows.
   """
 
   max_people: int = NUM_PEOPLE[1]
@@ -67,14 +67,14 @@ class PuzzlesConfig:
 
 
 def value(formula: str, kinds: Kinds) -> bool:
-  """Returns whether a formula is true.
+  """Returns the truth value of a formula.
 
   Args:
-    formula: in Polish notation, such as "&A!B".
-    kinds: of every letter in it.
+    formula: formula in Polish notation, such as "&A!B".
+    kinds: assignment of every letter in it.
 
   Raises:
-    ValueError: if it is no formula over these letters.
+    ValueError: if it is not a formula over these letters.
   """
   found, rest = _value(formula, kinds)
   if rest:
@@ -83,7 +83,7 @@ def value(formula: str, kinds: Kinds) -> bool:
 
 
 def _value(formula: str, kinds: Kinds) -> tuple[bool, str]:
-  """Returns the truth value of the formula that a text begins with, and what follows it."""
+  """Returns (truth value of the formula at the start of a text, remaining text)."""
   head, rest = formula[:1], formula[1:]
   if head in kinds:
     return kinds[head], rest
@@ -112,10 +112,10 @@ def _refusal(formula: str, kinds: Kinds, what: str) -> str:
 
 
 def solutions(statements: Mapping[str, str]) -> list[dict[str, bool]]:
-  """Returns the kinds under which every speaker says what their kind says, by the truth table.
+  """Returns the assignments consistent with all statements, from the truth table.
 
   Args:
-    statements: the formula that each letter's person says.
+    statements: formula of each speaker, by letter.
   """
   rows = (
     dict(zip(statements, row)) for row in itertools.product((True, False), repeat=len(statements))
@@ -124,13 +124,13 @@ def solutions(statements: Mapping[str, str]) -> list[dict[str, bool]]:
 
 
 def _contradicted(statements: Mapping[str, str], kinds: Kinds) -> str:
-  """Returns the first letter whose statement does not fit their kind; "" if all do."""
+  """Returns the first letter with a statement that contradicts the assignment; "" if none does."""
   wrong = (one for one, formula in statements.items() if value(formula, kinds) != kinds[one])
   return next(wrong, "")
 
 
 def sentence(formula: str) -> str:
-  """Returns a formula in words, such as "Ada is a knight and Ben is a knave"."""
+  """Returns a formula in words, for example "Ada is a knight and Ben is a knave"."""
   text, _ = _sentence(formula)
   return text
 
@@ -150,7 +150,7 @@ def _sentence(formula: str) -> tuple[str, str]:
 
 
 def _drawn(draws: Draws, letters: str) -> str:
-  """Returns a formula of one or two people, each called a knight or a knave; seldom negated."""
+  """Returns a random formula over one or two people; rarely negated as a whole."""
   atoms = [draws.choice(("", "!")) + one for one in draws.sample(letters, 2)]
   if draws.chance(0.3):
     return atoms[0]
@@ -162,9 +162,9 @@ def _drawn(draws: Draws, letters: str) -> str:
 
 
 def read_kinds(text: str, letters: str) -> dict[str, bool] | None:
-  """Returns who a text says is a knight, or None: "Ada knight, Ben is a knave."
+  """Parses an assignment such as "Ada knight, Ben is a knave."; None if it is invalid.
 
-  Every person must be named exactly once, and no one else.
+  Every person must be named exactly once, and no others.
   """
   parts = text.strip().rstrip(".").split(",") if len(text) <= MAX_ANSWER else []
   found: dict[str, bool] = {}
@@ -183,7 +183,7 @@ def _kinds_text(kinds: Kinds) -> str:
 
 
 def _statements(answer: str) -> dict[str, str]:
-  """Reads back what `Problem.answer` holds: "Ada:!B Ben:&A!B"."""
+  """Parses `Problem.answer`, for example "Ada:!B Ben:&A!B"."""
   parts = (part.partition(":") for part in answer.split())
   return {name[0]: formula for name, _, formula in parts}
 
@@ -196,7 +196,7 @@ class Puzzles:
   name: str = "puzzles"
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has; of few people they repeat."""
+    """Returns the size of the split; with few people, problems repeat."""
     if split not in SIZES:
       raise splits.unknown_split(self.name, split, SPLITS)
     return SIZES[split]
@@ -209,7 +209,7 @@ class Puzzles:
     letters = "".join(sorted(draws.sample(tuple(LETTERS), count)))
     while True:
       statements = {one: _drawn(draws, letters) for one in letters}
-      # The same statements of others are the same puzzle.
+      # Puzzles that differ only in names count as equal.
       core = " ".join(statements.values()).translate(str.maketrans(letters, "ABCDEFGHIJ"[:count]))
       if splits.is_heldout(core) == (split == "heldout") and len(solutions(statements)) == 1:
         break
@@ -233,7 +233,7 @@ class Puzzles:
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if the text ends with exactly one "#### <who is what>" that the truth table has."""
+    """Returns reward 1 if the text has exactly one "#### <assignment>", and it is a solution."""
     statements = _statements(problem.answer)
     answer = answers.marked_answer(text)
     kinds = None if answer is None else read_kinds(answer, "".join(statements))

@@ -1,23 +1,23 @@
-"""The generators of the package reasoning-gym as tasks, such as "reasoning_gym.chain_sum".
+"""Tasks from the generators of the package reasoning-gym, such as "reasoning_gym.chain_sum".
 
   prompt    the generator's question, then `INSTRUCTION`
-  answer    what the last <answer>...</answer> holds; without one, the end of the last line that is
-            not blank: what follows its last "=", ": " or "is", a final full stop left out
+  answer    content of the last <answer>...</answer>; without one, the end of the last non-blank
+            line: after its last "=", ": " or "is", without a final full stop
   reward    the generator's score in [0, 1]: the part "correct" if it is 1, else the part "partial"
 
-A problem is a function of the package's version, the generator, its options, the split and the
-index alone. Problem i of a split searches up to `CANDIDATES` items of a dataset of its own, whose
-seeds no other problem uses, for the first question that `splits.is_heldout` gives to that split.
-So the splits share neither seeds nor questions, even where a generator has few questions.
+A problem is a function of only the package version, generator, options, split and index. Problem i
+of a split has a separate dataset of `CANDIDATES` items with unique seeds, and is the first question
+in it that `splits.is_heldout` assigns to the split. So splits share neither seeds nor questions,
+even if a generator has few distinct questions.
 
-The package's scorers expect honest texts. Here an answer has a bounded length. A text that a scorer
-would pass to `eval` has to be a literal or a plain formula (`_LITERALS`, `_FORMULAS`), and scorers
-whose time a text decides run in the sandbox (`_TIMED`). A scorer that raises, or whose score is not
-in [0, 1], gives reward 0 and is counted (`ReasoningGym.faults`). `REFUSED` names the generators
-that cannot be used.
+The package's scorers expect honest answers. Here the length of answers is bounded; text that a
+scorer passes to `eval` must be a literal or a simple formula (`_LITERALS`, `_FORMULAS`); and
+scorers with unbounded running time run in the sandbox (`_TIMED`). If a scorer raises, or returns a
+score outside [0, 1], the reward is 0 and the case is counted (`ReasoningGym.faults`). `REFUSED`
+lists unusable generators.
 
-Source: Stojanovski et al. 2025, "Reasoning Gym", https://arxiv.org/abs/2505.24760, whose package
-(Apache-2.0) holds generators and scorers; none of it is copied here.
+Source: Stojanovski et al. 2025, "Reasoning Gym", https://arxiv.org/abs/2505.24760; generators and
+scorers are in its package (Apache-2.0), none of which is copied here.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ PREFIX = "reasoning_gym."
 PACKAGE = "reasoning-gym"
 INSTRUCTION = "Write the final answer between <answer> and </answer>."
 SIZES = {"train": 300_000, "heldout": 30_000}  # Problems.
-# One question in so many is held out. Few, because an item may take a second to draw.
+# One question in this many is held out. Small, because drawing an item may take a second.
 HELDOUT_SHARE = 2
-CANDIDATES = 64  # Items that one problem may look at; all but 2^-64 of problems find theirs.
-SEEDS = 2**25  # Items of one seed of the task: no two seeds share an item.
-MAX_SEED = 127  # NumPy's seeds, which some generators use, have 32 bits.
-MAX_ANSWER = 8_192  # Characters; what is longer is no answer.
-MAX_FORMULA = 1_000  # Characters of a text that sympy parses.
+CANDIDATES = 64  # Most items drawn for a problem; all but a share of 2^-64 find one.
+SEEDS = 2**25  # Items per seed of the task: tasks with different seeds share no item.
+MAX_SEED = 127  # Some generators use NumPy's seeds, which have 32 bits.
+MAX_ANSWER = 8_192  # Characters; longer answers are invalid.
+MAX_FORMULA = 1_000  # Characters of a text parsed by sympy.
 MAX_EXPONENT = 64
 LIMITS = Limits(wall_seconds=5.0, cpu_seconds=5.0)
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BEFORE = re.compile(r"=|:\s|\bis\b:?")  # What an answer without tags follows in its line.
+_BEFORE = re.compile(r"=|:\s|\bis\b:?")  # Separates an untagged answer from the rest of its line.
 
 _UNORDERED = "its problems follow the order of sets, which PYTHONHASHSEED decides"
-# Generators that cannot be used, and why.
+# Unusable generators, with the reason.
 REFUSED: Mapping[str, str] = {
   "codeio": "its scorer gives full marks to {}, and its time grows with the cube of an answer",
   "coin_flip": "its scorer gives full marks to 0 for 0.25, and computes 10**999999999 if told to",
@@ -73,15 +73,15 @@ REFUSED: Mapping[str, str] = {
   "ransom_note": _UNORDERED,
   "word_ladder": _UNORDERED,
 }
-# Their scorers evaluate the text: it has to be a literal.
+# Generators with scorers that evaluate the text, which therefore must be a literal.
 _LITERALS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-# Their scorers have sympy evaluate the text: it has to be a formula of these functions.
+# Scorers that pass the text to sympy; it must be a formula of these functions.
 _FORMULAS = frozenset({"countdown", "simple_integration"})
 _FUNCTIONS = (
   "Abs", "acos", "asin", "atan", "cos", "cosh", "cot", "csc", "exp", "ln", "log", "sec", "sin",
   "sinh", "sqrt", "tan", "tanh",
 )  # fmt: skip
-# Their scorers may take any time.
+# Scorers with unbounded running time.
 _TIMED = frozenset({"rubiks_cube", "simple_integration"})
 _SCORER = """
 import reasoning_gym
@@ -95,14 +95,14 @@ def score(generator, config, item, answer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReasoningGym:
-  """The task of one generator; `load` makes it.
+  """The task of one generator; made by `load`.
 
   Attributes:
-    generator: of the package, such as "chain_sum".
-    options: the generator's own parameters by name, as its configuration class has them; those that
-      are left out have its defaults. "seed" (0 to `MAX_SEED`) gives other problems.
-    sandbox: runs scorers whose time a text decides; None for other generators.
-    faults: how many texts a scorer failed on, by the kind of the failure.
+    generator: name of a generator in the package, such as "chain_sum".
+    options: parameters of the generator's configuration class by name; others keep their defaults.
+      "seed" (0 to `MAX_SEED`) selects other problems.
+    sandbox: runs scorers with unbounded running time; None for other generators.
+    faults: number of scorer failures, by reason.
   """
 
   generator: str
@@ -115,11 +115,11 @@ class ReasoningGym:
 
   @property
   def name(self) -> str:
-    """The name by which `tasks.load` finds it."""
+    """The name for `tasks.load`."""
     return PREFIX + self.generator
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has; of a generator with few questions they repeat."""
+    """Returns the size of the split; problems repeat if a generator has few questions."""
     if split not in SIZES:
       raise splits.unknown_split(self.name, split, tuple(SIZES))
     return SIZES[split]
@@ -137,7 +137,7 @@ class ReasoningGym:
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Judges by the generator's scorer; well formed if the answer stands between its tags."""
+    """Judges with the generator's scorer; well formed if the answer is in its tags."""
     answer, is_tagged = read_answer(text)
     score = 0.0
     if 0 < len(answer) <= MAX_ANSWER:
@@ -152,11 +152,11 @@ class ReasoningGym:
 
   @property
   def package(self) -> str:
-    """The package and its version, which decide the problems beside the settings."""
+    """Name and version of the package, on which the problems depend besides the settings."""
     return f"{PACKAGE} {importlib.metadata.version(PACKAGE)}"
 
   def close(self) -> None:
-    """Ends the sandbox."""
+    """Closes the sandbox."""
     if self.sandbox is not None:
       self.sandbox.close()
 
@@ -164,12 +164,12 @@ class ReasoningGym:
     return _entry(self.generator, _frozen(self.options), split, index)
 
   def _score(self, found: _Entry, answer: str) -> float:
-    """Returns the generator's score of an answer; 0 for one that it cannot judge."""
+    """Returns the generator's score of an answer; 0 if the scorer cannot judge it."""
     try:
       if not _is_harmless(self.generator, found.entry, answer):
         return 0.0
       if self.sandbox is None:
-        # A scorer may change the entry that it is given.
+        # Copied, because a scorer may modify the entry.
         value = _scorer(self.generator, _frozen(self.options)).score_answer(
           answer, copy.deepcopy(found.entry)
         )
@@ -181,9 +181,9 @@ class ReasoningGym:
         if value is None:
           return self._failed(outcome.status, answer)
       score = float(value)
-    except Exception as error:  # Any: it is the package's code on a stranger's text.
+    except Exception as error:  # Third-party code on arbitrary text may raise anything.
       return self._failed(type(error).__name__, answer)
-    # NaN too; "at least 1" for a wrong answer is a scorer's fault in all cases that we know.
+    # Also catches NaN; in all known cases a score above 1 is a bug of the scorer.
     return score if 0.0 <= score <= 1.0 else self._failed(f"score {score}", answer)
 
   def _failed(self, reason: str, answer: str) -> float:
@@ -198,12 +198,12 @@ class ReasoningGym:
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-  """One problem as the package has it.
+  """A problem in the package's form.
 
   Attributes:
     entry: "question", "answer" and "metadata".
-    config: of the dataset, for `reasoning_gym.create_dataset`.
-    item: the entry's index there.
+    config: configuration of the dataset, for `reasoning_gym.create_dataset`.
+    item: index of the entry in the dataset.
   """
 
   entry: dict[str, Any]
@@ -212,7 +212,7 @@ class _Entry:
 
 
 def read_answer(text: str) -> tuple[str, bool]:
-  """Returns the answer that a text gives, and whether it stands between <answer> and </answer>."""
+  """Returns (the answer of a text, whether it is in <answer> tags)."""
   tagged = _TAGS.findall(text)
   if tagged:
     return tagged[-1].strip(), True
@@ -229,8 +229,8 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ReasoningGym:
     options: see `ReasoningGym`.
 
   Raises:
-    ValueError: if the package cannot be imported, has no such generator, or its generator cannot be
-      used or refuses the options; or if this machine cannot isolate a scorer that needs it.
+    ValueError: if the package cannot be imported, the generator is unknown, unusable or rejects the
+      options, or this machine cannot isolate a scorer that needs it.
   """
   generator, options = name.removeprefix(PREFIX), dict(options or {})
   package = _package()
@@ -267,7 +267,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ReasoningGym:
   try:
     for split in SIZES:
       task.problem(split, 0)
-  except Exception as error:  # The package's checks are assertions; what they miss raises anything.
+  except Exception as error:  # The package asserts, and unchecked options may raise anything.
     task.close()
     raise ValueError(
       f"{name}: got {type(error).__name__} ({error}) for the options {options}, expected ones that"
@@ -277,10 +277,10 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ReasoningGym:
 
 
 def _package() -> Any:
-  """Returns the package.
+  """Imports the package.
 
   Raises:
-    ValueError: if it cannot be imported, naming what is missing.
+    ValueError: if it cannot be imported; names what is missing.
   """
   try:
     importlib.import_module("reasoning_gym.factory")
@@ -294,14 +294,14 @@ def _package() -> Any:
     ) from error
 
 
-# A tuple of (name, value) pairs, each value as JSON: what a cache can look up.
+# Hashable form for caches: (name, value as JSON) pairs.
 def _frozen(options: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
   return tuple(sorted((name, json.dumps(value)) for name, value in options.items()))
 
 
 @functools.lru_cache(maxsize=8)
 def _scorer(generator: str, options: tuple[tuple[str, str], ...]) -> Any:
-  """Returns a dataset whose scorer judges the entries of all others with these options."""
+  """Returns a dataset used to score entries of all datasets with the same options."""
   return _package().create_dataset(generator, **_config(options, 0))
 
 
@@ -328,21 +328,21 @@ def _entry(
 
 
 def _config(options: tuple[tuple[str, str], ...], offset: int) -> dict[str, Any]:
-  """Returns the settings of a dataset whose seeds begin at an offset."""
+  """Returns the configuration of the dataset with seeds from an offset on."""
   config = {name: json.loads(value) for name, value in options}
   return config | {"seed": config.get("seed", 0) * SEEDS + offset, "size": CANDIDATES}
 
 
-# Texts that scorers evaluate.
+# Checks of text that scorers evaluate.
 
 
 def _is_harmless(generator: str, entry: Mapping[str, Any], answer: str) -> bool:
-  """Returns False for a text of which a scorer would evaluate more than an answer."""
+  """Returns whether a text is safe for the scorer to evaluate."""
   if generator in _LITERALS:
     right = (entry["answer"], *entry["metadata"].get("valid_answers", ()))
     return answer in {one.strip() for one in right} or _is_literal(answer)
   if generator == "complex_arithmetic":
-    return "nan" not in answer.lower()  # Its scorer gives it full marks.
+    return "nan" not in answer.lower()  # The scorer gives NaN the full score.
   if generator in _FORMULAS:
     return len(answer) <= MAX_FORMULA and _is_formula(answer)
   return True
@@ -357,7 +357,7 @@ def _is_literal(text: str) -> bool:
 
 
 def _is_formula(text: str) -> bool:
-  """Returns whether a text is a formula of numbers, single letters, + - * / ** and functions."""
+  """Returns whether a text is a formula of numbers, letters, + - * / ** and known functions."""
   try:
     tree = ast.parse(text.strip(), mode="eval")
   except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -366,7 +366,7 @@ def _is_formula(text: str) -> bool:
 
 
 def _is_term(node: ast.expr, powers: int) -> bool:
-  """Returns whether a node is such an expression within `powers` others that are raised."""
+  """Returns whether a node is such a formula, nested in `powers` powers."""
   match node:
     case ast.Constant(value=int() | float() as value):
       return not isinstance(value, bool) and abs(value) < 1e12

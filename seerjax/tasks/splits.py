@@ -1,4 +1,4 @@
-"""What tasks share about splits: which rows are held out, what each has, and the refusals."""
+"""Splits of tasks: which problems are held out, access by index, and errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from seerjax.types import Problem
 T = TypeVar("T")
 
 HELDOUT_EVERY = 10  # In a single file, every tenth row is held out.
-HELDOUT_SHARE = 8  # Of drawn problems, one in so many has a core that only "heldout" asks.
+HELDOUT_SHARE = 8  # Of generated problems, one core in this many is in "heldout" only.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Splits:
-  """A task's problems where they come from files; what a task adds is how it judges.
+  """Base of tasks with problems from files; subclasses add the verdict.
 
   Attributes:
-    name: of the task, for logs and messages.
-    train: problems to learn from, in the order of their file.
-    heldout: problems to measure on.
+    name: name of the task, for logs and messages.
+    train: training problems, in the order of the file.
+    heldout: evaluation problems.
   """
 
   name: str
@@ -33,7 +33,7 @@ class Splits:
     """Returns the problems of a split.
 
     Raises:
-      ValueError: for a split that is neither.
+      ValueError: if the split is neither "train" nor "heldout".
     """
     if split == "train":
       return self.train
@@ -42,10 +42,10 @@ class Splits:
     raise unknown_split(self.name, split, ("train", "heldout"))
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems a split has.
+    """Returns the number of problems in a split.
 
     Raises:
-      ValueError: as `problems`.
+      ValueError: see `problems`.
     """
     return len(self.problems(split))
 
@@ -53,7 +53,7 @@ class Splits:
     """Returns problem `index` of a split, in the order of its file.
 
     Raises:
-      ValueError: as `problems`, and for an index outside of it.
+      ValueError: see `problems`; also if the index is out of range.
     """
     problems = self.problems(split)
     check_index(self.name, split, index, len(problems))
@@ -61,7 +61,7 @@ class Splits:
 
 
 def check_index(task: str, split: str, index: int, num_problems: int) -> None:
-  """Refuses an index outside of the split."""
+  """Raises ValueError if an index is out of range."""
   if not 0 <= index < num_problems:
     raise ValueError(
       f"{task}: got problem index {index} of split {split!r}, expected 0 <= index <"
@@ -70,17 +70,17 @@ def check_index(task: str, split: str, index: int, num_problems: int) -> None:
 
 
 def unknown_split(task: str, split: str, splits: Sequence[str]) -> ValueError:
-  """Returns the refusal of a split that a task does not have."""
+  """Returns the error for a split that a task does not have."""
   return ValueError(
     f"{task}: got split {split!r}, expected one of {tuple(splits)}; 'train' is usual."
   )
 
 
 def is_heldout(core: str, share: int = HELDOUT_SHARE) -> bool:
-  """Returns whether a drawn problem is of "heldout": what it is at heart decides, not its index.
+  """Returns whether a generated problem belongs to "heldout", from its core and not its index.
 
-  So no held-out problem is one of another split in other clothes. About one core in `share` is held
-  out, by SHA-256, on every machine the same.
+  So no held-out problem is a rewording of a problem in another split. About one core in `share` is
+  held out, by SHA-256, equally on every machine.
   """
   return hashlib.sha256(core.encode()).digest()[0] % share == 0
 
@@ -88,7 +88,7 @@ def is_heldout(core: str, share: int = HELDOUT_SHARE) -> bool:
 def split_rows(rows: Sequence[T]) -> tuple[list[T], list[T]]:
   """Returns (train, heldout) of one file: every tenth row is held out.
 
-  Fewer than ten rows are too few to part; then both splits are the whole file.
+  With fewer than ten rows, both splits are the whole file.
   """
   if len(rows) < HELDOUT_EVERY:
     return list(rows), list(rows)

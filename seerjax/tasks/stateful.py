@@ -1,20 +1,20 @@
-"""Contexts that can be read before their questions are known, for thinking ahead of time.
+"""Problems with contexts that can be read before their questions, for sleep-time compute.
 
-  context   "Ana has 12 pens. Ana buys 7 more pens."        may be read early
-  notes     "12+7=19\\n- Ana has 19 pens."                   what a sleeper would write
-  facts     "Ana has 19 pens."                              its facts alone: the oracle c'
-  question  "How many pens does Ana have now?"              known late; 10 a context
+  context   "Ana has 12 pens. Ana buys 7 more pens."        available early
+  notes     "12+7=19\\n- Ana has 19 pens."                   target output of a sleeper
+  facts     "Ana has 19 pens."                              its facts only: the oracle c'
+  question  "How many pens does Ana have now?"              available late; 10 per context
 
-A waker is asked with the context, with what a sleeper made of it, or with both. The split "test"
-tells of people, in verbs and in two kinds of stories that "train" and "heldout" never use: "star",
-where all are compared with the first, and "mixed", where who was compared trades. These two splits
-differ in contexts alone: budgets are fixed on "heldout", and "test" is read once.
+A waker gets the context, a sleeper's rewrite of it, or both. The split "test" uses names, verbs and
+two kinds of stories that "train" and "heldout" do not have: "star", where everyone is compared with
+the first person, and "mixed", where people who were compared trade. "train" and "heldout" differ
+only in their contexts: budgets are tuned on "heldout", and "test" is evaluated once.
 
-Which question is asked follows a law of Zipf over the questions that a context allows: the higher
-`predictability`, the surer the first of them.
+Questions follow Zipf's law over the questions that a context allows: the higher `predictability`,
+the more often the first one is asked.
 
-Source: Lin et al. 2025, https://arxiv.org/abs/2504.13171, whose contexts come of templates that may
-not be shipped; these stories are ours.
+Source: Lin et al. 2025, https://arxiv.org/abs/2504.13171; the templates of its contexts may not be
+redistributed, and these stories are ours.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from seerjax.types import Problem, Verdict
 SPLITS = ("train", "heldout", "test")
 SIZES = {"train": 1_000_000, "heldout": 10_000, "test": 10_000}  # Contexts.
 MAX_PREDICTABILITY = 3.0
-# Words that a model pretrained on all of `stories` knows and a sleeper is not trained on.
+# Words known to a model pretrained on all of `stories`, but unseen in a sleeper's training.
 TEST_NAMES = ("Dan", "Ida", "Jon", "Leo", "Nora", "Tom", "Zoe")
 TRAIN_NAMES = tuple(name for name in stories.NAMES if name not in TEST_NAMES)
 TEST_VERBS = ("finds", "loses", "takes")
-# Of ten contexts, how many are of each kind.
+# Relative frequencies of the kinds of contexts, in tenths.
 TRAIN_KINDS = {"story": 5, "trade": 2, "people": 3}
 TEST_KINDS = {"story": 3, "trade": 1, "people": 2, "star": 3, "mixed": 1}
-# Told outside of "test" to who asks for it by `StatefulConfig.kinds`.
+# Kinds outside of "test" that occur only if `StatefulConfig.kinds` names them.
 ASKED_KINDS = {"branch": 1}
 QUESTION_FORMS = ("now", "goal", "share", "price", "both", "difference")
 SLEEP_QUESTION = "How many {thing} does each have now?"
-# How many of a solution's last steps an answer has; None is all, and asked for without a word.
+# Number of last solution steps in an answer; None means all, and adds nothing to the question.
 LENGTHS = (0, 1, 2, None)
 
 _FACT = re.compile(r"([A-Z][a-z]+) has ([0-9]{1,40}) ([a-z]+)\.", re.ASCII)
@@ -54,16 +54,16 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatefulContext:
-  """What may be read before a question is known.
+  """A context that may be read before its question.
 
   Attributes:
-    context_id: unique within its task; equal ids mean equal contexts.
-    text: what is read.
-    kind: of what it tells, "" if that is not known.
-    num_steps: of reasoning that all facts need, 0 if that is not known.
-    facts: what is true after it, in sentences; "" if that is not known.
-    notes: what a sleeper would write: how facts come about, and facts as points of a list, a line
-      each; "" if that is not known.
+    context_id: unique within the task; equal ids mean equal contexts.
+    text: text of the context.
+    kind: kind of the context; "" if unknown.
+    num_steps: reasoning steps to derive all facts; 0 if unknown.
+    facts: facts that follow from it, in sentences; "" if unknown.
+    notes: target output of a sleeper: derivations, and facts as list items, one per line; "" if
+      unknown.
   """
 
   context_id: str
@@ -84,11 +84,11 @@ class StatefulContext:
 
 @runtime_checkable
 class StatefulTask(Protocol):
-  """Contexts, their questions, and what a good answer is."""
+  """A task with contexts and questions about them."""
 
   @property
   def name(self) -> str:
-    """Of the task."""
+    """Name of the task."""
     ...
 
   def contexts(self, split: str) -> Sequence[StatefulContext]:
@@ -96,19 +96,19 @@ class StatefulTask(Protocol):
     ...
 
   def questions(self, split: str, context: int) -> tuple[Problem, ...]:
-    """Returns the questions about context number `context` of the split."""
+    """Returns the questions about the context with this index."""
     ...
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns what a sleeper is asked."""
+    """Returns the prompt of a sleeper."""
     ...
 
   def facts(self, context: StatefulContext) -> str:
-    """Returns what a perfect sleeper would leave, "" if that is not known."""
+    """Returns the output of a perfect sleeper; "" if unknown."""
     ...
 
   def wake_prompt(self, question: str, context: str, rewritten: str) -> str:
-    """Returns what a waker is asked; `context` or `rewritten` may be empty, not both."""
+    """Returns the prompt of a waker; `context` or `rewritten` may be empty, but not both."""
     ...
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
@@ -117,7 +117,7 @@ class StatefulTask(Protocol):
 
 
 class LazyContexts(Sequence[StatefulContext]):
-  """The contexts of a split, each made when it is asked for."""
+  """The contexts of a split, created on access."""
 
   def __init__(self, make: Callable[[int], StatefulContext], count: int):
     self._make = make
@@ -142,16 +142,16 @@ class LazyContexts(Sequence[StatefulContext]):
 
 
 def joined_prompt(question: str, context: str, rewritten: str, *, joint: str = " ") -> str:
-  """Returns a question after what is known.
+  """Returns a question preceded by the context, its rewrite, or both.
 
   Args:
-    question: what is asked.
-    context: the raw context, "" where only its rewrite is read.
-    rewritten: what a sleeper made of it, "" without sleep.
-    joint: what stands between them.
+    question: the question.
+    context: the raw context; "" if only the rewrite is read.
+    rewritten: a sleeper's rewrite; "" without sleep.
+    joint: separator.
 
   Raises:
-    ValueError: if the question is empty, or neither a context nor a rewrite is there.
+    ValueError: if the question is empty, or both context and rewrite are.
   """
   if not question.strip():
     raise ValueError(
@@ -167,29 +167,29 @@ def joined_prompt(question: str, context: str, rewritten: str, *, joint: str = "
 
 
 def with_length(question: str, length: int | None) -> str:
-  """Returns a question that asks for an answer of its last `length` steps: "How many? (1)"."""
+  """Returns a question that requests an answer with `length` steps: "How many? (1)"."""
   return question if length is None else f"{question} ({length})"
 
 
 def solution_of(problem: Problem, length: int | None) -> str:
-  """Returns a problem's solution with its last `length` steps alone; None is all of them."""
+  """Returns a problem's solution with only its last `length` steps; None keeps all."""
   *steps, answer = problem.solution.split("\n")
   kept = steps if length is None else steps[max(0, len(steps) - length) :]
   return "\n".join((*kept, answer))
 
 
-# What a sleeper wrote.
+# Judging a sleeper's text.
 
 
 class SleepVerdict(NamedTuple):
-  """What of a sleeper's text is so.
+  """Verdict on a sleeper's text.
 
   Attributes:
-    num_wanted: facts that it should have.
-    num_true: of these, how many it states.
-    num_false: other facts that it states: wrong numbers, things and people that are not there.
-    num_equations: equations that it states.
-    num_false_equations: those of them that are not so, computed again.
+    num_wanted: number of facts expected.
+    num_true: expected facts that are stated.
+    num_false: other facts that are stated: wrong numbers, or unknown things and people.
+    num_equations: equations stated.
+    num_false_equations: equations that are false when recomputed.
   """
 
   num_wanted: int
@@ -200,18 +200,18 @@ class SleepVerdict(NamedTuple):
 
   @property
   def reward(self) -> float:
-    """From 0 to 1, 1 if all that is wanted is there and no other fact."""
+    """From 0 to 1; 1 if all expected facts are stated and no others."""
     return self.num_true / (self.num_wanted + self.num_false)
 
 
 def facts_in(text: str) -> tuple[str, ...]:
-  """Returns the sentences "Ana has 19 pens." of a text, also of its lists, each once, in order."""
+  """Returns the distinct sentences "Ana has 19 pens." of a text and its lists, in order."""
   sentences = (sentence.strip().removeprefix("- ") for sentence in _SENTENCE.split(text))
   return tuple(dict.fromkeys(s for s in sentences if _FACT.fullmatch(s)))
 
 
 def questions_of(notes: str) -> tuple[str, ...]:
-  """Returns a question for each fact of a text that it answers at once, the last fact's first."""
+  """Returns a question answered by each fact of a text, last fact first."""
   found = (_FACT.fullmatch(fact) for fact in reversed(facts_in(notes)))
   form = FORMS["train"]["now"][0]
   return tuple(form.format(p=fact[1], o=fact[3]) for fact in found if fact)
@@ -220,12 +220,12 @@ def questions_of(notes: str) -> tuple[str, ...]:
 def judge_notes(facts: str, text: str) -> SleepVerdict:
   """Judges a sleeper's text; never raises.
 
-  A fact said twice counts once; one person's two numbers are one true fact at best, and a false
-  one.
+  A repeated fact counts once. If a text states two numbers for a person, at most one is true, and
+  at least one counts as false.
 
   Args:
-    facts: what is so, "Ana has 19 pens." in sentences; at least one.
-    text: what the sleeper wrote.
+    facts: expected facts, "Ana has 19 pens." in sentences; at least one.
+    text: the sleeper's text.
   """
   wanted = set(facts_in(facts))
   said = set(facts_in(text))
@@ -244,18 +244,18 @@ def judge_notes(facts: str, text: str) -> SleepVerdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatefulConfig:
-  """How contexts are told, and which questions come.
+  """Settings of contexts and questions.
 
   Attributes:
-    predictability: exponent of the law of Zipf over a context's questions: 0 asks all alike, 3
-      nearly always the first.
-    num_questions: a context.
-    steps: least and most events of a context, drawn evenly; None is mostly few, as in
+    predictability: exponent of Zipf's law over a context's questions: 0 is uniform, with 3 nearly
+      all questions are the first one.
+    num_questions: questions per context.
+    steps: minimum and maximum number of events, drawn uniformly; None for mostly few, as in
       `word_problems`.
-    distractor_rate: that a sentence which does not matter follows a sentence.
-    kinds: of contexts, which keep their shares; empty for all that the split has.
-    max_operand: largest number that a sentence adds or takes away.
-    max_total: largest number of things anyone has.
+    distractor_rate: probability that an irrelevant sentence follows a sentence.
+    kinds: kinds of contexts, with unchanged relative frequencies; empty for all of the split.
+    max_operand: largest number that a sentence adds or subtracts.
+    max_total: largest number of things that anyone has.
   """
 
   predictability: float = 0.0
@@ -300,7 +300,7 @@ def _speaks(form: str, verbs: Sequence[str]) -> bool:
 
 
 def forms_of(split: str) -> dict[str, tuple[str, ...]]:
-  """Returns the sentences of a split, by what they say; "test" shares none with the others."""
+  """Returns the sentence forms of a split by meaning; "test" shares none with the others."""
   found = {}
   for what, train in stories.TRAIN_FORMS.items():
     unseen = stories.HELDOUT_FORMS[what]
@@ -321,9 +321,9 @@ FORMS = {split: forms_of(split) for split in SPLITS}
 def _compared(
   teller: Teller, events: int, *, is_branch: bool
 ) -> tuple[str, tuple[Chain, ...]]:
-  """Several people, each compared with the first, or with anybody before: a star or a branch.
+  """Tells of people compared with the first one (star), or with any earlier one (branch).
 
-  The last of a branch is not compared with the first, so that no branch is a star.
+  The last person of a branch is not compared with the first, so that no branch is a star.
   """
   sentence, first = teller.start(teller.names[0], may_box=False)
   sentences, chains = [sentence], [first]
@@ -347,7 +347,7 @@ def _compared(
 
 
 def _mixed(teller: Teller, events: int) -> tuple[str, tuple[Chain, ...]]:
-  """Two people who are compared first, and then buy, lose and give as in a trade."""
+  """Tells of two people who are compared first, and then buy, lose and give as in a trade."""
   first, second = teller.names[:2]
   sentence, chain = teller.start(first, may_box=False)
   number = teller.draws.between(2, min(teller.max_operand, teller.max_total - chain.value))
@@ -372,7 +372,7 @@ def _mixed(teller: Teller, events: int) -> tuple[str, tuple[Chain, ...]]:
 
 
 def _merged(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
-  """Returns the lines of both, those that both begin with once."""
+  """Returns the lines of both, with a common prefix only once."""
   num_shared = 0
   for one, other in zip(first, second, strict=False):
     if one != other:
@@ -382,7 +382,7 @@ def _merged(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Told(NamedTuple):
-  """A context with what is known of it."""
+  """A generated context with its derivations."""
 
   kind: str
   text: str
@@ -391,17 +391,17 @@ class _Told(NamedTuple):
   teller: Teller
 
 
-# A question that a context allows: what, and about whom.
+# A question about a context: its kind, and indices of people.
 Ask = tuple[str, tuple[int, ...]]
 
 
 def _allowed(told: _Told) -> tuple[Ask, ...]:
-  """Returns the questions that a context allows, the likeliest first."""
+  """Returns the questions that a context allows, most likely first."""
   if told.kind == "story":
     (chain,) = told.chains
     kinds = ("now", "goal", *(("share",) if chain.value >= 4 else ()), "price")
     return tuple((what, (0,)) for what in kinds)
-  # Who was only told of is nothing to reason about.
+  # The number of a person without events is stated, so asking for it needs no reasoning.
   people = [i for i, chain in enumerate(told.chains) if chain.lines]
   pairs = [(i, i + 1) for i in range(len(told.chains) - 1)]
   if len(told.chains) > 2:
@@ -414,7 +414,7 @@ def _allowed(told: _Told) -> tuple[Ask, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatefulWordProblems:
-  """The task. Problem i of a split asks question i // c about context i % c, of c contexts."""
+  """The task. With c contexts, problem i of a split is question i // c about context i % c."""
 
   config: StatefulConfig = StatefulConfig()
   name: str = "stateful_word_problems"
@@ -423,7 +423,7 @@ class StatefulWordProblems:
     """Returns the contexts of "train", "heldout" or "test".
 
     Raises:
-      ValueError: for another split, or if it tells none of `config.kinds`.
+      ValueError: for another split, or if the split has none of `config.kinds`.
     """
     if split not in SIZES:
       raise splits.unknown_split(self.name, split, SPLITS)
@@ -433,8 +433,8 @@ class StatefulWordProblems:
   def questions(self, split: str, context: int) -> tuple[Problem, ...]:
     """Returns the questions about one context; their `context` texts are equal.
 
-    A question that was asked is drawn anew a few times, other numbers or words for the same; where
-    the context allows little else it comes twice.
+    A repeated question is redrawn several times, with other numbers or words; if the context allows
+    little else, it may occur twice.
     """
     splits.check_index(self.name, split, context, len(self.contexts(split)))
     told = self._told(split, context)
@@ -466,15 +466,15 @@ class StatefulWordProblems:
     return tuple(found)
 
   def weights(self, count: int) -> tuple[int, ...]:
-    """Returns how often each of `count` questions is asked, in parts of their sum."""
+    """Returns relative frequencies of `count` questions, as whole numbers."""
     return tuple(
       max(1, round(1_000_000 / (rank + 1) ** self.config.predictability)) for rank in range(count)
     )
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns the context and the question what everybody has.
+    """Returns the context, followed by the question what everyone has.
 
-    Where its facts are not known, what is asked for is the first thing that it names.
+    If its facts are unknown, the question is about the first thing that the context names.
     """
     things = [fact.rpartition(" ")[2].rstrip(".") for fact in facts_in(context.facts)]
     things += [word for word in re.findall(r"[a-z]+", context.text) if word in stories.OBJECTS]
@@ -482,21 +482,21 @@ class StatefulWordProblems:
     return f"{context.text} {SLEEP_QUESTION.format(thing=thing)}"
 
   def facts(self, context: StatefulContext) -> str:
-    """Returns what each person has in the end, a sentence each: the oracle c'."""
+    """Returns what each person has in the end, in one sentence each: the oracle c'."""
     return context.facts
 
   def rewritten(self, text: str) -> str:
-    """Returns the facts of a sleeper's text, which a waker reads; "" if there is none."""
+    """Returns the facts in a sleeper's text, which a waker reads; "" if there are none."""
     return " ".join(facts_in(text))
 
   def by_rule(self, context: StatefulContext) -> str:
-    """Returns a rewrite that takes no thought: the sentences that name what is asked for."""
+    """Returns a rewrite by a fixed rule: the sentences that name the thing in question."""
     (thing,) = {fact.rpartition(" ")[2].rstrip(".") for fact in facts_in(context.facts)}
     sentences = _SENTENCE.split(context.text)
     return " ".join(s for s in sentences if re.search(rf"\b{thing}\b", s))
 
   def wake_prompt(self, question: str, context: str = "", rewritten: str = "") -> str:
-    """Returns what is known and the question; with the context alone, a word problem's prompt."""
+    """Returns known text and question; without a rewrite, the prompt of a plain word problem."""
     return joined_prompt(question, context, rewritten)
 
   def sleep_verdict(self, context: StatefulContext, text: str) -> SleepVerdict:
@@ -504,17 +504,17 @@ class StatefulWordProblems:
     return judge_notes(context.facts, text)
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has: contexts times questions."""
+    """Returns the number of problems in the split: contexts times questions."""
     return len(self.contexts(split)) * self.config.num_questions
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns problem `index` of the split: context and question at once, as without sleep."""
+    """Returns problem `index` of the split: context and question together, without sleep."""
     splits.check_index(self.name, split, index, self.num_problems(split))
     number, context = divmod(index, len(self.contexts(split)))
     return self.questions(split, context)[number]
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if the text ends with exactly one "#### <number>" and it is the answer, else 0."""
+    """Returns reward 1 if the text has exactly one "#### <number>", and it is the answer."""
     return answers.number_verdict(problem, text)
 
   def _kinds(self, split: str) -> dict[str, int]:
@@ -543,7 +543,7 @@ class StatefulWordProblems:
     events, is_long = teller.num_events()
     if self.config.steps is not None:
       events = draws.between(*self.config.steps)
-    # The last name is a distractor's.
+    # The last name is reserved for distractors.
     num_compared = min(events, len(teller.names) - 2)
     if kind == "people":
       told = stories.people(teller, num_compared)
@@ -609,7 +609,7 @@ class StatefulWordProblems:
 
 
 def _weighted(draws: Draws, weights: Sequence[int]) -> int:
-  """Returns an index, drawn in proportion to whole weights."""
+  """Returns a random index with the given integer weights."""
   left = draws.below(sum(weights))
   for index, weight in enumerate(weights):
     if left < weight:
@@ -620,22 +620,22 @@ def _weighted(draws: Draws, weights: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sleeper:
-  """The sleeper's side as a task: its problems are sleep prompts, its reward is that of notes.
+  """Training task for sleepers: problems are sleep prompts, the reward is that of the notes.
 
   Attributes:
-    stateful: whose contexts are read.
-    name: of the task.
+    stateful: source of the contexts.
+    name: name of the task.
   """
 
   stateful: StatefulWordProblems = StatefulWordProblems()
   name: str = "stateful_sleeper"
 
   def num_problems(self, split: str) -> int:
-    """Returns how many contexts the split has."""
+    """Returns the number of contexts in the split."""
     return len(self.stateful.contexts(split))
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns the sleep prompt of a context; its answer is the facts, its solution the notes."""
+    """Returns the sleep prompt of a context, with its facts as answer and its notes as solution."""
     splits.check_index(self.name, split, index, self.num_problems(split))
     context = self.stateful.contexts(split)[index]
     prompt = self.stateful.sleep_prompt(context)
@@ -650,7 +650,7 @@ class Sleeper:
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Rewards true facts and no others; well formed is a text with a fact and no false equation."""
+    """Rewards true facts and only those; well formed with any fact and no false equation."""
     found = judge_notes(problem.answer, text)
     return Verdict(
       reward=found.reward,

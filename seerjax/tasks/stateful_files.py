@@ -1,15 +1,15 @@
-r"""Stateful problems from files of one's own: what is read early, what is asked late.
+r"""Problems split into an early context and a late question, from a user's files.
 
 | a file of                                    | has the keys                                      |
 |----------------------------------------------|---------------------------------------------------|
 | Stateful GSM-Symbolic P1, P2 (JSON lines)    | stateful_gsm_symbolic_context, _question; answer  |
 | Stateful AIME (JSON lines)                   | stateful_aime_context, _question; answer          |
-| GSM-Symbolic, GSM8K (JSON lines)             | question, answer; split before what asks          |
-| GSM-Symbolic's templates (a folder of .json) | question, answer: the instance each was made of   |
+| GSM-Symbolic, GSM8K (JSON lines)             | question, answer; split before the asking part    |
+| GSM-Symbolic's templates (a folder of .json) | question, answer: the instance they were made from|
 
-Rows with one context are questions about it. The sets are under terms that forbid shipping a split,
-so that none is part of this package. Those of the first two kinds were split at every dot, within
-decimals too: `split_again` makes the cut anew from the whole `question` beside them.
+Rows with equal contexts become questions about one context. The licences forbid redistributing a
+split version, so the data are not part of this package. Files of the first two kinds were split at
+every dot, even within decimals; `split_again` splits the row's whole `question` anew.
 
 Source: Lin et al. 2025, https://arxiv.org/abs/2504.13171; Mirzadeh et al. 2024,
 https://arxiv.org/abs/2410.05229.
@@ -30,7 +30,7 @@ from seerjax.tasks import answers, gsm8k, jsonl, splits, stateful
 from seerjax.tasks.stateful import StatefulContext
 from seerjax.types import Problem, Verdict
 
-SPLIT = "test"  # A benchmark is measured, not learnt from.
+SPLIT = "test"  # A benchmark has no training split.
 STATEFUL_KEYS = ("stateful_gsm_symbolic", "stateful_aime")
 SLEEP_INSTRUCTION = (
   "Questions about this will come later. Work out now whatever may be useful for answering them:"
@@ -39,16 +39,16 @@ SLEEP_INSTRUCTION = (
 
 _END = re.compile(r"[.!?][\"')\]\u2019\u201d]*(?=\s)")
 _NEXT = re.compile(r"\s+[\"'(\[$\\\u2018\u201c]*[A-Z0-9]")
-# What ends with a dot and ends no sentence.
+# Abbreviations with a dot that do not end a sentence.
 _TITLES = ("mr", "mrs", "ms", "dr", "st", "vs", "prof", "approx", "e.g", "i.e")
 
 
 def split_question(text: str) -> tuple[str, str]:
-  """Returns (context, question) of a problem: the cut stands before the sentence that asks.
+  """Splits a problem into (context, question), before the sentence that asks.
 
-  That is the last sentence with a question mark at its end, with all that follows it; the last
-  sentence where none has one. Dots in decimals and after titles ("Mr. Lee") end no sentence. The
-  context is "" if the first sentence asks.
+  This is the last sentence that ends with a question mark, with everything after it; the last
+  sentence if there is none. Dots in decimals and after titles ("Mr. Lee") do not end a sentence.
+  The context is "" if the first sentence asks.
   """
   text = text.strip()
   starts = [0]
@@ -69,8 +69,8 @@ class StatefulFile:
 
   Attributes:
     read: contexts with their questions, in the order of the file.
-    left_out: a sentence for each row whose first sentence asks, so that nothing comes before it.
-    name: of the task.
+    left_out: a message for each row that was skipped because its first sentence asks.
+    name: name of the task.
   """
 
   read: tuple[tuple[StatefulContext, tuple[Problem, ...]], ...]
@@ -78,7 +78,7 @@ class StatefulFile:
   name: str = "stateful_file"
 
   def contexts(self, split: str) -> tuple[StatefulContext, ...]:
-    """Returns the contexts of "test", which is all of the file.
+    """Returns the contexts of "test", which is the whole file.
 
     Raises:
       ValueError: for another split.
@@ -93,29 +93,29 @@ class StatefulFile:
     return self.read[context][1]
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns the context and the order to work ahead."""
+    """Returns the context with the instruction to work ahead."""
     return f"{context.text}\n{SLEEP_INSTRUCTION}"
 
   def facts(self, context: StatefulContext) -> str:
-    """Returns "": what follows from a context is not known."""
+    """Returns "", because the facts are unknown."""
     return context.facts
 
   def wake_prompt(self, question: str, context: str = "", rewritten: str = "") -> str:
-    """Returns what is known, the question, and how to answer."""
+    """Returns known text, question and answer format."""
     prompt = stateful.joined_prompt(question, context, rewritten, joint="\n")
     return f"{prompt}\n{gsm8k.INSTRUCTION}"
 
   def num_problems(self, split: str) -> int:
-    """Returns how many questions there are."""
+    """Returns the number of questions."""
     return len(self._problems(split))
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns question `index`, in the order of contexts."""
+    """Returns question `index`, in the order of the contexts."""
     splits.check_index(self.name, split, index, self.num_problems(split))
     return self._problems(split)[index]
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Judges as `gsm8k` does: the number after the mark, in a box, or the last one."""
+    """Judges as in `gsm8k`: the number after the mark, in a box, or the last one."""
     value = gsm8k.extract(text)
     correct = value is not None and value == answers.read_number(problem.answer)
     return Verdict(
@@ -135,15 +135,15 @@ class StatefulFile:
 
 
 def load(path: str | os.PathLike[str], *, split_again: bool = False) -> StatefulFile:
-  """Reads a file of JSON lines, or a folder of GSM-Symbolic's templates.
+  """Reads a JSON-lines file, or a folder of GSM-Symbolic's templates.
 
   Args:
-    path: of the file or folder; see the table above.
-    split_again: whether rows that were split already are split anew, from their `question`.
+    path: path of the file or folder; see the table above.
+    split_again: whether to split rows anew from their `question` even if they are split already.
 
   Raises:
-    FileNotFoundError: if there is nothing, or no template in the folder.
-    ValueError: naming the file and the line of what cannot be used.
+    FileNotFoundError: if the path does not exist, or the folder has no templates.
+    ValueError: if a row is invalid; names file and line.
   """
   path = pathlib.Path(path)
   rows = _templates(path) if path.is_dir() else _lines(path)
@@ -181,7 +181,7 @@ def load(path: str | os.PathLike[str], *, split_again: bool = False) -> Stateful
 
 
 def _lines(path: pathlib.Path) -> list[tuple[str, Mapping[str, Any]]]:
-  """Returns (where it stands, row) of each row."""
+  """Returns (location, row) of each row."""
   rows = jsonl.read_rows(path, ())
   numbers = [
     number
@@ -216,7 +216,7 @@ def _templates(path: pathlib.Path) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _parts(where: str, row: Mapping[str, Any], split_again: bool) -> tuple[str, str]:
-  """Returns (context, question) of a row; the context is "" if a whole question has none."""
+  """Returns (context, question) of a row; the context is "" if the question asks at once."""
   prefix = next((key for key in STATEFUL_KEYS if f"{key}_context" in row), "")
   if prefix and not split_again:
     context, question = (_text(where, row, f"{prefix}_{part}") for part in ("context", "question"))
@@ -231,7 +231,7 @@ def _text(where: str, row: Mapping[str, Any], key: str) -> str:
       " seerjax.tasks.stateful_files for the files that can be read."
     )
   value = row[key]
-  # A context that was split off where there was none is a dot.
+  # In these data, an empty context is a single dot.
   if not isinstance(value, str) or not value.strip(" .\n\t"):
     raise ValueError(
       f"{where}: got {key}={value!r}, expected a text that is not empty; repair or remove that row."

@@ -1,9 +1,9 @@
-"""Stories of people and the things that they have, and how each number came about.
+"""Stories about people and their things, with a derivation of each number.
 
   draws --Teller--> "Ana has 12 pens. Ana buys 7 more pens."   Ana: 12+7=19
 
-A teller says things in the forms that it is given; which forms, names and numbers belong to which
-split is for the tasks that tell stories to say. All forms are ours.
+A teller uses the sentence forms that it is given; tasks decide which forms, names and numbers
+belong to which split. All forms are ours.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ NAMES = (
 OBJECTS = ("apples", "books", "cards", "cups", "eggs", "keys", "nuts", "pens", "pins", "shells")
 MAX_PEOPLE = 8
 MAX_REPEATS = 5
-# Events of a context: most are short, some are long, which makes the tail of lengths that the
-# rollout has to live with. A question may add a step.
+# Events of a context: most are short, some are long, which gives the long tail of lengths that the
+# rollout has to handle. A question may add a step.
 MEAN_STEPS = 2.5
 LONG_RATE, LONG_MEAN_STEPS = 0.06, 10.0
 MAX_STEPS = 24
-DISTRACTOR_RATE = 0.1  # That an irrelevant sentence follows a sentence.
-# That an event is a daily one, worth 2 to 5 steps; more in long contexts: their prompts stay short.
+DISTRACTOR_RATE = 0.1  # Probability that an irrelevant sentence follows a sentence.
+# Probability of a daily event, worth 2 to 5 steps; higher in long contexts, to keep prompts short.
 REPEAT_RATE, LONG_REPEAT_RATE = 0.08, 0.4
-SCALE_RATE = 0.12  # That an event multiplies or halves.
+SCALE_RATE = 0.12  # Probability that an event multiplies or halves.
 
-# What sentences tell, in which forms. p and q are people, o and x things, n and k numbers.
+# Sentence forms by meaning. p and q are people, o and x things, n and k numbers.
 TRAIN_FORMS: dict[str, tuple[str, ...]] = {
   "start": (
     "{p} has {n} {o}.",
@@ -161,7 +161,7 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
     "Now how many more {o} than {q} does {p} have?",
   ),
 }
-# Made of the same words, in sentences that no other split has.
+# The same vocabulary, in sentences that no other split has.
 HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
   "start": (
     "At first {p} starts with {n} {o}.",
@@ -228,12 +228,12 @@ HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chain:
-  """How one person's number came about.
+  """Derivation of one person's number.
 
   Attributes:
-    person: whose.
-    value: things the person has in the end.
-    lines: one equation a step, such as "12+7=19".
+    person: name of the person.
+    value: number of things in the end.
+    lines: one equation per step, such as "12+7=19".
   """
 
   person: str
@@ -241,7 +241,7 @@ class Chain:
   lines: tuple[str, ...] = ()
 
   def then(self, operator: str, operand: int) -> Chain:
-    """Returns the chain one step longer; division must leave no rest."""
+    """Returns the chain with one more step; division must be exact."""
     value = {
       "+": self.value + operand,
       "-": self.value - operand,
@@ -254,14 +254,14 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-  """What was told, and what is true after it.
+  """A told story, and the resulting numbers.
 
   Attributes:
     kind: "story" (one person), "trade" (two who give to each other), "people" (each compared with
-      the one before).
+      the previous one).
     text: the sentences.
-    thing: what is counted.
-    chains: by person, in order of appearance; all lines that the person's number needs.
+    thing: the things that are counted.
+    chains: derivations by person, in order of appearance, with all lines that they need.
   """
 
   kind: str
@@ -271,7 +271,7 @@ class Context:
 
 
 class Teller:
-  """Says things in the forms that it is given, and sometimes something that does not matter."""
+  """Generates sentences in the given forms, and sometimes irrelevant ones."""
 
   def __init__(
     self,
@@ -284,16 +284,16 @@ class Teller:
     names: Sequence[str] = NAMES,
     distractor_rate: float = DISTRACTOR_RATE,
   ):
-    """Draws whom and what it tells of.
+    """Draws names and things.
 
     Args:
-      draws: that decide everything it says.
-      forms: by what is said, as `TRAIN_FORMS`.
-      max_operand: largest number that a sentence adds or takes away.
-      max_total: largest number of things anyone has.
-      max_boxed: most things in one of several boxes.
-      names: of people; the last one drawn is no one's but a distractor's.
-      distractor_rate: that an irrelevant sentence follows a sentence.
+      draws: source of all random choices.
+      forms: forms by meaning, as in `TRAIN_FORMS`.
+      max_operand: largest number that a sentence adds or subtracts.
+      max_total: largest number of things that anyone has.
+      max_boxed: most things per box.
+      names: names of people; the last one drawn is used only in distractors.
+      distractor_rate: probability that an irrelevant sentence follows a sentence.
     """
     self.draws = draws
     self.forms = forms
@@ -305,22 +305,22 @@ class Teller:
     self.things = draws.sample(OBJECTS, len(OBJECTS))
 
   def say(self, what: str, **words: object) -> str:
-    """Returns a sentence in one of the forms of `what`."""
+    """Returns a sentence in a random form of `what`."""
     return self.draws.choice(self.forms[what]).format(o=self.things[0], **words)
 
   def ask(self, what: str, **words: object) -> str:
-    """Returns a question in one of the forms of `what`."""
+    """Returns a question in a random form of `what`."""
     return self.draws.choice(self.forms[what]).format(o=self.things[0], **words)
 
   def distract(self, person: str) -> list[str]:
-    """Returns no sentence, or one that does not matter."""
+    """Returns no sentence, or an irrelevant one."""
     if not self.draws.chance(self.distractor_rate):
       return []
     number = self.draws.between(2, self.max_operand)
     return [self.say("distractor", p=person, q=self.names[-1], x=self.things[1], n=number)]
 
   def num_events(self) -> tuple[int, bool]:
-    """Returns (events, whether the context is a long one): 1 + geometric, cut at `MAX_STEPS`."""
+    """Returns (events, whether the context is long): 1 + geometric, at most `MAX_STEPS`."""
     is_long = self.draws.chance(LONG_RATE)
     mean = LONG_MEAN_STEPS if is_long else MEAN_STEPS
     events = 1
@@ -329,7 +329,7 @@ class Teller:
     return events, is_long
 
   def start(self, person: str, *, may_box: bool) -> tuple[str, Chain]:
-    """Returns what a person has at first: a sentence and the chain."""
+    """Returns a sentence with a person's initial number, and the chain."""
     if may_box and self.draws.chance(0.15):
       boxes, each = self.draws.between(2, 4), self.draws.between(2, self.max_boxed)
       chain = Chain(person=person, value=boxes).then("*", each)
@@ -338,7 +338,7 @@ class Teller:
     return self.say("start", p=person, n=number), Chain(person=person, value=number)
 
   def change(self, chain: Chain, most_steps: int, repeat_rate: float) -> tuple[str, Chain]:
-    """Returns a sentence and the chain after it, 1 to `most_steps` steps longer."""
+    """Returns a sentence and the chain after it, longer by 1 to `most_steps` steps."""
     person, value = chain.person, chain.value
     if self.draws.chance(SCALE_RATE):
       times = self.draws.between(2, 3)
@@ -346,7 +346,7 @@ class Teller:
         return self.say("times", p=person, k=times), chain.then("*", times)
       if value >= 4 and value % 2 == 0:
         return self.say("half", p=person), chain.then("/", 2)
-    # The fuller a hand, the likelier it gives: values stay inside 1..max_total.
+    # Larger values are more likely to decrease, which keeps them inside 1..max_total.
     is_gain = value < 6 or self.draws.below(self.max_total) >= value
     room = self.max_total - value if is_gain else value - 1
     repeats = 1
@@ -364,7 +364,7 @@ class Teller:
 
 
 def story(teller: Teller, events: int, is_long: bool) -> Context:
-  """One person, one thing after another."""
+  """Tells of events in the life of one person."""
   repeat_rate = LONG_REPEAT_RATE if is_long else REPEAT_RATE
   person = teller.names[0]
   sentence, chain = teller.start(person, may_box=True)
@@ -376,7 +376,7 @@ def story(teller: Teller, events: int, is_long: bool) -> Context:
 
 
 def trade(teller: Teller, events: int, is_long: bool) -> Context:
-  """Two people who buy, lose and give to each other; each knows of about half of the events."""
+  """Tells of two people who buy, lose and give; each takes part in about half of the events."""
   repeat_rate = LONG_REPEAT_RATE if is_long else REPEAT_RATE
   sentences, chains = [], []
   for person in teller.names[:2]:
@@ -404,7 +404,7 @@ def trade(teller: Teller, events: int, is_long: bool) -> Context:
 
 
 def people(teller: Teller, events: int) -> Context:
-  """A row of people, each compared with the one before."""
+  """Tells of several people, each compared with the previous one."""
   sentence, chain = teller.start(teller.names[0], may_box=False)
   sentences, chains = [sentence], [chain]
   for person in teller.names[1 : events + 1]:

@@ -1,11 +1,11 @@
-"""Sudoku: fill a grid so that no row, column or box holds a digit twice.
+"""Sudoku: fill a grid so that no row, column or box has a digit twice.
 
   prompt    "Fill in the sudoku, digits 1 to 4, boxes of 2 by 2.\\n1..4\\n..1.\\n.1..\\n4..1"
   solution  "r1c2=2 r1c3=3 ...\\n#### 1234 3412 2143 4321"
 
-Every problem has exactly one solution. The checker knows rules, not answers: a grid is right if it
-keeps the givens and no unit has a digit twice. The share of solved grids that `splits.is_heldout`
-names is asked in "heldout" alone, whatever of it is given.
+Every problem has exactly one solution. The checker uses the rules, not a stored solution: a grid is
+correct if it keeps the givens and no unit repeats a digit. Solved grids selected by
+`splits.is_heldout` occur in "heldout" only, whatever cells are given.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ SPLITS = ("train", "heldout", "pretrain")
 SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
 BOXES = {4: (2, 2), 6: (2, 3), 8: (2, 4), 9: (3, 3)}  # Rows and columns of a box, by size.
 EMPTY = "."
-MAX_ANSWER = 400  # Characters after the mark; what is longer is no grid.
+MAX_ANSWER = 400  # Characters after the mark; longer answers are invalid.
 
 Grid = tuple[int, ...]  # Row by row; 0 is empty.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SudokuConfig:
-  """How large a sudoku is.
+  """Size of the sudokus.
 
   Attributes:
-    size: of a side: 4, 6, 8 or 9.
-    min_empty, max_empty: cells to fill, as shares of all; fewer where a solution would not stay the
-      only one.
+    size: side length: 4, 6, 8 or 9.
+    min_empty, max_empty: share of empty cells; fewer are emptied if the solution would otherwise
+      not be unique.
   """
 
   size: int = 4
@@ -59,7 +59,7 @@ class SudokuConfig:
 
 @functools.cache
 def units(size: int) -> tuple[tuple[int, ...], ...]:
-  """Returns the cells of every row, column and box."""
+  """Returns the cells of each row, column and box."""
   rows, columns = BOXES[size]
   found: dict[tuple[str, int], list[int]] = {}
   for cell in range(size * size):
@@ -72,7 +72,7 @@ def units(size: int) -> tuple[tuple[int, ...], ...]:
 
 @functools.cache
 def _neighbours(size: int) -> tuple[tuple[int, ...], ...]:
-  """Returns, of every cell, the others that share a unit with it."""
+  """Returns, for each cell, the other cells that share a unit with it."""
   found: list[set[int]] = [set() for _ in range(size * size)]
   for unit in units(size):
     for cell in unit:
@@ -81,20 +81,20 @@ def _neighbours(size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def candidates(grid: Grid, cell: int, size: int) -> list[int]:
-  """Returns the digits that no neighbour of a cell holds, ascending."""
+  """Returns the digits that no neighbour of a cell has, ascending."""
   taken = {grid[other] for other in _neighbours(size)[cell]}
   return [digit for digit in range(1, size + 1) if digit not in taken]
 
 
 def solutions(grid: Grid, size: int, draws: Draws | None = None) -> Iterator[Grid]:
-  """Yields every solution that keeps what is given.
+  """Yields all solutions of a grid.
 
   Args:
-    grid: 0 where empty; what it holds already is not checked.
-    size: of a side.
-    draws: order digits by chance; ascending if None.
+    grid: 0 for empty cells; given cells are not checked.
+    size: side length.
+    draws: shuffles the order in which digits are tried; ascending if None.
   """
-  # The cell with the fewest candidates first, so that a dead end shows soon.
+  # Try the cell with the fewest candidates first, to find dead ends early.
   options = [
     (len(found), cell, found)
     for cell, digit in enumerate(grid)
@@ -110,7 +110,7 @@ def solutions(grid: Grid, size: int, draws: Draws | None = None) -> Iterator[Gri
 
 
 def is_solved(grid: Grid, givens: Grid, size: int) -> bool:
-  """Returns whether a full grid keeps the givens and holds each digit once in every unit."""
+  """Returns whether a full grid keeps the givens and has each digit once in every unit."""
   if any(given not in (0, digit) for given, digit in zip(givens, grid, strict=True)):
     return False
   digits = set(range(1, size + 1))
@@ -127,12 +127,12 @@ def _is_only(grid: Grid, size: int) -> bool:
 
 
 def _steps(givens: Grid, solved: Grid, size: int) -> list[int]:
-  """Returns the empty cells in an order to fill them: what follows at once comes first."""
+  """Returns the empty cells in an order of solving: forced cells first."""
   grid, order = givens, []
   while 0 in grid:
     empty = [cell for cell, digit in enumerate(grid) if not digit]
     cell = next((c for c in empty if len(candidates(grid, c, size)) == 1), None)
-    if cell is None:  # A digit that has one place left in a unit; else whatever is first.
+    if cell is None:  # A digit with one place left in a unit; otherwise the first empty cell.
       cell = next((c for c in empty if _has_one_place(grid, c, solved[c], size)), empty[0])
     order.append(cell)
     grid = (*grid[:cell], solved[cell], *grid[cell + 1 :])
@@ -140,7 +140,7 @@ def _steps(givens: Grid, solved: Grid, size: int) -> list[int]:
 
 
 def _has_one_place(grid: Grid, cell: int, digit: int, size: int) -> bool:
-  """Returns whether in some unit of a cell no other empty cell may hold a digit."""
+  """Returns whether a cell is the only place for a digit in one of its units."""
   return any(
     all(
       other == cell or grid[other] or digit not in candidates(grid, other, size) for other in unit
@@ -151,13 +151,13 @@ def _has_one_place(grid: Grid, cell: int, digit: int, size: int) -> bool:
 
 
 def rows_text(grid: Grid, size: int, joint: str) -> str:
-  """Returns a grid's rows, such as "12.4", joined."""
+  """Returns the rows of a grid, such as "12.4", joined."""
   text = "".join(str(digit) if digit else EMPTY for digit in grid)
   return joint.join(text[start : start + size] for start in range(0, len(text), size))
 
 
 def read_grid(text: str, size: int) -> Grid | None:
-  """Returns the full grid that a text is: its digits row by row, white space ignored; else None."""
+  """Parses a full grid, digits row by row, ignoring white space; None if it is invalid."""
   digits = "".join(text.split()) if len(text) <= MAX_ANSWER else ""
   if len(digits) != size * size or not re.fullmatch(f"[1-{size}]+", digits, re.ASCII):
     return None
@@ -166,13 +166,13 @@ def read_grid(text: str, size: int) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sudoku:
-  """The task. A problem's `answer` is what is given, row by row: "1..4 ..1. .1.. 4..1"."""
+  """The task. The `answer` of a problem is its givens, row by row: "1..4 ..1. .1.. 4..1"."""
 
   config: SudokuConfig = SudokuConfig()
   name: str = "sudoku"
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has; of a small size they repeat."""
+    """Returns the size of the split; for small grids, problems repeat."""
     if split not in SIZES:
       raise splits.unknown_split(self.name, split, SPLITS)
     return SIZES[split]
@@ -213,7 +213,7 @@ class Sudoku:
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if the text ends with exactly one "#### <grid>" that keeps rules and givens."""
+    """Returns reward 1 if the text has exactly one "#### <grid>", and it is a solution."""
     size, answer = self.config.size, answers.marked_answer(text)
     grid = None if answer is None else read_grid(answer, size)
     if grid is None:

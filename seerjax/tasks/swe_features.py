@@ -1,11 +1,11 @@
-"""Which files does a commit modify? Asked of a local git repository, by its own history.
+"""Predicts the files that a commit modifies, from the history of a local git repository.
 
-  context    the tree before the commit, and the commits that came before it
-  question   the commit's message
-  answer     the files of that tree that the commit changes or deletes, judged by F1
+  context    the tree before the commit, and earlier commits
+  question   the commit message
+  answer     the existing files that the commit changes or deletes; the reward is F1
 
-Nothing of the repository is run: git is called with hooks, pagers, file monitors and signatures
-off, for a limited time and a limited output.
+Nothing from the repository is executed: git runs with hooks, pagers, file monitors and signatures
+disabled, and with limited time and output.
 
 Source: SWE-Features of Lin et al. 2025, https://arxiv.org/abs/2504.13171, section 6.
 """
@@ -37,29 +37,29 @@ SLEEP_INSTRUCTION = (
   " Work out now what may be useful for that: which file is responsible for what, and which are"
   " changed together."
 )
-MAX_BYTES = 64 << 20  # Of one git command's output.
-MAX_MESSAGE = 2_000  # Characters of a commit's message.
+MAX_BYTES = 64 << 20  # Of output of one git command.
+MAX_MESSAGE = 2_000  # Characters of a commit message.
 _GIT = (
   "git", "--no-pager", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null",
   "-c", "log.showSignature=false", "-c", "core.quotePath=false",
 )  # fmt: skip
-_EXISTING = "MDT"  # Letters of changes to files that were there: modified, deleted, another type.
+_EXISTING = "MDT"  # Statuses of changes to existing files: modified, deleted, type changed.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SWEConfig:
-  """Which commits are asked about, and what is told.
+  """Selection of commits, and contents of prompts.
 
   Attributes:
-    extensions: of files that count, such as (".py", ".js").
+    extensions: extensions of files that count, such as (".py", ".js").
     under: folder to which tree and commits are restricted; "" for all.
     min_files: fewest files that a commit modifies.
-    max_files: most; what changes more is mechanical.
-    num_history: earlier commits that are told.
-    num_questions: commits that are asked about one tree, that before the first of them.
-    max_commits: of the history that are read, the newest.
-    max_tree: most files of a tree.
-    timeout_seconds: for one git command.
+    max_files: most files; larger commits are usually mechanical.
+    num_history: earlier commits in the context.
+    num_questions: commits asked about per tree, which is the tree before the first of them.
+    max_commits: number of newest commits to read.
+    max_tree: most files in a tree.
+    timeout_seconds: timeout of one git command.
   """
 
   extensions: tuple[str, ...] = (".py", ".js")
@@ -93,13 +93,13 @@ class SWEConfig:
 
 
 class Commit(NamedTuple):
-  """One commit of the history.
+  """A commit.
 
   Attributes:
     commit_id: 40 or 64 hexadecimal digits.
-    parent: id of its first parent, "" of the first commit.
-    message: without white space around it.
-    files: of the first parent's tree that it changes or deletes, sorted.
+    parent: id of its first parent; "" for the first commit.
+    message: message, stripped.
+    files: files of the first parent's tree that it changes or deletes, sorted.
   """
 
   commit_id: str
@@ -113,11 +113,11 @@ class SWEFeatures:
   """The task; see `load`.
 
   Attributes:
-    path: of the repository.
-    config: which commits are asked about.
-    history: the commits that were read, oldest first, along first parents.
-    blocks: places in `history` of the commits that are asked about one tree.
-    name: of the task.
+    path: path of the repository.
+    config: selection of commits.
+    history: commits that were read, oldest first, along first parents.
+    blocks: for each tree, indices in `history` of the commits asked about.
+    name: name of the task.
   """
 
   path: pathlib.Path
@@ -127,7 +127,7 @@ class SWEFeatures:
   name: str = "swe_features"
 
   def contexts(self, split: str) -> stateful.LazyContexts:
-    """Returns the contexts of "test", oldest first; trees are read when they are asked for.
+    """Returns the contexts of "test", oldest first; trees are read on access.
 
     Raises:
       ValueError: for another split.
@@ -137,7 +137,7 @@ class SWEFeatures:
     return stateful.LazyContexts(self._context, len(self.blocks))
 
   def questions(self, split: str, context: int) -> tuple[Problem, ...]:
-    """Returns the commits of one context as problems; a commit without files of the tree is out."""
+    """Returns the commits of one context as problems; skips commits without files of the tree."""
     splits.check_index(self.name, split, context, len(self.contexts(split)))
     text, tree = self._context(context).text, set(self._tree(context))
     found = []
@@ -157,20 +157,20 @@ class SWEFeatures:
     return tuple(found)
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns the tree, the earlier commits, and the order to work ahead."""
+    """Returns tree and earlier commits, with the instruction to work ahead."""
     return f"{context.text}\n\n{SLEEP_INSTRUCTION}"
 
   def facts(self, context: StatefulContext) -> str:
-    """Returns "": what a perfect sleeper would know is not known."""
+    """Returns "", because a perfect rewrite is unknown."""
     return context.facts
 
   def wake_prompt(self, question: str, context: str = "", rewritten: str = "") -> str:
-    """Returns what is known, the commit's message, and how to answer."""
+    """Returns known text, commit message and answer format."""
     prompt = stateful.joined_prompt(question, context, rewritten, joint="\n\n")
     return f"{prompt}\n\n{INSTRUCTION}"
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Rewards with F1 of the paths after the last answer mark; never raises."""
+    """Returns F1 of the paths after the last answer mark; never raises."""
     wanted, named = set(problem.answer.split("\n")), named_files(text)
     reward = 2 * len(wanted & named) / (len(wanted) + len(named))
     return Verdict(
@@ -199,7 +199,7 @@ class SWEFeatures:
 
 
 def named_files(text: str) -> set[str]:
-  """Returns the paths of an answer: a line each after the last mark, bullets and quotes dropped."""
+  """Returns the paths in an answer: one per line after the last mark, without bullets or quotes."""
   if answers.ANSWER_MARK not in text:
     return set()
   lines = text.rpartition(answers.ANSWER_MARK)[2].split("\n")
@@ -211,13 +211,13 @@ def load(path: str | os.PathLike[str], config: SWEConfig = SWEConfig()) -> SWEFe
   """Reads the history of a repository.
 
   Args:
-    path: of a git repository, bare or with a work tree.
-    config: which commits are asked about.
+    path: path of a git repository, bare or with a work tree.
+    config: selection of commits.
 
   Raises:
-    FileNotFoundError: if there is no such folder, or no git.
-    ValueError: if it is no repository, has too few commits, or no commit that can be asked about.
-    TimeoutError: if git does not end in time.
+    FileNotFoundError: if the folder or git is missing.
+    ValueError: if it is not a repository, or has no suitable commit.
+    TimeoutError: if git exceeds its timeout.
   """
   path = pathlib.Path(path)
   if not path.is_dir():
@@ -225,7 +225,7 @@ def load(path: str | os.PathLike[str], config: SWEConfig = SWEConfig()) -> SWEFe
       f"{path}: got no such folder, expected a git repository; correct the path."
     )
   count = str(config.max_commits)
-  # HEAD of a repository without commits is refused by git itself.
+  # For a repository without commits, git itself reports an error on HEAD.
   listed = _git(path, config, "rev-list", "--first-parent", "--parents", "-n", count, "HEAD", "--")
   parents = {}
   for line in listed.decode().splitlines():
@@ -263,7 +263,7 @@ def load(path: str | os.PathLike[str], config: SWEConfig = SWEConfig()) -> SWEFe
 def _changed(
   path: pathlib.Path, config: SWEConfig, parents: dict[str, str]
 ) -> dict[str, tuple[str, ...]]:
-  """Returns the files that were there and are changed, by commit, along first parents."""
+  """Returns the existing files that each commit changes, along first parents."""
   pairs = "".join(f"{commit} {parent}\n" for commit, parent in parents.items() if parent)
   options = ("-r", "-z", "--no-renames", "--name-status", "--no-ext-diff", "--no-textconv")
   raw = _git(path, config, "diff-tree", "--stdin", *options, given=pairs.encode())
@@ -272,7 +272,7 @@ def _changed(
   commit_id = ""
   for word in words:
     word = word.strip("\n")
-    if len(word) > 1:  # A commit; what happened to a file is one letter.
+    if len(word) > 1:  # A commit; the status of a file is one letter.
       commit_id = word.split()[0]
       found[commit_id] = []
     elif word:
@@ -289,7 +289,7 @@ def _counts(config: SWEConfig, file: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _tree_of(path: pathlib.Path, config: SWEConfig, commit: str) -> tuple[str, ...]:
-  """Returns the files of a commit's tree that count, sorted."""
+  """Returns the relevant files of a commit's tree, sorted."""
   raw = _git(path, config, "ls-tree", "-r", "-z", "--name-only", commit)
   files = raw.decode(errors="replace").split("\0")
   tree = tuple(sorted(file for file in files if _counts(config, file)))
@@ -302,7 +302,7 @@ def _tree_of(path: pathlib.Path, config: SWEConfig, commit: str) -> tuple[str, .
 
 
 def _git(path: pathlib.Path, config: SWEConfig, *arguments: str, given: bytes = b"") -> bytes:
-  """Returns what a git command writes; refuses what fails, takes too long or writes too much."""
+  """Returns the output of a git command; raises if it fails, or exceeds time or output limits."""
   return _output(path, [*_GIT, "-C", str(path), *arguments], config.timeout_seconds, given)
 
 

@@ -1,15 +1,15 @@
-"""Small word problems with exact answers, worked solutions and a long tail of lengths.
+"""Small word problems with exact answers, worked solutions, and a long tail of lengths.
 
-A context tells of people and the things they have; several questions are asked about one context.
+A context is a story about people and their things; several questions are asked about each.
 
   context   "Ana has 12 pens. Ana buys 7 more pens. Ana is 9 years old."
   question  "How many pens does Ana have now?"
   solution  "12+7=19\\n#### 19"
 
-The number of reasoning steps belongs to the problem, so lengths correlate within a group. The split
-"heldout" tells the same things in sentence forms that no other split uses (made of words they do
-use) and with larger numbers. "pretrain" and "train" share forms and numbers, not problems. All
-templates are ours.
+The number of reasoning steps depends on the problem, so lengths correlate within a group. The split
+"heldout" tells the same kinds of stories in sentence forms that no other split uses (with the same
+vocabulary) and with larger numbers. "pretrain" and "train" share forms and numbers, but no problem.
+All templates are ours.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from seerjax.types import Problem, Verdict
 
 SPLITS = ("train", "heldout", "pretrain")
 QUESTIONS_PER_CONTEXT = 3
-# Problems of each split: more than any run draws, and few enough to be named by an index.
+# Problems of each split: more than any run uses, and few enough for an index.
 SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}
 HELDOUT_SCALE = 1.4  # Both limits of `WordProblemsConfig` are multiplied by this in "heldout".
-# That a held-out sentence has an unseen form: always, but the draw belongs to what a problem is.
+# Probability that a held-out sentence has an unseen form; kept, because removing its draw would
+# change the problems.
 UNSEEN_RATE = 1.0
-FRACTION_RATE = 0.2  # That a sharing question may have an answer that is no integer.
-# Of ten contexts, how many are of each kind; see `Context`.
+FRACTION_RATE = 0.2  # Probability that a sharing question may have a fractional answer.
+# Relative frequencies of the kinds of contexts, in tenths; see `Context`.
 STORY_WEIGHT, TRADE_WEIGHT, PEOPLE_WEIGHT = 5, 2, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordProblemsConfig:
-  """How large the numbers are.
+  """Sizes of numbers.
 
   Attributes:
-    max_operand: largest number that a train sentence adds or takes away.
-    max_total: largest number of things anyone has in train.
+    max_operand: largest number that a train sentence adds or subtracts.
+    max_total: largest number of things that anyone has in train.
   """
 
   max_operand: int = 40
@@ -61,7 +62,7 @@ class WordProblemsConfig:
 
 
 class _UnseenTeller(Teller):
-  """Says the sentences of "heldout"."""
+  """Teller of "heldout"."""
 
   def say(self, what: str, **words: object) -> str:
     self.draws.chance(UNSEEN_RATE)
@@ -82,8 +83,8 @@ def _teller(config: WordProblemsConfig, split: str, draws: Draws) -> Teller:
 
 
 def _joined(first: Chain, second: Chain, operator: str) -> Chain:
-  """Returns both chains and the step that adds the second to the first or takes it away."""
-  # In a row of people one chain holds the other's lines already: say no line twice.
+  """Returns both chains, extended by the step that adds or subtracts the second one's value."""
+  # In a chain of comparisons one chain may contain the other: do not repeat its lines.
   if second.lines[: len(first.lines)] == first.lines:
     lines = second.lines
   elif first.lines[: len(second.lines)] == second.lines:
@@ -97,9 +98,9 @@ def _joined(first: Chain, second: Chain, operator: str) -> Chain:
 def _question(
   teller: Teller, context: Context, number: int, order: Draws
 ) -> tuple[str, tuple[str, ...], Fraction]:
-  """Returns (question, solution lines, answer) of question `number` of the context.
+  """Returns (question, solution lines, answer) of question `number` about the context.
 
-  `order` is drawn alike for all questions of a context, which keeps them different.
+  `order` is the same for all questions about a context, which keeps them distinct.
   """
   draws = teller.draws
   if context.kind == "story":
@@ -132,7 +133,7 @@ def _question(
       chain = context.chains[number]
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)
   else:
-    # A person from the second on: the first one's number is told, not reasoned.
+    # Not the first person, whose number is stated and needs no reasoning.
     if number == 0 or (number == 2 and len(context.chains) > 2):
       chain = context.chains[-1] if number == 0 else draws.choice(context.chains[1:-1])
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)
@@ -147,22 +148,22 @@ def _question(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordProblems:
-  """The task. Problem i of a split asks question i // c about context i % c, of c contexts.
+  """The task. With c contexts, problem i of a split is question i // c about context i % c.
 
-  So consecutive problems have different contexts, and `questions` gives those of one context.
+  So consecutive problems have different contexts; `questions` returns those of one context.
   """
 
   config: WordProblemsConfig = WordProblemsConfig()
   name: str = "word_problems"
 
   def num_contexts(self, split: str) -> int:
-    """Returns how many contexts the split has."""
+    """Returns the number of contexts in the split."""
     if split not in SIZES:
       raise splits.unknown_split(self.name, split, SPLITS)
     return SIZES[split] // QUESTIONS_PER_CONTEXT
 
   def num_problems(self, split: str) -> int:
-    """Returns how many problems the split has: contexts times questions."""
+    """Returns the number of problems in the split: contexts times questions."""
     return self.num_contexts(split) * QUESTIONS_PER_CONTEXT
 
   def problem(self, split: str, index: int) -> Problem:
@@ -177,7 +178,7 @@ class WordProblems:
     return tuple(self._problem(split, context, q) for q in range(QUESTIONS_PER_CONTEXT))
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Reward 1 if the text ends with exactly one "#### <number>" and it is the answer, else 0."""
+    """Returns reward 1 if the text has exactly one "#### <number>", and it is the answer."""
     return answers.number_verdict(problem, text)
 
   def _problem(self, split: str, context_index: int, number: int) -> Problem:
