@@ -1,8 +1,8 @@
-"""Low-rank adapters that the rows of one batch choose among, as the stages get them.
+"""Low-rank adapters by row, as the stages of a backend receive them.
 
-A row has the adapter that it names, or none, and the bits that it would have in a batch where all
-rows have that adapter: no term of another's is added to it, not even a zero. How the weights are
-laid out is `models.adapters`' affair.
+A row has the adapter that it names, or none, and the same bits as in a batch in which all rows have
+that adapter: no term of another adapter is added to it, not even a zero. `models.adapters` lays out
+the weights.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from seerjax.ops import tiles
 
 
 class Form(NamedTuple):
-  """Adapters of one shape: equal targets, and equal ranks but where rows are told apart natively.
+  """Adapters of one shape: equal targets, and equal ranks unless the backend pads them.
 
   Attributes:
     layers: `{"qkv_lora": {"a", "b"}, ...}`, of one layer f[e, ...], of all layers f[l, e, ...], or
-      a list of single ones; e is the adapter.
-    scales: f32[e].
-    ranks: i32[e] by name, where ranks differ and the weights have zeros behind the smaller ones;
-      0 is no adapter of that name.
+      a list of single layers; e is the adapter.
+    scales: f32[e], scale of each adapter.
+    ranks: i32[e] by name, if ranks differ and smaller ones are padded with zeros; 0 means that the
+      adapter does not have that name.
   """
 
   layers: Any
@@ -35,18 +35,18 @@ class Form(NamedTuple):
 
   @property
   def count(self) -> int:
-    """How many adapters."""
+    """Number of adapters."""
     return self.scales.shape[0]
 
 
 class RowAdapters(NamedTuple):
-  """The adapters of one layer, and which of them each row has.
+  """The adapters of one layer, and the adapter index of each row.
 
   Attributes:
-    forms: of this layer, or of all layers where `layer` says which.
-    layer: i32[]; None where the forms are those of one layer.
-    rows: i32[n], 0 for none, then in the order of the forms.
-    shares: the rows by adapter, where a backend runs tiles of one adapter; else None.
+    forms: adapters of this layer, or of all layers if `layer` is set.
+    layer: i32[], index of the layer; None if the forms belong to one layer.
+    rows: i32[n], adapter index of each row: 0 for none, then in the order of the forms.
+    shares: the rows by adapter, if the backend runs tiles of one adapter; else None.
   """
 
   forms: tuple[Form, ...]
@@ -56,11 +56,11 @@ class RowAdapters(NamedTuple):
 
   @property
   def count(self) -> int:
-    """How many adapters, and one for none."""
+    """Number of adapters, plus one for none."""
     return 1 + sum(form.count for form in self.forms)
 
   def at(self, form: Form, index: Array | int) -> dict[str, Any]:
-    """Returns one adapter of a form as `lora.attach` puts it among a layer's weights."""
+    """Returns one adapter of a form, as `lora.attach` puts it into a layer's weights."""
 
     def cut(leaf: Array) -> Array:
       if self.layer is None:
@@ -81,7 +81,7 @@ def by_tile(
   num_rows: Array,
   numerics: Any,
 ) -> Any:
-  """Runs a definition in tiles, each of rows of one adapter."""
+  """Runs a definition in tiles of rows that have the same adapter."""
   assert adapters.shares is not None
   choices = [
     tiles.Choices(form.count, lambda index, form=form: adapters.at(form, index))
@@ -93,12 +93,12 @@ def by_tile(
 
 
 def by_selection(run: Callable[[Any], Any], weights: Any, adapters: RowAdapters) -> Any:
-  """Runs all rows with each adapter, and takes of each what has it: for programs of whole batches.
+  """Runs all rows with each adapter and selects each row's result: for whole-batch programs.
 
   Args:
     run: `weights -> outputs [n, ...]`.
-    weights: of the base.
-    adapters: of the rows.
+    weights: base weights.
+    adapters: adapters of the rows.
   """
   out = run(weights)
   index = 0

@@ -1,4 +1,4 @@
-"""Which implementation runs: chosen once, from the numerics, so that the fingerprint names it."""
+"""Chooses the backend once, from the numerics, so that the fingerprint names it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from seerjax.backends.tiled import Tiled
 def decided(
   numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
 ) -> numerics_lib.NumericsConfig:
-  """Returns the numerics with what this machine decides: what "auto" is, and the rows of a tile.
+  """Returns the numerics with "auto" and the rows of a tile resolved for this machine.
 
   Args:
-    numerics: of a model whose number of slabs is decided, where there is a shape.
-    shape: of the model; without one, kernels are asked about the device alone.
+    numerics: numerics with a resolved number of slabs, if there is a shape.
+    shape: shape of the model; without one, kernels are only checked against the device.
 
   Raises:
-    ValueError: if "native" is asked for by name and cannot run here, or if kernels are and cannot
-      run this model here, with the sentence of their `is_supported`.
+    ValueError: if "native" is named explicitly and cannot run here, or if kernels are named
+      explicitly and cannot run this model here, with the reason of their `is_supported`.
   """
   numerics = numerics_lib.with_row_tile(numerics)
   if numerics.implementation == "auto":
@@ -61,11 +61,11 @@ def _of_this_machine(
 def chosen_on_gpu(
   numerics: numerics_lib.NumericsConfig, shape: Decoder | None
 ) -> tuple[numerics_lib.Implementation, str]:
-  """Returns what "auto" is on a GPU, and why it is not "pallas"; "" where it is.
+  """Returns what "auto" resolves to on a GPU, and why not to "pallas"; "" if it does.
 
   Args:
-    numerics: with the number of slabs decided, where there is a shape.
-    shape: of the model; None asks about the device alone.
+    numerics: numerics with a resolved number of slabs, if there is a shape.
+    shape: shape of the model; None checks the device alone.
   """
   if numerics.compute_dtype != "bfloat16":
     return "tiled", f"the kernels multiply bfloat16, and compute_dtype is {numerics.compute_dtype}"
@@ -75,7 +75,7 @@ def chosen_on_gpu(
 
 
 def _reason_against_native() -> str | None:
-  # Imported here: it has a first handler compiled, which another implementation need not wait for.
+  # Imported here: it compiles a first handler, for which other backends need not wait.
   from seerjax.backends.native import availability
 
   return availability.reason_against()
@@ -98,18 +98,18 @@ def _say_once(line: str) -> None:
 def backend_of(
   numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
 ) -> Backend:
-  """Returns the implementation that the numerics name, or that runs here if they leave it open.
+  """Returns the backend that the numerics name, or the one for this machine if they leave it open.
 
-  Arguments and refusals are those of `decided`.
+  Arguments and errors are those of `decided`.
   """
   numerics = decided(numerics, shape)
   if numerics.uses_kernels:
-    # Imported here: what it needs of JAX takes a fifth of a command's start, and no CPU runs it.
+    # Imported here: its JAX imports take a fifth of a command's start, and no CPU needs it.
     from seerjax.backends.mosaic_gpu import MosaicGpu
 
     return MosaicGpu(numerics)
   if numerics.implementation == "native":
-    # Imported here: numba takes a second, and may be missing where nothing native runs.
+    # Imported here: numba takes a second to import, and may be missing where nothing native runs.
     from seerjax.backends.numba_cpu import NumbaCpu
 
     return NumbaCpu(numerics)

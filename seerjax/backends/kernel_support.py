@@ -1,4 +1,4 @@
-"""Whether the GPU kernels take a model: each one's `is_supported` at the shapes of a step."""
+"""Checks whether the GPU kernels support a model, with `is_supported` at the shapes of a step."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from seerjax import numerics as numerics_lib
 from seerjax.backends.mosaic_gpu import KEY_BLOCK
 from seerjax.backends.protocol import Decoder
 
-# A kernel's name, and what asks it.
+# A kernel's name, and a function that returns the reason against it, or None.
 Question: TypeAlias = tuple[str, Callable[[], str | None]]
 
-# Rows of a step; no answer follows them.
+# Rows of the checked step; the results do not depend on it.
 ROWS = 64
-# Positions of a page, where a split has as many; other pages are refused when a step is traced.
+# Positions of the checked pages, at most a split; other page sizes are refused when a step is
+# traced.
 PAGE = 64
 
 
 def reason_against(
   numerics: numerics_lib.NumericsConfig, shape: Decoder | None
 ) -> str | None:
-  """Returns None if the kernels can run this model here, else the sentence that says why not.
+  """Returns None if the kernels can run this model here, otherwise a sentence with the reason.
 
   Args:
-    numerics: of an implementation that uses kernels.
-    shape: of the model; None asks about the device alone.
+    numerics: numerics of an implementation that uses kernels.
+    shape: shape of the model; None checks the device alone.
   """
   if (reason := gpu.device_reason(numerics.is_interpreted)) is not None or shape is None:
     return reason
   for name, ask in _questions(numerics, shape):
     try:
       reason = ask()
-    except ValueError as error:  # A Config that these numerics cannot have.
+    except ValueError as error:  # A Config that is invalid for these numerics.
       reason = str(error).rstrip(".")
     if reason is not None:
       return f"{name}: {reason}"
@@ -45,7 +46,7 @@ def reason_against(
 
 
 def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator[Question]:
-  """Yields what each kernel of a step is asked."""
+  """Yields the checks for the kernels of a step."""
   interpret = numerics.is_interpreted
   shards, hidden, c = numerics.reduction_shards, shape.hidden_size, shape.head_dim
   norms = [(ROWS, hidden)]
@@ -57,7 +58,7 @@ def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterato
   yield from _products(numerics, shape)
   pages = _bf16(shape.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
   q = _bf16(ROWS, shape.num_kv_heads, shape.group, c)
-  # Any: shapes in the place of arrays, here and in the segments.
+  # Any: shapes instead of arrays, here and in the segments.
   i32: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
   segments = attention.Segments(i32(ROWS), i32(ROWS), i32(ROWS), i32(ROWS, 2), i32())
   yield "attention", lambda: attention.is_supported(
@@ -84,7 +85,7 @@ def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterato
 
 
 def _products(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator[Question]:
-  """Yields what the products of a layer are asked: of all slabs at once, or slab by slab."""
+  """Yields the checks for the products of a layer: for all slabs at once, or slab by slab."""
 
   def ask(*operands: jax.ShapeDtypeStruct, **fields: Any) -> Callable[[], str | None]:
     interpret = numerics.is_interpreted
@@ -96,7 +97,7 @@ def _products(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator
   x, stream = _bf16(ROWS, d), _bf16(ROWS, d)
   if any(size % matmul.MULTIPLE for size in (d, qkv, queries, inner)):
     for k, n in ((d, qkv), (queries, d), (d, 2 * inner), (inner, d)):
-      # Padded where they are multiplied.
+      # Operands are padded before these products.
       slab = _bf16(ROWS, _whole(k)), _bf16(_whole(k), _whole(n))
       yield "matmul", ask(*slab, out_dtype=jnp.float32)
     return

@@ -1,17 +1,17 @@
-"""GPU kernels (`pallas_kernels`), all rows at once: their sums do not depend on the batch.
+"""GPU backend: kernels (`pallas_kernels`) on all rows at once; their sums are batch invariant.
 
-A layer is few launches, whatever the number of its slabs. The slabs of columns are one product, and
-so are those of a contraction, which a kernel adds as one tree with the residual stream behind it:
+A layer takes few launches, regardless of the number of slabs. The slabs of columns are one product,
+and so are those of a contraction, which a kernel adds as one tree, followed by the residual stream:
 
-  norm | q, k, v = x @ slabs | norms of heads | turn, write pages | attend
+  norm | q, k, v = x @ slabs | norms of heads | rotate, write pages | attend
   x + mixed @ slabs | norm | silu(x @ gate) * (x @ up) | x + inner @ slabs
 
-On a mesh a device adds its own slabs in float32; the sums are gathered and added in the same tree.
-Layers with adapters run the definitions of `models`, product by product and slab by slab; where
-rows choose among adapters, all rows run with each, and each row takes its own.
+On a mesh, a device adds its own slabs in float32; the sums are gathered and added in the same tree.
+Layers with adapters run the definitions of `models`, product by product and slab by slab; if rows
+choose among adapters, all rows run with each adapter, and each row selects its own result.
 
-Nothing within a step follows a number that the host would have to read back: it has seen the
-sampling parameters, and says where no row is special.
+Nothing within a step depends on a number that the host would have to read back: the host knows the
+sampling parameters, and passes whether any row is special.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from seerjax.backends.tiled import Tiled
 from seerjax.ops import attention, rotary, sampling, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
-# Keys that the kernel multiplies at a time, where a split has as many.
+# Keys that the kernel multiplies at a time, at most a split.
 KEY_BLOCK = 128
 
 
@@ -110,13 +110,13 @@ class MosaicGpu(Tiled):
     return parallel.sum_slabs(partials, axis).astype(x.dtype)
 
   def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
-    """As the tiled one, but rounded once, at the end."""
+    """Like the tiled one, but rounded only once, at the end."""
     flat = x.reshape(-1, x.shape[-1])
     normed = rms_norm.rms_norm(flat, scale, eps=eps, interpret=self.numerics.is_interpreted)
     return normed.reshape(x.shape)
 
   def add_contraction(self, stream: Array, x: Array, slabs: Array, axis: str | None) -> Array:
-    """bf16[n, d] + the sum over all slabs of x bf16[r, n, e] @ bf16[r, e, d], itself rounded.
+    """Returns bf16[n, d] + the rounded sum over all slabs of x bf16[r, n, e] @ bf16[r, e, d].
 
     x may also have the slabs side by side: bf16[n, r * e].
     """
@@ -158,7 +158,7 @@ class MosaicGpu(Tiled):
     adapters: RowAdapters | None,
     definition: Definition,
   ) -> Any:
-    """Runs a stage by a definition of ours where that may be, each row with its adapter."""
+    """Runs a stage by `definition` where the kernels support it, with each row's adapter."""
 
     def run(weights: Any) -> Any:
       in_few = _in_few_launches(stage, weights, definition)
@@ -174,11 +174,11 @@ class MosaicGpu(Tiled):
     num_rows: Array,
     copies: KeyCopies | None = None,
   ) -> tuple[Array, ...]:
-    """All rows at once, which is no sum: valid slots differ, and padding rows are dropped.
+    """Writes all rows at once, which is no sum: valid slots differ, and padding rows are dropped.
 
-    XLA is told that no two indices are equal, which holds of dropped ones too: where it has to be
-    deterministic, it would order them by six launches more. Copies are rows more of the same
-    scatter, dropped where they are padding, so that no number is read back.
+    XLA is told that no two indices are equal, which also holds for dropped ones. Otherwise, it
+    would order them with six more launches to be deterministic. Copies are further rows of the same
+    scatter, dropped if they are padding, so that no number is read back.
     """
     is_valid = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
     if copies is not None:
@@ -222,12 +222,11 @@ class MosaicGpu(Tiled):
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
-    """One kernel, which holds no logits.
+    """Computes the head in one kernel, which holds no logits.
 
-    The token of a biased, filtered or restricted row, its log-probability and its entropy are the
-    tiled program's. Raw log-probabilities are the kernel's for every row: a special row is forced
-    to its token there. Which of the two a row takes follows its own parameters, never its
-    neighbours'.
+    For a biased, filtered or restricted row, the token, its log-probability and its entropy come
+    from the tiled program. Raw log-probabilities come from the kernel for every row: a special row
+    is forced to its token there. This choice depends on a row's own parameters only.
     """
     hidden, forced, parameters, *_ = rows
     if stage.is_plain:
@@ -246,14 +245,15 @@ class MosaicGpu(Tiled):
     return tokens, processed._replace(raw_logprob=scores.raw_logprob)
 
   def _kernel_scores(self, stage: Stage, weights: Any, rows: Any) -> tuple[Array, TokenScores]:
-    """Returns the kernel's tokens and scores, of all rows."""
+    """Returns the kernel's tokens and scores for all rows."""
     hidden, forced, parameters, seeds, positions, _ = rows
     key = numerics_lib.wrap_key(weights["key"])
     fold = lambda seed, position: jax.random.fold_in(jax.random.fold_in(key, seed), position)
     normed = self.rms_norm_rows(hidden, weights["final_norm"], stage.shape.norm_eps)
     tokens, *scores = token_logprobs.token_logprobs(
       normed,
-      # Every device of the axis scores whole rows: its slabs are the table's, its bits too.
+      # Every device of the axis scores whole rows, with the slabs and so the bits of the full
+      # table.
       parallel.gather_slabs(weights["head"], stage.axis),
       forced,
       parameters.temperature,
@@ -265,7 +265,7 @@ class MosaicGpu(Tiled):
 
 
 def _in_few_launches(stage: Stage, weights: Any, rows: Definition) -> Stage:
-  """Returns the stage with a definition of ours, where the kernels take its slabs as they are."""
+  """Returns the stage with our definition, if the kernels support its slabs without padding."""
   has_adapters = any(name.endswith("_lora") for name in weights)
   widths = [tiles.slab_shape(weights[name]) for name in ("qkv", "out", "gate_up", "down")]
   is_whole = not any(size % matmul.MULTIPLE for shape in widths for size in shape)
@@ -280,7 +280,7 @@ def _input_rows(
   rows: Any,
   one: Array,
 ) -> tuple[Array, Array, Array]:
-  """As `models.attention.input_rows`, with all slabs and all heads at once."""
+  """Like `models.attention.input_rows`, with all slabs and all heads at once."""
   del axis, one
   x, cos, sin = rows
   num_rows, group, c = x.shape[0], shape.group, shape.head_dim
@@ -308,7 +308,7 @@ def _output_rows(
   rows: Any,
   one: Array,
 ) -> Array:
-  """As `models.mlp.output_rows`, with all slabs at once."""
+  """Like `models.mlp.output_rows`, with all slabs at once."""
   del one
   x, mixed = rows
   out, gate_up, down = (tiles.whole_slabs(weights[name]) for name in ("out", "gate_up", "down"))
@@ -319,7 +319,7 @@ def _output_rows(
 
 
 def _padded(x: Array, axis: int) -> Array:
-  """Adds zeros up to the kernel's multiple, which add nothing to a sum; adapters need it."""
+  """Pads with zeros to the kernel's multiple, which does not change a sum; adapters need it."""
   missing = -x.shape[axis] % matmul.MULTIPLE
   widths = [(0, 0)] * x.ndim
   widths[axis] = (0, missing)

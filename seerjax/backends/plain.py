@@ -1,4 +1,4 @@
-"""Plain XLA, all rows at once: rows depend on the batch. To measure what invariance costs."""
+"""Plain XLA on all rows at once; rows depend on the batch. It measures the cost of invariance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Plain(Tiled):
     *,
     gradient_of: tiles.RowFunction | None = None,
   ) -> Any:
-    del gradient_of  # The function's own gradient.
+    del gradient_of  # Plain differentiates the function itself.
     return function(weights, rows, tiles.traced_one(num_rows))
 
   @property
@@ -61,9 +61,9 @@ class Plain(Tiled):
 
 
 def read_splits(numerics, q, k_pages, v_pages, batch, rows):
-  """All segments and heads at once, split by split as far as the longest sequence goes.
+  """Processes all segments and heads at once, split by split up to the longest sequence.
 
-  What one writes without the contract: shapes, and so bits, follow the batch.
+  This is what one would write without the contract: shapes, and so bits, depend on the batch.
   """
   num_heads, _, page_size, head_dim = k_pages.shape
   num_segments, query_tile = batch.segment_start.shape[0], numerics.query_tile

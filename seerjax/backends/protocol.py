@@ -1,12 +1,12 @@
-"""What an implementation of the forward is: five stages, and what their definitions are written in.
+"""Protocol of the backends: five stages of the forward, and operations for their definitions.
 
     attention_inputs -> write_pages -> attend -> after_attention        layer by layer
     head                                                                once
 
-A stage of rows comes with its definition (`models.attention`, `models.mlp`, `models.head`), which
-is written in the `Operations` of what runs it. XLA's implementations run the definition; one
-that has a program of its own for a stage runs that, and keeps the contract: a row's bits depend on
-that row alone, and are the same under a gradient.
+A stage of rows has a definition (`models.attention`, `models.mlp`, `models.head`), written in terms
+of the backend's `Operations`. XLA's backends run the definition; a backend with a program of its
+own for a stage runs that, and keeps the contract: a row's bits depend on that row alone, and are
+the same under a gradient.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from seerjax.backends.adapters import RowAdapters
 from seerjax.ops import attention, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
-# `(operations, shape, axis, weights, rows, one) -> outputs`, of the rows of one tile.
+# `(operations, shape, axis, weights, rows, one) -> outputs`, for the rows of one tile.
 Definition = Callable[..., Any]
 
 
 @runtime_checkable
 class Shape(Protocol):
-  """What a stage knows of the model; `models.config.TransformerConfig` has it."""
+  """Properties of the model that a stage uses; `models.config.TransformerConfig` has them."""
 
   @property
   def vocab_size(self) -> int: ...
@@ -40,7 +40,7 @@ class Shape(Protocol):
 
 @runtime_checkable
 class Decoder(Shape, Protocol):
-  """What decides whether an implementation can run a model; `TransformerConfig` has it too."""
+  """Properties that decide whether a backend supports a model; `TransformerConfig` has them too."""
 
   @property
   def hidden_size(self) -> int: ...
@@ -58,11 +58,11 @@ class Stage(NamedTuple):
   """A stage of one model.
 
   Attributes:
-    shape: of the model.
+    shape: shape of the model.
     axis: mesh axis of the slabs, None on one device.
-    rows: its definition.
-    gradient_of: what the backward pass differentiates in its place; None is `rows` itself.
-    is_plain: of a head: the caller knows that no row is biased, filtered or restricted.
+    rows: definition of the stage.
+    gradient_of: function that the backward pass differentiates instead; None is `rows` itself.
+    is_plain: for a head: the caller knows that no row is biased, filtered or restricted.
   """
 
   shape: Shape
@@ -74,11 +74,11 @@ class Stage(NamedTuple):
 
 @runtime_checkable
 class Operations(Protocol):
-  """What definitions of rows are written in. All but `map_rows` are for use on its rows."""
+  """The operations of row definitions. All but `map_rows` are for use inside a definition."""
 
   @property
   def numerics(self) -> numerics_lib.NumericsConfig:
-    """What decides bits."""
+    """The numerics configuration."""
     ...
 
   def map_rows(
@@ -100,56 +100,56 @@ class Operations(Protocol):
     ...
 
   def dot(self, x: Array, w: Array) -> Array:
-    """f[n, a] @ f[a, e] -> f32[n, e], with float32 sums."""
+    """Returns f[n, a] @ f[a, e] -> f32[n, e], with float32 sums."""
     ...
 
   def dot_rows(self, x: Array, table: Array) -> Array:
-    """f[n, d] @ f[v, d]^T -> f32[n, v], with float32 sums."""
+    """Returns f[n, d] @ f[v, d]^T -> f32[n, v], with float32 sums."""
     ...
 
   def contract(self, x: Array, w: Any, one: Array, axis: str | None) -> Array:
-    """f[r, n, e] @ f[r, e, d], the local slabs, added in the fixed tree: f[n, d] in x's dtype."""
+    """Returns f[r, n, e] @ f[r, e, d] (local slabs), added in the fixed tree, f[n, d] like x."""
     ...
 
   def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
-    """Norms the last axis: f[..., d] -> f[..., d]."""
+    """Normalises the last axis: f[..., d] -> f[..., d]."""
     ...
 
 
 @runtime_checkable
 class Backend(Operations, Protocol):
-  """One implementation, for one record of numerics. Frozen: programs are traced with it."""
+  """An implementation of the stages for one numerics config; frozen, as programs trace it."""
 
   @property
   def smallest_width(self) -> int:
-    """Features of a head, at least."""
+    """Minimum number of features of a head."""
     ...
 
   @property
   def holds_logits(self) -> bool:
-    """Whether `head` has a row's logits in memory, so that they can be had."""
+    """Whether `head` holds a row's logits in memory, so that they are available."""
     ...
 
   @property
   def waits_for_predicates(self) -> bool:
-    """Whether the host waits where a loop or a branch follows a number that a device computed.
+    """Whether the host waits if a loop or a branch depends on a number computed on the device.
 
-    A step is then to have none: its page copies are a program of their own, run where there are
-    any, and the host, which has seen the sampling parameters, says where a head is plain.
+    A step then avoids these: its page copies are programs of their own, run only if there are any,
+    and the host, which knows the sampling parameters, sets `Stage.is_plain` for the head.
     """
     ...
 
   @property
   def steps_per_visit(self) -> int:
-    """Decode steps that an engine's visit has at most, where its config does not say."""
+    """Default for the maximum decode steps of an engine's visit."""
     ...
 
   @property
   def page_axes(self) -> tuple[str, ...]:
     """Axes of one page of one head in each of a layer's arrays f[k, m, ...]: z position, c feature.
 
-    ("zc", "zc") keeps keys and values f[k, m, z, c]; of ("cz", "zc") the keys are f[k, m, c, z].
-    All that reads or makes pages outside of a backend follows this (`models.kv_layout`).
+    With ("zc", "zc"), keys and values are f[k, m, z, c]; with ("cz", "zc"), keys are f[k, m, c, z].
+    Code outside a backend that reads or allocates pages uses this (`models.kv_layout`).
     """
     ...
 
@@ -160,38 +160,38 @@ class Backend(Operations, Protocol):
 
   @property
   def pads_adapters(self) -> bool:
-    """Whether adapters of unlike ranks lie in one array, with zeros behind the smaller ones.
+    """Whether adapters of different ranks are stacked in one array, padded with zeros.
 
-    Then `RowAdapters` has one form. Elsewhere each has its own products: zeros more may change
-    what XLA makes of one.
+    Then `RowAdapters` has one form. Otherwise each rank has its own products, since padding may
+    change the program that XLA compiles for a product.
     """
     ...
 
   @property
   def shares_out_rows(self) -> bool:
-    """Whether `RowAdapters.shares` is read."""
+    """Whether `RowAdapters.shares` is used."""
     ...
 
   @property
   def reads_layers(self) -> bool:
-    """Whether a layer's weights are read where they lie among those of all layers.
+    """Whether a layer's weights are read in place from the weights of all layers.
 
-    Elsewhere a layer's single slab is cut out before it is multiplied: a copy of the weights.
+    Otherwise a layer's single slab is sliced out before it is multiplied, which copies the weights.
     """
     ...
 
   def whole_rows(self, count: int) -> int:
-    """Returns the rows that arrays of `count` rows are allocated for."""
+    """Returns the number of rows for which arrays of `count` rows are allocated."""
     ...
 
   def whole_segments(self, count: int) -> int:
-    """As `whole_rows`, of segments."""
+    """Like `whole_rows`, for segments."""
     ...
 
   def turns(
     self, config: rotary.RotaryConfig, positions: Array, num_rows: Array
   ) -> tuple[Array, Array]:
-    """Positions i32[n] -> cos and sin, f32[n, c / 2], of every layer's rotation."""
+    """Returns cos and sin, f32[n, c / 2], of every layer's rotation at positions i32[n]."""
     ...
 
   def attention_inputs(
@@ -202,9 +202,9 @@ class Backend(Operations, Protocol):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> Any:
-    """Hidden rows f[n, d], cos and sin -> (queries f[n, k, g, c], what a layer's pages take).
+    """Maps hidden rows f[n, d], cos and sin to (queries f[n, k, g, c], keys and values for pages).
 
-    With `adapters` each row has the bits that it has where all rows have its adapter.
+    With `adapters`, each row has the same bits as if all rows had its adapter.
     """
     ...
 
@@ -218,7 +218,7 @@ class Backend(Operations, Protocol):
   ) -> tuple[Array, ...]:
     """Returns a layer's pages with the first `num_rows` rows' values f[n, k, c] at their slots.
 
-    Those of `copies` stand at further slots too; with copies it needs no gradient.
+    The values of `copies` are also written to further slots; with copies, no gradient is needed.
     """
     ...
 
@@ -240,9 +240,9 @@ class Backend(Operations, Protocol):
     batch: TokenBatch,
     rows: attention.SegmentRows,
   ) -> Array:
-    """`write_pages` and `attend`, of rows that see one another alone.
+    """Combines `write_pages` and `attend` for rows that attend only to each other.
 
-    `pages` are zeros that nothing else reads, neither then nor afterwards.
+    `pages` are zeros that nothing else reads, neither during the call nor afterwards.
     """
     ...
 
@@ -254,14 +254,14 @@ class Backend(Operations, Protocol):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> Array:
-    """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d].
+    """Maps hidden rows f[n, d] and attention outputs f[n, k, g, c] to hidden rows f[n, d].
 
-    `adapters` as of `attention_inputs`.
+    `adapters` as in `attention_inputs`.
     """
     ...
 
   def head(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
-    """Tokens i32[n], sampled or given, and their scores; `models.head`."""
+    """Returns tokens i32[n], sampled or given, and their scores; `models.head`."""
     ...

@@ -1,4 +1,4 @@
-"""The portable implementation: XLA, one compiled program of one tile of rows (`ops`)."""
+"""The portable XLA backend: one compiled program for one tile of rows (`ops`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tiled:
   """See `protocol.Backend`.
 
   Attributes:
-    numerics: what decides bits.
+    numerics: the numerics configuration.
   """
 
   numerics: numerics_lib.NumericsConfig
@@ -35,11 +35,11 @@ class Tiled:
 
   @property
   def waits_for_predicates(self) -> bool:
-    return False  # Tiles are loops anyway.
+    return False  # Tiles are loops in any case.
 
   @property
   def steps_per_visit(self) -> int:
-    # 8 gave 9 % more tokens per CPU second of nano, for one program more to compile in each bucket.
+    # 8 gave 9 % more tokens per CPU second of nano, for one more program to compile per bucket.
     return 1
 
   @property
@@ -170,7 +170,7 @@ class Tiled:
   def _adapted(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:
-    """As `_defined`, each row with its adapter."""
+    """Like `_defined`, with each row's adapter."""
     if adapters is None:
       return self._defined(stage, weights, rows, num_rows)
     definition = functools.partial(stage.rows, self, stage.shape, stage.axis)

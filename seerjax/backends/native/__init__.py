@@ -1,1 +1,1 @@
-"""Handlers of XLA's foreign function interface that numba compiles: no C compiler, no wheel."""
+"""XLA FFI handlers compiled by numba: no C compiler, no wheel."""

@@ -1,13 +1,13 @@
-"""Attention of segments over pages: a row's chains follow positions, and nothing else.
+"""Attention of segments over pages; a row's chains depend on positions only.
 
-A score is one chain of fused multiply-adds over the features. The softmax takes its maximum over
-all keys that a row sees, which is exact in any order, so that no splits are needed; exponents are
-added as 16 partial sums by position mod 16, then as a tree. Values are four chains by position mod
-4, added (0 + 1) + (2 + 3) and divided by the sum. Keys beyond a row's position are not read.
+A score is one chain of fused multiply-adds over the features. The softmax uses the maximum over all
+keys that a row sees, which is exact in any order, so no splits are needed; exponentials are added
+as 16 partial sums by position mod 16, then as a tree. Values are four chains by position mod 4,
+added as (0 + 1) + (2 + 3) and divided by the sum. Keys beyond a row's position are not read.
 
-An item of work is a segment and a head; its rows (positions x query heads of the head's group) go
-in blocks of four, which share every page that is read. Heads follow one another, and of each the
-segments, so that the pages of a common prompt are still in cache.
+An item of work is a segment and a head; its rows (positions x query heads of the head's group) are
+processed in blocks of four, which share every page that is read. All segments of a head come before
+the next head, so that the pages of a common prompt are still in cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from seerjax.types import TokenBatch
 
 _LANES, _CHAINS = vectors.LANES, vectors.CHAINS
 
-# Where registers hold no more, a block of several rows has one chain at a time.
+# On processors with few registers, a block of several rows computes one chain at a time.
 _IS_WIDE = objects.has_wide_vectors()
 _AT_ONCE = _CHAINS if _IS_WIDE else 1
 _values_1_4, _values_bf16_1_4 = (vectors.value_block(1, 4, is_bf16) for is_bf16 in (False, True))
@@ -50,9 +50,9 @@ _values_4_1, _values_bf16_4_1 = (
 
 @jit
 def _wide_chains(weights, width, rows, values, is_bf16, table, page_size, head_dim, count, chains):
-  """The chains of whole vectors of features, over `count` positions, a multiple of 4.
+  """Computes the chains of whole vectors of features over `count` positions, a multiple of 4.
 
-  Few rows hold many columns in registers, and many rows few.
+  Registers hold many columns of few rows, or few columns of many rows.
   """
   size = 2 if is_bf16 else 4
   row, chain = _CHAINS * head_dim, head_dim
@@ -115,10 +115,10 @@ def _block(
   q, rows, first_seen, group, keys, values, is_bf16, table, page_size, head_dim, scores, width,
   chains, totals,
 ):  # fmt: skip
-  """Weighted values of up to four rows: the chains, and what they are divided by.
+  """Computes the chains of weighted values of up to four rows, and the sums that divide them.
 
-  Row r is query head (first row + r) mod group of its position; `first_seen` is the first row's
-  place in (position, head) order, with the positions that come before it: row r sees
+  Row r is query head (first row + r) mod group of its position; `first_seen` is the index of the
+  first row in (position, head) order, counted from the sequence's start: row r sees
   (first_seen + r) // group + 1 keys.
   """
   fewest = first_seen // group + 1
@@ -149,13 +149,14 @@ def _block(
 
 @jit
 def _items(arguments):
-  """Heads by segments, and one more that zeroes padding rows."""
+  """Returns heads times segments, plus one item that zeroes padding rows."""
   return integer(arguments, 7, 0) * dimension(arguments, 0, 1) + 1
 
 
 @jit
 def _attend(arguments, results, first, last, worker):
-  """q f[n, k, g, c], keys f[k, m, c, z], values, positions, segments' start, length, pages; counts.
+  """Operands: q f[n, k, g, c], key pages f[k, m, c, z], value pages, positions, the segments'
+  starts, lengths and page table, then the counts of segments and rows.
 
   Scratch: queries f32[4, c], their chains f32[4, 4, c], sums, scores f32[4, x].
   """
@@ -214,7 +215,7 @@ def _attend(arguments, results, first, last, worker):
 
 @jit
 def _cost(arguments):
-  """Two products of a row with each key that it sees; exponents and memory cost thrice as much."""
+  """Two products of a row with each key that it sees; exp and memory cost three times as much."""
   positions, starts = integers(address(arguments, 3)), integers(address(arguments, 4))
   lengths, keys = integers(address(arguments, 5)), types.int64(0)
   for segment in range(integer(arguments, 7, 0)):
@@ -285,15 +286,15 @@ def attend_own(
   pages: tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct],
   batch: TokenBatch,
 ) -> Float[Array, "n k g c"]:
-  """`pages.write_pages` and `attend`, of rows that see one another alone.
+  """Combines `pages.write_pages` and `attend` for rows that attend only to each other.
 
-  Pages are made for the call and not zeroed: a slot that no row wrote holds anything, and is not
-  read. Of memory that nothing writes the system has no page.
+  Pages are allocated for the call and not zeroed: an unwritten slot is uninitialised, and is never
+  read. The operating system maps no memory for pages that are never written.
 
   Args:
     q: f[n, k, g, c].
     values: the rows' keys and values, f[n, k, c] each, of q's dtype.
-    pages: what the rows are written to, f[k, m, c, z] and f[k, m, z, c].
+    pages: shapes of the pages, f[k, m, c, z] and f[k, m, z, c].
     batch: rows and segments.
 
   Returns:
@@ -317,7 +318,7 @@ def _pages_of(shapes, dtype, keys, values, batch):
 
 
 def _attended_own_forward(shapes, dtype, q, keys, values, batch):
-  # Rows are kept: pages have room for whole contexts, and are written again in no time.
+  # Rows are kept instead of pages, which have room for whole contexts and are quickly rewritten.
   pages = _pages_of(shapes, dtype, keys, values, batch)
   return _attended(q, *pages, batch), (q, keys, values, batch)
 
@@ -330,7 +331,7 @@ def _attended_own_backward(shapes, dtype, residuals, gradient):
   grad_keys, grad_values = native_pages.taken(
     grad_pages, (num_rows, heads, features), batch.slots, batch.num_rows
   )
-  # As the gradients of pages, then those of rows are.
+  # Rounded like gradients of pages, then like those of rows.
   return grad_q, *(x.astype(dtype).astype(q.dtype) for x in (grad_keys, grad_values)), None
 
 

@@ -1,4 +1,4 @@
-"""The gradient of attention over pages, in one order: chains over a batch's rows as they stand.
+"""The gradient of attention over pages, as chains over a batch's rows in batch order.
 
 With w the softmax of a row's scores over the keys that it sees, and d the row's gradient,
 
@@ -6,16 +6,15 @@ With w the softmax of a row's scores over the keys that it sees, and d the row's
     ds[x] = w[x] (dw[x] - sum over y of w[y] dw[y])
     dk[x] = sum over rows of ds[x] q                 dq = sum over x of ds[x] k[x]
 
-where q is scaled and rounded as the forward has it. The sum over y is 16 partial sums by position
+where q is scaled and rounded as in the forward pass. The sum over y is 16 partial sums by position
 mod 16, then a tree; every other sum is one chain of fused multiply-adds: over features, over
-positions, or over rows in the batch's order and over the query heads of each. Page tables are the
-batch's, so that a page may be seen by any number of sequences. All of it is float32. A page's
-gradients are zeroed where a segment first names it; the pages that none names, which are most of a
-nearly empty batch's, only for those who read them (`is_whole`).
+positions, or over rows in batch order and over the query heads of each. Several sequences may share
+a page. Everything is float32. A page's gradients are zeroed when a segment first names it; pages
+that no segment names, which are most pages of a nearly empty batch, are zeroed only if `is_whole`.
 
-An item of work is half of a head's segments, if no page is seen by both halves, or else the head.
-Rows that follow one another in a sequence go in blocks of 32, each page
-of their keys and values is transposed once a block.
+An item of work is half of a head's segments if the halves share no page, otherwise the head.
+Consecutive rows of a sequence are processed in blocks of 32, and each page of their keys and values
+is transposed once per block.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ from seerjax.backends.native.numbers import (
 from seerjax.backends.native.pointers import floats, halves, integers
 from seerjax.types import TokenBatch
 
-# Rows of a block, a multiple of `BLOCK_ROWS`: they share what is made of a page.
+# Rows of a block, a multiple of `BLOCK_ROWS`, which share the transposed pages.
 ROWS = 32
 _LANES = vectors.LANES
-# Numbers that numba does not take for literals, for which it would compile anew.
+# Not literals for numba, which would compile anew for each literal.
 _ONE, _NO = np.int64(1), np.bool_(False)
 _Q, _KEYS, _POSITIONS, _STARTS, _LENGTHS, _TABLE, _SEGMENTS, _LIVE, _GRADIENT, _WHOLE = map(
   np.int64, (0, 1, 3, 4, 5, 6, 7, 8, 9, 10)
@@ -59,7 +58,7 @@ _Q, _KEYS, _POSITIONS, _STARTS, _LENGTHS, _TABLE, _SEGMENTS, _LIVE, _GRADIENT, _
 
 @jit
 def _product(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
-  """c[rows, columns] (+)= a[rows, k] @ w[k, columns], as `products.product` of float32."""
+  """Computes c[rows, columns] (+)= a[rows, k] @ w[k, columns], like float32 `products.product`."""
   for row in range(0, rows, products.BLOCK_ROWS):
     high = min(products.BLOCK_ROWS, rows - row)
     products.few_rows(
@@ -70,7 +69,7 @@ def _product(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added):
 
 @jit
 def _transpose(source, is_bf16, rows, columns, target):
-  """f[rows, columns] -> f32[columns, rows]."""
+  """Transposes f[rows, columns] to f32[columns, rows]."""
   size = 2 if is_bf16 else 4
   whole_rows, whole_columns = rows // _LANES * _LANES, columns // _LANES * _LANES
   for row in range(0, whole_rows, _LANES):
@@ -89,7 +88,7 @@ def _transpose(source, is_bf16, rows, columns, target):
 
 @jit
 def _softmax(weights, first_seen, group, row, width, end):
-  """Scores of a row of a block to weights, zero from what it sees to `end`."""
+  """Turns a row's scores into weights in place; unseen positions up to `end` get zero."""
   seen = (first_seen + row) // group + 1
   here = weights + 4 * row * width
   x = floats(here)
@@ -105,7 +104,7 @@ def _softmax(weights, first_seen, group, row, width, end):
 
 @jit
 def _of_scores(weights, slopes, first_seen, group, row, width, end):
-  """Gradients of a row's weights to those of its scores, zero from what it sees to `end`."""
+  """Turns gradients of a row's weights into those of its scores; zero where it sees no key."""
   seen = (first_seen + row) // group + 1
   here, there = weights + 4 * row * width, slopes + 4 * row * width
   inner = vectors.dot_of(here, there, seen)
@@ -121,11 +120,12 @@ def _block(
   rows, first_seen, group, keys, values, is_bf16, table, page_size, head_dim, width, queries,
   gradients, grad_queries, weights, slopes, turned, grad_keys, grad_values,
 ):  # fmt: skip
-  """Gradients of up to `ROWS` rows of a sequence; row r sees (first_seen + r) // group + 1 keys.
+  """Computes gradients of up to `ROWS` rows of a sequence; row r sees (first_seen + r) // group + 1
+  keys.
 
   Args:
-    keys, values: page 0 of the head; grad_keys, grad_values: likewise, f32, which are added to.
-    queries, gradients: f32[rows, c], scaled queries and what comes back to the rows.
+    keys, values: page 0 of the head; grad_keys, grad_values: likewise, f32, added to.
+    queries, gradients: f32[rows, c], scaled queries and the rows' cotangents.
     grad_queries: f32[rows, c], written: the gradient of the scaled queries.
     weights, slopes: scratch, f32[rows, width]; turned: f32[z, c].
   """
@@ -152,7 +152,7 @@ def _block(
     _of_scores(weights, slopes, first_seen, group, row, width, num_pages * page_size)
   for page in range(num_pages):
     here = types.int64(pages[page]) * elements
-    # Slots that none of the rows sees may hold anything.
+    # Slots that none of the rows sees may be uninitialised.
     slots = min(page_size, most - page * page_size)
     w, x = weights + 4 * page * page_size, slopes + 4 * page * page_size
     _transpose(keys + size * here, is_bf16, head_dim, page_size, turned)
@@ -171,7 +171,7 @@ def _block(
 
 @jit
 def _zero_pages(pages, count, is_named, keys, values, elements):
-  """Zeroes a head's gradients in `count` pages that were not named before, and marks them."""
+  """Zeroes a head's gradients in those of `count` pages that were not named yet, and marks them."""
   for place in range(count):
     page = types.int64(pages[place])
     if is_named[page] == 0:
@@ -182,7 +182,7 @@ def _zero_pages(pages, count, is_named, keys, values, elements):
 
 @jit
 def _same_pages(table, pages_of_segment, one, other):
-  """Whether two segments have the same pages."""
+  """Returns whether two segments have the same pages."""
   left = integers(table + 4 * one * pages_of_segment)
   right = integers(table + 4 * other * pages_of_segment)
   differing = 0
@@ -193,7 +193,7 @@ def _same_pages(table, pages_of_segment, one, other):
 
 @jit
 def _pages_to(arguments, segment):
-  """How many pages the rows of a segment see."""
+  """Returns how many pages the rows of a segment see."""
   starts, lengths = integers(address(arguments, _STARTS)), integers(address(arguments, _LENGTHS))
   position = integers(address(arguments, _POSITIONS))[starts[segment]]
   end, page_size = types.int64(position) + lengths[segment], dimension(arguments, _KEYS, 3)
@@ -202,9 +202,9 @@ def _pages_to(arguments, segment):
 
 @jit
 def _cut(arguments, last_of):
-  """The first segment of the second half: none before it has a page of one from there on.
+  """Returns the first segment of the second half; no segment before it shares a page with the rest.
 
-  It is the one whose first row is nearest to the middle of all; 0 if there is none, as where all
+  Its first row is as near to the middle row as possible; 0 if there is no such segment, as when all
   segments share a page. `last_of` is scratch, i32[m]: the last segment that names each page.
   """
   num_segments, live = integer(arguments, _SEGMENTS, 0), integer(arguments, _LIVE, 0)
@@ -231,11 +231,11 @@ def _halves_of_heads(arguments):
 
 @jit
 def _attend_backward(arguments, results, first, last, worker):
-  """The operands of `attention`, what comes back f[n, k, g, c], and whether every page is zeroed.
+  """Operands: those of `attention`, the cotangent f[n, k, g, c], and whether to zero every page.
 
   Results: gradients of q, f[n, k, g, c], of keys f32[k, m, c, z] and values f32[k, m, z, c].
   Scratch: queries, gradients, gradients of queries f32[r, c], weights and slopes f32[r, x], a page,
-  which pages were named i32[m].
+  and flags of the named pages i32[m].
   """
   num_rows, num_heads = dimension(arguments, _Q, 0), dimension(arguments, _Q, _ONE)
   group, head_dim = dimension(arguments, _Q, 2), dimension(arguments, _Q, 3)
@@ -277,7 +277,7 @@ def _attend_backward(arguments, results, first, last, worker):
     segment = cut if half == 1 else 0
     end = cut if half == 0 and cut > 0 else num_segments
     while segment < end:
-      # Segments that go on with the one before are one piece.
+      # Segments that continue the previous one are one piece.
       piece = segment
       start = types.int64(starts[piece])
       position = types.int64(positions[start])
@@ -323,7 +323,7 @@ def _attend_backward(arguments, results, first, last, worker):
 
 @jit
 def _cost(arguments):
-  """Five products of every row with the keys that come before it, by head."""
+  """Five products of every row with the keys before it, by head."""
   positions, lengths = (
     integers(address(arguments, _POSITIONS)), integers(address(arguments, _LENGTHS))
   )  # fmt: skip
@@ -353,8 +353,8 @@ def attend_backward(
     keys: f[k, m, c, z].
     values: f[k, m, z, c].
     batch: rows and segments.
-    gradient: f[n, k, g, c], of what it returned.
-    is_whole: whether pages that no segment names are zeroed, too; else they hold anything.
+    gradient: f[n, k, g, c], the cotangent of the result.
+    is_whole: whether pages that no segment names are zeroed; otherwise they are uninitialised.
 
   Returns:
     f[n, k, g, c], zero in rows past the last; f32[k, m, c, z] and f32[k, m, z, c].

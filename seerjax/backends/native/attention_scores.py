@@ -1,4 +1,4 @@
-"""Scores of up to four queries over a sequence's pages, for attention and for its gradient."""
+"""Scores of up to four queries over a sequence's pages, for attention and its gradient."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seerjax.backends.native.pointers import floats, fma, halves, integers
 BLOCK_ROWS = 4
 _LANES = vectors.LANES
 
-# Where registers hold no more, a block of several rows has one vector of positions.
+# On processors with few registers, a block of several rows computes one vector of positions.
 _IS_WIDE = objects.has_wide_vectors()
 _scores_1_4 = vectors.score_block(1, 4, False)
 _scores_2_4 = vectors.score_block(2, 4, False)
@@ -28,7 +28,7 @@ _scores_bf16_4_1 = vectors.score_block(4, 1, True)
 
 @inlined
 def _slots_at(keys, size, table, page_size, page_elements, chunk):
-  """Where the 16 slots from position 16 * chunk begin."""
+  """Returns the address of the 16 slots from position 16 * chunk on."""
   position = _LANES * chunk
   page = types.int64(integers(table)[position // page_size])
   return keys + size * (page * page_elements + position % page_size)
@@ -36,7 +36,7 @@ def _slots_at(keys, size, table, page_size, page_elements, chunk):
 
 @jit
 def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
-  """As `scores_of`, of pages that vectors do not divide."""
+  """Like `scores_of`, for page sizes that 16 does not divide."""
   pages = integers(table)
   for page in range((count + page_size - 1) // page_size):
     here = types.int64(pages[page]) * page_size * head_dim
@@ -55,14 +55,14 @@ def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, sc
 
 @jit
 def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
-  """scores[row, x] = q[row] . key x for the first `count` positions x of a sequence.
+  """Computes scores[row, x] = q[row] . key x for the first `count` positions x of a sequence.
 
   Args:
     q (address): f32[rows, head_dim], up to four rows.
     keys (address): page 0 of the head.
     table (address): i32[p], the sequence's pages.
-    scores (address): f32[rows, width]; whole vectors are written, `count` in pages and vectors
-      of 16.
+    scores (address): f32[rows, width]; whole vectors are written: `count` rounded up to pages and
+      to vectors of 16.
   """
   if page_size % _LANES != 0:
     _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width)
@@ -103,7 +103,7 @@ def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores,
 
 @jit
 def scaled_queries(q, is_bf16, head_dim, out):
-  """Reads a row and scales it by 1 / sqrt(head_dim) in float32, rounded as the row is."""
+  """Reads a row and scales it by 1 / sqrt(head_dim) in float32, rounded to the row's dtype."""
   scale = f32(1.0 / math.sqrt(types.float64(head_dim)))
   read_row(q, is_bf16, out, head_dim)
   x = floats(out)
@@ -113,7 +113,7 @@ def scaled_queries(q, is_bf16, head_dim, out):
 
 
 def most_scores(pages_of_segment: int, page_size: int) -> int:
-  """Returns the scores that a row has at most, in whole vectors."""
+  """Returns the maximum number of scores of a row, in whole vectors."""
   return -(-pages_of_segment * page_size // _LANES) * _LANES
 
 

@@ -1,7 +1,7 @@
-"""Whether native handlers run here: what XLA's frames hold, and a first product by bits.
+"""Checks whether native handlers run here: the layout of XLA's frames, and the bits of a product.
 
-Both are looked at before a program calls a handler, since one cannot fail: a frame of another shape
-would be read wrongly, and another compiler's fused multiply-add would move a bit.
+Both are checked before a program calls a handler, since a handler cannot fail: a frame of another
+layout would be misread, and another compiler's fused multiply-add would change a bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from seerjax.backends.native import header
 
-# Of the bits that `_first_bits` gives; a test computes them in NumPy.
+# Expected digest from `_first_bits`; a test computes it in NumPy.
 EXPECTED = "bf1eaa7bdc3f849c"
 
 
@@ -39,7 +39,7 @@ def _reason() -> str | None:
     return f"XLA's record {difference} is not the one that is known"
   try:
     got = _first_bits()
-  except Exception as error:  # A compiler that is missing, or that does not know this machine.
+  except Exception as error:  # A missing compiler, or one that does not support this machine.
     return f"numba could not compile a handler here ({type(error).__name__}: {error})"
   if got != EXPECTED:
     return f"a first product gave other bits here (digest {got}, expected {EXPECTED})"
@@ -47,7 +47,7 @@ def _reason() -> str | None:
 
 
 def first_operands() -> tuple[np.ndarray, np.ndarray]:
-  """Returns f32[3, 21] and f32[21, 19], whose product and its exp and log are the first look."""
+  """Returns f32[3, 21] and f32[21, 19], the operands of the checked product."""
   numbers = np.arange(21 * 22, dtype=np.float32) * np.float32(0.7548777) % np.float32(1)
   return numbers[: 3 * 21].reshape(3, 21) - np.float32(0.4), numbers[3 * 21 :].reshape(21, 19)
 
@@ -65,5 +65,5 @@ def _first_bits() -> str:
   x, w = first_operands()
   shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), jnp.float32)
   run = jax.jit(lambda x, w: first_product.HANDLER([shape] * 3, x, w))
-  with jax.ensure_compile_time_eval():  # It may be asked for while another program is traced.
+  with jax.ensure_compile_time_eval():  # May be called while another program is traced.
     return digest_of(*(np.asarray(part) for part in run(x, w)))

@@ -1,13 +1,13 @@
-"""XLA's foreign function interface: handlers that numba compiles, and how a program calls them.
+"""XLA's foreign function interface: handlers compiled by numba, and their calls from a program.
 
-A handler is `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`. The frame is read as 64-bit words, whose
-offsets are those of `xla/ffi/api/c_api.h` (it ships with jaxlib, and a test compares them):
+A handler is `XLA_FFI_Error* handler(XLA_FFI_CallFrame*)`. The frame is read as 64-bit words with
+the offsets of `xla/ffi/api/c_api.h` (which ships with jaxlib; a test compares them):
 
     frame    1 extensions   2 functions of XLA   3 context   9 arguments   14 results
     buffer   2 element type   3 address   5 dimensions
 
-A handler cannot raise: whatever could be wrong is checked while the program is traced. Results are
-not zeroed, and a result may serve as scratch memory.
+A handler cannot raise: all checks happen while the program is traced. Results are not zeroed, and a
+result may serve as scratch memory.
 """
 
 from __future__ import annotations
@@ -34,51 +34,50 @@ from seerjax.backends.native.pointers import (
   words,
 )
 
-# XLA's code of bfloat16; every other operand of ours has 32 bits.
+# XLA's code of bfloat16; all other operands have 32 bits.
 _BFLOAT16 = 16
-# The version that we answer with: the oldest JAX that is supported refuses a later one.
+# The API version that handlers report: the oldest supported JAX refuses a later one.
 _MAJOR, _MINOR = 0, 1
 
 
 @inlined
 def address(buffers, index):
-  """Where a buffer's elements begin."""
+  """Returns the address of a buffer's first element."""
   return words(buffers[index])[3]
 
 
 @inlined
 def dimension(buffers, index, axis):
-  """The size of one of a buffer's axes."""
+  """Returns the size of one of a buffer's axes."""
   return words(words(buffers[index])[5])[axis]
 
 
 @inlined
 def is_bfloat16(buffers, index):
-  """Whether a buffer's elements are bfloat16."""
+  """Returns whether a buffer's elements are bfloat16."""
   return integers(buffers[index] + 16)[0] == _BFLOAT16
 
 
 @inlined
 def integer(buffers, index, place):
-  """An element of an i32 buffer, as int64."""
+  """Returns an element of an i32 buffer, as int64."""
   return types.int64(integers(words(buffers[index])[3])[place])
 
 
 @dataclasses.dataclass(frozen=True)
 class Handler:
-  """One kind of call. It is compiled and made known to XLA when a program first calls it.
+  """One kind of call, compiled and registered with XLA when a program first calls it.
 
   Attributes:
-    name: of the target, new in this process.
-    count: jitted, `count(arguments)`: how many items of work a call has. Items are independent, so
-      that they may be shared out among threads; a row's bits know nothing of the others.
-    work: jitted, `work(arguments, results, first, last, worker)`: does the items from `first` to
-      before `last`. Scratch memory is the last result, f32[w, ...]; `worker` is the row of it that
-      is this call's own.
-    cost: jitted, `cost(arguments)`: how many multiply-adds all items are about, for a call whose
-      items are shared out among up to `w` threads (`threads.number`); None for one thread.
-    is_staged: whether it is `work(arguments, results, team, worker)`, which every thread calls once
-      and which goes through stages (`threads.claim`). `count` is not called.
+    name: name of the target, unique in this process.
+    count: jitted, `count(arguments)`: number of items of work of a call. Items are independent, so
+      threads may share them; a row's bits do not depend on other rows.
+    work: jitted, `work(arguments, results, first, last, worker)`: processes items in [first, last).
+      Scratch memory is the last result, f32[w, ...]; `worker` is this thread's row of it.
+    cost: jitted, `cost(arguments)`: approximate multiply-adds of all items, for a call with up to
+      `w` threads (`threads.number`); None for one thread.
+    is_staged: if true, `work` is `work(arguments, results, team, worker)`, which every thread calls
+      once and which goes through stages (`threads.claim`). `count` is not called.
   """
 
   name: str
@@ -93,12 +92,12 @@ class Handler:
     *operands: Array,
     aliases: dict[int, int] | None = None,
   ) -> tuple[Array, ...]:
-    """Calls it in a traced program.
+    """Calls the handler in a traced program.
 
     Args:
-      results: shapes, scratch memory among them.
-      operands: as the handler reads them; those that are not used have no elements.
-      aliases: operand to the result that is written in its place.
+      results: shapes, scratch memory included.
+      operands: as the handler reads them; unused ones have no elements.
+      aliases: maps an operand to the result that is written in its place.
     """
     _register(self)
     call = jax.ffi.ffi_call(self.name, tuple(results), input_output_aliases=aliases)
@@ -116,7 +115,7 @@ def _register(handler: Handler) -> None:
 
 @jit
 def _is_question(frame):
-  """Answers what handlers are asked once, when they are registered."""
+  """Answers the metadata query that XLA makes when a handler is registered."""
   if frame[1] == 0:
     return False
   extension = words(frame[1])
@@ -128,7 +127,7 @@ def _is_question(frame):
 
 
 def _compiled(handler: Handler) -> Any:
-  """Returns the module of a handler, as `objects` takes it."""
+  """Returns the compiled module of a handler, for `objects`."""
   cost = handler.cost
   if cost is None:
     python = _alone(handler)
@@ -139,7 +138,7 @@ def _compiled(handler: Handler) -> Any:
 
 
 def _alone(handler: Handler) -> Callable[..., Any]:
-  """A handler whose items are done by the thread that is called."""
+  """Returns the entry function of a handler that runs on the calling thread only."""
   count, work = handler.count, handler.work
 
   def handler_entry(frame, task, process):
@@ -156,7 +155,7 @@ def _alone(handler: Handler) -> Callable[..., Any]:
 
 
 def _shared(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
-  """A handler whose items are shared out; it is also what other threads run (`task` is 0)."""
+  """Returns the entry function of a handler with shared items; helper threads pass task 0."""
   count, work = handler.count, handler.work
 
   def handler_entry(data, task, process):
@@ -192,7 +191,7 @@ def _shared(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def _staged(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
-  """A handler whose threads go through its stages side by side; `task` is 0 as of `_shared`."""
+  """Returns the entry function of a staged handler; helper threads pass task 0."""
   work = handler.work
 
   def handler_entry(data, task, process):
@@ -202,7 +201,7 @@ def _staged(handler: Handler, cost: Callable[[Any], Any]) -> Callable[..., Any]:
         return 0
       arguments, results = words(data[9]), words(data[14])
       threads_at_most = dimension(results, data[12] - 1, 0)
-      most = types.int64(1) << 62  # Pieces are worth their cost, however many items there are.
+      most = types.int64(1) << 62  # The cost alone limits the number of pieces.
       team = threads.ask(data, task, threads_at_most, most, cost(arguments), process)
     else:
       team = address_of(data)

@@ -1,4 +1,4 @@
-"""A product, and exp and log of it: what `availability` looks at first."""
+"""A product with its exp and log: the handler that `availability` checks first."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def _work(arguments, results, first, last, worker):
     logs[i] = log(exps[i] + f32(1.0))
 
 
-# Operands f32[n, k] and f32[k, e]; results f32[n, e]: their product, its exp, log(1 + exp).
+# Operands f32[n, k] and f32[k, e]; results f32[n, e]: the product, its exp, log(1 + exp).
 HANDLER = ffi.Handler("seerjax_first_product", _count, _work)

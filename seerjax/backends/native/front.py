@@ -1,9 +1,9 @@
-"""numba as a front end: Python to LLVM's language; what is made of it is `objects`' affair.
+"""numba as a front end: lowers Python to LLVM IR, which `objects` compiles.
 
-numba optimises every function, and makes machine code of it, together with all that it calls, as if
-each were to be called from Python. Of handlers that is nine tenths of the work, and none of it is
-used: a function is a part of handlers alone. Here it stays as numba lowered it, and a handler's
-functions are put together once. numba's processor, types and rules are those of `numba.njit`.
+numba optimises every function and compiles it, with all its callees, as if each were to be called
+from Python. For handlers that is nine tenths of the work, and none of it is used, since a function
+is only ever part of a handler. Here a function stays as numba lowered it, and a handler's functions
+are linked once. numba's processor, types and rules are those of `numba.njit`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numba.core.runtime.nrt import rtsys
 
 
 class _Library(codegen.AOTCodeLibrary):
-  """One function's module, as it was lowered, and the libraries of those that it calls."""
+  """One function's module as lowered, and the libraries of its callees."""
 
   def _optimize_functions(self, ll_module: Any) -> None:
     ll_module.data_layout = self._codegen._data_layout
 
   def add_linking_library(self, library: Any) -> None:
-    # numba's counting of references: a handler owns no object.
+    # Skips numba's reference counting: a handler owns no object.
     if library is not rtsys.library:
       super().add_linking_library(library)
 
@@ -33,7 +33,7 @@ class _Library(codegen.AOTCodeLibrary):
     self._finalized = True
 
   def get_pointer_to_function(self, name: str) -> int:
-    """None: Python cannot call it."""
+    """Returns 0: Python cannot call the function."""
     return 0
 
 
@@ -41,11 +41,11 @@ class _Codegen(codegen.AOTCPUCodegen):
   _library_class = _Library
 
   def set_env(self, env_name: str, env: Any) -> None:
-    """Globals of Python, which no handler reads."""
+    """Ignores the environment of Python globals, which no handler reads."""
 
 
 class _Target(registry.CPUTarget):
-  """numba's target, whose context differs in what becomes of a module alone."""
+  """numba's target with a context that only differs in the processing of modules."""
 
   @property
   def usual(self) -> Any:
@@ -61,18 +61,18 @@ class _Target(registry.CPUTarget):
 
 
 class Function(registry.CPUDispatcher):
-  """A function that numba compiles for handlers and for others of its kind."""
+  """A function that numba compiles for handlers and for other such functions."""
 
   targetdescr = _Target("cpu")
 
   def add_overload(self, cres: Any) -> None:
     super().add_overload(cres)
     if not self.targetoptions.get("forceinline"):
-      # One copy a handler: loops that are inlined wherever they are called cost most of the time.
+      # One copy per handler: inlining loops at every call would take most of the compile time.
       cres.library.get_function(cres.fndesc.llvm_func_name).add_function_attribute("noinline")
 
 
-# A division by zero is IEEE's, as in NumPy; nothing is made for Python to call.
+# Division by zero follows IEEE, as in NumPy; no wrappers for calls from Python are made.
 _OPTIONS: dict[str, Any] = dict(
   nopython=True,
   error_model="numpy",
@@ -83,25 +83,25 @@ _OPTIONS: dict[str, Any] = dict(
 
 
 def jit(python: Callable[..., Any]) -> Any:
-  """Compiles what handlers are made of, once a handler: calls of it stay calls."""
-  # The function itself, not what may check its annotations.
+  """Compiles a function for use in handlers, once per handler; calls of it are not inlined."""
+  # The function itself, without wrappers that check its annotations.
   return Function(inspect.unwrap(python), targetoptions=dict(_OPTIONS))
 
 
 def inlined(python: Callable[..., Any]) -> Any:
-  """As `jit`, of what loops call an element, whose vectors a call would forbid, and of a line."""
+  """Like `jit`, but always inlined: for short functions in loops, which calls keep scalar."""
   options = dict(_OPTIONS, forceinline=True)
   return Function(inspect.unwrap(python), targetoptions=options)
 
 
 def module_of(function: Function, signature: Any) -> llvm.ModuleRef:
-  """Returns a function and all that it calls as one module, whose one symbol is the function.
+  """Returns a function and all its callees as one module that exports only the function.
 
   Args:
-    function: to compile.
-    signature: of numba.
+    function: function to compile.
+    signature: numba signature.
   """
-  # Loads numba's rules, which are shared, and sets up the runtime that it keeps: first, for itself.
+  # Must come first: it loads numba's shared rules and sets up its runtime.
   function.targetdescr.usual.refresh()
   function.compile(signature)
   result = function.overloads[tuple(signature.args)]
@@ -128,7 +128,7 @@ def module_of(function: Function, signature: Any) -> llvm.ModuleRef:
 
 
 def entry_of(module: llvm.ModuleRef) -> llvm.ValueRef:
-  """Returns the one function of a module of `module_of` that others may see."""
+  """Returns the exported function of a module from `module_of`."""
   defined = [f for f in module.functions if not f.is_declaration]
   (entry,) = [f for f in defined if f.linkage == llvm.Linkage.external]
   return entry

@@ -1,4 +1,4 @@
-"""The head, natively: which rows are the handlers', and whose gradient is whose."""
+"""The native head: combines the handlers with the tiled program, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def head(
 ) -> tuple[Array, TokenScores]:
   """See `protocol.Backend.head`.
 
-  The token of a biased, filtered or restricted row, its log-probability and its entropy are
-  `tiled`'s. Raw log-probabilities are the handlers' for every row: a special row is forced to its
-  token there. Which of the two a row takes follows its own parameters, never its neighbours'.
+  For a biased, filtered or restricted row, the token, its log-probability and its entropy come from
+  `tiled`. Raw log-probabilities come from the handlers for every row: a special row is forced to
+  its token there. This choice depends on a row's own parameters only.
   """
   return _head(tiled, stage, weights, rows, num_rows)
 
@@ -43,7 +43,7 @@ def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_row
     lambda: tiled.head(stage, weights, rows, num_rows),
     lambda: (jnp.zeros_like(forced), TokenScores(none, none, none)),
   )
-  # On a mesh this also orders what the two gather.
+  # On a mesh, this also orders the two gatherings.
   own = (hidden, jnp.where(is_special, tokens, forced), parameters, *others)
   scored = head_forward.scored_rows(stage, weights, own, num_rows)
   processed = jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, scored.scores)
@@ -52,7 +52,7 @@ def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_row
 
 
 def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any):
-  """The gradient of given tokens' scores: to the final norm, the table and the hidden rows."""
+  """Returns the gradient of given tokens' scores: to the final norm, the table, the hidden rows."""
   weights, rows, num_rows, scored = residuals
   _, wanted = cotangent
   is_special = sampling.is_special(rows[2])
@@ -75,8 +75,8 @@ def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any)
     _, pull = jax.vjp(scores, weights["final_norm"], weights["head"], rows[0])
     filtered = jax.tree.map(lambda leaf: jnp.where(is_special, leaf, none), wanted)
     special = pull(filtered._replace(raw_logprob=none))
-    # One after the other: the tiled one's float32 tables are gone before there is another's table,
-    # and what it gathers is there.
+    # One after the other: the tiled program's float32 tables are freed before the second table is
+    # allocated, and its collectives are complete.
     special, hidden = lax.optimization_barrier((special, rows[0]))
     hidden = hidden if stage.axis is None else parallel.after(hidden, special[2])
     return jax.tree.map(jnp.add, of_common(hidden), special)

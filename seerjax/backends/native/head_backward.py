@@ -1,14 +1,15 @@
-"""The gradient of given tokens' scores.
+"""The gradient of the scores of given tokens.
 
-With p and q the processed and raw softmax, H the entropy, t what logits are divided by, and a, b, c
-the cotangents of logprob, raw_logprob and entropy, a logit's is
+With p and q the processed and raw softmax, H the entropy, t the divisor of logits, and a, b, c the
+cotangents of logprob, raw_logprob and entropy, a logit's cotangent is
 
-  -p * (a + c * (log p + H)) / t - b * q        at the token (a / t + b) is added
+  -p * (a + c * (log p + H)) / t - b * q        plus (a / t + b) at the token
 
-The table's gradient is one chain over rows, in their order; a normed row's one chain a slab, over
-its ids, and slabs are added in the tree. Logits are computed again, a span of ids at a time: their
-cotangents are in memory between the table's gradient, whose items are ids, and the rows', whose
-items are rows. Rows to which nothing comes back add zeros, and are passed over.
+The table's gradient is one chain over rows, in their order; that of a normed row is one chain per
+slab, over its ids, and slabs are added in the tree. Logits are recomputed, a span of ids at a time:
+their cotangents are in memory between the computation of the table's gradient, with ids as items,
+and of the rows' gradients, with rows as items. Rows with zero cotangents would add zeros, and are
+skipped.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ from seerjax.backends.protocol import Stage
 from seerjax.ops import tiles
 from seerjax.types import TokenScores
 
-# Columns of a tensor f32[n, 6]: cotangents, then what the forward found.
+# Columns of a tensor f32[n, 6]: cotangents, then results of the forward pass.
 _LOGPROB, _RAW, _ENTROPY, _NORMALISER, _RAW_NORMALISER, _OWN_ENTROPY = range(6)
 _COLUMNS = 6
-# Ids of a slab whose cotangents are in memory together.
+# Ids of a slab with cotangents in memory together.
 _SPAN = np.int64(32 * products.PANEL)
-# Rows without a loss, as prompts have, that are passed over: fewer are not worth a product's end.
+# Minimum run of rows without a loss (such as prompts) that is skipped: shorter runs do not pay off.
 _GAP = 32
-# Numbers that numba does not take for literals, for which it would compile a product anew.
+# Not literals for numba, which would compile a product anew for each literal.
 _ZERO, _ONE, _NARROW, _PANEL = np.int64(0), np.int64(1), np.bool_(False), np.int64(products.PANEL)
 
 
 @jit
 def _cotangents(z, count, place, divisor, row):
-  """Turns a row's logits of a chunk into their cotangents; the token's `place` may be elsewhere."""
+  """Turns a row's logits of a chunk into cotangents in place; `place` may be outside the chunk."""
   values, given = floats(z), floats(row)
   logprob, raw, entropy = given[_LOGPROB], given[_RAW], given[_ENTROPY]
   normaliser, own_entropy = given[_NORMALISER], given[_OWN_ENTROPY]
@@ -81,14 +82,14 @@ def _cotangents(z, count, place, divisor, row):
 
 @inlined
 def _is_wanted(given, row):
-  """Whether anything comes back to a row's scores."""
+  """Returns whether a row's scores have a nonzero cotangent."""
   own = floats(given + 4 * _COLUMNS * row)
   return own[_LOGPROB] != f32(0.0) or own[_RAW] != f32(0.0) or own[_ENTROPY] != f32(0.0)
 
 
 @jit
 def _first_wanted(given, row, last):
-  """The first row from `row` on that is wanted; `last` if there is none before it."""
+  """Returns the first wanted row from `row` on; `last` if there is none before it."""
   while row < last and not _is_wanted(given, row):
     row += 1
   return row
@@ -96,7 +97,7 @@ def _first_wanted(given, row, last):
 
 @jit
 def _end_of_run(given, row, last):
-  """The end of the rows from `row` on in which fewer than `_GAP` in succession are not wanted."""
+  """Returns the end of a run of rows with fewer than `_GAP` successive unwanted ones."""
   end = row + 1
   while row < last and row - end < _GAP:
     if _is_wanted(given, row):
@@ -107,7 +108,7 @@ def _end_of_run(given, row, last):
 
 @inlined
 def _span_of(arguments, place):
-  """How many ids of each slab a call is about, from the first on that its sizes name."""
+  """Returns how many ids of each slab a call processes, from the first id in its sizes on."""
   begin = ffi.integer(arguments, place, 2)
   return min(_SPAN, ffi.dimension(arguments, 1, 1) - begin)
 
@@ -118,13 +119,13 @@ def _count_panels(arguments):
   return ffi.dimension(arguments, 1, 0) * panels
 
 
-# Operands: 0 normed f32[n, d], 1 table f[r, w, d], 2 temperature f32[n], 3 tokens i32[n], 4 what is
-# given f32[n, 6], 5 sizes i32[3]: valid rows, the table's first slab, the first id of each slab, 6
-# what result 1 is written over. Results: the logits' cotangents f32[r, n, s], the table's gradient
-# f[r, w, d], scratch.
+# Operands: 0 normed f32[n, d], 1 table f[r, w, d], 2 temperature f32[n], 3 tokens i32[n],
+# 4 cotangents and results f32[n, 6], 5 sizes i32[3]: valid rows, the table's first slab, the first
+# id of each slab, 6 the array that result 1 overwrites. Results: the logits' cotangents f32[r, n,
+# s], the table's gradient f[r, w, d], scratch.
 @jit
 def _differentiate(arguments, results, first, last, worker):
-  """Items are panels of ids, of the span of every slab."""
+  """Computes logits' cotangents and the table's gradient; items are panels of ids of a span."""
   num_rows, span_begin = ffi.integer(arguments, 5, 0), ffi.integer(arguments, 5, 2)
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   width, step = ffi.dimension(arguments, 1, 1), ffi.dimension(results, 0, 2)
@@ -187,12 +188,12 @@ def _count_row_blocks(arguments):
   return ffi.dimension(arguments, 1, 0) * ((n + ROWS - 1) // ROWS)
 
 
-# Operands: 0 the logits' cotangents f32[r, n, s], 1 table f[r, w, d], 2 sizes as `_differentiate`
-# has them, 3 what the result is written over, 4 what is given f32[n, 6]. Results: the normed rows'
-# by slab f32[r, n, d], scratch.
+# Operands: 0 the logits' cotangents f32[r, n, s], 1 table f[r, w, d], 2 sizes as in
+# `_differentiate`, 3 the array that the result overwrites, 4 cotangents and results f32[n, 6].
+# Results: the normed rows' cotangents by slab f32[r, n, d], scratch.
 @jit
 def _differentiate_rows(arguments, results, first, last, worker):
-  """Items are blocks of rows of a slab."""
+  """Computes the normed rows' cotangents by slab; items are blocks of rows of a slab."""
   num_rows, begin = ffi.integer(arguments, 2, 0), ffi.integer(arguments, 2, 2)
   n, step = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, 0, 2)
   width, d = ffi.dimension(arguments, 1, 1), ffi.dimension(arguments, 1, 2)
@@ -236,7 +237,7 @@ def _one(arguments):
 
 @jit
 def _add_slabs(parts, slabs, step, count, target):
-  """Adds f32[slabs, count], `step` floats between two, as `parallel.tree_sum`, in place."""
+  """Adds f32[slabs, count], `step` floats apart, like `parallel.tree_sum`, in place."""
   apart = 1
   while apart < slabs:
     for slab in range(0, slabs, 2 * apart):
@@ -250,11 +251,11 @@ def _add_slabs(parts, slabs, step, count, target):
 
 
 # Operands: 0 hidden f[n, d], 1 norm f[d], 2 normed rows' cotangents by slab f32[r, n, d], 3 sizes
-# i32[2]: valid rows, the bits of the norm's eps. Results: hidden's f[n, d], the norm's f[d],
-# scratch.
+# i32[2]: valid rows, the bits of the norm's eps. Results: gradients of hidden f[n, d] and of the
+# norm f[d], scratch.
 @jit
 def _through_norm(arguments, results, first, last, worker):
-  """One item: the norm's scale is one chain over rows."""
+  """Goes back through the norm, in one item: the gradient of its scale is one chain over rows."""
   num_rows, eps = ffi.integer(arguments, 3, 0), float_of(integers(ffi.address(arguments, 3))[1])
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   slabs = ffi.dimension(arguments, 2, 0)
@@ -296,18 +297,18 @@ _THROUGH_NORM = ffi.Handler("seerjax_head_norm_gradient", _one, _through_norm)
 def gradient(
   stage: Stage, weights: Any, rows: Any, num_rows: Array, scored: Scored, cotangent: TokenScores
 ) -> tuple[Array, Array, Array]:
-  """The gradient of the tokens' scores.
+  """Returns the gradient of the tokens' scores.
 
   Args:
-    stage: of the model.
+    stage: stage of the model.
     weights: as for `Backend.head`.
     rows: as for `Backend.head`.
-    num_rows: i32[]; rows from there on have none.
-    scored: what `head_forward.scored_rows` said of them.
-    cotangent: of its scores.
+    num_rows: i32[]; rows from there on have no gradient.
+    scored: result of `head_forward.scored_rows`.
+    cotangent: cotangent of the scores.
 
   Returns:
-    (of the final norm f[d], of the local table f[r, w, d], of the hidden rows f[n, d]).
+    Gradients of the final norm f[d], of the local table f[r, w, d], of the hidden rows f[n, d].
   """
   hidden, _, parameters, *_ = rows
   table, norm = weights["head"], weights["final_norm"]

@@ -1,17 +1,17 @@
-"""The head: final norm, logits, scores, noise and choice, by chunks of the vocabulary.
+"""The head: final norm, logits, scores, noise and sampling, by chunks of the vocabulary.
 
 A logit is one chain over the hidden dimension. A slab's ids are cut into chunks of `CHUNK`, from
-the slab's first, and a chunk gives each row one partial: of softmax (`ops.logprobs`)
+the slab's first id on, and each row has one partial per chunk: for softmax (`ops.logprobs`)
 
   m = max(z)   l = sum(exp(z - m))   s = sum(exp(z - m) * (z - m))
 
-and of the choice the greatest z + noise, its id and its raw logit; a given token wins its chunk.
+and for sampling the greatest z + noise, its id and its raw logit; a given token wins its chunk.
 Partials are merged by one chain over all chunks, in ascending order, relative to the greatest m:
 
   L = sum(exp(m - M) * l)   S = sum(exp(m - M) * (s + (m - M) * l))
   logsumexp = M + log(L)    entropy = log(L) - S / L
 
-So no row's logits are ever whole, nor does a bit know where a slab lives.
+So no whole row of logits is ever in memory, and no bit depends on the placement of slabs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, int
 from seerjax.backends.protocol import Stage
 from seerjax.types import TokenScores
 
-# Ids of a chunk, of which a slab's last may have fewer: it decides bits.
+# Ids of a chunk; a slab's last chunk may have fewer. It determines bits.
 CHUNK = 8 * products.PANEL
-# Rows whose logits of a chunk are held together.
+# Rows whose logits of a chunk are in memory together.
 ROWS = 64
-# Floats of a partial: raw m and l, then m, l and s, then the best, its id's bits, its raw logit.
+# Floats of a partial: raw m and l, then m, l and s, then the best value, its id's bits, raw logit.
 _FIELDS = 8
-# Numbers that numba does not take for literals, for which it would compile a product anew.
+# Not literals for numba, which would compile a product anew for each literal.
 _PANEL, _ONE, _ZERO = np.int64(products.PANEL), np.int64(1), np.int64(0)
 _NARROW = np.bool_(False)
 _INFINITY = f32(np.inf)
@@ -45,13 +45,13 @@ _INFINITY = f32(np.inf)
 
 @inlined
 def divisor_of(temperature):
-  """What logits are divided by: a row at temperature 0 is left at 1."""
+  """Returns the divisor of logits: the temperature, or 1 for a row at temperature 0."""
   return temperature if temperature > f32(0.0) else f32(1.0)
 
 
 @inlined
 def chunks_of(width):
-  """How many chunks a slab has."""
+  """Returns the number of chunks of a slab."""
   return (width + CHUNK - 1) // CHUNK
 
 
@@ -72,7 +72,7 @@ def _weigh(z, divisor, most, below, weights, count):
 
 @jit
 def _place_of(x, value, count):
-  """The first place that holds a value; 0 if none does."""
+  """Returns the first index of a value; 0 if there is none."""
   values = floats(x)
   place = np.int32(count)
   for i in range(count):
@@ -82,7 +82,7 @@ def _place_of(x, value, count):
 
 @jit
 def _partial(z, count, first, temperature, forced, k0, k1, scratch, target):
-  """One row's partial of a chunk whose first id is `first`; `scratch` is f32[2, count]."""
+  """Computes a row's partial of a chunk with first id `first`; `scratch` is f32[2, count]."""
   logits, out = floats(z), floats(target)
   below, weights = scratch, scratch + 4 * count
   divisor = divisor_of(temperature)
@@ -91,7 +91,7 @@ def _partial(z, count, first, temperature, forced, k0, k1, scratch, target):
   raw_total = vectors.sum_of(weights, weights, count)
   most, total = raw_most, raw_total
   if divisor != f32(1.0):
-    # Division is monotone, so that this is the greatest quotient, exactly.
+    # Division is monotone, so this is exactly the greatest quotient.
     most = raw_most / divisor
     _weigh(z, divisor, most, below, weights, count)
     total = vectors.sum_of(weights, weights, count)
@@ -119,7 +119,7 @@ def _partial(z, count, first, temperature, forced, k0, k1, scratch, target):
 # scratch.
 @jit
 def _prepare(arguments, results, first, last, worker):
-  """Items are rows: their final norm, and the keys of their noise."""
+  """Computes the final norm of rows, and the keys of their noise; items are rows."""
   d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
   size = 2 if is_bf16 else 4
   eps = float_of(integers(ffi.address(arguments, 5))[1])
@@ -145,10 +145,10 @@ _ROWS = ffi.Handler("seerjax_head_rows", _count_hidden, _prepare)
 
 @jit
 def chunk_logits(normed, rows, d, source, is_bf16, columns, is_packed, is_whole, panels, to, step):
-  """Logits f32[rows, columns] of a chunk of the table, rows of `step` floats.
+  """Computes logits f32[rows, columns] of a chunk of the table, in rows of `step` floats.
 
-  `panels` is scratch memory. A chunk's panels stay there for other rows, unless these are all
-  (`is_whole`).
+  `panels` is scratch memory. A chunk's panels stay there for other rows, unless these rows are all
+  rows (`is_whole`).
   """
   size = 2 if is_bf16 else 4
   done = 0
@@ -166,7 +166,7 @@ def chunk_logits(normed, rows, d, source, is_bf16, columns, is_packed, is_whole,
 
 @jit
 def floats_of_panels(n, d, chunk):
-  """Scratch memory of `chunk_logits` for n rows in all."""
+  """Returns the floats of scratch memory of `chunk_logits` for n rows in all."""
   if n <= ROWS:  # Then a panel is used up before the next is packed.
     return products.PANEL * d
   return (chunk + products.PANEL - 1) // products.PANEL * products.PANEL * d
@@ -177,7 +177,7 @@ def floats_of_panels(n, d, chunk):
 # f32[chunks, n, 8], scratch.
 @jit
 def _score(arguments, results, first, last, worker):
-  """Items are chunks: each is packed once for all rows."""
+  """Computes partials; items are chunks, each of which is packed once for all rows."""
   num_rows = ffi.integer(arguments, 5, 0)
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   width = ffi.dimension(arguments, 1, 1)
@@ -210,7 +210,7 @@ def _score(arguments, results, first, last, worker):
 
 @jit
 def _cost_of_scores(arguments):
-  """The product, and what a logit's exponents and noise cost."""
+  """The product, and the cost of a logit's exponentials and noise."""
   rows, d = ffi.integer(arguments, 5, 0), ffi.dimension(arguments, 0, 1)
   ids = ffi.dimension(arguments, 1, 0) * ffi.dimension(arguments, 1, 1)
   return rows * ids * (d + 128)
@@ -228,7 +228,7 @@ def _count_rows(arguments):
 # rows. Results, [n] each: tokens i32, logprob, raw_logprob, entropy, and both logsumexps, raw last.
 @jit
 def _merge(arguments, results, first, last, worker):
-  """Items are rows; what is behind the valid ones is zero."""
+  """Merges partials; items are rows, and rows after the valid ones are zeroed."""
   chunks, n = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   temperature = floats(ffi.address(arguments, 1))
   tokens = integers(ffi.address(results, 0))
@@ -272,13 +272,13 @@ _MERGED = ffi.Handler("seerjax_head_merged", _count_rows, _merge)
 
 
 class Scored(NamedTuple):
-  """What the handlers say of rows, [n] each; zeros behind the valid ones.
+  """Results of the handlers for rows, [n] each; zero after the valid ones.
 
   Attributes:
-    tokens: i32.
-    scores: of the tokens.
-    normaliser: f32, the processed logits' logsumexp.
-    raw_normaliser: f32, the raw logits'.
+    tokens: i32, sampled or given.
+    scores: scores of the tokens.
+    normaliser: f32, logsumexp of the processed logits.
+    raw_normaliser: f32, logsumexp of the raw logits.
   """
 
   tokens: Array
@@ -288,27 +288,27 @@ class Scored(NamedTuple):
 
 
 def sizes_of(num_rows: Array, second: Any) -> Array:
-  """Returns i32[2], valid rows and another number, as handlers read them."""
+  """Returns i32[2]: the number of valid rows and another number, as handlers read them."""
   return jnp.stack([jnp.asarray(value, jnp.int32) for value in (num_rows, second)])
 
 
 def first_slab(stage: Stage, table: Array) -> Any:
-  """The first of this device's slabs."""
+  """Returns the index of this device's first slab."""
   return 0 if stage.axis is None else lax.axis_index(stage.axis) * table.shape[0]
 
 
 def eps_bits(stage: Stage) -> np.int32:
-  """The final norm's eps, as handlers read it."""
+  """Returns the bits of the final norm's eps, as handlers read it."""
   return np.float32(stage.shape.norm_eps).view(np.int32)
 
 
 def floats_shape(*shape: int) -> jax.ShapeDtypeStruct:
-  """f32[shape], as a handler's result."""
+  """Returns f32[shape], as a handler's result."""
   return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def panels_size(count: int, d: int, chunk: int) -> int:
-  """As `floats_of_panels`, while a program is traced."""
+  """Returns `floats_of_panels`, for use while a program is traced."""
   return (products.PANEL if count <= ROWS else -(-chunk // products.PANEL) * products.PANEL) * d
 
 
@@ -329,7 +329,7 @@ def prepared_rows(stage: Stage, weights: Any, rows: Any, num_rows: Array) -> tup
 
 
 def scored_rows(stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Scored:
-  """The head of rows without a bias, a filter or a grammar."""
+  """Runs the head on rows without a bias, a filter or a grammar."""
   _, forced, parameters, *_ = rows
   table = weights["head"]
   local, width, d = table.shape

@@ -1,4 +1,4 @@
-"""XLA's header of foreign functions, which ships with jaxlib: whether its records are known."""
+"""Checks XLA's FFI header, which ships with jaxlib, against the known records."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 
 import jax
 
-# The fields of XLA's records, in order: `ffi` counts their words. More may follow the last one of a
-# record that is no part of another one.
+# The fields of XLA's records, in order; `ffi` uses their word offsets. A record that is not part of
+# another one may have further fields at its end.
 _OUTER = {
   "XLA_FFI_CallFrame": "struct_size extension_start api ctx stage args rets",
   "XLA_FFI_Buffer": "struct_size extension_start dtype data rank dims",
@@ -19,7 +19,7 @@ _INNER = {
   "XLA_FFI_Rets": "struct_size extension_start size types rets",
   "XLA_FFI_Api_Version": "struct_size extension_start major_version minor_version",
 }
-# Those of its pool of threads; "*" is a field that may have any name.
+# Records of the thread pool; "*" is a field of any name.
 POOL = {
   "XLA_FFI_ThreadPool_Schedule_Args": "struct_size extension_start ctx task data",
   "XLA_FFI_Error_Destroy_Args": "struct_size extension_start error",
@@ -30,12 +30,12 @@ _HEADER = pathlib.Path("xla/ffi/api/c_api.h")
 
 
 def text() -> str:
-  """Returns the header."""
+  """Returns the text of the header."""
   return (pathlib.Path(jax.ffi.include_dir()) / _HEADER).read_text()
 
 
 def differing_record(header: str, records: dict[str, str] = _OUTER | _INNER) -> str | None:
-  """Returns the name of a record whose fields are others in XLA's header, None if all are known."""
+  """Returns the name of a record with unexpected fields in XLA's header, None if all are known."""
   header = re.sub(r"_XLA_FFI_API_STRUCT_FIELD\((\w+)\)", r"\1", header)
   for name, fields in records.items():
     found = re.search(rf"struct {name} \{{(.*?)\n\}};", header, re.DOTALL)

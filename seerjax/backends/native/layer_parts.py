@@ -1,12 +1,14 @@
-"""What the handlers of a layer share, forward and backward: operands, rows, slabs and their tree.
+"""Shared parts of the layer handlers, forward and backward: operands, rows, slabs and their tree.
 
-An operand is named by its place. Weights are f[l, r, a, b]: one of `l` layers, `r` slabs.
+An operand is identified by its index. Weights are f[l, r, a, b]: `l` layers, `r` slabs.
 
-Where rows choose among adapters, these are f[e, r, a, b], padded to one rank, and the sizes go on:
+If rows choose among adapters, these are f[e, r, a, b], padded to one rank, and the sizes have more
+entries:
 
-    num_rows, layer | first adapter of the layer, how many a layer has, rows[n], ranks[target, e]
+    num_rows, layer | layer's first adapter, adapters per layer, rows[n], ranks[target, e]
 
-A row has the products of its own adapter alone, by that one's rank: no zero is added to a chain.
+A row has the products of its own adapter only, up to that adapter's rank: no zero is added to a
+chain.
 """
 
 from __future__ import annotations
@@ -35,24 +37,24 @@ from seerjax.backends.native.pointers import floats
 from seerjax.backends.protocol import Stage
 from seerjax.ops import tiles
 
-# Sums of slabs that wait for a neighbour in a tree of up to 8, the newest included.
+# Maximum number of sums that wait for a neighbour in a tree of up to 8, the newest included.
 WAITING = 4
 
-# Weights of one layer, of this device's slabs.
+# Weights of one layer; the slabs of this device.
 Params = dict[str, Any]
 
 
 def _numbers(first: int, last: int) -> list[np.int64]:
-  """Returns numbers that numba does not take for literals, for which it would compile anew."""
+  """Returns numbers that are not literals for numba, which would compile anew for each literal."""
   return [np.int64(number) for number in range(first, last + 1)]
 
 
 ZERO, ONE, TWO, THREE = _numbers(0, 3)
 NO = np.bool_(False)
-# Operands of `attention_inputs`, behind the rows.
+# Operands of `attention_inputs`, after the rows.
 COS, SIN, SIZES, SCALARS, NORM, QKV = _numbers(1, 6)
 BIAS, QUERY_NORM, KEY_NORM, QKV_A, QKV_B = _numbers(7, 11)
-# Operands of every part of `after_attention`; the last two of its later parts alone.
+# Operands of every part of `after_attention`; the last two are for its later parts only.
 MIXED, SIZES_AFTER, SCALARS_AFTER, OUT, OUT_A, OUT_B, MLP_NORM = _numbers(1, 7)
 GATE_UP, GATE_UP_A, GATE_UP_B, DOWN, DOWN_A, DOWN_B = _numbers(8, 13)
 PARTS, LOWS = _numbers(14, 15)
@@ -60,25 +62,25 @@ PARTS, LOWS = _numbers(14, 15)
 
 @jit
 def blocks(arguments):
-  """Items of a call: blocks of 4 rows of the first operand."""
+  """Returns the number of items of a call: blocks of 4 rows of the first operand."""
   return (ffi.dimension(arguments, 0, 0) + products.BLOCK_ROWS - 1) // products.BLOCK_ROWS
 
 
 @inlined
 def scalar(arguments, operand, place):
-  """An element of an f32 operand."""
+  """Returns an element of an f32 operand."""
   return floats(ffi.address(arguments, operand))[place]
 
 
 @inlined
 def scratch_of(results, place, worker):
-  """Address of a worker's row of scratch memory f32[w, ...]."""
+  """Returns the address of a worker's row of scratch memory f32[w, ...]."""
   return ffi.address(results, place) + 4 * worker * ffi.dimension(results, place, 1)
 
 
 @inlined
 def slab_of(arguments, operand, layer, slab):
-  """Address of a slab of weights f[l, r, a, b]; of one layer the index is not looked at."""
+  """Returns the address of a slab of f[l, r, a, b]; with a single layer, the index is ignored."""
   layers, slabs = ffi.dimension(arguments, operand, 0), ffi.dimension(arguments, operand, 1)
   size = ffi.dimension(arguments, operand, 2) * ffi.dimension(arguments, operand, 3)
   width = 2 if ffi.is_bfloat16(arguments, operand) else 4
@@ -87,14 +89,14 @@ def slab_of(arguments, operand, layer, slab):
 
 @jit
 def weights_of(arguments, operand):
-  """How many weights all slabs f[l, r, a, b] of one layer are."""
+  """Returns the number of weights in all slabs f[l, r, a, b] of one layer."""
   size = ffi.dimension(arguments, operand, 2) * ffi.dimension(arguments, operand, 3)
   return ffi.dimension(arguments, operand, 1) * size
 
 
 @jit
 def live_rows(arguments, sizes):
-  """How many rows of the first operand are no padding."""
+  """Returns the number of valid rows of the first operand."""
   return min(ffi.integer(arguments, sizes, 0), ffi.dimension(arguments, 0, 0))
 
 
@@ -136,7 +138,7 @@ def scale_row(x, scale, is_bf16, count):
 
 @jit
 def rotate(head, cos, sin, features):
-  """Turns one head in place, in float32 (`ops.rotary`)."""
+  """Rotates one head in place, in float32 (`ops.rotary`)."""
   half = features // 2
   x, c, s = floats(head), floats(cos), floats(sin)
   for i in range(half):
@@ -147,7 +149,7 @@ def rotate(head, cos, sin, features):
 
 @jit
 def product(arguments, operand, layer, slab, x, x_row, rows, out, is_added):
-  """out[rows, b] (+)= x[rows, a] @ a slab f[a, b] of weights f[l, r, a, b]."""
+  """Computes out[rows, b] (+)= x[rows, a] @ a slab f[a, b] of weights f[l, r, a, b]."""
   columns = ffi.dimension(arguments, operand, 3)
   product_of_columns(
     arguments, operand, layer, slab, x, x_row, rows, ZERO, columns, out, columns, is_added
@@ -158,7 +160,7 @@ def product(arguments, operand, layer, slab, x, x_row, rows, out, is_added):
 def product_of_columns(
   arguments, operand, layer, slab, x, x_row, rows, first, columns, out, out_row, is_added
 ):
-  """As `product`, of `columns` of the slab from `first` on; `out` has rows of `out_row` floats."""
+  """Like `product`, for `columns` of the slab from `first` on; `out` rows have `out_row` floats."""
   k, width = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   is_bf16 = ffi.is_bfloat16(arguments, operand)
   weights = slab_of(arguments, operand, layer, slab) + (2 if is_bf16 else 4) * first
@@ -167,19 +169,19 @@ def product_of_columns(
   )
 
 
-# Places in the sizes, where they tell rows' adapters apart; behind them one for each row.
+# Indices in the sizes if rows have different adapters; the rows' adapters follow.
 FIRST_ADAPTER, NUM_ADAPTERS, ROW_ADAPTERS = 2, 3, 4
 
 
 @inlined
 def are_rows_apart(arguments, sizes):
-  """Whether rows choose among adapters; elsewhere sizes are three at most."""
+  """Returns whether rows choose among adapters; otherwise there are at most three sizes."""
   return ffi.dimension(arguments, sizes, 0) > NUM_ADAPTERS
 
 
 @jit
 def rows_alike(arguments, sizes, begin, row, rows):
-  """Of `rows` from `begin` on, how many from `row` on have one adapter."""
+  """Returns how many of `rows` rows (from `begin` on), starting at `row`, have the same adapter."""
   if not are_rows_apart(arguments, sizes):
     return rows - row
   first = ROW_ADAPTERS + begin
@@ -192,7 +194,7 @@ def rows_alike(arguments, sizes, begin, row, rows):
 
 @jit
 def adapter_at(arguments, sizes, row):
-  """The adapter of a row, -1 for none."""
+  """Returns the adapter of a row, -1 for none."""
   if not are_rows_apart(arguments, sizes):
     return ZERO
   return ffi.integer(arguments, sizes, ROW_ADAPTERS + row) - 1
@@ -200,7 +202,7 @@ def adapter_at(arguments, sizes, row):
 
 @jit
 def adapter_slab(arguments, sizes, own):
-  """Where an adapter of the layer lies among those of the operands."""
+  """Returns the index of a layer's adapter among the adapters of all layers."""
   if not are_rows_apart(arguments, sizes):
     return ZERO
   return ffi.integer(arguments, sizes, FIRST_ADAPTER) + own
@@ -208,7 +210,7 @@ def adapter_slab(arguments, sizes, own):
 
 @jit
 def rank_at(arguments, sizes, operand, target, own):
-  """The rank of an adapter, whose B is the operand: what is behind it is padding."""
+  """Returns the rank of an adapter with the given B operand; the rest of the operand is padding."""
   if not are_rows_apart(arguments, sizes):
     return ffi.dimension(arguments, operand, 2)
   count, n = ffi.integer(arguments, sizes, NUM_ADAPTERS), ffi.dimension(arguments, 0, 0)
@@ -217,7 +219,7 @@ def rank_at(arguments, sizes, operand, target, own):
 
 @jit
 def scale_at(arguments, sizes, scalars, target, own):
-  """The scale of an adapter; scalars are eps, and the scales of each target."""
+  """Returns the scale of an adapter; scalars are eps, then the scales of each target."""
   if not are_rows_apart(arguments, sizes):
     return scalar(arguments, scalars, 1 + target)
   return scalar(arguments, scalars, 1 + target * ffi.integer(arguments, sizes, NUM_ADAPTERS) + own)
@@ -225,7 +227,7 @@ def scale_at(arguments, sizes, scalars, target, own):
 
 @jit
 def low_product(arguments, sizes, operand, slab, begin, x, x_row, rows, low):
-  """low[rows, rank] = x[rows, a] @ a slab of A, each row's own; zeros where it has none."""
+  """Computes low[rows, rank] = x[rows, a] @ a slab of each row's A; zeros without an adapter."""
   rank = ffi.dimension(arguments, operand, 3)
   row = ZERO
   while row < rows:
@@ -242,7 +244,7 @@ def low_product(arguments, sizes, operand, slab, begin, x, x_row, rows, low):
 
 @jit
 def scale_low(arguments, sizes, scalars, target, begin, rank, rows, low):
-  """Scales what `low_product` gave, each row by its own adapter's scale, and rounds it."""
+  """Scales the result of `low_product`, each row by its adapter's scale, and rounds it."""
   is_bf16 = ffi.is_bfloat16(arguments, 0)
   row = ZERO
   while row < rows:
@@ -256,7 +258,7 @@ def scale_low(arguments, sizes, scalars, target, begin, rank, rows, low):
 
 @jit
 def add_low(arguments, sizes, operand, target, slab, begin, low, rows, out):
-  """out[rows, b] goes on with low[rows, rank] @ a slab of B, each row's own."""
+  """Continues out[rows, b] with low[rows, rank] @ a slab of each row's own B."""
   columns = ffi.dimension(arguments, operand, 3)
   add_low_to_columns(
     arguments, sizes, operand, target, slab, begin, low, rows, ZERO, columns, out, columns
@@ -267,7 +269,7 @@ def add_low(arguments, sizes, operand, target, slab, begin, low, rows, out):
 def add_low_to_columns(
   arguments, sizes, operand, target, slab, begin, low, rows, first, columns, out, out_row
 ):
-  """As `add_low`, of `columns` of the slab from `first` on; `out` has rows of `out_row` floats."""
+  """Like `add_low`, for `columns` of the slab from `first` on; `out` rows have `out_row` floats."""
   rank, width = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   is_bf16 = ffi.is_bfloat16(arguments, operand)
   row = ZERO
@@ -286,7 +288,7 @@ def add_low_to_columns(
 
 @inlined
 def waiting(slab):
-  """How many sums wait while a tree of slabs comes to `slab`: its bits that are one."""
+  """Returns how many sums wait in a tree of slabs at `slab`: the number of its one bits."""
   count = 0
   while slab > 0:
     count += slab & 1
@@ -296,7 +298,7 @@ def waiting(slab):
 
 @jit
 def merge(sums, slab, count):
-  """Adds what waits, now that the sum of `slab` stands behind it (`parallel.tree_sum`)."""
+  """Adds waiting sums after the sum of `slab` was stored behind them (`parallel.tree_sum`)."""
   place = waiting(slab)
   while slab & 1:
     add_row(sums + 4 * (place - 1) * count, sums + 4 * place * count, count)
@@ -306,7 +308,7 @@ def merge(sums, slab, count):
 
 @jit
 def gathered_rows(arguments, operand, begin, rows, sums):
-  """Adds slabs f32[r, n, d] in the tree: the rows' sum is the first of `sums`."""
+  """Adds slabs f32[r, n, d] in the tree; the rows' sum is the first of `sums`."""
   slabs, n = ffi.dimension(arguments, operand, 0), ffi.dimension(arguments, operand, 1)
   columns = ffi.dimension(arguments, operand, 2)
   count = rows * columns
@@ -318,7 +320,7 @@ def gathered_rows(arguments, operand, begin, rows, sums):
 
 @jit
 def add_sum(arguments, operand, target, begin, rows, x, sums, lows):
-  """x += the slabs' sum and its adapter's term, whose B is the operand, rounded."""
+  """Adds to x the slabs' sum and the adapter's term (with the given B operand), rounded."""
   is_bf16 = ffi.is_bfloat16(arguments, 0)
   rank, d = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   scale_low(arguments, SIZES_AFTER, SCALARS_AFTER, target, begin, rank, rows, lows)
@@ -330,7 +332,7 @@ def add_sum(arguments, operand, target, begin, rows, x, sums, lows):
 
 @jit
 def projected(arguments, slab, begin, rows, mixed, sums, lows):
-  """A slab's part of the output projection, and of its adapter's x @ A."""
+  """Computes a slab's part of the output projection, and of its adapter's x @ A."""
   width = ffi.dimension(arguments, OUT, 1) * ffi.dimension(arguments, OUT, 2)
   at = mixed + 4 * slab * ffi.dimension(arguments, OUT, 2)
   layer = ffi.integer(arguments, SIZES_AFTER, 1)
@@ -340,7 +342,7 @@ def projected(arguments, slab, begin, rows, mixed, sums, lows):
 
 @jit
 def mlp_inputs(arguments, begin, rows, x, scale, normed, low):
-  """What the MLP reads of the residual stream: its norm, and its adapter's x @ A."""
+  """Computes the MLP's inputs from the residual stream: its norm, and its adapter's x @ A."""
   is_bf16, d = ffi.is_bfloat16(arguments, 0), ffi.dimension(arguments, 0, 1)
   eps, rank = scalar(arguments, SCALARS_AFTER, 0), ffi.dimension(arguments, GATE_UP_A, 3)
   for row in range(rows):
@@ -352,7 +354,7 @@ def mlp_inputs(arguments, begin, rows, x, scale, normed, low):
 
 @jit
 def gate(gates, ups, is_bf16, count, out):
-  """out = silu(gate) * up of `count` floats at addresses, rounded; `out` may be `gates`."""
+  """Computes out = silu(gate) * up of `count` floats, rounded; `out` may be `gates`."""
   x, y, to = floats(gates), floats(ups), floats(out)
   for i in range(count):
     to[i] = x[i] / (f32(1.0) + exp(-x[i])) * y[i]
@@ -361,7 +363,7 @@ def gate(gates, ups, is_bf16, count, out):
 
 @jit
 def mlp(arguments, slab, begin, rows, normed, low, inner, sums, lows):
-  """A slab's part of the MLP, and of its last adapter's x @ A; `inner` is f32[rows, 2 i]."""
+  """Computes a slab's part of the MLP, and of `down`'s x @ A; `inner` is f32[rows, 2 i] scratch."""
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
   d, features = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, DOWN, 2)
   product(arguments, GATE_UP, layer, slab, normed, d, rows, inner, ZERO)
@@ -374,11 +376,11 @@ def mlp(arguments, slab, begin, rows, normed, low, inner, sums, lows):
 
 
 class Leaf(NamedTuple):
-  """Weights as handlers read them.
+  """Weights in the handlers' format.
 
   Attributes:
-    slabs: f[l, r, a, b]; l and r are 1 where there is nothing to choose from.
-    layer: i32[], which of the l.
+    slabs: f[l, r, a, b]; l and r are 1 for a single layer or slab.
+    layer: i32[], index of the layer.
   """
 
   slabs: Array
@@ -386,7 +388,7 @@ class Leaf(NamedTuple):
 
 
 def layered(leaf: Array | tiles.LayerSlabs) -> Leaf:
-  """Returns the slabs f[r, a, b] of one layer, or of the layer of many, uncut."""
+  """Returns the slabs f[r, a, b] of one layer, or those of all layers with an index, unsliced."""
   if isinstance(leaf, tiles.LayerSlabs):
     return Leaf(leaf.layers, leaf.index)
   return Leaf(leaf[None], jnp.int32(0))
@@ -395,9 +397,9 @@ def layered(leaf: Array | tiles.LayerSlabs) -> Leaf:
 def adapter(
   weights: Params, name: str, chosen: RowAdapters | None
 ) -> tuple[Array, Array, list[Array]]:
-  """Returns (A f[e, r, a, rank], B f[e, r, rank, b], scales f32[e]); rank 0 where there is none.
+  """Returns (A f[e, r, a, rank], B f[e, r, rank, b], scales f32[e]); rank 0 without an adapter.
 
-  The one of the two that all slabs share has one slab. Of one adapter e is 1, and the scale f32[].
+  The matrix that all slabs share has one slab. For a single adapter, e is 1 and the scale f32[].
   """
   slabs = layered(weights[name]).slabs
   of_columns, name = name in ("qkv", "gate_up"), f"{name}_lora"
@@ -419,7 +421,7 @@ def adapter(
 
 
 def _of_all(leaf: Array, chosen: RowAdapters) -> Array:
-  """Returns the adapters of all layers behind one another, uncut."""
+  """Returns the adapters of all layers concatenated, unsliced."""
   return leaf if chosen.layer is None else leaf.reshape(-1, *leaf.shape[2:])
 
 
@@ -436,7 +438,7 @@ def _sizes(num_rows: Array, layer: Array, names: tuple[str, ...], chosen: RowAda
 
 
 def scratch(*shapes: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-  """Scratch memory of each worker, which holds these shapes behind each other."""
+  """Returns the shape of scratch memory f32[w, ...] with room for these shapes per worker."""
   return f32_of(threads.number(), sum(math.prod(shape) for shape in shapes))
 
 

@@ -1,16 +1,16 @@
-"""What surrounds attention in a layer (`models.attention`, `models.mlp`), natively.
+"""Native handlers for the parts of a layer around attention (`models.attention`, `models.mlp`).
 
     attention_inputs   norm, qkv (+ adapter, bias), norms of the heads, rotation
     after_attention    projection (+ adapter), residual, norm, gated MLP (+ adapters), residual
 
-Rows go through all of it in chunks, so that what lies between is never in memory as a whole. A
-product's output is one chain (`products`); the projection's and the MLP's contractions are one
-chain a slab, and slabs are added in the tree. An adapter's x @ A @ B goes on with the chain of
-x @ W (out, down: with the sum of the slabs), so that a B of zeros changes no bit. Rows that choose
-among adapters share x @ W: neighbours of one adapter have its products together, each row its own.
+Rows go through all of it in chunks, so intermediate values are never in memory as a whole. A
+product's output is one chain (`products`); the contractions of projection and MLP are one chain per
+slab, and slabs are added in the tree. An adapter's x @ A @ B continues the chain of x @ W (out,
+down: the sum of the slabs), so a B of zeros changes no bit. If rows choose among adapters, they
+share x @ W; neighbouring rows with the same adapter share its products.
 
-With a mesh axis after_attention is three calls of the same functions: partial sums by slab leave
-one, are gathered, and enter the next.
+With a mesh axis, after_attention is three calls of the same functions: partial sums by slab are
+results of one call, are gathered, and are operands of the next.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ from seerjax.backends.native.layer_parts import (
 from seerjax.backends.native.numbers import jit, round_row, write_row, zero_row
 from seerjax.backends.protocol import Stage
 
-# Rows that go through a layer together: what lies between two products of theirs stays in cache.
+# Rows that go through a layer together, so that values between two products stay in cache.
 CHUNK_ROWS = 64
 
 
@@ -206,7 +206,7 @@ def _after_attention(arguments, results, first, last, worker):
 
 @jit
 def _project(arguments, results, first, last, worker):
-  """The first part with a mesh axis: partial sums f32[r, n, d] and f32[r, n, rank]."""
+  """Computes the first part with a mesh axis: partial sums f32[r, n, d] and f32[r, n, rank]."""
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   slabs, rank = ffi.dimension(arguments, OUT, 1), ffi.dimension(arguments, OUT_A, 3)
   inputs, num_rows = slabs * ffi.dimension(arguments, OUT, 2), ffi.integer(arguments, 2, 0)
@@ -223,7 +223,7 @@ def _project(arguments, results, first, last, worker):
 
 @jit
 def _between(arguments, results, first, last, worker):
-  """The part between two gatherings: hidden rows f[n, d], and partial sums as `_project`'s."""
+  """Computes the part between two gathers: hidden rows f[n, d], partial sums like `_project`."""
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   slabs, features = ffi.dimension(arguments, DOWN, 1), ffi.dimension(arguments, DOWN, 2)
   rank, down_rank = (
@@ -256,7 +256,7 @@ def _between(arguments, results, first, last, worker):
 
 @jit
 def _finish(arguments, results, first, last, worker):
-  """The last part with a mesh axis: hidden rows f[n, d]."""
+  """Computes the last part with a mesh axis: hidden rows f[n, d]."""
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   num_rows, size = ffi.integer(arguments, SIZES_AFTER, 0), min(n, CHUNK_ROWS)
   x = scratch_of(results, ONE, worker)
@@ -303,21 +303,21 @@ _FINISH = ffi.Handler("seerjax_after_attention_finish", blocks, _finish)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention_inputs(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> Any:
-  """`adapted_attention_inputs` without adapters by row, and with a gradient."""
+  """Like `adapted_attention_inputs` without adapters by row, but with a gradient."""
   return adapted_attention_inputs(stage, weights, rows, num_rows, None)
 
 
 def adapted_attention_inputs(
   stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None
 ) -> Any:
-  """Hidden rows f[n, d], cos and sin f32[n, c / 2] -> f[n, k, g, c], f[n, k, c], f[n, k, c].
+  """Maps x f[n, d], cos and sin f32[n, c / 2] to f[n, k, g, c], f[n, k, c], f[n, k, c].
 
   Args:
-    stage: of the model.
-    weights: of one layer, or of stacked ones (`tiles.LayerSlabs`); the local slabs.
+    stage: stage of the model.
+    weights: weights of one layer, or of stacked ones (`tiles.LayerSlabs`); the local slabs.
     rows: x, cos, sin.
     num_rows: i32[]; rows from there on are zero.
-    chosen: the rows' adapters; of no gradient.
+    chosen: the rows' adapters; without a gradient.
   """
   x, c, group = rows[0], stage.shape.head_dim, stage.shape.group
   operands = input_operands(stage, weights, rows, num_rows, chosen)
@@ -334,21 +334,21 @@ def adapted_attention_inputs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def after_attention(stage: Stage, weights: Params, rows: Any, num_rows: Array) -> Array:
-  """`adapted_after_attention` without adapters by row, and with a gradient."""
+  """Like `adapted_after_attention` without adapters by row, but with a gradient."""
   return adapted_after_attention(stage, weights, rows, num_rows, None)
 
 
 def adapted_after_attention(
   stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None
 ) -> Array:
-  """Hidden rows f[n, d] and what they attended f[n, k, g, c] -> hidden rows f[n, d].
+  """Maps hidden rows f[n, d] and attention outputs f[n, k, g, c] to hidden rows f[n, d].
 
   Args:
-    stage: of the model.
-    weights: as `attention_inputs`.
+    stage: stage of the model.
+    weights: as in `attention_inputs`.
     rows: x, mixed.
     num_rows: i32[]; rows from there on are zero.
-    chosen: the rows' adapters; of no gradient.
+    chosen: the rows' adapters; without a gradient.
   """
   x = rows[0]
   operands = after_operands(stage, weights, rows, num_rows, chosen)

@@ -1,13 +1,13 @@
-"""Gradients of what surrounds attention in a layer, natively.
+"""Native gradients of the parts of a layer around attention.
 
-Rows go in chunks of `ROWS`. One handler computes a chunk again from the layer's
-inputs, and goes back through it; what gradients of weights are made of, x and the cotangent of
-x @ W, leaves it. Another adds x^T @ cotangent to a weight's gradient: one chain over all rows, in
-the order of the batch. Where a mesh may shard the contraction of a row's gradient it is one chain a
-slab, and slabs are added in the tree; so are the slabs' parts of the gradients of the heads' norms.
+Rows are processed in chunks of `ROWS`. One handler recomputes a chunk from the layer's inputs and
+goes back through it; its results include the factors of weight gradients, x and the cotangent of
+x @ W. Another handler adds x^T @ cotangent to a weight's gradient: one chain over all rows, in
+batch order. If a mesh may shard the contraction of a row's gradient, it is one chain per slab, and
+slabs are added in the tree; so are the slabs' parts of the gradients of the heads' norms.
 
-Cotangents are rounded to the compute type where values are. The scale of an adapter, cos and sin
-have no gradient.
+Cotangents are rounded to the compute dtype where values are. An adapter's scale, cos and sin have
+no gradient.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ from seerjax.backends.native.numbers import (
 )
 from seerjax.backends.native.pointers import floats
 
-# Rows that go back together: a transposed panel of weights serves as many.
+# Rows that go back together and share a transposed panel of weights.
 CHUNK_ROWS = 256
-# Rows of a chunk of the batch, whose computing again is in memory as a whole: as often as there are
-# chunks, the gradients of all weights are read and written.
+# Rows of a chunk of the batch, which is recomputed as a whole in memory: for every chunk, the
+# gradients of all weights are read and written once.
 ROWS = 2048
 _ROWS = np.int64(ROWS)
-# Rows of a weight's gradient that one item of work computes, of half of its columns: as often as
-# there are items in a column, the cotangents are read.
+# Rows of a weight's gradient in one item of work, for half of its columns: for every item in a
+# column, the cotangents are read once.
 _GRADIENT_ROWS = products_over_rows.COLUMNS
 _SCRATCH_INPUTS, _SCRATCH_AFTER = np.int64(8), np.int64(15)
 
 
 @jit
 def back(arguments, operand, layer, slab, x, x_row, rows, out, out_row, is_added, panel):
-  """out[rows, a] (+)= x[rows, b] @ a slab f[a, b] of weights f[l, r, a, b], transposed."""
+  """Computes out[rows, a] (+)= x[rows, b] @ a transposed slab f[a, b] of weights f[l, r, a, b]."""
   columns, k = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   products.product_transposed(
     x, x_row, rows, slab_of(arguments, operand, layer, slab), ffi.is_bfloat16(arguments, operand),
@@ -96,7 +96,7 @@ def back(arguments, operand, layer, slab, x, x_row, rows, out, out_row, is_added
 def back_slab(
   arguments, operand, b_operand, layer, slab, rows, x, x_row, sums, lows, panel
 ):
-  """A slab's part of what all slabs' columns read: x @ W^T, and x @ B^T of its adapter."""
+  """Computes a slab's part of the cotangent of the input: x @ W^T, and x @ B^T of its adapter."""
   d, rank = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, b_operand, 2)
   back(arguments, operand, layer, slab, x, x_row, rows, sums, d, ZERO, panel)
   back(arguments, b_operand, ZERO, slab, x, x_row, rows, lows, rank, ZERO, panel)
@@ -104,12 +104,12 @@ def back_slab(
 
 @jit
 def back_sum(arguments, a_operand, scale, rows, sums, lows, low, panel):
-  """What all slabs' columns read: the slabs' sum + scale * lows @ A^T, rounded.
+  """Computes the cotangent of the input of all slabs: their sum + scale * lows @ A^T, rounded.
 
   Args:
-    sums (address): f32[rows, a], the slabs' sum of `back_slab`.
+    sums (address): f32[rows, a], the slabs' sum from `back_slab`.
     lows (address): f32[rows, rank], likewise.
-    low (address): f32[rows, rank], the cotangent of x @ A.
+    low (address): f32[rows, rank], written: the cotangent of x @ A.
   """
   is_bf16 = ffi.is_bfloat16(arguments, 0)
   d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, a_operand, 3)
@@ -122,12 +122,12 @@ def back_sum(arguments, a_operand, scale, rows, sums, lows, low, panel):
 def _back_columns(
   arguments, operand, a_operand, b_operand, layer, scale, rows, x, sums, lows, low, panel
 ):
-  """What all slabs' columns read, from the cotangents x f32[rows, r, b] of all of them.
+  """Computes the cotangent of the input of all slabs from the columns' cotangents f32[rows, r, b].
 
   Args:
     sums: f32[WAITING, rows, a].
     lows: f32[WAITING, rows, rank].
-    low: f32[rows, rank], the cotangent of x @ A.
+    low: f32[rows, rank], written: the cotangent of x @ A.
   """
   slabs, d = ffi.dimension(arguments, operand, 1), ffi.dimension(arguments, operand, 2)
   columns, rank = ffi.dimension(arguments, operand, 3), ffi.dimension(arguments, a_operand, 3)
@@ -144,7 +144,7 @@ def _back_columns(
 
 @jit
 def back_low(lows, scale, is_bf16, count, low):
-  """low = scale * lows, which are rounded first: from what meets B to x @ A."""
+  """Computes low = scale * lows after rounding lows: from B's input to x @ A."""
   round_row(lows, is_bf16, count)
   values, out = floats(lows), floats(low)
   for i in range(count):
@@ -153,21 +153,21 @@ def back_low(lows, scale, is_bf16, count, low):
 
 @inlined
 def live_of_chunk(arguments, sizes, begin, rows):
-  """How many of a chunk's `rows` from `begin` on there are."""
+  """Returns how many of a chunk's `rows` from `begin` on are valid."""
   left = ffi.integer(arguments, sizes, 0) - ffi.integer(arguments, sizes, 2) - begin
   return min(max(left, 0), rows)
 
 
 @jit
 def blocks_of_chunk(arguments):
-  """Items of a call: blocks of 4 rows of a chunk of the first operand."""
+  """Returns the number of items of a call: blocks of 4 rows of a chunk of the first operand."""
   rows = min(ffi.dimension(arguments, 0, 0), _ROWS)
   return (rows + products.BLOCK_ROWS - 1) // products.BLOCK_ROWS
 
 
 @jit
 def _back_swiglu(values, other, features, is_bf16, inner, of_gate_up):
-  """One row: its inner features again, and the cotangents of gate and up.
+  """Recomputes the inner features of a row, and computes the cotangents of gate and up.
 
   Args:
     values: f32[2 * features], gate and up.
@@ -186,7 +186,7 @@ def _back_swiglu(values, other, features, is_bf16, inner, of_gate_up):
 
 @jit
 def gate_up_again(arguments, slab, rows, normed, low, gate_up):
-  """A slab's gate and up, f32[rows, 2 i]."""
+  """Recomputes a slab's gate and up, f32[rows, 2 i]."""
   layer, d = ffi.integer(arguments, SIZES_AFTER, 1), ffi.dimension(arguments, 0, 1)
   rank = ffi.dimension(arguments, GATE_UP_A, 3)
   product(arguments, GATE_UP, layer, slab, normed, d, rows, gate_up, ZERO)
@@ -195,7 +195,7 @@ def gate_up_again(arguments, slab, rows, normed, low, gate_up):
 
 @jit
 def of_mlp_slab(arguments, slab, rows, gate_up, dy, of_down, of_gate_up, inner, to, given, panel):
-  """A slab's inner features again, the cotangents of its gate and up, and its part of inner @ A.
+  """Recomputes a slab's inner features and its part of inner @ A; computes gate-up cotangents.
 
   Args:
     gate_up (address): f32[rows, 2 i].
@@ -219,7 +219,7 @@ def of_mlp_slab(arguments, slab, rows, gate_up, dy, of_down, of_gate_up, inner, 
 
 @jit
 def _of_mixed(arguments, results, begin, rows, dx, of_out, scratch, panel):
-  """Writes the gradient of what was attended, slab by slab of its columns."""
+  """Writes the gradient of the attention output, slab by slab of its columns."""
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
   d, rank = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, OUT_A, 3)
   slabs, columns = ffi.dimension(arguments, OUT, 1), ffi.dimension(arguments, OUT, 2)
@@ -237,13 +237,13 @@ def _of_mixed(arguments, results, begin, rows, dx, of_out, scratch, panel):
 def back_to_attended(
   arguments, results, begin, rows, x, scale, sums, dy, dx, of_scale, lows, of_out, mixed, panel
 ):
-  """From the MLP's norm to the gradients of hidden rows and of what was attended, written.
+  """Goes from the MLP's norm back to hidden rows and attention output, and writes both gradients.
 
   Args:
     x (address): f32[rows, d], hidden rows after attention.
-    scale (address): f32[d], of the norm.
-    sums (address): what comes back to the norm of the rows.
-    dy (address): what came to the layer.
+    scale (address): f32[d], scale of the norm.
+    sums (address): cotangent of the norm of the rows.
+    dy (address): cotangent of the layer's result.
     dx (address): written, the cotangent of the projection.
     of_scale (address): written, the cotangent of scale.
     lows (address): scratch.
@@ -264,11 +264,11 @@ def back_to_attended(
   _of_mixed(arguments, results, begin, rows, dx, of_out, mixed, panel)
 
 
-# Operands: those of `after_attention`, whose sizes end with the chunk's first row; the cotangent
-# f[n, d]; what `layers_kept` kept, hidden rows after attention f32[n, d] and gate and up
-# f32[r, n, 2 i]; what results 0 and 1 are written over. Results: gradients f[n, d] and
-# f[n, k, g, c]; of the chunk's rows, as f32, what was attended, the projection's low rank and its
-# cotangent, the cotangent of the projection, the norm's scale; the norm, its low rank and
+# Operands: those of `after_attention`, with the chunk's first row as the last size; the cotangent
+# f[n, d]; the values kept by `layers_kept`, hidden rows after attention f32[n, d] and gate and up
+# f32[r, n, 2 i]; the arrays that results 0 and 1 overwrite. Results: gradients f[n, d] and
+# f[n, k, g, c]; for the chunk's rows, as f32, the attention output, the projection's low rank and
+# its cotangent, the cotangent of the projection, the norm's scale; the norm, its low rank and
 # cotangent, the cotangent of gate and up; the inner features, their low rank and cotangent, the
 # given cotangent.
 @jit
@@ -344,7 +344,7 @@ def _after_attention(arguments, results, first, last, worker):
 
 @jit
 def _heads_again(arguments, slab, rows, normed, low, bias, heads):
-  """A slab's queries and keys before their norms: f32[rows, ...] of as many columns."""
+  """Recomputes a slab's queries and keys before their norms: f32[rows, columns]."""
   is_bf16, d = ffi.is_bfloat16(arguments, 0), ffi.dimension(arguments, 0, 1)
   layer, rank = ffi.integer(arguments, SIZES, 1), ffi.dimension(arguments, QKV_A, 3)
   columns = ffi.dimension(arguments, QKV, 3)
@@ -360,7 +360,7 @@ def _heads_again(arguments, slab, rows, normed, low, bias, heads):
 
 @jit
 def _rotate_back(head, cos, sin, features):
-  """The gradient of a rotation, in place."""
+  """Computes the gradient of a rotation, in place."""
   half = features // 2
   x, c, s = floats(head), floats(cos), floats(sin)
   for i in range(half):
@@ -383,14 +383,14 @@ def input_scales(arguments, scales):
 def input_cotangents(
   arguments, begin, rows, scales, x, again, normed, low, of_qkv, of_query, of_key
 ):
-  """Some rows' norms and low rank again, and the cotangents of all slabs' columns before them.
+  """Recomputes norms and low rank of some rows, and computes the cotangents of all slabs' columns.
 
   Args:
-    begin (int): the first row of the batch.
-    scales (address): of `input_scales`, and behind them scratch f32[c], f32[columns].
-    x (address): scratch, f32[rows, d]: the hidden rows, afterwards.
+    begin (int): the first row in the batch.
+    scales (address): result of `input_scales`, followed by scratch f32[c], f32[columns].
+    x (address): written, f32[rows, d]: the hidden rows.
     again (address): scratch, f32[rows, columns].
-    normed (address): written, as the four that follow, of these rows.
+    normed (address): written, like the four that follow, for these rows.
     low (address): x @ A.
     of_qkv (address): the cotangents of the columns.
     of_query (address): the cotangent of the scale of the queries' norm.
@@ -448,7 +448,7 @@ def input_cotangents(
 
 @jit
 def back_through_norm(arguments, results, begin, rows, x, scale, sums, of_scale):
-  """Writes the gradient of hidden rows x that only the first norm reads."""
+  """Writes the gradient of hidden rows x, which only the first norm reads."""
   d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
   width, eps = 2 if is_bf16 else 4, scalar(arguments, SCALARS, 0)
   for row in range(rows):
@@ -457,9 +457,9 @@ def back_through_norm(arguments, results, begin, rows, x, scale, sums, of_scale)
   write_row(sums, ffi.address(results, 0) + width * begin * d, is_bf16, rows * d)
 
 
-# Operands: those of `attention_inputs`, whose sizes end with the chunk's first row; cotangents
-# f[n, k, g, c], f[n, k, c] and f[n, k, c]; what result 0 is written over. Results: gradient
-# f[n, d]; of the chunk's rows, as f32, the norm, its low rank and cotangent, the cotangent of qkv,
+# Operands: those of `attention_inputs`, with the chunk's first row as the last size; cotangents
+# f[n, k, g, c], f[n, k, c] and f[n, k, c]; the array that result 0 overwrites. Results: gradient
+# f[n, d]; for the chunk's rows, as f32, the norm, its low rank and cotangent, the cotangent of qkv,
 # the norm's scale, the norms' scales of each slab's queries and keys.
 @jit
 def _attention_inputs(arguments, results, first, last, worker):
@@ -509,9 +509,9 @@ def _count_gradient(arguments):
   return 2 * _slabs_of_gradient(arguments) * rows
 
 
-# Operands: sizes; x f32[m, 1 or r, a]; cotangents f32[m, 1 or r, b]; behind a first chunk of rows
-# f32[r, a, b], which the result is written over: each slab's x^T @ cotangents is added to it.
-# Scratch: the transpose of x.
+# Operands: sizes; x f32[m, 1 or r, a]; cotangents f32[m, 1 or r, b]; after the first chunk of rows,
+# f32[r, a, b], which the result overwrites: each slab's x^T @ cotangents is added to it. Scratch:
+# the transpose of x.
 @jit
 def _add_gradient(arguments, results, first, last, worker):
   a, b = ffi.dimension(arguments, 1, 2), ffi.dimension(arguments, 2, 2)
@@ -537,7 +537,7 @@ def _add_gradient(arguments, results, first, last, worker):
 
 @jit
 def _cost_after(arguments):
-  """A chunk's products, forward again and backward."""
+  """A chunk's products, recomputed and backward."""
   weights = weights_of(arguments, OUT) + weights_of(arguments, GATE_UP)
   weights += weights_of(arguments, DOWN)
   return 2 * live_of_chunk(arguments, SIZES_AFTER, ZERO, _ROWS) * weights
@@ -545,7 +545,7 @@ def _cost_after(arguments):
 
 @jit
 def _cost_of_inputs(arguments):
-  """As `_cost_after`."""
+  """Like `_cost_after`."""
   return 2 * live_of_chunk(arguments, SIZES, ZERO, _ROWS) * weights_of(arguments, QKV)
 
 

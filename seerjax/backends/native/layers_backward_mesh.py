@@ -1,11 +1,11 @@
-"""`layers_backward` where slabs are on several devices: each handler is cut where they meet.
+"""`layers_backward` for slabs on several devices: each handler is split where slabs are summed.
 
-    inputs      a chunk again, cotangents of local columns, partial sums of what the norm gets
-    inputs_end  all slabs' partial sums, added in the tree, through the norm
-    after       a chunk again, cotangents of the local part of the MLP, partial sums likewise
-    after_end   all slabs' partial sums, through the norm and the projection
+    inputs      recompute a chunk; cotangents of local columns, partial sums of the norm's cotangent
+    inputs_end  add all slabs' partial sums in the tree; go back through the norm
+    after       recompute a chunk; cotangents of the local part of the MLP, partial sums likewise
+    after_end   all slabs' partial sums, back through the norm and the projection
 
-Everything is computed by the functions of the uncut handlers, in their order: the same bits.
+Everything is computed by the functions of the unsplit handlers, in the same order: the same bits.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ from seerjax.backends.native.layers_backward import (
 )
 from seerjax.backends.native.numbers import jit, read_row
 
-# Operands behind those of a stage.
+# Operands after those of a stage.
 _FIRST, _SECOND, _THIRD, _X, _DY = map(np.int64, (14, 15, 16, 17, 18))
 _SUMS, _LOWS = np.int64(12), np.int64(13)
 _SCRATCH_INPUTS, _SCRATCH_END = np.int64(7), np.int64(3)
 _SCRATCH_AFTER, _SCRATCH_AFTER_END = np.int64(12), np.int64(7)
 
 
-# Operands: those of `attention_inputs`, whose sizes end with the chunk's first row; cotangents
-# f[n, k, g, c], f[n, k, c] and f[n, k, c]. Results, of the chunk's rows, f32: the norm, its low
+# Operands: those of `attention_inputs`, with the chunk's first row as the last size; cotangents
+# f[n, k, g, c], f[n, k, c] and f[n, k, c]. Results, for the chunk's rows, f32: the norm, its low
 # rank, the cotangents of qkv, the norms' scales of each slab's queries and keys; the slabs' parts
 # of the norm's cotangent f32[r, m, d], and of the low rank's f32[r, m, rank].
 @jit
@@ -116,8 +116,8 @@ def _inputs(arguments, results, first, last, worker):
 
 
 # Operands: those of `attention_inputs`; all slabs' partial sums f32[r, m, d] and f32[r, m, rank];
-# what result 0 is written over. Results: gradient f[n, d]; of the chunk's rows, f32, the low rank's
-# cotangent, the norm's scale.
+# the array that result 0 overwrites. Results: gradient f[n, d]; for the chunk's rows, f32, the low
+# rank's cotangent, the norm's scale.
 @jit
 def _inputs_end(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
@@ -143,12 +143,12 @@ def _inputs_end(arguments, results, first, last, worker):
     back_through_norm(arguments, results, base + begin, rows, x, scale, sums, of_scale)
 
 
-# Operands: those of `after_attention`, whose sizes end with the chunk's first row; the cotangent
-# f[n, d]; all slabs' partial sums of the projection f32[r, n, d] and f32[r, n, rank]. Results, of
-# the chunk's rows, f32: what was attended, hidden rows after it, the projection's low rank; the
+# Operands: those of `after_attention`, with the chunk's first row as the last size; the cotangent
+# f[n, d]; all slabs' partial sums of the projection f32[r, n, d] and f32[r, n, rank]. Results, for
+# the chunk's rows, f32: the attention output, hidden rows after it, the projection's low rank; the
 # norm and its low rank, the cotangent of gate and up, the inner features, the cotangent of their
-# low rank, the given one; the slabs' parts of the cotangents of the norm f32[r, m, d] and of its
-# low rank f32[r, m, rank], and of the inner low rank f32[r, m, rank].
+# low rank, the given cotangent; the slabs' parts of the cotangents of the norm f32[r, m, d] and of
+# its low rank f32[r, m, rank], and of the inner low rank f32[r, m, rank].
 @jit
 def _after(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
@@ -206,10 +206,10 @@ def _after(arguments, results, first, last, worker):
 
 
 # Operands: those of `after_attention`; all slabs' partial sums f32[r, m, d], f32[r, m, rank] and
-# f32[r, m, rank]; hidden rows after attention and the given cotangent, f32[m, d]; what results 0
-# and 1 are written over. Results: gradients f[n, d], f[n, k, g, c]; of the chunk's rows, f32, the
-# cotangents of the projection's low rank and of the projection, the norm's scale, the cotangent of
-# its low rank, the inner low rank.
+# f32[r, m, rank]; hidden rows after attention and the given cotangent, f32[m, d]; the arrays that
+# results 0 and 1 overwrite. Results: gradients f[n, d], f[n, k, g, c]; for the chunk's rows, f32,
+# the cotangents of the projection's low rank and of the projection, the norm's scale, the cotangent
+# of its low rank, the inner low rank.
 @jit
 def _after_end(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
@@ -250,21 +250,21 @@ def _after_end(arguments, results, first, last, worker):
 
 @jit
 def _cost_of_inputs(arguments):
-  """A chunk's products, forward again and backward."""
+  """A chunk's products, recomputed and backward."""
   rows = live_of_chunk(arguments, SIZES, ZERO, ffi.dimension(arguments, 0, 0))
   return 2 * rows * weights_of(arguments, QKV)
 
 
 @jit
 def _cost_of_mlp(arguments):
-  """As `_cost_of_inputs`."""
+  """Like `_cost_of_inputs`."""
   rows = live_of_chunk(arguments, SIZES_AFTER, ZERO, ffi.dimension(arguments, 0, 0))
   return 2 * rows * (weights_of(arguments, GATE_UP) + weights_of(arguments, DOWN))
 
 
 @jit
 def _cost_of_projection(arguments):
-  """As `_cost_of_inputs`."""
+  """The products back through the projection."""
   rows = live_of_chunk(arguments, SIZES_AFTER, ZERO, ffi.dimension(arguments, 0, 0))
   return rows * weights_of(arguments, OUT)
 
@@ -282,7 +282,7 @@ _AFTER_END = ffi.Handler(
 
 
 def inputs(operands: list[Array], cotangent: Sequence[Array], m: int) -> list[Array]:
-  """The local part of a chunk of m rows: what weights' gradients need, and partial sums by slab."""
+  """Computes the local part of a chunk of m rows: inputs of weight gradients, and partial sums."""
   (n, d), (_, slabs, _, columns) = operands[0].shape, operands[QKV].shape
   rank, size, c = operands[QKV_A].shape[3], min(n, CHUNK_ROWS), cotangent[0].shape[3]
   features = operands[QUERY_NORM].shape[0]
@@ -297,7 +297,7 @@ def inputs(operands: list[Array], cotangent: Sequence[Array], m: int) -> list[Ar
 def inputs_end(
   operands: list[Array], partials: list[Array], into: tuple[Array, ...], m: int
 ) -> list[Array]:
-  """From all slabs' partial sums: the gradient of hidden rows, of the low rank and the scale."""
+  """Returns the gradients of hidden rows, low rank and scale from all slabs' partial sums."""
   x, rank = operands[0], operands[QKV_A].shape[3]
   (n, d), size = x.shape, min(x.shape[0], CHUNK_ROWS)
   own = scratch((d,), (size, d + WAITING * (d + rank)), (max(rank, 1), products.PANEL))
@@ -309,7 +309,7 @@ def inputs_end(
 def after(
   operands: list[Array], cotangent: Array, projection: Any, m: int
 ) -> tuple[list[Array], list[Array]]:
-  """As `inputs`: (what weights' gradients need, partial sums by slab)."""
+  """Like `inputs`: (inputs of weight gradients, partial sums by slab)."""
   (n, d), (_, slabs, inputs, _) = operands[0].shape, operands[OUT].shape
   features, size = operands[DOWN].shape[2], min(n, CHUNK_ROWS)
   out_rank, rank, down_rank = (operands[place].shape[3] for place in (OUT_A, GATE_UP_A, DOWN_A))
@@ -334,7 +334,7 @@ def after_end(
   into: tuple[Array, ...],
   m: int,
 ) -> list[Array]:
-  """As `inputs_end`: gradients of rows and of what was attended, then what weights' need."""
+  """Like `inputs_end`: gradients of hidden rows and attention output, then inputs of weights'."""
   (n, d), inputs = operands[0].shape, operands[OUT].shape[2]
   out_rank, rank, down_rank = (operands[place].shape[3] for place in (OUT_A, GATE_UP_A, DOWN_A))
   size, most = min(n, CHUNK_ROWS), max(out_rank, rank, down_rank)

@@ -1,14 +1,14 @@
-"""What surrounds attention in a layer, for few rows: all threads share every product's columns.
+"""The parts of a layer around attention for few rows: all threads share every product's columns.
 
-Weights are what a step of few rows reads, so that each thread reads a part of them, and each once
-for all rows; `layers` shares out rows, each of which would read all. A product's columns are pieces
-of a stage (`threads.claim`), and a stage begins when the one before it is done:
+A step of few rows is bound by reading weights, so each thread reads a part of them once for all
+rows; in `layers`, threads share rows, and each would read all weights. A product's columns are
+pieces of a stage (`threads.claim`), and a stage begins when the previous one is done:
 
     attention_inputs   rows: norm | heads: qkv, norms, rotation
     after_attention    columns: projection | rows: residual, norm | columns: gate, up, product
                        | columns: down | rows: residual
 
-Each output is the chain of `layers`, and each of its sums the same tree: the same bits.
+Each output is the same chain as in `layers`, and each sum the same tree: the same bits.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ from seerjax.backends.native.layer_parts import (
 )
 from seerjax.backends.native.numbers import inlined, jit, read_row, round_row, write_row, zero_row
 
-# Most rows of a program that go this way.
+# Maximum rows of a program that uses this path.
 MOST_ROWS = 128
-# Rows of a piece of a stage of rows, and columns of a piece of a product, at least.
+# Minimum rows of a piece of a stage of rows, and minimum columns of a piece of a product.
 _PIECE_ROWS, _PIECE_COLUMNS = np.int64(4), np.int64(96)
-# Pieces of a product at most, whose threads are two or more.
+# Maximum pieces of a product with two or more threads.
 _PIECES = np.int64(8)
-# Rows that a weight is worth where it is read from memory: multiply-adds in the time of the read.
+# Cost of reading a weight from memory, in multiply-adds, that is, in rows.
 _READ_ROWS = 8
 _STAGES = tuple(np.int64(stage) for stage in range(threads.STAGES))
 _NONE, _LANES = np.int64(-1), np.int64(vectors.LANES)
@@ -90,7 +90,7 @@ def _row_pieces(rows):
 
 @inlined
 def _columns_of_piece(team, columns, unit):
-  """Columns of a piece, a multiple of `unit`: all of them for a thread that is alone."""
+  """Returns the columns of a piece, a multiple of `unit`; all columns for a single thread."""
   if team == 0:
     return columns
   least = (columns + _PIECES - 1) // _PIECES
@@ -102,7 +102,7 @@ def _columns_of_piece(team, columns, unit):
 def _sum_of_columns(
   arguments, operand, layer, x, x_row, rows, first, columns, parts, out
 ):  # fmt: skip
-  """out[rows, columns] of x[rows, r a] @ f[r, a, b]: the slabs' sums of columns, in the tree."""
+  """Computes `columns` of out = x[rows, r a] @ f[r, a, b], adding the slabs' sums in the tree."""
   slabs, k = ffi.dimension(arguments, operand, 1), ffi.dimension(arguments, operand, 2)
   width = ffi.dimension(arguments, operand, 3)
   to = out + 4 * first
@@ -124,7 +124,7 @@ def _sum_of_columns(
 
 @jit
 def _sum_of_lows(arguments, operand, begin, x, x_row, rows, lows):
-  """An adapter's x @ A of several rows, the slabs' sums in the tree."""
+  """Computes an adapter's x @ A of several rows, adding the slabs' sums in the tree."""
   slabs, k = ffi.dimension(arguments, operand, 1), ffi.dimension(arguments, operand, 2)
   rank = ffi.dimension(arguments, operand, 3)
   for slab in range(slabs):
@@ -143,7 +143,7 @@ def _attention_inputs(arguments, results, team, worker):
   rank, live = ffi.dimension(arguments, QKV_A, 3), live_rows(arguments, SIZES)
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES, 1)
   eps, width = scalar(arguments, SCALARS, 0), 2 if is_bf16 else 4
-  normed = scratch_of(results, THREE, ZERO)  # All threads'.
+  normed = scratch_of(results, THREE, ZERO)  # Shared by all threads.
   low = normed + 4 * n * d
   scale = scratch_of(results, THREE, worker) + 4 * n * (d + rank)
   qkv = scale + 4 * d
@@ -227,7 +227,7 @@ def _after_attention(arguments, results, team, worker):
   down_rank = ffi.dimension(arguments, DOWN_A, 3)
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
   live = live_rows(arguments, SIZES_AFTER)
-  x = scratch_of(results, ONE, ZERO)  # All threads', and the next four.
+  x = scratch_of(results, ONE, ZERO)  # Shared by all threads, like the next four.
   sums = x + 4 * n * d
   normed = sums + 4 * n * d
   low = normed + 4 * n * d
@@ -336,7 +336,7 @@ _AFTER = ffi.Handler(
 def attention_inputs(
   results: tuple[jax.ShapeDtypeStruct, ...], operands: list[Array]
 ) -> tuple[Any, ...]:
-  """Returns f[n, k, g, c], f[n, k, c], f[n, k, c], of the operands of `layers.attention_inputs`."""
+  """Returns f[n, k, g, c], f[n, k, c], f[n, k, c]; operands: those of `layers.attention_inputs`."""
   (n, d), columns = operands[0].shape, operands[QKV].shape[3]
   rank, c = operands[QKV_A].shape[3], results[0].shape[3]
   own = scratch((n, 2 * d + rank + columns), (d + columns + 2 * c,))
@@ -344,7 +344,7 @@ def attention_inputs(
 
 
 def after_attention(hidden: jax.ShapeDtypeStruct, operands: list[Array]) -> Array:
-  """Returns hidden rows f[n, d], of the operands of `layers.after_attention`."""
+  """Returns hidden rows f[n, d]; operands: those of `layers.after_attention`."""
   (n, d), (_, slabs, inputs, _) = operands[0].shape, operands[OUT].shape
   features = operands[DOWN].shape[2]
   out_rank, rank, down_rank = (operands[i].shape[3] for i in (OUT_A, GATE_UP_A, DOWN_A))

@@ -1,7 +1,7 @@
-"""Gradients of what surrounds attention in a layer: the handlers' calls, chunk by chunk of rows.
+"""Gradients of the parts of a layer around attention: calls the handlers chunk by chunk of rows.
 
-On one device a chunk is one call of `layers_backward`. With a mesh axis it is two of
-`layers_backward_mesh`, between which the partial sums of slabs are gathered.
+On one device, a chunk is one call of `layers_backward`. With a mesh axis, it is two calls of
+`layers_backward_mesh`, between which the slabs' partial sums are gathered.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from seerjax.ops import tiles
 
 HEAD_NORMS = ("query_norm", "key_norm")
 
-# A weight's gradient: of f32[r, a, b] so far, x f32[m, ...] and cotangents f32[m, ...].
+# Terms of weight gradients f32[r, a, b] by name: x f32[m, ...] and cotangents f32[m, ...].
 Terms = dict[str, tuple[Array, Array]]
 
 
@@ -119,8 +119,8 @@ def after_attention_gradient(
 ) -> tuple[Params, Any]:
   """Returns the gradients of `layers.after_attention` to the weights and the rows.
 
-  `found` is what `layers_kept.after_attention` kept; with a mesh axis it is all slabs' partial sums
-  of the projection, f32[r, n, d], and of its adapter's x @ A, f32[r, n, rank].
+  `found` has the values kept by `layers_kept.after_attention`; with a mesh axis, it has all slabs'
+  partial sums of the projection, f32[r, n, d], and of its adapter's x @ A, f32[r, n, rank].
   """
   x, mixed = rows
   operands = after_operands(stage, weights, rows, num_rows)
@@ -196,15 +196,15 @@ def _by_chunks(
   anchor: Array,
   axis: str | None,
 ) -> tuple[tuple[Array, ...], Params]:
-  """Goes over chunks of rows in the order of the batch: gradients of rows, and of weights.
+  """Processes chunks of rows in batch order; returns the gradients of rows, and of weights.
 
   Args:
     chunk: `(sizes, gradients of rows so far) -> (the same with the chunk's, terms by name)`.
     sizes: i32[2], num_rows and layer.
-    rows: whose gradients are wanted.
-    weights: of the layer; those of other stages get no gradient.
-    shapes: r, a, b of the gradients by name; an adapter's has two.
-    anchor: any cotangent: no zeros are there before it.
+    rows: arrays for which gradients are computed.
+    weights: weights of the layer; those of other stages get no gradient.
+    shapes: r, a, b of the gradients by name; an adapter has two.
+    anchor: any cotangent: no zeros are allocated before it is available.
     axis: mesh axis of the slabs, None on one device.
   """
   names = [name for name in shapes if name.partition(".")[0] in weights]
@@ -233,7 +233,7 @@ def _by_chunks(
     totals = {name: zeros(shapes[name], jnp.float32) for name in names}
     trips = (sizes[0] + layers_backward.ROWS - 1) // layers_backward.ROWS
     of_rows, totals = lax.fori_loop(jnp.int32(0), trips, body, (begin, totals))
-  # What all slabs share is a leaf of one slab: a partial of each is added.
+  # Weights that all slabs share have one slab: the slabs' partial gradients are added.
   shared = {name: totals[name] for name in names if name in HEAD_NORMS}
   if axis is not None and shared:
     shared = parallel.after(shared, of_rows[0])

@@ -1,8 +1,8 @@
-"""What follows attention in a layer, with what its gradient would else compute again.
+"""The part of a layer after attention, for training: it also returns what its gradient needs.
 
-The hidden rows after attention, and gate and up before their product, leave the forward pass
-beside its result. The products are those of `layers.after_attention`, in their order: the same
-bits.
+In addition to the result, the forward pass returns the hidden rows after attention, and gate and up
+before their product, so that the gradient need not recompute them. The products are those of
+`layers.after_attention`, in the same order, and so have the same bits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CHUNK_ROWS = layers_backward.CHUNK_ROWS
 
 @jit
 def _mlp(arguments, slab, begin, rows, normed, low, gate_up, inner, sums, lows):
-  """`layer_parts.mlp`, which leaves gate and up f32[rows, 2 i] as they are."""
+  """Like `layer_parts.mlp`, but keeps gate and up f32[rows, 2 i]."""
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES_AFTER, 1)
   d, features = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, DOWN, 2)
   product(arguments, GATE_UP, layer, slab, normed, d, rows, gate_up, ZERO)
@@ -67,8 +67,8 @@ def _mlp(arguments, slab, begin, rows, normed, low, gate_up, inner, sums, lows):
   low_product(arguments, SIZES_AFTER, DOWN_A, slab, begin, inner, features, rows, lows)
 
 
-# Operands: those of `layers.after_attention`. Results: hidden rows f[n, d]; those after attention
-# f32[n, d]; gate and up f32[r, n, 2 i], of each slab.
+# Operands: those of `layers.after_attention`. Results: hidden rows f[n, d]; hidden rows after
+# attention f32[n, d]; gate and up f32[r, n, 2 i] of each slab.
 @jit
 def _after_attention(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
@@ -123,7 +123,7 @@ _AFTER = ffi.Handler("seerjax_after_attention_kept", blocks, _after_attention, _
 
 
 def after_attention(operands: list[Array]) -> tuple[Array, tuple[Array, Array]]:
-  """Returns hidden rows f[n, d], and what the gradient reads: f32[n, d] and f32[r, n, 2 i]."""
+  """Returns hidden rows f[n, d], and the gradient's inputs f32[n, d] and f32[r, n, 2 i]."""
   (n, d), (_, slabs, inputs, _) = operands[0].shape, operands[OUT].shape
   features, size = operands[DOWN].shape[2], min(n, CHUNK_ROWS)
   out_rank, rank, down_rank = (operands[place].shape[3] for place in (OUT_A, GATE_UP_A, DOWN_A))

@@ -1,4 +1,4 @@
-"""Gumbel noise as JAX draws it: Threefry's numbers, with logarithms of our own.
+"""Gumbel noise like JAX's: the same Threefry numbers, with our own logarithm.
 
 Source: Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405 (20 rounds of two words).
 """
@@ -11,7 +11,7 @@ from seerjax.backends.native.numbers import f32, inlined, jit, log
 from seerjax.backends.native.pointers import float_of, floats
 
 u32 = np.uint32
-# The smallest normal number: what JAX draws in place of zero.
+# The smallest normal number, which JAX draws instead of zero.
 _TINY = f32(np.finfo(np.float32).tiny)
 
 
@@ -24,7 +24,7 @@ def _mix(a, b, turn):
 
 @inlined
 def threefry(k0, k1, a, b):
-  """Threefry-2x32 of a key's two words and a counter's, all u32."""
+  """Returns Threefry-2x32 of a key's two words and a counter's two words, all u32."""
   k2 = u32(k0 ^ k1 ^ u32(0x1BD11BDA))
   a, b = u32(a + k0), u32(b + k1)
   a, b = _mix(a, b, 13)
@@ -56,15 +56,15 @@ def threefry(k0, k1, a, b):
 
 @jit
 def fold_in(k0, k1, data):
-  """`jax.random.fold_in` of a key's two words and 32 bits of data."""
+  """Returns `jax.random.fold_in` of a key's two words and 32 bits of data."""
   return threefry(k0, k1, u32(0), u32(data))
 
 
 @inlined
 def gumbel(k0, k1, place):
-  """Entry `place` (u32) of `jax.random.gumbel(key, (v,))`, whatever v is."""
+  """Returns entry `place` (u32) of `jax.random.gumbel(key, (v,))`, for any v."""
   a, b = threefry(k0, k1, u32(0), place)
-  # Threefry is partitionable: a number's counter is its place, and its bits are a ^ b.
+  # Threefry is partitionable: a number's counter is its index, and its bits are a ^ b.
   mantissa = u32(u32(a ^ b) >> u32(9))
   uniform = float_of(np.int32(mantissa | u32(0x3F800000))) - f32(1.0)
   return -log(-log(max(uniform + _TINY, _TINY)))
@@ -72,7 +72,7 @@ def gumbel(k0, k1, place):
 
 @jit
 def noisy_row(z, divisor, k0, k1, first, target, count):
-  """Writes z / divisor + noise, of the ids from `first` on."""
+  """Writes z / divisor + noise, for ids from `first` on."""
   values, out = floats(z), floats(target)
   for i in range(count):
     out[i] = values[i] / divisor + gumbel(k0, k1, u32(first + i))

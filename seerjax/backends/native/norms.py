@@ -1,4 +1,4 @@
-"""The root-mean-square norm of a row (`ops.norms`), whose sum of squares is one `dot_of`."""
+"""Root-mean-square norm of a row (`ops.norms`), with one `dot_of` as its sum of squares."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from seerjax.backends.native.pointers import floats
 
 @jit
 def inverse_root(x, count, eps):
-  """1 / sqrt(mean(x ** 2) + eps) of `count` floats at an address."""
+  """Returns 1 / sqrt(mean(x ** 2) + eps) of `count` floats at an address."""
   return f32(1.0) / f32(math.sqrt(vectors.dot_of(x, x, count) / f32(count) + eps))
 
 
 @jit
 def norm_row(x, scale, count, eps, is_bf16, out):
-  """out = x * inverse_root(x) * scale, rounded after each product if the compute type is bfloat16.
+  """Computes out = x * inverse_root(x) * scale, rounding each product if `is_bf16`.
 
   All are addresses of floats; `out` may be `x`.
   """
@@ -33,7 +33,7 @@ def norm_row(x, scale, count, eps, is_bf16, out):
 
 @jit
 def norm_row_gradient(x, scale, count, eps, is_bf16, cotangent, of_x, of_scale):
-  """The gradient of `norm_row`: of the row, and this row's part of the scale's.
+  """Computes the gradient of `norm_row`: the row's, and this row's part of the scale's.
 
   All are addresses of floats; `of_x` may be `cotangent`.
   """

@@ -1,6 +1,6 @@
-"""Functions of floats as IEEE operations, so that no library of the machine has a say.
+"""Functions of floats as IEEE operations, independent of the machine's libraries.
 
-`exp` and `log` are the polynomials of Cephes (Moshier, https://www.netlib.org/cephes/), right to
+`exp` and `log` are the polynomials of Cephes (Moshier, https://www.netlib.org/cephes/), accurate to
 about an ulp, with every multiply-add fused. bfloat16 is float32's upper half, rounded to nearest.
 """
 
@@ -12,13 +12,13 @@ from seerjax.backends.native.front import inlined, jit
 from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, halves
 
 f32 = np.float32
-# Beyond these exp is zero (the smallest normal number), or would overflow.
+# Outside of these, exp is zero (the smallest normal number), or would overflow.
 _SMALLEST, _LARGEST = f32(-87.3), f32(88.0)
 
 
 @inlined
 def exp(x):
-  """e ** x; 0 below -87.3, and e ** 88 above 88. NaN stays NaN."""
+  """Returns e ** x; 0 below -87.3, and e ** 88 above 88. NaN stays NaN."""
   inside = min(max(x, _SMALLEST), _LARGEST)
   shifted = fma(inside, f32(1.44269504), f32(12582912.0))
   n = shifted - f32(12582912.0)
@@ -39,7 +39,7 @@ def exp(x):
 
 @inlined
 def log(x):
-  """The natural logarithm of a positive normal number."""
+  """Returns the natural logarithm of a positive normal number."""
   bits = bits_of(x)
   exponent = np.int32((bits - np.int32(0x3F3504F3)) >> np.int32(23))
   m = float_of(np.int32(bits - np.int32(exponent << np.int32(23)))) - f32(1.0)
@@ -62,7 +62,7 @@ def log(x):
 
 @inlined
 def half_of(x):
-  """The bits of the bfloat16 nearest to x, ties to even; NaN stays NaN."""
+  """Returns the bits of the bfloat16 nearest to x, ties to even; NaN stays NaN."""
   bits = np.uint32(bits_of(x))
   rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
   upper = np.uint32(rounded >> np.uint32(16))
@@ -71,7 +71,7 @@ def half_of(x):
 
 @inlined
 def float_of_half(bits):
-  """The float32 of a bfloat16's bits."""
+  """Returns the float32 of a bfloat16's bits."""
   return float_of(np.int32(np.uint32(bits) << np.uint32(16)))
 
 

@@ -1,10 +1,10 @@
-"""Compiled handlers on disk, so that the next process loads them instead of compiling.
+"""Cache of compiled handlers on disk, so that the next process loads them instead of compiling.
 
-numba lowers a handler to LLVM's intermediate language (`front`), LLVM makes an object file of it,
-and the file is loaded by LLVM's own linker. (numba's own cache looks at one file of several, and
-keeps no function that another function makes.) A file is named by what decides its contents: the
-sources of this folder and of the handler, the versions of numba and llvmlite, and the processor. It
-lies beside JAX's compiled programs, or in the user's cache.
+numba lowers a handler to LLVM IR (`front`), LLVM compiles an object file from it, and LLVM's own
+linker loads the file. (numba's own cache checks one file of several, and cannot keep a function
+that another function makes.) A file's name is a digest of everything that determines its contents:
+the sources of this folder and of the handler, the versions of numba and llvmlite, and the
+processor. The files are next to JAX's compiled programs, or in the user's cache.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import llvmlite.binding as llvm
 
 from seerjax.backends.native import front
 
-# The name of what is loaded.
+# Symbol of the loaded function.
 _SYMBOL = "seerjax_handler"
-# In C's calling convention around numba's own, whose errors cannot occur: a handler, and what a
-# thread of XLA's pool runs for it. The variable is set once the code is loaded.
+# C wrappers of numba's function, whose errors cannot occur: the handler, and the task that a thread
+# of XLA's pool runs for it. The variable is set once the code is loaded.
 _PROCESS = "seerjax_process"
 _WRAPPER = """
 target triple = "{triple}"
@@ -51,19 +51,18 @@ define void @{symbol}_task(ptr %data) {{
   ret void
 }}
 """
-# Engines of LLVM that own the machine code: they live as long as the process.
+# LLVM engines that own the machine code; they live as long as the process.
 _loaded: list[Any] = []
 
 
 def address(name: str, source: str, compiled: Callable[[], llvm.ModuleRef], process: int) -> int:
-  """Returns where a handler's machine code lies in this process.
+  """Returns the address of a handler's machine code in this process.
 
   Args:
-    name: of the handler.
-    source: text of the file that it stands in.
-    compiled: returns its module, of `front.module_of`; called where no file is found, or one that
-      is damaged.
-    process: address of what all calls of this process share (`threads.process`).
+    name: name of the handler.
+    source: text of the handler's source file.
+    compiled: returns the module of `front.module_of`; called if there is no intact file.
+    process: address of the state that all calls of this process share (`threads.process`).
   """
   path = _folder() / f"{name}-{_digest(source)}.o"
   code = _read(path)
@@ -81,7 +80,7 @@ def address(name: str, source: str, compiled: Callable[[], llvm.ModuleRef], proc
 
 @functools.cache
 def _digest(text: str) -> str:
-  """Returns what names a file: of the sources, the compilers and the processor."""
+  """Returns the digest in a file's name: of the sources, the compilers and the processor."""
   parts = [text, *(importlib.metadata.version(name) for name in ("numba", "llvmlite"))]
   parts += _processor()
   for source in sorted(pathlib.Path(__file__).parent.glob("*.py")):
@@ -90,7 +89,7 @@ def _digest(text: str) -> str:
 
 
 def _processor() -> tuple[str, str, str]:
-  """LLVM's names of the machine, the processor and its features; numba reads the same variables."""
+  """Returns LLVM's triple, processor name and features, with numba's environment variables."""
   cpu = os.environ.get("NUMBA_CPU_NAME") or llvm.get_host_cpu_name()
   features = os.environ.get("NUMBA_CPU_FEATURES")
   if features is None:
@@ -99,7 +98,7 @@ def _processor() -> tuple[str, str, str]:
 
 
 def has_wide_vectors() -> bool:
-  """Returns whether code is made for registers of 16 floats."""
+  """Returns whether code is compiled for vectors of 16 floats."""
   return "+avx512f" in _processor()[2].split(",")
 
 
@@ -113,7 +112,7 @@ def _machine() -> Any:
 
 
 def optimise(module: llvm.ModuleRef) -> None:
-  """Optimises a module in place; nothing in it allows LLVM to reorder or fuse."""
+  """Optimises a module in place; no flag in it allows LLVM to reorder or fuse operations."""
   options = llvm.create_pipeline_tuning_options(speed_level=3)
   options.loop_vectorization = True
   options.slp_vectorization = False
@@ -143,7 +142,7 @@ def _folder() -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> bytes | None:
-  """Returns the code of a whole file, None if there is none."""
+  """Returns the code of an intact file, None otherwise."""
   try:
     content = path.read_bytes()
   except OSError:
@@ -153,7 +152,7 @@ def _read(path: pathlib.Path) -> bytes | None:
 
 
 def _write(path: pathlib.Path, code: bytes) -> None:
-  """Keeps the code; a process that dies meanwhile leaves no file of that name."""
+  """Writes the code atomically, so that a dying process leaves no partial file of that name."""
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -1,8 +1,8 @@
-"""Pages of the native backend, and the rows' keys and values written into them.
+"""Pages of the native backend, and the writing of keys and values into them.
 
-A page of a head holds keys transposed, f[c, z] with the slots side by side, so that a query meets
-16 slots at a time; values are f[z, c]. Padding rows are written nowhere, the dump page included,
-and nor is a row whose slot the pages do not have.
+A page of a head holds keys transposed, f[c, z] with the slots side by side, so that a query reads
+16 slots at a time; values are f[z, c]. Padding rows, and rows with a slot outside the pages, are
+not written at all, not even to the dump page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import halves, integers, unsigned
 from seerjax.types import KeyCopies
 
-# Operands of a write behind keys, values, those of the rows, and slots.
+# Operands of a write after pages and rows' keys and values, and slots.
 _ROWS, _COPIED, _COPY_SLOTS, _COPIES = map(np.int64, (5, 6, 7, 8))
 
 
@@ -32,9 +32,9 @@ def _rows_and_copies(arguments):
 
 @jit
 def _write(arguments, results, first, last, worker):
-  """Keys, values f[k, m, ...], the rows' f[n, k, c], slots, rows, copies -> the pages in place.
+  """Writes rows f[n, k, c] in place; operands: pages f[k, m, ...], rows, slots, counts, copies.
 
-  A copy is read off its row and not off a page, so that items are independent of each other.
+  A copy is read from its row and not from a page, so that items are independent of each other.
   """
   heads, pages = dimension(results, 0, 0), dimension(results, 0, 1)
   head_dim, page_size = dimension(results, 0, 2), dimension(results, 0, 3)
@@ -50,12 +50,12 @@ def _write(arguments, results, first, last, worker):
     row = types.int64(copied[item - num_rows]) if is_copy else item
     place = types.int64(copy_slots[item - num_rows] if is_copy else slots[item])
     page, slot = place // page_size, place % page_size
-    if page < 0 or page >= pages:  # Beyond the pages lies memory of others.
+    if page < 0 or page >= pages:  # Outside of the pages is other memory.
       continue
     for head in range(heads):
       at = (head * pages + page) * page_size * head_dim
       source = (row * heads + head) * head_dim
-      # Bits are copied, so that the two types differ by width alone.
+      # Bits are copied, so the two dtypes differ in width only.
       if narrow:
         to, given = halves(key_pages + 2 * (at + slot)), halves(keys + 2 * source)
         for feature in range(head_dim):
@@ -78,9 +78,9 @@ _WRITE = ffi.Handler("seerjax_write_pages", _rows_and_copies, _write)
 
 @jit
 def _take(arguments, results, first, last, worker):
-  """Gradients of keys and values f[k, m, ...], the rows' f[n, k, c] for their shape, slots, rows.
+  """Gradients of pages f[k, m, ...]; operands: those, rows f[n, k, c] for the shape, slots, rows.
 
-  The rows' slots move from the pages' gradients to the rows' own, and are zero there.
+  The rows' slots are moved from the pages' gradients to the rows' gradients, and are zero there.
   """
   heads, pages = dimension(results, 0, 0), dimension(results, 0, 1)
   head_dim, page_size = dimension(results, 0, 2), dimension(results, 0, 3)
@@ -145,8 +145,8 @@ def write_pages(
     pages: keys f[k, m, c, z] and values f[k, m, z, c].
     values: the rows' keys and values, f[n, k, c] each.
     slots: i32[n], page * z + offset.
-    num_rows: i32[], rows that are no padding.
-    copies: rows that are written to further slots too; they have no gradient.
+    num_rows: i32[], valid rows.
+    copies: rows that are also written to further slots; they have no gradient.
   """
   if copies is None:
     return _written(*pages, *values, slots, num_rows)
@@ -180,9 +180,9 @@ def written_anew(
   slots: Int[Array, "n"],
   num_rows: Array,
 ) -> tuple[Array, ...]:
-  """As `write_pages`, of pages that are made by the call: other slots hold anything.
+  """Like `write_pages`, for pages that the call allocates: other slots are uninitialised.
 
-  It has no gradient: `taken` is what one is made of.
+  It has no gradient; `taken` computes the rows' part of one.
   """
   none = [jnp.zeros((0,), page.dtype) for page in pages]
   keys, own_values = (x.astype(page.dtype) for x, page in zip(values, pages, strict=True))
@@ -192,16 +192,17 @@ def written_anew(
 def taken(
   gradients: Sequence[Array], shape: tuple[int, int, int], slots: Int[Array, "n"], num_rows: Array
 ) -> tuple[Array, Array]:
-  """Returns the rows' keys' and values' part of gradients of pages, f[n, k, c] of their dtype.
+  """Returns the rows' part of the gradients of pages, f[n, k, c] each, in the pages' dtype.
 
   Args:
-    gradients: of keys f[k, m, c, z] and values f[k, m, z, c]; only the rows' slots are read.
+    gradients: gradients of keys f[k, m, c, z] and values f[k, m, z, c]; only the rows' slots are
+      read.
     shape: n, k, c.
     slots: i32[n].
-    num_rows: i32[]; rows from there on have none.
+    num_rows: i32[]; rows from there on are zero.
   """
   row = jax.ShapeDtypeStruct(shape, gradients[0].dtype)
-  # Only the number of rows is read of the two in the middle.
+  # The two operands in the middle only provide the number of rows.
   operands = (*gradients, slots, slots, slots, num_rows)
   *_, keys, values = _TAKE([*map(_like, gradients), row, row], *operands, aliases={0: 0, 1: 1})
   return keys, values

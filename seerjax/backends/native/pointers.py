@@ -1,7 +1,7 @@
-"""What Python cannot say: addresses, bits, one fused multiply-add, and the register for denormals.
+"""Intrinsics that Python lacks: addresses, bits, fused multiply-add, and the denormal flags.
 
-An address is an int64; memory is read through a typed pointer made from it. Nothing here checks a
-bound: shapes are checked before a call is made.
+An address is an int64; memory is read through a typed pointer made from it. Bounds are not checked
+here: shapes are checked before a call is made.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
 
-# Any: a checker of types would miss the first argument, which numba adds.
+# Any: a type checker would miss the first argument, which numba adds.
 intrinsic: Any = extending.intrinsic
 
-# Flush results that are denormal to zero, and take operands that are as zero (bits 15 and 6).
+# Flush denormal results to zero, and treat denormal operands as zero (bits 15 and 6).
 _FLUSH_X86 = 0x8040
-# The same of the floating-point control register of ARM (bit 24, which covers both).
+# The same in ARM's floating-point control register (bit 24, which covers both).
 _FLUSH_ARM = 1 << 24
 
 
@@ -43,7 +43,7 @@ floats = _pointer(types.float32)
 
 @intrinsic
 def address_of(typing_context, pointer):
-  """The address that a pointer of any type holds."""
+  """Returns the address that a pointer of any type holds."""
 
   def codegen(context, builder, signature, arguments):
     return builder.ptrtoint(arguments[0], ir.IntType(64))
@@ -57,9 +57,9 @@ def stack_floats(count: int) -> Any:
   @intrinsic
   def at(typing_context):
     def codegen(context, builder, signature, arguments):
-      with builder.goto_entry_block():  # numba's own would fill it with zeros.
+      with builder.goto_entry_block():  # numba's own alloca would fill it with zeros.
         slot = builder.alloca(ir.ArrayType(ir.FloatType(), count))
-      slot.align = 64  # A line of the cache.
+      slot.align = 64  # A cache line.
       return builder.ptrtoint(slot, ir.IntType(64))
 
     return types.int64(), codegen
@@ -69,7 +69,7 @@ def stack_floats(count: int) -> Any:
 
 @intrinsic
 def fma(typing_context, a, b, c):
-  """a * b + c, rounded once."""
+  """Returns a * b + c, rounded once."""
 
   def codegen(context, builder, signature, arguments):
     return builder.fma(*arguments)
@@ -79,23 +79,23 @@ def fma(typing_context, a, b, c):
 
 @intrinsic
 def float_of(typing_context, bits):
-  """The float32 of these 32 bits."""
+  """Returns the float32 with these 32 bits."""
   return types.float32(types.int32), lambda _, builder, __, a: builder.bitcast(a[0], ir.FloatType())
 
 
 @intrinsic
 def bits_of(typing_context, value):
-  """The 32 bits of a float32."""
+  """Returns the 32 bits of a float32."""
   return types.int32(types.float32), lambda _, builder, __, a: builder.bitcast(a[0], ir.IntType(32))
 
 
 def is_x86(builder) -> bool:
-  """Whether code is made for an x86 processor, and else for ARM."""
+  """Returns whether code is generated for an x86 processor; otherwise it is for ARM."""
   return builder.module.triple.startswith(("x86", "i386", "i686"))
 
 
 def _read_control(builder):
-  """The control register of floating-point numbers: i32 on x86, i64 on ARM."""
+  """Reads the floating-point control register: i32 on x86, i64 on ARM."""
   if is_x86(builder):
     slot = cgutils.alloca_once(builder, ir.IntType(32))
     _mxcsr(builder, "llvm.x86.sse.stmxcsr", slot)
@@ -124,7 +124,7 @@ def _mxcsr(builder, name: str, slot) -> None:
 
 @intrinsic
 def flush_denormals(typing_context):
-  """Makes this thread flush denormals as XLA's threads do; returns the register as it was."""
+  """Makes this thread flush denormals, like XLA's threads; returns the old register."""
 
   def codegen(context, builder, signature, arguments):
     old = _read_control(builder)
@@ -137,7 +137,7 @@ def flush_denormals(typing_context):
 
 @intrinsic
 def restore_denormals(typing_context, old):
-  """Puts back what `flush_denormals` returned."""
+  """Restores the register that `flush_denormals` returned."""
 
   def codegen(context, builder, signature, arguments):
     value = arguments[0]

@@ -1,8 +1,8 @@
-"""Matrix products: one chain of fused multiply-adds an output, in ascending k.
+"""Matrix products: each output is one chain of fused multiply-adds, in ascending k.
 
-How many rows and columns are computed together changes no chain, so that a row's bits know nothing
-of the rows around it: heights follow the load, and blocks the processor's registers
-(`products_wide`, `products_narrow`).
+The number of rows and columns that are computed together changes no chain, so a row's bits do not
+depend on the rows around it. Block heights depend on the load, and block widths on the processor's
+registers (`products_wide`, `products_narrow`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from seerjax.backends.native.pointers import floats, halves
 # Rows of an item of work, and columns of a panel of transposed weights.
 BLOCK_ROWS = 4
 PANEL = 96
-# Rows for which transposed weights are turned in registers.
+# Maximum rows for which transposed weights are transposed in registers.
 FEW_ROWS = 8
 
 _blocks = products_wide if objects.has_wide_vectors() else products_narrow
 # (a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is_added):
-# c[rows, columns] (+)= a[rows, k] @ w[k, columns], all addresses of a first element.
+# c[rows, columns] (+)= a[rows, k] @ w[k, columns]; addresses point to a first element.
 #   a (address): f32; `a_row` and `a_step` are the elements between two rows and between two steps
 #     of k.
 #   rows (int): any number.
 #   w (address): f32 or bf16 (`is_bf16`), rows of `w_step` elements.
 #   k (int): 0 gives zeros.
 #   c (address): f32, rows of `c_row` elements.
-#   is_added (int): 1 continues the chains that c holds, 0 begins at zero.
+#   is_added (int): 1 continues the chains in c, 0 starts at zero.
 product = _blocks.product
-# (a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead): as `product`, of up to
-# `BLOCK_ROWS` rows and float32 weights, for `k` of at least 1.
+# (a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead): like `product`, for up
+# to `BLOCK_ROWS` rows and float32 weights, and `k` of at least 1.
 few_rows = _blocks.few_rows
-# (a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row): as `product_transposed` from zero, for
-# up to `FEW_ROWS` rows; the weights are not packed. Returns the number of columns that it did:
-# those of whole blocks, none if 32 does not divide k.
+# (a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row): like `product_transposed` from zero,
+# for up to `FEW_ROWS` rows, without packing the weights. Returns the number of columns computed:
+# those of whole blocks, 0 if 32 does not divide k.
 few_transposed = _blocks.few_transposed
 
-# Values that numba does not take for literals, for which it would compile a product anew.
+# Not literals for numba, which would compile a product anew for each literal.
 _ONE, _NO, _PANEL = np.int64(1), np.bool_(False), np.int64(PANEL)
 
 
@@ -69,7 +69,7 @@ def pack_transposed(source, is_bf16, source_row, columns, k, panel):
 
 @jit
 def product_transposed(a, a_row, rows, w, is_bf16, w_row, columns, k, c, c_row, is_added, panel):
-  """c[rows, columns] (+)= a[rows, k] @ w[columns, k]^T; `panel` is scratch, f32[k, PANEL]."""
+  """Computes c[rows, columns] (+)= a[rows, k] @ w[columns, k]^T; scratch `panel` f32[k, PANEL]."""
   size = 2 if is_bf16 else 4
   for column in range(0, columns, PANEL):
     wide = min(PANEL, columns - column)

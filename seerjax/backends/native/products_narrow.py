@@ -1,9 +1,9 @@
 """Products on processors whose registers hold a dozen sums of 8 floats (AVX2, NEON).
 
-Blocks of 6 rows and 16 columns live in registers, of one row 96 columns: with the 4 rows and 96
-columns of `products_wide` three sums of four would be in memory at every step. Many rows read
-weights from a packed panel in a near cache: rows of weights that lie a power of two apart would
-drive one another out of it; and bfloat16 is widened once. `products` says what is computed.
+Registers hold blocks of 6 rows and 16 columns, or 96 columns of one row; with the 4 rows and 96
+columns of `products_wide`, three sums of four would be in memory at every step. For many rows, the
+weights are first packed into a panel in a near cache: rows of weights that are a power of two apart
+would evict each other from it; and bfloat16 is widened once. `products` defines the results.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ _turned_4, _turned_bf16_4 = (narrow.transposed_block(4, 2, is_bf16) for is_bf16 
 _turned_8, _turned_bf16_8 = (narrow.transposed_block(8, 1, is_bf16) for is_bf16 in (False, True))
 transpose_f32, transpose_bf16 = (narrow.transposition(is_bf16) for is_bf16 in (False, True))
 
-# Most rows that read weights where they lie: the reading decides their time.
+# Maximum rows for which weights are read in place: memory bandwidth decides their time.
 _UNPACKED_ROWS = 8
-# Most steps of k, and columns, of a packed panel: 108 KiB on the thread's stack.
+# Maximum steps of k, and columns, of a packed panel: 108 KiB on the thread's stack.
 _STEPS, _PANEL = 288, 96
 _panel = stack_floats(_STEPS * _PANEL)
 _pack, _pack_bf16 = (vectors.pack_block(_PANEL // 16, is_bf16) for is_bf16 in (False, True))
 _pack_1, _pack_bf16_1 = (vectors.pack_block(1, is_bf16) for is_bf16 in (False, True))
-# Elements of weights that are streamed: more are read in steps of k that go over all columns, so
-# that memory is read in whole rows.
+# Larger weights (in elements) are streamed: they are read in steps of k over all columns, so that
+# memory is read in whole rows.
 _STREAMED, _STREAM_STEPS = 1 << 17, 16
-# Values that numba does not take for literals, for which it would compile a product anew.
+# Not literals for numba, which would compile a product anew for each literal.
 _NO, _LANES = np.bool_(False), np.int64(16)
 
 
 @jit
 def _columns(a, a_row, a_step, rows, w, is_bf16, w_step, k, c, c_row, is_added):
-  """16 columns of several rows."""
+  """Computes 16 columns of several rows."""
   row = 0
   while row < rows:
     left, at, to = rows - row, a + 4 * row * a_row, c + 4 * row * c_row
@@ -53,7 +53,7 @@ def _columns(a, a_row, a_step, rows, w, is_bf16, w_step, k, c, c_row, is_added):
       else:
         _tall(at, a_row, a_step, left, w, w_step, k, to, c_row, is_added, 0, 0)
       row += 6
-    else:  # Two of four are as high as eight, and a tall one with a rest is not.
+    else:  # Two blocks of four cover eight rows; a block of six would leave a rest.
       if is_bf16:
         _few_bf16(at, a_row, a_step, left, w, w_step, k, to, c_row, is_added, 0, 0)
       else:
@@ -63,7 +63,7 @@ def _columns(a, a_row, a_step, rows, w, is_bf16, w_step, k, c, c_row, is_added):
 
 @jit
 def _last_columns(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is_added):
-  """The columns, fewer than 16, that fill no vector."""
+  """Computes the last columns, fewer than 16, which do not fill a vector."""
   for row in range(0, rows, 4):
     left, at, to = rows - row, a + 4 * row * a_row, c + 4 * row * c_row
     if is_bf16:
@@ -74,7 +74,7 @@ def _last_columns(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_r
 
 @jit
 def _one_row(a, a_step, w, is_bf16, w_step, columns, k, c, is_added):
-  """All whole vectors of columns of one row."""
+  """Computes all whole vectors of columns of one row."""
   size = 2 if is_bf16 else 4
   first = 0
   while columns - first >= 16:
@@ -95,7 +95,7 @@ def _one_row(a, a_step, w, is_bf16, w_step, columns, k, c, is_added):
 
 @jit
 def _unpacked(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is_added):
-  """Reads the weights where they lie."""
+  """Reads the weights in place."""
   size = 2 if is_bf16 else 4
   whole = columns // 16 * 16
   if rows == 1:
@@ -112,7 +112,7 @@ def _unpacked(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, 
 
 @jit
 def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
-  """See `products.few_rows`; nothing is asked for ahead."""
+  """See `products.few_rows`; `ahead` is ignored."""
   _unpacked(a, a_row, a_step, rows, w, _NO, w_step, columns, k, c, c_row, is_added)
 
 
@@ -156,7 +156,7 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
         out[column] = f32(0.0)
   is_packed = rows > _UNPACKED_ROWS
   steps = max(k, 1)
-  if is_packed:  # Even parts: every part reads and writes all sums.
+  if is_packed:  # Equal parts: each part reads and writes all sums.
     parts = max((k + _STEPS - 1) // _STEPS, 1)
     steps = max((k + parts - 1) // parts, 1)
   elif k * columns > _STREAMED:

@@ -1,4 +1,4 @@
-"""Products over rows, x^T @ cotangents: an output is one chain, in the order of the rows."""
+"""Products over rows, x^T @ cotangents: each output is one chain, in the order of the rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from seerjax.backends.native import products, vectors
 from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import floats
 
-# Rows whose transpose is in memory at once, and columns of it that stay in a cache.
+# Rows that are transposed at once, and columns of the transpose that stay in a cache.
 TURNED, COLUMNS = 256, 192
-# Values that numba does not take for literals, for which it would compile a product anew.
+# Not literals for numba, which would compile a product anew for each literal.
 _ONE, _NO, _TURNED = np.int64(1), np.bool_(False), np.int64(TURNED)
 _LANES = vectors.LANES
 
 
 @jit
 def _turn(source, source_row, rows, columns, target):
-  """f32[rows, columns], up to `TURNED` rows, -> f32[columns, TURNED]."""
+  """Transposes f32[rows, columns], of up to `TURNED` rows, to f32[columns, TURNED]."""
   whole_rows, whole_columns = rows // _LANES * _LANES, columns // _LANES * _LANES
   for row in range(0, whole_rows, _LANES):
     for column in range(0, whole_columns, _LANES):
@@ -31,18 +31,18 @@ def _turn(source, source_row, rows, columns, target):
 
 @jit
 def add_product(a, a_row, rows, a_columns, w, w_row, columns, c, c_row, is_added, turned):
-  """c[a_columns, columns] (+)= a[rows, a_columns]^T @ w[rows, columns], all float32.
+  """Computes c[a_columns, columns] (+)= a[rows, a_columns]^T @ w[rows, columns], all float32.
 
-  An output is one chain over rows. Left sides are transposed first: of a few columns of long rows,
-  a row would be a line of memory to itself.
+  An output is one chain over rows. The left side is transposed first: otherwise, each read of a few
+  columns of a long row would touch a cache line of its own.
 
   Args:
     a (address): rows of `a_row` elements.
     rows (int): any number.
-    a_columns (int): any number; `COLUMNS` of them keep what is transposed in a cache.
+    a_columns (int): any number; up to `COLUMNS` keep the transpose in a cache.
     w (address): rows of `w_row` elements.
     c (address): rows of `c_row` elements.
-    is_added (int): as of `product`.
+    is_added (int): as in `product`.
     turned (address): scratch, f32[a_columns, TURNED].
   """
   if rows == 0:

@@ -1,7 +1,7 @@
 """Products on processors with vectors of 16 floats and 32 registers for them (AVX-512).
 
-Blocks of 4 rows and 96 columns live in registers, of one row 192 columns. `products` says what is
-computed.
+Registers hold blocks of 4 rows and 96 columns, or 192 columns of one row. `products` defines the
+results.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from seerjax.backends.native import vectors
 from seerjax.backends.native.numbers import f32, jit
 from seerjax.backends.native.pointers import floats
 
-# Rows and columns of a block, and rows that go over all columns of weights that are streamed.
+# Rows and columns of a block, and maximum rows that go over all columns of streamed weights.
 BLOCK_ROWS, PANEL, FEW_ROWS = 4, 96, 8
 
 _turned_1, _turned_8 = (vectors.transposed_block(rows, False) for rows in (1, FEW_ROWS))
@@ -44,15 +44,15 @@ _rows_bf16_2 = vectors.product_block(BLOCK_ROWS, 2, True)
 _rows_bf16_1 = vectors.product_block(BLOCK_ROWS, 1, True)
 _rows_bf16_rest = vectors.product_block(BLOCK_ROWS, 1, True, is_partial=True)
 
-# Elements of weights that are streamed: more are read in steps of k that go over all columns, so
-# that memory is read in whole rows.
+# Larger weights (in elements) are streamed: they are read in steps of k over all columns, so that
+# memory is read in whole rows.
 _STREAMED = 1 << 17
 _STREAM_STEPS, _CACHE_STEPS = 16, 256
 
 
 @jit
 def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
-  """All columns of one row."""
+  """Computes all columns of one row."""
   size = 4
   first = 0
   while columns - first >= 16:
@@ -84,7 +84,7 @@ def _row(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahea
 
 @jit
 def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
-  """All columns of up to four rows."""
+  """Computes all columns of up to four rows."""
   size = 4
   first = 0
   while columns - first >= 16:
@@ -113,7 +113,7 @@ def few_rows(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, 
 
 @jit
 def _row_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
-  """All columns of one row."""
+  """Computes all columns of one row."""
   size = 2
   first = 0
   while columns - first >= 16:
@@ -145,7 +145,7 @@ def _row_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added,
 
 @jit
 def _rows_bf16(a, a_row, a_step, rows, w, w_step, columns, k, c, c_row, is_added, ahead):
-  """All columns of up to four rows."""
+  """Computes all columns of up to four rows."""
   size = 2
   first = 0
   while columns - first >= 16:
@@ -194,8 +194,8 @@ def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is
     for column in range(0, columns, width):
       wide = min(width, columns - column)
       at = w + size * (begin * w_step + column)
-      # What is read next: the next panel of these steps, or the first one of the next steps, which
-      # behind the last step are those of the next slab.
+      # Prefetch distance: to the next panel of these steps, or to the first panel of the next
+      # steps, which after the last step are those of the next slab.
       ahead = width if column + width < columns else count * w_step - column
       for row in range(0, rows, BLOCK_ROWS):
         high = min(BLOCK_ROWS, rows - row)

@@ -1,8 +1,8 @@
-"""cos and sin of rotary positions: IEEE operations in float64, rounded once.
+"""cos and sin of rotary positions, in IEEE float64 operations, rounded once.
 
-The angle is `position * radians` in float32, as published models have it. It is reduced by
-multiples of pi / 2 in two parts, and its polynomials are those of fdlibm (Sun Microsystems 1993,
-https://www.netlib.org/fdlibm/), so that no library of the machine has a say.
+The angle is `position * radians` in float32, as in published models. It is reduced by multiples of
+pi / 2 in two parts, and the polynomials are those of fdlibm (Sun Microsystems 1993,
+https://www.netlib.org/fdlibm/), so the result is independent of the machine's libraries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from seerjax.backends.native.pointers import floats, integers
 from seerjax.ops import rotary
 
 _TWO_OVER_PI = 6.36619772367581382433e-01
-# pi / 2 in two parts; the first has 33 bits, so that its product with a whole number is exact.
+# pi / 2 in two parts; the first has 33 bits, so its product with a small integer is exact.
 _HALF_PI, _HALF_PI_REST = 1.57079632673412561417e00, 6.07710050650619224932e-11
 _TO_WHOLE = 6755399441055744.0  # 1.5 * 2 ** 52: adding it rounds to a whole number.
 
@@ -69,7 +69,7 @@ def _work(arguments, results, first, last, worker):
         sine, cosine = -sine, -cosine
       place = row * width + column
       cosines[place], sines[place] = f32(cosine) * factor, f32(sine) * factor
-  if last == _count(arguments):  # Rows past the last one turn by nothing.
+  if last == _count(arguments):  # Rows past the last one get the identity rotation.
     for place in range(last * width, ffi.dimension(results, 0, 0) * width):
       cosines[place], sines[place] = f32(1.0), f32(0.0)
 
@@ -78,12 +78,12 @@ _HANDLER = ffi.Handler("seerjax_rotation", _count, _work)
 
 
 def table_rows(config: rotary.RotaryConfig, positions: Array, num_rows: Array) -> tuple[Array, ...]:
-  """Returns cos and sin, f32[n, c / 2], of the first `num_rows` rows; 1 and 0 behind them.
+  """Returns cos and sin, f32[n, c / 2], of the first `num_rows` rows; 1 and 0 after them.
 
   Args:
-    config: of the frequencies.
+    config: rotary configuration.
     positions: i32[n], below 2 ** 17.
-    num_rows: i32[].
+    num_rows: i32[], valid rows.
   """
   radians, factor = rotary.frequencies(config)
   shape = jax.ShapeDtypeStruct((positions.shape[0], config.head_dim // 2), jnp.float32)

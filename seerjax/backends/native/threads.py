@@ -1,16 +1,16 @@
-"""Threads of one call: each free thread takes pieces of its items, on XLA's own pool.
+"""Work sharing among threads of one call, on XLA's own thread pool.
 
-Items are independent of each other, so who computes one, and when, moves no bit. The thread that
-XLA calls is always one of the workers, and the others are tasks of the pool of the program
-(`XLA_FFI_ThreadPool_Schedule`). XLA promises no task a thread of its own: one that begins late
-finds the call closed and leaves, so that a call waits only for those that have begun. What they
-share therefore outlives the call: the last thread that lets go of it gives it back.
+Items are independent of each other, so the assignment of items to threads changes no bit. The
+thread that XLA calls is always one of the workers; the others are tasks of the program's pool
+(`XLA_FFI_ThreadPool_Schedule`). XLA does not promise a thread for each task: a task that starts
+late finds the call closed and leaves, so a call waits only for tasks that have started. Their
+shared state therefore outlives the call: the last thread that releases it frees it.
 
-A call may also go through stages, each of which waits for the one before it: its pieces are claimed
-by number, and a thread that comes late finds them claimed and goes on to the present stage.
+A call may also go through stages, each of which waits for the previous one: its pieces are claimed
+by number, and a late thread finds them claimed and goes on to the current stage.
 
-Several programs may run at once, one a virtual device. Threads at work are counted over the whole
-process, and a call asks for no more than the processors that are left.
+Several programs may run at once, one per virtual device. Busy threads are counted over the whole
+process, and a call uses no more threads than there are idle processors.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from seerjax.backends.native import header
 from seerjax.backends.native.numbers import jit
 from seerjax.backends.native.pointers import intrinsic, is_x86, words
 
-# The number of threads of a call, at least 1; without it one for each processor.
+# Number of threads of a call, at least 1; by default one per processor.
 VARIABLE = "SEERJAX_NATIVE_THREADS"
-# Each thread has scratch memory of its own: many processors would hold much of it.
+# Maximum number of threads: each has its own scratch memory.
 _MOST = 8
-# Multiply-adds that are worth a piece: about 50 us. Two pieces of half as many took 90 us with two
-# threads and 74 with one, two of as many 89 and 130.
+# Multiply-adds of a piece that pay off: about 50 us. Two pieces of half this size took 90 us with
+# two threads and 74 with one; two of this size took 89 and 130.
 LEAST_COST = 1 << 21
-# Pieces a thread: one that is late leaves its pieces to the others.
+# Pieces per thread: a late thread leaves its pieces to the others.
 _PIECES = np.int64(4)
 
-# Words of what the threads of a call share; those that are written have a cache line each.
+# Words of the shared state of a call; written ones have a cache line each.
 _NEXT, _JOINED, _FINISHED, _HELD, _RECORD = map(np.int64, (0, 8, 16, 24, 32))
 _ARGUMENTS, _RESULTS, _TOTAL, _PIECE, _PROCESS = map(np.int64, (40, 41, 42, 43, 44))
-# Of each stage the pieces that are claimed and those that are done, in a cache line.
+# For each stage, the number of claimed pieces and of finished ones, each in a cache line.
 _STAGES, _STAGE_SIZE, STAGES = np.int64(48), np.int64(8), 5
 _SIZE = _STAGES + STAGES * _STAGE_SIZE
-# Added to the number of those that joined once no other thread may.
+# Added to the number of joined threads when no other thread may join.
 _CLOSED = np.int64(1 << 32)
-# Words of XLA's list of functions.
+# Words of XLA's table of functions.
 _DESTROY_ERROR, _SCHEDULE = np.int64(8), np.int64(17)
-# Looks at a word before the processor is left to others.
+# Polls of a word before the thread yields its processor.
 _LOOKS = np.int64(2000)
 
-# What all calls of this process share: how many threads are at work, what is worth a piece (which a
-# test may change), and how many threads have come to help so far.
+# State shared by all calls of this process: number of busy threads, minimum cost of a piece (which
+# a test may change), and number of helper threads so far.
 process = (ctypes.c_int64 * 3)(0, LEAST_COST, 0)
 _LEAST, _HELPED = np.int64(1), np.int64(2)
 
 
 def number() -> int:
-  """Returns how many threads a call may have, as programs that are traced now have it.
+  """Returns the maximum number of threads of a call, for programs that are traced now.
 
   Raises:
     ValueError: if `VARIABLE` is set to anything but a whole number from 1 on.
@@ -77,7 +77,7 @@ def number() -> int:
 
 @functools.cache
 def _has_pool() -> bool:
-  """Whether XLA's functions of its pool are those that are known."""
+  """Returns whether XLA's thread pool functions have the known layout."""
   return header.differing_record(header.text(), header.POOL) is None
 
 
@@ -87,7 +87,7 @@ def _memory(builder, address) -> Any:
 
 @intrinsic
 def _add(typing_context, address, value):
-  """Adds to a word as one step, seen by all threads; returns what it was."""
+  """Adds to a word atomically (sequentially consistent); returns the old value."""
 
   def codegen(context, builder, signature, arguments):
     return builder.atomic_rmw("add", _memory(builder, arguments[0]), arguments[1], "seq_cst")
@@ -97,7 +97,7 @@ def _add(typing_context, address, value):
 
 @intrinsic
 def _look(typing_context, address):
-  """A word, as the other threads left it, and all that they wrote before."""
+  """Loads a word with acquire semantics."""
 
   def codegen(context, builder, signature, arguments):
     return builder.load_atomic(_memory(builder, arguments[0]), "acquire", 8)
@@ -107,7 +107,7 @@ def _look(typing_context, address):
 
 @intrinsic
 def _pause(typing_context):
-  """Tells the processor that this is a loop which waits."""
+  """Emits the processor's hint for a spin loop."""
 
   def codegen(context, builder, signature, arguments):
     module, nothing = builder.module, ir.VoidType()
@@ -125,7 +125,7 @@ def _pause(typing_context):
 
 
 def _of_libc(name: str, returns: Any, takes: list[Any]) -> Any:
-  """A function of C of 64-bit words."""
+  """Returns an intrinsic for a C function of 64-bit words."""
   word = ir.IntType(64)
 
   @intrinsic
@@ -158,7 +158,7 @@ def _free(typing_context, address):
 
 @intrinsic
 def _call(typing_context, function, record):
-  """Calls one of XLA's functions, which takes a record; returns its word."""
+  """Calls one of XLA's functions with a record; returns the result word."""
 
   def codegen(context, builder, signature, arguments):
     kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)])
@@ -175,18 +175,18 @@ def _let_go(team):
 
 @jit
 def ask(frame, task, limit, total, cost, process):
-  """Asks for other threads if they pay; this one is counted as at work until `finish`.
+  """Schedules helper threads if they pay off; counts this thread as busy until `finish`.
 
   Args:
-    frame (address): of the call.
-    task (address): of what a thread of the pool is to run.
-    limit (int): threads of this call at most.
-    total (int): items.
-    cost (int): multiply-adds of all of them.
-    process (address): of `process`.
+    frame (address): the call frame.
+    task (address): the function that a pool thread runs.
+    limit (int): maximum threads of this call.
+    total (int): number of items.
+    cost (int): multiply-adds of all items.
+    process (address): address of `process`.
 
   Returns:
-    address: what they share, 0 if this thread is alone.
+    address: the shared state, 0 if this thread is alone.
   """
   at_work = _add(process, np.int64(1)) + 1
   pieces = min(min(total, cost // words(process)[_LEAST]), _PIECES * limit)
@@ -214,7 +214,7 @@ def ask(frame, task, limit, total, cost, process):
 
 @jit
 def join(team):
-  """What a task begins with: its number among the threads from 1 on, 0 if it came too late."""
+  """Starts a task: returns its thread number from 1 on, 0 if it came too late."""
   shared = words(team)
   joined = _add(team + 8 * _JOINED, np.int64(1))
   if joined >= _CLOSED:
@@ -227,25 +227,25 @@ def join(team):
 
 @jit
 def take(team):
-  """The first item of the next piece; behind the last item if there is none."""
+  """Takes the next piece; returns its first item, or one past the last item if there is none."""
   return _add(team + 8 * _NEXT, words(team)[_PIECE])
 
 
 @jit
 def end_of(team, first):
-  """The end of the piece that begins with an item."""
+  """Returns the end of the piece that begins with an item."""
   return min(first + words(team)[_PIECE], words(team)[_TOTAL])
 
 
 @jit
 def last_of(team):
-  """The number of items."""
+  """Returns the number of items."""
   return words(team)[_TOTAL]
 
 
 @jit
 def claim(team, stage, before):
-  """The number of a stage's next piece; `before` is what this thread claimed last, or -1."""
+  """Returns the number of a stage's next piece; `before` is this thread's last piece, or -1."""
   if team == 0:
     return before + 1
   return _add(team + 8 * (_STAGES + stage * _STAGE_SIZE), np.int64(1))
@@ -253,39 +253,39 @@ def claim(team, stage, before):
 
 @jit
 def settle(team, stage):
-  """Says that a claimed piece is done, and what it wrote is there."""
+  """Marks a claimed piece as done; its writes are visible then."""
   if team != 0:
     _add(team + 8 * (_STAGES + stage * _STAGE_SIZE + 1), np.int64(1))
 
 
 @jit
 def wait(team, stage, pieces):
-  """Returns when all pieces of a stage are done; they are claimed already."""
+  """Waits until all pieces of a stage, which are claimed already, are done."""
   if team == 0:
     return
   looks = np.int64(0)
   while _look(team + 8 * (_STAGES + stage * _STAGE_SIZE + 1)) < pieces:
     looks += 1
     _pause()
-    if looks > _LOOKS:  # The other may be waiting for this processor.
+    if looks > _LOOKS:  # The other thread may need this processor.
       _sched_yield(looks)
 
 
 @jit
 def arguments_of(team):
-  """The arguments of the call."""
+  """Returns the arguments of the call."""
   return words(words(team)[_ARGUMENTS])
 
 
 @jit
 def results_of(team):
-  """The results of the call."""
+  """Returns the results of the call."""
   return words(words(team)[_RESULTS])
 
 
 @jit
 def leave(team):
-  """What a task ends with."""
+  """Ends a task."""
   _add(words(team)[_PROCESS], np.int64(-1))
   _add(team + 8 * _FINISHED, np.int64(1))
   _let_go(team)
@@ -293,7 +293,7 @@ def leave(team):
 
 @jit
 def finish(team, process):
-  """Waits for the threads that have begun, whose pieces are the last ones."""
+  """Waits for the helper threads that have started, which work on the last pieces."""
   _add(process, np.int64(-1))
   if team == 0:
     return
@@ -302,6 +302,6 @@ def finish(team, process):
   while _look(team + 8 * _FINISHED) < joined:
     looks += 1
     _pause()
-    if looks > _LOOKS:  # The other may be waiting for this processor.
+    if looks > _LOOKS:  # The other thread may need this processor.
       _sched_yield(looks)
   _let_go(team)

@@ -1,12 +1,12 @@
-"""Vectors of 16 floats: blocks of products and attention, sums in a fixed order, a transposition.
+"""Vectors of 16 floats: blocks of products and attention, sums in a fixed order, transpositions.
 
-Vectors decide speed alone. A product's output is one chain of fused multiply-adds in ascending k,
-whatever block it was computed in; a sum of n numbers is 16 partial sums, of the numbers whose index
-has the same remainder by 16, added as a binary tree. Weights may be float32 or bfloat16, which is
-widened as it is read; everything else is float32.
+Vectors affect speed only. A product's output is one chain of fused multiply-adds in ascending k,
+in whatever block it is computed; a sum of n numbers is 16 partial sums, over the numbers with equal
+index mod 16, added as a binary tree. Weights may be float32 or bfloat16, which is widened when it
+is read; everything else is float32.
 
-LLVM splits a vector of 16 where the processor's are shorter. No operation carries a flag that would
-let it reorder or fuse.
+LLVM splits a vector of 16 if the processor's vectors are shorter. No operation has a flag that lets
+LLVM reorder or fuse.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba.core import cgutils
 
 from seerjax.backends.native.pointers import intrinsic
 
-# Floats of a vector, and bytes of a line of memory, which a cache holds or does not.
+# Floats of a vector, and bytes of a cache line.
 LANES, LINE = 16, 64
 
 _FLOAT, _HALF, _INT, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -46,7 +46,7 @@ def _shuffle(builder, a, b, order: list[int]):
 
 
 def _widened(builder, halves):
-  """bfloat16 to float32: its bits are the upper half."""
+  """Converts bfloat16 to float32, whose upper half is the bfloat16's bits."""
   bits = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
   return builder.bitcast(bits, _VECTOR)
 
@@ -56,7 +56,7 @@ def _element(is_bf16: bool):
 
 
 def _load(builder, pointer, is_bf16: bool = False):
-  """16 elements at a pointer to the first, as floats."""
+  """Loads 16 elements at a pointer to the first, as floats."""
   vector = _HALVES if is_bf16 else _VECTOR
   size = 2 if is_bf16 else 4
   loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()), align=size)
@@ -64,7 +64,7 @@ def _load(builder, pointer, is_bf16: bool = False):
 
 
 def _load_first(builder, pointer, mask, is_bf16: bool = False):
-  """As `_load`, of the elements that the mask names; zero in place of the others."""
+  """Like `_load`, for the lanes in the mask; other lanes are zero."""
   vector = _HALVES if is_bf16 else _VECTOR
   name = "llvm.masked.load.v16i16.p0" if is_bf16 else "llvm.masked.load.v16f32.p0"
   kind = ir.FunctionType(vector, [vector.as_pointer(), _INT, _MASK, vector])
@@ -87,16 +87,16 @@ def _store_first(builder, value, pointer, mask) -> None:
 
 
 def _mask(builder, count):
-  """The first `count` lanes."""
+  """Returns the mask of the first `count` lanes."""
   return builder.icmp_signed("<", _IOTA, _splat(builder, count))
 
 
 def _prefetch(builder, pointer) -> None:
-  """Asks for a line of memory that will be read; an address where nothing lies does no harm."""
+  """Prefetches a cache line for reading; an invalid address does no harm."""
   byte = ir.IntType(8).as_pointer()
   kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
   function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-  # To be read, into the second cache, as data.
+  # For reading, into the second-level cache, as data.
   numbers = [ir.Constant(_INT, number) for number in (0, 2, 1)]
   builder.call(function, [builder.bitcast(pointer, byte), *numbers])
 
@@ -112,7 +112,7 @@ def _at(builder, pointer, offset):
 
 
 def _loop(builder, name: str):
-  """Opens a loop whose body follows: (block before, body, block after)."""
+  """Opens a loop; returns (block before, body, block after)."""
   before, body = builder.block, builder.append_basic_block(name)
   after = builder.append_basic_block(f"{name}_end")
   builder.branch(body)
@@ -121,7 +121,7 @@ def _loop(builder, name: str):
 
 
 def _row_starts(builder, num_rows: int, rows, *arrays):
-  """The start of each row, by array of (base, stride); those past the last repeat it."""
+  """Returns the start of each row, by array of (base, stride); rows past the last repeat it."""
   last = builder.sub(rows, _word(1))
   numbers = [
     builder.select(builder.icmp_signed("<", _word(row), last), _word(row), last)
@@ -136,11 +136,11 @@ def _row_starts(builder, num_rows: int, rows, *arrays):
 def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bool = False) -> Any:
   """Returns an intrinsic: c[rows, 16 * vectors] (+)= a[rows, k] @ w[k, 16 * vectors].
 
-  Its arguments are int64s: `a, a_row, a_step` (address and strides of a row and of a step of k, in
+  Its arguments are int64s: `a, a_row, a_step` (address, and strides of a row and of a step of k in
   elements), `rows` (1 to `num_rows`; the block repeats the last one to its full height), `w,
-  w_step, k` (at least 1), `c, c_row`, `is_added` (whether chains begin at what c holds instead of
-  zero), `columns`, how many of the last vector's there are if `is_partial`, and `ahead`: unless it
-  is 0, what lies so many elements behind a row of w is asked for while the row is read.
+  w_step, k` (at least 1), `c, c_row`, `is_added` (whether chains start at the values in c instead
+  of zero), `columns` (valid lanes of the last vector if `is_partial`), and `ahead`: if it is not 0,
+  the elements at this distance after a row of w are prefetched while the row is read.
   """
 
   @intrinsic
@@ -204,7 +204,7 @@ def product_block(num_rows: int, num_vectors: int, is_bf16: bool, is_partial: bo
 def pack_block(num_vectors: int, is_bf16: bool) -> Any:
   """Returns an intrinsic: panel f32[vectors, k, 16] = w[k, 16 * vectors].
 
-  Its arguments are int64s: `w, w_step, k` as of `product_block`, and `panel`, an address.
+  Its arguments are int64s: `w, w_step, k` as in `product_block`, and `panel`, an address.
   """
 
   @intrinsic
@@ -233,11 +233,11 @@ def pack_block(num_vectors: int, is_bf16: bool) -> Any:
 
 
 def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
-  """Returns an intrinsic: scores[rows, 16 * vectors] = q[rows, c] @ keys, 16 slots a vector.
+  """Returns an intrinsic: scores[rows, 16 * vectors] = q[rows, c] @ keys, 16 slots per vector.
 
-  Its arguments are int64s: `q, q_row, rows` as of `product_block`; the addresses of four vectors of
+  Its arguments are int64s: `q, q_row, rows` as in `product_block`; the addresses of four vectors of
   slots, at their first feature (those past `num_vectors` are not read); `k_step, k`, the slots
-  between two features and how many features there are, at least 1; `scores, scores_row`.
+  between two features and the number of features, at least 1; `scores, scores_row`.
   """
 
   @intrinsic
@@ -279,21 +279,21 @@ def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
   return block
 
 
-# Chains of a weighted sum of values: by position mod 4.
+# Chains of a weighted sum of values, by position mod 4.
 CHAINS = 4
 
 
 def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int = CHAINS) -> Any:
   """Returns an intrinsic: chains[rows, 4, 16 * vectors] = weights[rows, x] @ values, x by mod 4.
 
-  `num_chains` of the four are computed together: fewer need fewer registers, and read each position
-  once as well.
+  `num_chains` of the four are computed together: fewer need fewer registers, and still read each
+  position once.
 
-  Its arguments are int64s: `weights, weights_row, rows` as of `product_block`; `values, value_row`,
-  the address of the columns in page 0 and the features of a slot; `table`, the address of the
-  pages' numbers, i32; `page_size`, a multiple of 4; `count`, positions, a multiple of 4 and at
-  least that; `chains, chains_row, chain`, where they go and the floats between rows and chains.
-  Pages follow one another by `page_size` slots.
+  Its arguments are int64s: `weights, weights_row, rows` as in `product_block`; `values, value_row`,
+  the address of the columns in page 0 and the features of a slot; `table`, the address of the page
+  indices, i32; `page_size`, a multiple of 4; `count`, the number of positions, a multiple of 4 and
+  at least 4; `chains, chains_row, chain`, the target and the floats between its rows and chains.
+  Pages are `page_size` slots apart.
   """
 
   @intrinsic
@@ -371,7 +371,7 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int 
 
 
 def _tree(builder, vector, combine):
-  """16 lanes to one: halves are combined four times."""
+  """Reduces 16 lanes to one, combining halves four times."""
   for count in (8, 4, 2, 1):
     low = _shuffle(builder, vector, vector, list(range(count)))
     high = _shuffle(builder, vector, vector, list(range(count, 2 * count)))
@@ -437,15 +437,15 @@ def _reduction(kind: str) -> Any:
   return reduction
 
 
-# (address, the same or another address, count) to one float: of n numbers the partial sum of lane
-# l takes l, l + 16, ..., and the lanes are added as a tree. The maximum of none is minus infinity.
+# (address, the same or another address, count) -> float: lane l has the partial sum of the numbers
+# l, l + 16, ..., and the lanes are added as a tree. The maximum of no numbers is minus infinity.
 sum_of = _reduction("sum")
 dot_of = _reduction("dot")
 maximum_of = _reduction("maximum")
 
 
 def _transposed(builder, rows):
-  """A square's 16 rows to its columns: interleave row i with row i + 8, four times."""
+  """Transposes 16 rows of 16: interleaves row i with row i + 8, four times."""
   low = [i // 2 + LANES * (i % 2) for i in range(LANES)]
   high = [LANES // 2 + place for place in low]
   for _ in range(4):
@@ -474,28 +474,28 @@ def _transposition(is_bf16: bool) -> Any:
   return transpose
 
 
-# (source, elements between its rows, target, floats between its rows): 16 rows of 16.
+# (source, elements between its rows, target, floats between its rows): transposes 16 rows of 16.
 transpose_f32 = _transposition(False)
 transpose_bf16 = _transposition(True)
 
 
 def _load_pairs(builder, pointer):
-  """32 bfloat16 at a pointer to the first, as 16 pairs."""
+  """Loads 32 bfloat16 at a pointer to the first, as 16 pairs."""
   return builder.load(builder.bitcast(pointer, _INTS.as_pointer()), align=2)
 
 
 def _halves_of(builder, pairs):
-  """Pairs of bfloat16 to the floats of the first, and of the second."""
+  """Converts pairs of bfloat16 to the floats of the first, and of the second."""
   first = builder.shl(pairs, ir.Constant(_INTS, [16] * LANES))
   second = builder.and_(pairs, ir.Constant(_INTS, [0xFFFF0000] * LANES))
   return builder.bitcast(first, _VECTOR), builder.bitcast(second, _VECTOR)
 
 
 def transposed_block(num_rows: int, is_bf16: bool) -> Any:
-  """Returns an intrinsic: c[rows, 16] = a[rows, k] @ w[16, k]^T, turned in registers.
+  """Returns an intrinsic: c[rows, 16] = a[rows, k] @ w[16, k]^T, transposed in registers.
 
-  Its arguments are int64s: `a, a_row, rows` (1 to `num_rows`), `w, w_row, k` (some 16 of float32,
-  some 32 of bfloat16, which are turned in pairs) and `c, c_row`.
+  Its arguments are int64s: `a, a_row, rows` (1 to `num_rows`), `w, w_row, k` (a multiple of 16 for
+  float32, of 32 for bfloat16, which is transposed in pairs) and `c, c_row`.
   """
 
   @intrinsic
@@ -516,7 +516,7 @@ def transposed_block(num_rows: int, is_bf16: bool) -> Any:
       step = builder.phi(_WORD)
       sums = [builder.phi(_VECTOR) for _ in range(num_rows)]
       places = [_at(builder, row, step) for row in w_rows]
-      for place in places:  # What the next 16 rows hold there.
+      for place in places:  # Prefetches the same steps of the next 16 rows.
         _prefetch(builder, _at(builder, place, builder.mul(w_row, _word(LANES))))
       if is_bf16:
         pairs = _transposed(builder, [_load_pairs(builder, place) for place in places])

@@ -1,7 +1,7 @@
-"""Transpositions by vectors of 8 floats, for processors whose registers hold no more (AVX2, NEON).
+"""Transpositions with vectors of 8 floats, for processors with few or short registers (AVX2, NEON).
 
-8 rows of 8 are turned by 24 shuffles, each one instruction of AVX2, and stay in registers; 16 of 16
-(`vectors`) would not. What products make of them are the same chains.
+8 rows of 8 are transposed by 24 shuffles, each one AVX2 instruction, and stay in registers; 16 of
+16 (`vectors`) would not. The products compute the same chains from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LANES = 8
 _FLOAT, _HALF, _INT, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
-# Stages of a transposition: what two vectors become, in the two halves of a register.
+# Stages of a transposition: how two vectors are shuffled, in the two halves of a register.
 _SINGLES = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
 _PAIRS = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
 _HALVES = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
@@ -30,11 +30,11 @@ def _shuffled(builder, a, b, orders) -> list[Any]:
 
 
 def _transposed(builder, rows: list[Any]) -> list[Any]:
-  """8 vectors of 8 as their columns."""
+  """Returns the columns of 8 vectors of 8."""
   t = [x for i in range(0, 8, 2) for x in _shuffled(builder, rows[i], rows[i + 1], _SINGLES)]
   s = [
     x for i in (0, 1, 4, 5) for x in _shuffled(builder, t[i], t[i + 2], _PAIRS)
-  ]  # Columns 0 to 3 of the first four rows, then of the last four; and 4 to 7 behind them.
+  ]  # Columns 0 to 3 of the first four rows, then of the last four; columns 4 to 7 follow.
   parts = [_shuffled(builder, s[i], s[i + 4], _HALVES) for i in range(4)]
   return [low for low, _ in parts] + [high for _, high in parts]
 
@@ -63,7 +63,7 @@ def _fma(builder, x, y, z):
 
 
 def _columns_of(builder, places: list[Any], is_bf16: bool) -> list[Any]:
-  """The columns of 8 rows, 8 of float32 or 16 of bfloat16, which are turned in pairs."""
+  """Returns the columns of 8 rows: 8 of float32, or 16 of bfloat16, transposed in pairs."""
   if not is_bf16:
     return _transposed(builder, [_load(builder, place, _VECTOR, 4) for place in places])
   columns = []
@@ -100,7 +100,7 @@ def transposed_block(num_rows: int, num_groups: int, is_bf16: bool) -> Any:
       sums = {cell: builder.phi(_VECTOR) for cell in cells}
       new = dict(sums)
       ahead = builder.mul(w_row, _word(LANES * num_groups))
-      for row in w_rows:  # What the next rows hold there.
+      for row in w_rows:  # Prefetches the same steps of the next rows.
         vectors._prefetch(builder, _at(builder, _at(builder, row, step), ahead))
       for part in range(0, step_size, step_size // 2):
         here = builder.add(step, _word(part))
