@@ -1,1 +1,1 @@
-"""Drafts: guesses at the next tokens from a group's own texts, and how many of them pay."""
+"""Speculative decoding: draft sources, and budgets that draft only as much as is worthwhile."""

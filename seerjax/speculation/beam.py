@@ -1,19 +1,18 @@
-"""Beam search: the likeliest answers of a request, not a sample of them.
+"""Beam search: finds the most likely completions of a request, instead of sampling.
 
     hypotheses --Engine.likeliest: one step reads all--> candidates --the `width` best--> hypotheses
 
-A hypothesis is an answer so far, and its score the sum of its tokens' log-probabilities under
-softmax(logits): the policy as it is, before bias, temperature and filters. It goes on by each of
-its `width` likeliest tokens; of all that these give and of the hypotheses that are over, the
-`width` best are kept. As no token raises a score, those that are left when all are over are the
-best that such a search finds.
+A hypothesis is a partial completion; its score is the sum of its tokens' log-probabilities under
+softmax(logits), that is before bias, temperature and filters. It is continued by each of its
+`width` most likely tokens. Of the results and the finished hypotheses, the `width` best are kept.
+Since no token raises a score, those left when all are finished are the best that the search finds.
 
-The order is total, so that equal numbers give equal answers everywhere: the highest score, then the
-lowest token id, then the better parent; what is over stands before what goes on with its score.
+The order is total, so that equal numbers give equal results everywhere: highest score, then lowest
+token id, then better parent. A finished hypothesis precedes an unfinished one of equal score.
 
-A drafter's tokens are read with the hypotheses that they follow. Where all that is kept was drafted
-the next step of the search needs no step of the engine, so drafts change how many there are, and
-no hypothesis: nothing is accepted or rejected, what was not read is read when it is needed.
+A drafter's tokens are read together with the hypotheses that they continue. If everything that is
+kept was drafted, the next step of the search needs no engine step. Drafts thus change the number of
+steps, but no hypothesis: nothing is accepted or rejected, and what was not read is read on demand.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from seerjax.engine.sequence import Likeliest, StepOutput
 from seerjax.types import PENALTIES, Request, SamplingParams
 
 MAX_WIDTH = 16
-# What a drafter is asked for: the likeliest continuations, without noise.
+# Sampling for the drafter: the most likely continuations, without noise.
 _GREEDY = SamplingParams(temperature=0.0)
 Answer = tuple[int, ...]
 
 
 class Hypothesis(NamedTuple):
-  """An answer that a beam search found, or is finding.
+  """A completion found by beam search, or a partial one.
 
   Attributes:
-    tokens: of the answer, a stop id included.
+    tokens: tokens of the completion, including a stop id.
     score: sum of their log-probabilities under softmax(logits), nats; f32 numbers added in order,
       in double precision.
-    finish_reason: "stop" after one of the request's stop ids, "length" after max_tokens, "" where
-      the search goes on.
-    text: of the tokens; "" without a tokenizer.
+    finish_reason: "stop" after one of the request's stop ids, "length" after max_tokens, "" if
+      unfinished.
+    text: decoded tokens; "" without a tokenizer.
   """
 
   tokens: Answer
@@ -63,23 +62,23 @@ def beam_search(
   instance: int = 0,
   on_step: Callable[[list[StepOutput]], None] | None = None,
 ) -> list[Hypothesis]:
-  """Returns the best hypotheses of a request's answer, the best first.
+  """Returns the best hypotheses for a request's completion, best first.
 
-  They are those of a search that reads each hypothesis alone, to the bit, whatever else the engine
-  runs and whatever is drafted. They share the pages of what they have in common.
+  They equal, to the bit, those of a search that reads each hypothesis alone, whatever else the
+  engine runs and whatever is drafted. Hypotheses share the KV pages of common prefixes.
 
   Args:
-    engine: that reads them; other requests in it go on meanwhile.
-    request: its prompt, adapter, max_tokens and stop_token_ids count; its seed does not.
-    width: hypotheses that are kept, 1 to 16; fewer are found where the vocabulary is small.
-    drafter: guesses how each hypothesis goes on; None reads one token of each in a step.
-    instance: of the engine, whose pages they share.
+    engine: engine that reads them; its other requests continue meanwhile.
+    request: prompt, adapter, max_tokens and stop_token_ids are used; the seed is not.
+    width: number of hypotheses to keep, 1 to 16; fewer are found if the vocabulary is small.
+    drafter: drafts continuations of each hypothesis; None reads one token of each per step.
+    instance: instance of the engine that holds the pages.
     on_step: called with each visit's updates of other requests.
 
   Raises:
-    ValueError: if the width is out of its range, the request is none or has sampling that a search
-      by the policy's own log-probabilities cannot follow, or the engine refuses it.
-    RuntimeError: if a step fails a hypothesis, or the model's log-probabilities are not numbers.
+    ValueError: if the width is out of range, the request is invalid or has sampling parameters that
+      affect probabilities, or the engine rejects it.
+    RuntimeError: if a step fails for a hypothesis, or the model's log-probabilities are NaN.
   """
   _check(request, width)
   drafts = _Drafts(engine, request, drafter)
@@ -100,7 +99,7 @@ def beam_search(
       for answer, by_path in zip(answers, found, strict=True):
         known |= {answer + path: top for path, top in by_path.items()}
     kept = best(kept, known, width, request.sampling)
-    # What is shorter than those that go on is not asked for again.
+    # Hypotheses shorter than the unfinished ones are not needed again.
     depth = max(len(one.tokens) for one in kept)
     known = {answer: top for answer, top in known.items() if len(answer) >= depth}
   drafts.finish(kept)
@@ -116,12 +115,12 @@ def best(
   width: int,
   sampling: SamplingParams,
 ) -> list[Hypothesis]:
-  """Returns the hypotheses after one step of a search, the best first.
+  """Returns the hypotheses after one step of a search, best first.
 
   Args:
-    kept: those before it, the best first.
-    likeliest: what follows each that goes on: `width` tokens, or the whole vocabulary.
-    width: most that are kept.
+    kept: hypotheses before it, best first.
+    likeliest: next tokens of each unfinished hypothesis: `width` tokens, or the whole vocabulary.
+    width: maximum number to keep.
     sampling: its stop_token_ids and max_tokens end a hypothesis.
 
   Raises:
@@ -149,8 +148,11 @@ def best(
 def _unread(
   going: Sequence[Answer], known: Mapping[Answer, Likeliest], request: Request
 ) -> list[Answer]:
-  """Returns the answers to be read: those that are not known, and of those that are, how they go on
-  by their likeliest tokens, so that none runs out before the others."""
+  """Returns the completions to read.
+
+  Unknown ones, and for known ones their most likely continuation, so that none of them runs out
+  before the others.
+  """
   found: dict[Answer, None] = {}
   for answer in going:
     is_over = False
@@ -165,10 +167,10 @@ def _unread(
 
 
 class _Drafts:
-  """A drafter's guesses at how hypotheses go on.
+  """Drafts of a drafter for hypotheses.
 
-  Each hypothesis is a request of its own to the drafter, named as the one that it goes on from, so
-  that a draft model reads again only what is new.
+  Each hypothesis is a separate request to the drafter and keeps the name of the one it continues,
+  so that a draft model reads only new tokens.
   """
 
   def __init__(self, engine: Engine, request: Request, drafter: Drafter | None):
@@ -179,7 +181,7 @@ class _Drafts:
     self._named: dict[str, Answer] = {}
 
   def of(self, answers: Sequence[Answer]) -> list[list[tuple[int, ...]]]:
-    """Returns paths for each answer; all have the same share of a step's rows."""
+    """Returns paths for each completion; all get the same share of a step's rows."""
     request, nothing = self._request, [[] for _ in answers]
     share = (self._num_rows - len(answers)) // max(len(answers), 1)
     if self._asked.drafter is None or share < 1:
@@ -200,7 +202,7 @@ class _Drafts:
     return found
 
   def finish(self, kept: Sequence[Hypothesis]) -> None:
-    """Tells the drafter that the hypotheses are over, and what they have become."""
+    """Reports the final hypotheses to the drafter."""
     if self._named:
       self._names([one.tokens for one in kept])
     prompt, group = self._request.prompt, drafting.group_name(self._request)
@@ -212,7 +214,7 @@ class _Drafts:
     self._asked.ask(tell)
 
   def _names(self, answers: Sequence[Answer]) -> list[str]:
-    """Returns the name of each answer: of those not taken, that whose answer begins most alike."""
+    """Returns the name of each completion: the unused one with the longest common prefix."""
     free, found = dict(self._named), []
     for answer in answers:
       name = max(free, key=lambda one: _num_shared(free[one], answer), default=None)
@@ -225,7 +227,7 @@ class _Drafts:
 
 
 def _num_shared(left: Answer, right: Answer) -> int:
-  """Returns how many first tokens two answers have in common."""
+  """Returns the length of the common prefix of two completions."""
   count = 0
   while count < min(len(left), len(right)) and left[count] == right[count]:
     count += 1
@@ -233,7 +235,7 @@ def _num_shared(left: Answer, right: Answer) -> int:
 
 
 def _check(request: Request, width: int) -> None:
-  """Refuses what is no beam search, before anything is read."""
+  """Raises for an invalid beam search, before anything is read."""
   fix = "1 is the greedy answer, 4 is usual"
   checks.whole("beam_search: width", width, 1, MAX_WIDTH, fix)
   params = request.sampling

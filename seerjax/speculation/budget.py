@@ -1,26 +1,26 @@
-"""How many tokens to draft: as many as pay, more for requests that others wait for.
+"""Plans how many tokens to draft: as many as is worthwhile, and more for high-priority requests.
 
-  a[k]        P(the first k drafted tokens all hold)   measured on the way
-  r[k]        P(a draft has k tokens, if it may)       measured on the way
-  T(B, rows)  seconds of a step of B requests          a table, measured elsewhere
-  V(B)        seconds of a step of plain decoding      the same, many steps a visit where that pays
-  D(B, g)     seconds of drafting g for B requests     a model's cost grows with both
+  a[k]        P(the first k drafted tokens are all accepted)   measured online
+  r[k]        P(a draft has k tokens, if allowed)              measured online
+  T(B, rows)  seconds of a step of B requests                  a table, measured elsewhere
+  V(B)        seconds of a step of plain decoding              the same, in the best visit length
+  D(B, g)     seconds of drafting g for B requests             a model's cost grows with both
 
   seconds per token of B requests: V(B) / B without drafts; if they may draft g > 0,
 
     (D(B, g) + T(B, B + B sum r[1..g])) / (B (1 + sum a[1..g]))
 
-The g of the least seconds gives a step's budget of g B drafted tokens, which two classes share:
-high (a group's first request, on which the others' schedule waits) and low. Two ways to share:
+The best g gives a step's budget of g B drafted tokens, which two classes share: high (a group's
+first request, on which the schedule of the others depends) and low. Two ways to share:
 
-- `mba_paper`: Algorithm 1 as Seer prints it, with beta[0] = 1. Its gain is the *drop* of
-  acceptance, its factor multiplies the low class, and it stops once the low class does not fit.
-- `mba`: the marginal gain is B_c a[g_c + 1], the high class counts `priority` times, and no unit
-  that fits is left. A class has nine lengths: the best split is searched for, not approached.
+- `mba_paper`: Algorithm 1 as printed in Seer, with beta[0] = 1. Its gain is the *decrease* of
+  acceptance, its factor applies to the low class, and it stops once the low class does not fit.
+- `mba`: the marginal gain is B_c a[g_c + 1], the high class has weight `priority`, and the budget
+  is used as far as possible. With nine lengths per class, the best split is found by search.
 
-Off when it does not pay: both lengths are 0 unless fewer seconds a token are expected, by a margin
-that is wider for switching on than for staying on. While it is off, a few requests draft now and
-then, so rarely that the steps together lose no more than `PROBE_COST` to it.
+Drafting is off unless it reduces the expected seconds per token, by a margin that is wider for
+switching on than for staying on. While it is off, a few requests draft occasionally, so rarely that
+all steps together lose no more than `PROBE_COST`.
 
 Source: Seer (arXiv 2511.14617v3), section 3.4 and Algorithm 1. No clock: equal inputs, equal plans.
 """
@@ -38,15 +38,15 @@ from seerjax import fields
 from seerjax.speculation.times import StepTimes
 
 POLICIES = ("mba", "mba_paper")
-# Drafting switches on where seconds per token fall by more than the first share, and off where they
-# fall by less than the second: what is measured wavers, and each switch costs a few slow steps.
+# Drafting switches on if it saves more than the first share of seconds per token, and off if less
+# than the second. The margin absorbs noise; each switch costs a few slow steps.
 ON_GAIN, OFF_GAIN = 0.1, 0.05
-# Share of the steps' seconds that drafting may cost while it is off: less than steps waver by.
+# Share of step time that probing may cost while drafting is off; less than the noise of steps.
 PROBE_COST = 0.0025
-# Requests that draft in a probe: two tell more than one for hardly more rows.
+# Requests per probe: two are more informative than one for hardly more rows.
 PROBE_REQUESTS = 2
-# Steps of a request after which an observation counts half: enough that single drafts average out,
-# few enough that weights that learn and texts that become alike are followed.
+# Steps of a request after which an observation's weight is halved: long enough to average out
+# single drafts, short enough to follow changing weights and texts that become similar.
 MEMORY = 512.0
 
 
@@ -54,9 +54,9 @@ class Plan(NamedTuple):
   """What may be drafted in a step.
 
   Attributes:
-    high: most tokens for each request of the high class.
-    low: and of the low class.
-    num_requests: so many requests may draft at all, the first ones.
+    high: maximum tokens per request of the high class.
+    low: maximum tokens per request of the low class.
+    num_requests: only the first `num_requests` requests may draft.
   """
 
   high: int
@@ -69,12 +69,12 @@ OFF = Plan(0, 0, 0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetConfig:
-  """How budgets are made.
+  """Configuration of budgets.
 
   Attributes:
     policy: "mba" or "mba_paper".
-    gamma_max: longest draft.
-    priority: how many times a token of the high class counts; Seer's lambda.
+    gamma_max: maximum draft length.
+    priority: weight of a token of the high class; lambda in Seer.
   """
 
   policy: str = "mba"
@@ -97,12 +97,12 @@ class BudgetConfig:
 def best_length(
   batch: int, acceptance: Sequence[float], times: StepTimes, reach: Sequence[float] | None = None
 ) -> int:
-  """Returns the draft length of the fewest seconds per token; the shortest of equals.
+  """Returns the draft length with the fewest seconds per token (ties: the shortest).
 
   Args:
-    batch: requests, all with one length.
-    acceptance: acceptance[k - 1] = a[k], up to the longest length.
-    times: of steps and drafts.
+    batch: number of requests, all with the same length.
+    acceptance: acceptance[k - 1] = a[k], up to the maximum length.
+    times: times of steps and drafts.
     reach: reach[k - 1] = r[k]; all 1 if None.
   """
   if batch < 1:
@@ -125,7 +125,7 @@ def seconds_per_token(
   times: StepTimes,
   reach: Sequence[float] | None = None,
 ) -> float:
-  """Returns the expected seconds per sampled token, of classes with a draft length each."""
+  """Returns the expected seconds per sampled token, for classes with one draft length each."""
   rows = tokens = 0.0
   num_drafting = 0
   for batch, length in zip(batches, lengths):
@@ -149,17 +149,17 @@ def mba_paper(
   """Returns draft lengths (high, low) by Algorithm 1 as printed.
 
   Args:
-    num_high: requests of the high class, Seer's B_h.
-    num_low: of the low class, B_l.
+    num_high: requests of the high class, B_h in Seer.
+    num_low: requests of the low class, B_l.
     acceptance: beta[1], beta[2], ...; at least `gamma_max` of them.
-    times: T(B, gamma) is a step of B (1 + gamma) rows, and of plain decoding if gamma is 0.
-    gamma_max: longest draft.
+    times: T(B, gamma) is a step of B (1 + gamma) rows, or of plain decoding if gamma is 0.
+    gamma_max: maximum draft length.
     priority: lambda.
   """
   batch = num_high + num_low
   if batch == 0:
     return 0, 0
-  # What lies beyond gamma_max adds nothing.
+  # Tokens beyond gamma_max have no gain.
   beta = [1.0, *acceptance[:gamma_max], acceptance[gamma_max - 1]]
   alpha = min(sum(beta[1:-1]) / gamma_max, 1 - 1e-9)
   costs = [times.decode(batch)] + [
@@ -197,15 +197,15 @@ def mba(
   priority: float = 2.0,
   reach: Sequence[float] | None = None,
 ) -> tuple[int, int]:
-  """Returns draft lengths (high, low): of all that the budget holds, those with the most to gain.
+  """Returns the draft lengths (high, low) within the budget that have the largest gain.
 
   Args:
     num_high: requests of the high class.
-    num_low: of the low class.
-    acceptance: acceptance[k - 1] = a[k]; at least `gamma_max` of them, falling.
-    times: of steps and drafts.
-    gamma_max: longest draft.
-    priority: how many times a token of the high class counts.
+    num_low: requests of the low class.
+    acceptance: acceptance[k - 1] = a[k]; at least `gamma_max` of them, decreasing.
+    times: times of steps and drafts.
+    gamma_max: maximum draft length.
+    priority: weight of a token of the high class.
     reach: reach[k - 1] = r[k]; all 1 if None.
   """
   acceptance = acceptance[:gamma_max]
@@ -219,43 +219,44 @@ def mba(
       break
     low = min(gamma_max, left // num_low) if num_low else 0
     gain = priority * num_high * gains[high] + num_low * gains[low]
-    if gain >= most and gain > 0:  # Of equals, the one that gives the high class more.
+    if gain >= most and gain > 0:  # Ties: the split that gives the high class more.
       best, most = (high, low), gain
   return best
 
 
 class Budget:
-  """Plans step by step what to draft, from what came of it so far."""
+  """Plans each step's drafts from past results."""
 
   def __init__(self, times: StepTimes, config: BudgetConfig | None = None):
     self.times = times
     self.config = BudgetConfig() if config is None else config
     self.is_on = False
-    # Classes -> their lengths, until there is news of drafts.
+    # Best lengths by class sizes, until the next observation.
     self._best: dict[tuple[int, int], tuple[int, int, float]] = {}
-    # By position: how often a token was allowed and drafted; and, where all before it held, how
-    # often it was allowed and held. Counts halve in `MEMORY` steps: instead, new ones weigh more.
+    # By position: how often a token was allowed and drafted; and, if all before it were accepted,
+    # how often it was tried and accepted. Counts halve in `MEMORY` steps: instead, the weight of
+    # new ones grows.
     self._allowed, self._drafted, self._tried, self._held = (
       [0.0] * self.config.gamma_max for _ in range(4)
     )
     self._weight = 1.0
-    # Share of a step that probes may still spend. The first step may be one.
+    # Share of a step that probes may still spend. The first step may be a probe.
     self._credit = 1.0
 
   @property
   def acceptance(self) -> tuple[float, ...]:
-    """a[1], a[2], ...: P(the first k all hold); a position seen little is taken as all are."""
+    """a[1], a[2], ...: P(the first k are all accepted); shrunk towards the pooled rate."""
     held = self._chances(self._held, self._tried, 0.5)
-    # What holds was drafted: estimates from few counts may contradict that.
+    # An accepted token was drafted; estimates from few counts may contradict that.
     return tuple(min(pair) for pair in zip(held, self.reach))
 
   @property
   def reach(self) -> tuple[float, ...]:
-    """r[1], r[2], ...: P(a draft has k tokens, if it may)."""
+    """r[1], r[2], ...: P(a draft has k tokens, if allowed)."""
     return self._chances(self._drafted, [self._allowed[0], *self._drafted[:-1]], 1.0)
 
   def plan(self, num_high: int, num_low: int) -> Plan:
-    """Returns what a step may draft for so many requests of each class."""
+    """Returns what a step may draft, by the number of requests in each class."""
     batch = num_high + num_low
     if batch == 0:
       return OFF
@@ -270,15 +271,15 @@ class Budget:
     return self._probe(batch)
 
   def observe(self, num_allowed: int, num_drafted: int, num_accepted: int) -> None:
-    """Takes what came of one request's draft.
+    """Records the result of one request's draft.
 
     Args:
-      num_allowed: tokens that it might have drafted; 0 tells nothing.
-      num_drafted: that it did.
-      num_accepted: that held.
+      num_allowed: tokens that it was allowed to draft; 0 is ignored.
+      num_drafted: tokens that it drafted.
+      num_accepted: tokens that were accepted.
 
     Raises:
-      ValueError: if they do not fall in this order.
+      ValueError: if they are not in descending order.
     """
     if not 0 <= num_accepted <= num_drafted <= num_allowed:
       raise ValueError(
@@ -300,7 +301,7 @@ class Budget:
       self._held[place] += self._weight * (place < num_accepted)
 
   def _best_lengths(self, num_high: int, num_low: int) -> tuple[int, int, float]:
-    """Returns the draft lengths (high, low), and by what share seconds per token fall."""
+    """Returns the draft lengths (high, low), and the relative reduction of seconds per token."""
     config, batch = self.config, num_high + num_low
     acceptance, reach = self.acceptance, self.reach
     share = functools.partial(
@@ -315,14 +316,14 @@ class Budget:
   def _chances(
     self, hits: Sequence[float], tries: Sequence[float], unseen: float
   ) -> tuple[float, ...]:
-    """Returns the products of rates by position; a position of few tries leans on all together."""
+    """Returns cumulative products of rates by position, shrunk towards the pooled rate."""
     one = self._weight
     pooled = (sum(hits) + unseen * one) / (sum(tries) + one)
     rates = ((hit + 4 * one * pooled) / (tried + 4 * one) for hit, tried in zip(hits, tries))
     return tuple(itertools.accumulate(rates, operator.mul))
 
   def _probe(self, batch: int) -> Plan:
-    """Returns the largest probe whose cost has been saved up, or nothing."""
+    """Returns the largest probe that the credit covers, or `OFF`."""
     plain, saved = self.times.decode(batch), PROBE_COST * self.times.decode_steps(batch)
     self._credit = min(self._credit + saved, 1.0 + saved)
     for num, length in ((PROBE_REQUESTS, 4), (1, 4), (1, 2), (1, 1)):

@@ -1,12 +1,12 @@
-"""How a run drafts, and the one function from that to a drafter.
+"""Configuration of a run's drafter, and the function that creates it.
 
 A drafter is any object with the three methods of `engine.drafting.Drafter`. A run names a function
-that makes one, so that a draft model, a tree of drafts or another rule of acceptance is a file of
-its own, in this package or outside:
+that creates one, so a draft model, a draft tree or another acceptance rule can be a separate file,
+in this package or outside:
 
-  --config.speculation.draft_name=MODEL          by the group's texts and by a model, whichever pays
+  --config.speculation.draft_name=MODEL          group texts and a draft model, whichever is faster
   --config.speculation.drafter=seerjax.speculation.draft_loading:of_run \
-    --config.speculation.draft_name=MODEL        by the model alone
+    --config.speculation.draft_name=MODEL        the draft model only
   --config.speculation.drafter=my_module:make_drafter
 
   def make_drafter(config: SpeculationConfig, run: DraftedRun) -> Drafter: ...
@@ -30,17 +30,17 @@ from seerjax.tasks import loading
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-  """How a run drafts. No draft changes a bit.
+  """Configuration of a run's drafts. Drafts never affect results.
 
   Attributes:
-    drafter: "module:function" that makes the drafter, from a `SpeculationConfig` and a
-      `DraftedRun`. The default drafts from the group's own texts and, where there is a draft
-      model, by that too: each request from the source of the most expected tokens a second.
-    budget: how much is drafted where it pays.
-    history: of answers to prompts that come again. A resumed run begins without.
-    draft_name: of a draft model: "nano", a directory, a GGUF file, or a Hub id; "" is none.
-    draft: how it drafts. Its length is planned (`budget.gamma_max` at most) by the default drafter,
-      and taken as it is by "seerjax.speculation.draft_loading:of_run".
+    drafter: "module:function" that creates the drafter, from a `SpeculationConfig` and a
+      `DraftedRun`. The default drafts from the group's own texts and, if there is a draft model,
+      also with that: each request uses the source with the most expected tokens per second.
+    budget: how many tokens to draft.
+    history: earlier completions of repeated prompts. A resumed run starts without any.
+    draft_name: draft model: "nano", a directory, a GGUF file, or a Hub id; "" is none.
+    draft: configuration of the draft model. The default drafter plans the draft length (up to
+      `budget.gamma_max`); "seerjax.speculation.draft_loading:of_run" uses it as configured.
   """
 
   drafter: str = "seerjax.speculation.hybrid_drafter:of_run"
@@ -65,12 +65,12 @@ class SpeculationConfig:
 
 
 class DraftedRun(NamedTuple):
-  """What a drafter is made for.
+  """What a drafter is created for.
 
   Attributes:
-    engine: that will ask it.
-    is_probe: whether a request is its group's first, on which the others' schedule waits.
-    acceptance: takes what came of the drafts (`Acceptance.add`), for the report.
+    engine: the engine that will call it.
+    is_probe: whether a request is its group's first, which the scheduling of the others depends on.
+    acceptance: collects statistics (`Acceptance.add`) for the report.
   """
 
   engine: Engine
@@ -82,7 +82,7 @@ MakeDrafter = Callable[[SpeculationConfig, DraftedRun], Drafter]
 
 
 def load(config: SpeculationConfig) -> MakeDrafter:
-  """Returns the function that makes a run's drafter.
+  """Returns the function that creates a run's drafter.
 
   Raises:
     ValueError: if there is no such function.
@@ -102,10 +102,10 @@ def load(config: SpeculationConfig) -> MakeDrafter:
 
 
 def make_drafter(config: SpeculationConfig, run: DraftedRun) -> Drafter:
-  """Returns the drafter that a config names, made for a run.
+  """Creates the drafter that a config names, for a run.
 
   Raises:
-    ValueError: if there is no such function, or what it makes is no drafter.
+    ValueError: if there is no such function, or its result is not a drafter.
   """
   drafter = load(config)(config, run)
   if not isinstance(drafter, Drafter):

@@ -1,8 +1,8 @@
-"""A draft model by name, checked against the engine that it is to draft for.
+"""Loads a draft model by name and checks that it fits its target engine.
 
-A draft's ids must mean what the target's mean. Two tokenizers are compared id by id; embedding rows
-beyond them are padding, of which the two may have different numbers (Qwen: 151,936 and 152,064):
-the draft's are cut off, so that it can neither read nor draft one.
+Draft and target must use the same token ids; their tokenizers are compared id by id. Embedding rows
+beyond the tokenizer are padding, whose number may differ (Qwen: 151,936 and 152,064). The draft's
+padding rows are dropped, so that it can neither read nor draft such ids.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ DEFAULT_CONFIG = DraftModelConfig()
 
 
 def context_of(engine: Engine) -> int:
-  """Returns the most positions of one of an engine's sequences."""
+  """Returns the maximum positions of a sequence in an engine."""
   return min(engine.config.max_context, engine.model.max_context)
 
 
 def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
-  """Returns a draft model for an engine, in the engine's numerics and one slab.
+  """Loads a draft model for an engine, in the engine's numerics and with one slab.
 
   Args:
     name_or_path: "nano" (in the package), a Hugging Face directory, a GGUF file, or a Hub id.
-    engine: that it will draft for.
+    engine: the target engine.
 
   Raises:
-    FileNotFoundError: if there is no such directory, or the Hub does not give it.
+    FileNotFoundError: if the directory does not exist, or the Hub does not provide it.
     ImportError: if a Hub id is given and `huggingface_hub` is not installed.
-    ValueError: if the directory holds no model that we read, or its ids or context are not the
+    ValueError: if the directory contains no supported model, or its ids or context do not match the
       engine's.
   """
   path = loading.path_of(name_or_path)
@@ -50,15 +50,15 @@ def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
 
 
 def fitted(draft: Model, engine: Engine, *, name: str = "") -> Model:
-  """Returns a draft without the embedding rows that are padding.
+  """Returns a draft without padding rows in its embedding.
 
   Args:
-    draft: of one slab.
-    engine: that it will draft for.
-    name: of the draft, for messages.
+    draft: a model with one slab.
+    engine: the target engine.
+    name: name of the draft, for messages.
 
   Raises:
-    ValueError: if its ids or its context are not the engine's.
+    ValueError: if its ids or its context do not match the engine's.
   """
   name = name or "a draft model"
   context = context_of(engine)
@@ -90,7 +90,7 @@ def fitted(draft: Model, engine: Engine, *, name: str = "") -> Model:
 
 
 def require_same_ids(draft: Tokenizer, target: Tokenizer, name: str) -> None:
-  """Refuses a draft whose ids mean other things than the target's.
+  """Raises if a draft's token ids differ from the target's.
 
   Raises:
     ValueError: with the first id that differs.
@@ -114,13 +114,13 @@ def drafter_for(
   config: DraftModelConfig = DEFAULT_CONFIG,
   acceptance: statistics.Acceptance | None = None,
 ) -> ModelDrafter:
-  """Returns a drafter by a model's name, for `Engine.drafter`; refusals are `load_draft`'s.
+  """Returns a drafter for `Engine.drafter` by the name of a model; raises as `load_draft`.
 
   Args:
-    engine: that it will draft for, whose key and context it takes.
-    name_or_path: of the draft.
+    engine: the target engine, which determines key and context.
+    name_or_path: name of the draft model.
     config: how it drafts.
-    acceptance: takes what comes of drafts; a record of its own if None.
+    acceptance: collects statistics; a new record if None.
   """
   return ModelDrafter(
     load_draft(name_or_path, engine),
@@ -132,10 +132,10 @@ def drafter_for(
 
 
 def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> ModelDrafter:
-  """Returns a run's draft model, by the name in its config.
+  """Returns a run's draft-model drafter, by the name in its config.
 
   Raises:
-    ValueError: if there is no name; else as `load_draft`.
+    ValueError: if no name is set; otherwise as `load_draft`.
   """
   if not config.draft_name:
     raise ValueError(

@@ -1,14 +1,14 @@
-"""A drafter that is a small model: it reads what the target reads, and guesses what comes next.
+"""A drafter that runs a small model on the target's tokens.
 
     queries -> slots -> one compiled program (`draft_program`) -> paths -> the target verifies them
 
-The draft draws each token as the target does, with the target's own noise, so that it is right
-wherever the two distributions are near each other. A draft that is far from its target is better
-off drawing at a lower temperature: of `TEMPERATURES`, times the request's own, that one is taken
-with which most tokens were accepted lately, and the others are tried now and then.
+The draft samples each token like the target, with the target's noise, so its tokens are correct
+wherever the two distributions are close. A draft whose distribution is far from the target's is
+more often accepted at a lower temperature. Of `TEMPERATURES` (factors on the request's own), the
+one with most accepted tokens recently is used; the others are tried occasionally.
 
-What is drafted follows from the queries and from what came of earlier drafts alone, never from a
-clock: on several processes every process drafts the same.
+Drafts depend only on the queries and on the results of earlier drafts, never on a clock: every
+process drafts the same tokens.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from seerjax.types import SamplingParams, SamplingRows, TokenBatch
 
 Paths = list[tuple[int, ...]]
 
-# Of what a draft draws by, times the request's temperature; 0 is greedy.
+# Factors on the request's temperature for drafting; 0 is greedy.
 TEMPERATURES = (1.0, 0.5, 0.0)
-# One draft in so many is drawn at another temperature than the best.
+# One draft in this many uses another temperature than the best one.
 DRAFTS_PER_TRIAL = 16
-# What is known of a temperature counts half after so many drafts at it.
+# Number of drafts at a temperature after which its statistics are halved.
 HALF_LIFE = 256
-# Tokens that each temperature is thought to have been right in once, so that each is tried.
+# Optimistic initial acceptance of each temperature, so that each is tried.
 HOPED = 4.0
 MAX_SLOTS = 4096
-# Greedy and unfiltered: a tile is spared the noise and the sort if all its rows are.
+# Greedy and unfiltered: noise and sort are skipped for a tile if all its rows are like this.
 _UNUSED = SamplingParams(temperature=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftModelConfig:
-  """How a model drafts. None of it changes a bit of an answer.
+  """Configuration of a draft model. It never affects results.
 
   Attributes:
     length: tokens of the main path, N.
-    width: ids of each place: the likeliest one goes on, the others end paths of their own.
-    num_slots: requests whose past is kept, each in a whole context of positions.
-    row_buckets: rows of a call at most, ascending; one compiled program each. What is more to be
-      read is read in calls of its own; the last bucket has a row for each slot at least.
-    learn: whether a run teaches it between steps, from the policy's own answers.
-    learning_rate: at which; at ten times as much nano's own draft got worse.
+    width: ids per position: the most likely one continues the main path, the others end side paths.
+    num_slots: number of requests whose cache is kept, each with a whole context of positions.
+    row_buckets: maximum rows of a call, ascending; one compiled program each. If more rows must be
+      read, separate calls read them; the last bucket has at least one row per slot.
+    learn: whether a run trains the draft between steps, on the policy's completions.
+    learning_rate: rate of that training; at ten times the default, nano's draft got worse.
   """
 
   length: int = 4
@@ -105,17 +105,17 @@ class DraftModelConfig:
 
 @dataclasses.dataclass
 class DraftCounters:
-  """What a draft model did.
+  """Counters of a draft model.
 
   Attributes:
-    calls: of the compiled program.
-    rows_read: rows that caught up with what requests said.
-    steps: tokens drafted one after the other, of all calls; a call's requests share them.
-    drafts: requests times visits in which something was drafted.
-    side_paths: siblings, which end paths of their own.
-    without_slot: requests times visits that found all slots taken by others of the visit.
-    unreadable: requests times visits with a token that the draft has no embedding of.
-    not_finite: drafts that were cut because the draft's logits were not finite.
+    calls: calls of the compiled program.
+    rows_read: rows of request tokens that were read.
+    steps: sequential drafting steps of all calls; the requests of a call share them.
+    drafts: requests with a draft, summed over visits.
+    side_paths: siblings, each the end of a side path.
+    without_slot: requests without a slot because others took all of them, summed over visits.
+    unreadable: requests with a token outside the draft's embedding, summed over visits.
+    not_finite: drafts cut because the draft's logits were not finite.
   """
 
   calls: int = 0
@@ -129,13 +129,13 @@ class DraftCounters:
 
 
 class _Piece(NamedTuple):
-  """Rows of a request that a call reads.
+  """Rows of one request in a call.
 
   Attributes:
-    query: of the request.
-    slot: of the request.
+    query: query of the request.
+    slot: slot of the request.
     first: position of the first row.
-    count: rows.
+    count: number of rows.
   """
 
   query: DraftQuery
@@ -145,38 +145,38 @@ class _Piece(NamedTuple):
 
 
 class _Temperatures:
-  """Which temperature is drawn by, by what was accepted."""
+  """Selects the drafting temperature by accepted tokens."""
 
   def __init__(self):
-    # By temperature: decayed drafts and accepted tokens.
+    # Decayed numbers of drafts and accepted tokens, by temperature.
     self._drafts = [1.0] * len(TEMPERATURES)
     self._accepted = [HOPED] * len(TEMPERATURES)
     self._num_chosen = 0
 
   def choose(self) -> int:
-    """Returns the index of the temperature of the next draft."""
+    """Returns the index of the next draft's temperature."""
     self._num_chosen += 1
     trial, is_trial = divmod(self._num_chosen, DRAFTS_PER_TRIAL)
     if not is_trial:
       return trial % len(TEMPERATURES)
     means = [a / n for a, n in zip(self._accepted, self._drafts)]
-    return means.index(max(means))  # Of equals the highest temperature, which is the target's.
+    return means.index(max(means))  # Ties: the highest temperature, which is the target's.
 
   def observe(self, index: int, num_accepted: int) -> None:
-    """Takes what was accepted of a draft at a temperature."""
+    """Records the accepted tokens of a draft at a temperature."""
     keep = 0.5 ** (1 / HALF_LIFE)
     self._drafts[index] = keep * self._drafts[index] + 1
     self._accepted[index] = keep * self._accepted[index] + num_accepted
 
 
 class ModelDrafter:
-  """Drafts by a model: a chain, or a comb of `width` teeth; see `engine.drafting.Drafter`.
+  """Drafts with a model: a chain, or a comb of width `width`; see `engine.drafting.Drafter`.
 
   Attributes:
-    config: how it drafts.
-    length: tokens of the main path; may be set between visits, from 0 (nothing is drafted) to 16.
-    acceptance: what came of the drafts.
-    counters: what it did.
+    config: configuration of the draft model.
+    length: tokens of the main path; may be set between visits, from 0 (no drafts) to 16.
+    acceptance: acceptance statistics.
+    counters: counters.
   """
 
   def __init__(
@@ -189,19 +189,18 @@ class ModelDrafter:
     acceptance: statistics.Acceptance | None = None,
     program: DraftProgram | None = None,
   ):
-    """Makes a drafter.
+    """Creates a drafter.
 
     Args:
-      draft: shape, weights and numerics, as `draft_weights.load_draft` gives them.
-      context: most positions of one sequence.
-      key: the target's sampling key; that of seed 0 if None, as an engine's.
-      config: how it drafts.
-      acceptance: takes what comes of drafts; a record of its own if None.
-      program: compiled, to share with other drafters of the same sizes; its own if None.
+      draft: shape, weights and numerics, as returned by `draft_loading.load_draft`.
+      context: maximum positions of a sequence.
+      key: the target's sampling key; None is that of seed 0, an engine's default.
+      config: configuration of the draft model.
+      acceptance: collects statistics; a new record if None.
+      program: compiled program, shared between drafters of equal sizes; a new one if None.
 
     Raises:
-      ValueError: if the draft was not made for so many positions or is of several slabs, or
-        `program` is another's.
+      ValueError: if the draft has too few positions or several slabs, or `program` has other sizes.
     """
     if draft.config.max_context < context:
       raise ValueError(
@@ -243,18 +242,18 @@ class ModelDrafter:
     return self._params
 
   def begin_anew(self) -> None:
-    """Forgets what it drafted, as after it was measured; `acceptance` stays."""
+    """Discards all drafting state, as after measuring; keeps `acceptance`."""
     self.counters, self.slots = DraftCounters(), Slots(self.config.num_slots)
     self._temperatures = _Temperatures()
-    # By request, of its last draft: the temperature's index, None where all are one.
+    # Temperature index of each request's last draft; None for greedy requests.
     self._drawn: dict[str, int | None] = {}
 
   def set_params(self, params: parameters.Params) -> None:
-    """Replaces the draft's weights; all that was read is read again."""
+    """Replaces the draft's weights; all tokens are read again."""
     self._params = params
     self.slots.forget_all()
 
-  # What the engine calls.
+  # Called by the engine.
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query, the main one first; () if nothing is drafted."""
@@ -264,12 +263,12 @@ class ModelDrafter:
   def draft_up_to(
     self, queries: Sequence[DraftQuery], lengths: Sequence[int], widths: Sequence[int]
   ) -> Sequence[Paths]:
-    """Returns `draft` of a length and a width for each query, whatever `length` and `config` say.
+    """Returns drafts with a length and a width for each query, overriding `length` and `config`.
 
     Args:
-      queries: of requests.
-      lengths: tokens of each main path, at most 16; a request of 0 is not even read.
-      widths: ids of each of its places, at most `config.width`.
+      queries: queries of the requests.
+      lengths: tokens of each main path, at most 16; requests with 0 are not read.
+      widths: ids per position, at most `config.width`.
     """
     self._drawn.clear()
     asked = [place for place, length in enumerate(lengths) if length > 0]
@@ -288,7 +287,7 @@ class ModelDrafter:
     for row, (place, piece, count) in enumerate(zip(places, pieces, most)):
       main, siblings = _main_and_siblings(ids[:count, row, : widths[place]].tolist())
       paths[place] = _comb(main, siblings, piece.query.max_draft)
-      # The last one was drafted and not read.
+      # The last drafted token was not read.
       self.slots.tell(piece.slot, piece.query.tokens, piece.first, main[: count - 1])
       self.counters.drafts += bool(main)
       self.counters.side_paths += max(len(paths[place]) - 1, 0)
@@ -299,7 +298,7 @@ class ModelDrafter:
   def observe(
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Takes what of the path that held furthest held."""
+    """Records the result of the path with the most accepted tokens."""
     self.acceptance.add(num_drafted, num_accepted)
     index = self._drawn.pop(request_id, None)
     if index is not None:
@@ -308,13 +307,13 @@ class ModelDrafter:
   def finish(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
-    """Gives the slot of a request back that is over."""
+    """Frees the slot of a finished request."""
     self.slots.free(request_id)
 
-  # What it is made of.
+  # Internals.
 
   def _with_slots(self, queries: Sequence[DraftQuery]) -> tuple[list[int], list[_Piece]]:
-    """Returns the places of the queries that can be drafted for, and what is to be read of each."""
+    """Returns the indices of the queries that can be drafted for, and the rows to read for each."""
     places = self.slots.with_slots([query.request_id for query in queries])
     self.counters.without_slot += len(queries) - len(places)
     slots = self.slots.take([queries[place].request_id for place in places])
@@ -322,20 +321,20 @@ class ModelDrafter:
     for place, slot in zip(places, slots):
       query = queries[place]
       first = self.slots.num_known(slot, query.tokens)
-      # Ids beyond the draft's table are a target's padding, sampled once in a blue moon.
+      # Ids beyond the draft's table are the target's padding, which is sampled very rarely.
       if max(query.tokens[first:]) < self.program.config.vocab_size:
         found.append((place, _Piece(query, slot, first, len(query.tokens) - first)))
     self.counters.unreadable += len(places) - len(found)
     return [place for place, _ in found], [piece for _, piece in found]
 
   def _temperature(self, query: DraftQuery) -> float:
-    """Returns what the request's draft is drawn at."""
+    """Chooses and returns the temperature of the request's draft."""
     own = query.sampling.temperature
     self._drawn[query.request_id] = index = self._temperatures.choose() if own > 0 else None
     return 0.0 if index is None else own * TEMPERATURES[index]
 
   def _read_ahead(self, pieces: list[_Piece]) -> list[_Piece]:
-    """Reads what is more than one call takes; returns what is left, each one's last token too."""
+    """Reads rows that exceed one call; returns the remaining rows, at least one per request."""
     while sum(piece.count for piece in pieces) > self.config.row_buckets[-1]:
       room, now, left = self.config.row_buckets[-1], [], []
       for piece in pieces:
@@ -359,13 +358,13 @@ class ModelDrafter:
   def _inputs(
     self, pieces: Sequence[_Piece], most: Sequence[int], temperatures: Sequence[float]
   ) -> DraftInputs:
-    """Returns the arrays of a call that drafts at most `most` tokens of each, at `temperatures`."""
+    """Returns the arrays of a call that drafts up to `most` tokens each, at `temperatures`."""
     program, backend = self.program, self.program.backend
     size, query_tile = program.page_size, program.numerics.query_tile
     total = sum(piece.count for piece in pieces)
     bucket = next(bucket for bucket in program.row_buckets if bucket >= total)
     num_rows, num_segments = backend.whole_rows(bucket), backend.whole_segments(bucket)
-    # Any: the records are typed as device arrays, and these are filled in on the host first.
+    # Any: the records are typed as device arrays, but are filled in on the host first.
     zeros: Any = np.zeros
     tokens, positions, slots, last_rows, first = (zeros(num_rows, np.int32) for _ in range(5))
     lengths, starts = zeros(num_segments, np.int32), zeros(num_segments, np.int32)
@@ -425,31 +424,31 @@ class ModelDrafter:
 
 
 def _main_and_siblings(found: list[list[int]]) -> tuple[tuple[int, ...], list[list[int]]]:
-  """Returns the main path and by its places the siblings; it ends where nothing was drafted."""
+  """Returns the main path, and siblings by position; it ends where nothing was drafted."""
   count = next((place for place, ids in enumerate(found) if ids[0] < 0), len(found))
   main = tuple(ids[0] for ids in found[:count])
   return main, [[sibling for sibling in ids[1:] if sibling >= 0] for ids in found[:count]]
 
 
 def _comb(main: tuple[int, ...], siblings: list[list[int]], most: int) -> Paths:
-  """Returns the main path, and one more for each sibling; no more than `most` tokens are new."""
+  """Returns the main path plus one path per sibling; with at most `most` new tokens."""
   if not main:
     return []
   teeth = [(*main[:place], one) for place, ones in enumerate(siblings) for one in ones]
   return [main, *teeth[: most - len(main)]]
 
 
-# A text alone, or texts that all ask alike, need in each step what they needed in the one before.
+# Cached, because the same requests need the same columns in consecutive steps.
 @functools.lru_cache(maxsize=64)
 def _sampling_columns(params: tuple[SamplingParams, ...], size: int) -> SamplingRows:
-  """Returns sampling parameters, and those of padding up to `size` rows (numpy); to read alone."""
+  """Returns sampling parameters padded to `size` rows (numpy); read-only."""
   return sampling.sampling_rows([*params, *[_UNUSED] * (size - len(params))])
 
 
 def _sampling_rows(
   queries: Sequence[DraftQuery], temperatures: Sequence[float], size: int
 ) -> SamplingRows:
-  """Returns the requests' sampling parameters, drawn at `temperatures`, up to `size` rows."""
+  """Returns sampling parameters with the given temperatures, padded to `size` rows."""
   found = _sampling_columns(tuple(query.sampling for query in queries), size)
   drawn: Any = np.zeros(size, np.float32)
   drawn[: len(temperatures)] = temperatures
@@ -458,7 +457,7 @@ def _sampling_rows(
 
 @functools.lru_cache(maxsize=64)
 def _whole_vocabulary(size: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns `_ranges` where no grammar allows anything less; to read alone."""
+  """Returns `_ranges` without a grammar; read-only."""
   low = np.zeros((MAX_STEPS, size), np.int32)
   return low, np.full((MAX_STEPS, size), sampling.NO_LIMIT, np.int32)
 
@@ -466,7 +465,7 @@ def _whole_vocabulary(size: int) -> tuple[np.ndarray, np.ndarray]:
 def _ranges(
   queries: Sequence[DraftQuery], most: Sequence[int], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns the ids that grammars allow at each place of the drafts: low and high, i32[t, n]."""
+  """Returns the id ranges that grammars allow at each drafted position: (low, high), i32[t, n]."""
   low, high = _whole_vocabulary(size)
   if not any(query.sampling.allowed for query in queries):
     return low, high

@@ -1,16 +1,15 @@
-"""A draft model's compiled program: rows that catch up, and behind them up to 16 drafted tokens.
+"""A draft model's compiled program: reads new tokens, then drafts up to 16 tokens.
 
-    rows not read yet -> forward -> head -> token -> forward -> head -> token ...    one while loop
+    unread rows -> forward -> head -> token -> forward -> head -> token ...          one while loop
 
-Keys and values lie in one contiguous cache, f[slots, ..., positions] in the layout of the backend's
-pages: a slot's pages follow one another, with no other's between. The first turn of the loop
-reads all rows that a request has said and the draft has not seen; every other turn reads the token
-that was drafted last. The row counts and the number of turns are traced, so that there is one
-program for each row bucket.
+Keys and values are in one contiguous cache, f[slots, ..., positions] in the layout of the backend's
+pages: the pages of a slot are consecutive. The first iteration of the loop reads all tokens of the
+requests that the draft has not seen; every other iteration reads the last drafted token. Row counts
+and the number of iterations are traced, so there is one program per row bucket.
 
-A token is drawn as the target draws it (`ops.sampling`): the same noise, by seed and position, and
-the same bias, filters and grammar. So the draft is right wherever its distribution is near enough
-the target's, also at temperature 1.
+Tokens are sampled as by the target (`ops.sampling`): with the same noise, by seed and position, and
+the same bias, filters and grammar. The draft is therefore correct wherever its distribution is
+close enough to the target's, also at temperature 1.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ from seerjax.models import config as model_config, head, kv_layout, parameters, 
 from seerjax.ops import sampling, tiles
 from seerjax.types import SamplingRows, TokenBatch
 
-MAX_STEPS = 16  # Tokens of one draft at most.
-MAX_WIDTH = 8  # Ids of each place at most.
-# Positions of one page of the cache where the backend computes whole splits, valid or not.
+MAX_STEPS = 16  # Maximum tokens of one draft.
+MAX_WIDTH = 8  # Maximum ids per position.
+# Positions of one cache page for backends that compute whole splits, valid or not.
 SPLIT = 64
 
 
 class DraftInputs(NamedTuple):
-  """What one call computes (numpy on the way in). Request j is row j of every array of requests.
+  """Inputs of one call (numpy, before the call). Row j of every request array is request j.
 
   Attributes:
-    batch: rows that catch up, each request's behind one another; its last one is its last token.
-    last_rows: i32[n], the last row of each request.
-    tables: i32[n, p], pages of the slot of each request.
-    sampling: by request, without a mask; `low` and `high` are those below.
-    low: i32[t, n], by place of the draft, ids below are not allowed.
-    high: i32[t, n], nor those from here on.
-    seeds: u32[n], of the requests.
-    positions: i32[n], where the first drafted token will stand.
+    batch: unread rows, grouped by request; the last row of each is its last token.
+    last_rows: i32[n], last row of each request.
+    tables: i32[n, p], pages of each request's slot.
+    sampling: parameters by request, without a mask; `low` and `high` are given below.
+    low: i32[t, n], lowest allowed id, by position of the draft.
+    high: i32[t, n], end (exclusive) of the allowed ids.
+    seeds: u32[n], seeds of the requests.
+    positions: i32[n], position of the first drafted token.
     most: i32[n], tokens to draft; 0 for padding.
     num_requests: i32[].
-    num_steps: i32[], the most that any request drafts; 0 reads the rows alone.
+    num_steps: i32[], maximum of `most`; 0 only reads rows.
   """
 
   batch: TokenBatch
@@ -71,14 +70,14 @@ class DraftInputs(NamedTuple):
 
 
 class _Drafting(NamedTuple):
-  """What the loop carries.
+  """State of the loop.
 
   Attributes:
-    count: i32[], turns done.
-    pages: of all slots.
-    batch: rows of the next turn.
-    last_rows: i32[n], the row of each request that is sampled.
-    ids: i32[t, n, w], drafted so far, the likeliest first; -1 for none.
+    count: i32[], completed iterations.
+    pages: pages of all slots.
+    batch: rows of the next iteration.
+    last_rows: i32[n], row to sample from for each request.
+    ids: i32[t, n, w], drafted so far, most likely first; -1 for none.
   """
 
   count: Array
@@ -101,11 +100,11 @@ def noisy_top_k(
   config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> Int[Array, "n w"]:
-  """Returns the `width` ids with the greatest processed logit plus noise, the greatest first.
+  """Returns the `width` ids with the largest processed logit plus noise, largest first.
 
-  -1 stands for what the grammar or a filter drops, and for all ids of a row whose logits are not
-  finite. The first id is what `head.sample_and_score` samples. This is the portable program on
-  every backend.
+  -1 marks ids that the grammar or a filter drops, and all ids of a row whose logits are not finite.
+  The first id is the one that `head.sample_and_score` samples. Uses the portable program on every
+  backend.
   """
   tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
   weights = {
@@ -138,15 +137,15 @@ def noisy_top_k(
 
 @dataclasses.dataclass(frozen=True)
 class DraftProgram:
-  """The programs of one draft model.
+  """The compiled programs of one draft model.
 
   Attributes:
     config: shape of the draft.
-    numerics: of it, decided (`numerics_of`).
+    numerics: numerics of the draft, with defaults filled in (`numerics_of`).
     context: positions of a slot.
     num_slots: slots of the cache.
-    width: ids drafted for each place; only the first is read on.
-    row_buckets: rows of a call at most, ascending; one program each.
+    width: ids drafted per position; only the first is continued.
+    row_buckets: maximum rows of a call, ascending; one program each.
   """
 
   config: model_config.TransformerConfig
@@ -158,7 +157,7 @@ class DraftProgram:
 
   @functools.cached_property
   def backend(self) -> Backend:
-    """What runs the stages."""
+    """The backend of the stages."""
     return choice.backend_of(self.numerics)
 
   @property
@@ -172,7 +171,7 @@ class DraftProgram:
     return -(-self.context // self.page_size)
 
   def pages_of(self, slot: int) -> range:
-    """Returns the pages of a slot; page 0 takes what padding writes."""
+    """Returns the pages of a slot; page 0 receives the writes of padding."""
     first = 1 + slot * self.table_width
     return range(first, first + self.table_width)
 
@@ -193,10 +192,10 @@ class DraftProgram:
     inputs: DraftInputs,
     key: PRNGKeyArray,
   ) -> tuple[kv_layout.Pages, Array]:
-    """Reads rows and drafts behind them. `pages` is donated.
+    """Reads rows and drafts after them. `pages` is donated.
 
     Returns:
-      (pages, ids i32[t, n, w]) on the device; -1 is no draft.
+      (pages, ids i32[t, n, w]) on the device; -1 means no draft.
     """
     is_special = bool(sampling.is_special(inputs.sampling)[: int(inputs.num_requests)].any())
     is_plain = self.backend.waits_for_predicates and not is_special
@@ -229,12 +228,12 @@ class DraftProgram:
     batch, size = inputs.batch, self.page_size
     num_rows, num_segments = batch.tokens.shape[0], batch.segment_start.shape[0]
     rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # Of the turns behind the first: segment j is row j, which is request j.
+    # For iterations after the first: segment j is row j, which is request j.
     segments = jnp.arange(num_segments, dtype=jnp.int32)
     of_segment = jnp.minimum(segments, num_rows - 1)
 
     def again(now: _Drafting) -> Array:
-      # Rows are read also where nothing is drafted.
+      # Rows are read even if nothing is drafted.
       return now.count < jnp.maximum(inputs.num_steps, 1)
 
     def turn(now: _Drafting) -> _Drafting:
@@ -256,7 +255,7 @@ class DraftProgram:
       )
       is_wanted = now.count < inputs.most
       ids = jnp.where(is_wanted[:, None], ids, -1)
-      # What is read next stands where it was drafted. Rows that are done write page 0.
+      # The next token to read is at the position where it was drafted. Finished rows write page 0.
       is_read = (ids[:, 0] >= 0) & (now.count + 1 < inputs.most)
       positions = inputs.positions + now.count
       page = jnp.take_along_axis(inputs.tables, (positions // size)[:, None], 1, mode="clip")[:, 0]
@@ -289,7 +288,7 @@ class DraftProgram:
     key: PRNGKeyArray,
     is_plain: bool,
   ) -> Int[Array, "n w"]:
-    """Returns each row's ids, -1 where its logits are not finite."""
+    """Returns each row's ids; -1 if its logits are not finite."""
     if self.width > 1:
       return noisy_top_k(
         params, hidden, sampling_rows, seeds, positions, num_rows, key, self.width,
@@ -316,10 +315,11 @@ class DraftProgram:
 def numerics_of(
   target: numerics_lib.NumericsConfig, config: model_config.TransformerConfig, context: int
 ) -> numerics_lib.NumericsConfig:
-  """Returns a draft's numerics: the target's backend and dtype, in one slab, decided.
+  """Returns a draft's numerics: the target's backend and dtype, one slab, defaults filled in.
 
-  What kernels do not take is run by the portable path. Natively a slot is one page: its handlers
-  read valid positions alone. Where whole splits are computed they are short.
+  Shapes that kernels do not support run on the portable path. On the native backend a slot is one
+  page, since its handlers read only valid positions. Backends that compute whole splits get short
+  ones.
   """
   numerics = dataclasses.replace(target, reduction_shards=1)
   if numerics.implementation == "native":

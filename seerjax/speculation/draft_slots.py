@@ -1,9 +1,8 @@
-"""Which request's past lies in which slot of a draft's cache: least-recently-used, on the host.
+"""Assigns cache slots of a draft model to requests: least recently used, on the host.
 
-A slot remembers the tokens whose keys and values it holds. What a request has in common with them
-is not read again, whatever happened to the request in between: a draft that was rejected, a
-preemption, a cancellation, a name that is used again are all the same question, how far the tokens
-go together.
+A slot records the tokens whose keys and values it holds. The common prefix of these and a request's
+tokens need not be read again. Rejected drafts, preemptions, cancellations and reused names are all
+handled by comparing tokens.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from collections.abc import Sequence
 
 
 class Slots:
-  """Slots of a cache, by request.
+  """Cache slots by request.
 
   Attributes:
-    num_evicted: requests whose slot was given to another before they were over.
-    num_read_again: times that a request's tokens did not continue what its slot had been told.
+    num_evicted: unfinished requests whose slot was given to another.
+    num_read_again: how often a request's tokens did not continue the confirmed tokens of its slot.
   """
 
   def __init__(self, count: int):
-    self._held: list[list[int]] = [[] for _ in range(count)]  # By slot: what is written.
-    self._num_told = [0] * count  # By slot: how many of these were the request's own, no drafts.
-    self._slot_of: dict[str, int] = {}  # The one that was used last is last.
+    self._held: list[list[int]] = [[] for _ in range(count)]  # Tokens written in each slot.
+    self._num_told = [0] * count  # How many of these are confirmed tokens rather than drafts.
+    self._slot_of: dict[str, int] = {}  # Most recently used last.
     self._free = list(range(count - 1, -1, -1))
     self.num_evicted = self.num_read_again = 0
 
@@ -30,9 +29,9 @@ class Slots:
     return len(self._held)
 
   def with_slots(self, names: Sequence[str]) -> list[int]:
-    """Returns the places of those that may have a slot now, ascending.
+    """Returns the indices of the requests that can get a slot now, ascending.
 
-    Where there are more than slots, those that have one keep it, so that no two take turns.
+    If there are too many requests, those that have a slot keep it, to avoid alternation.
     """
     if len(names) <= len(self):
       return list(range(len(names)))
@@ -40,8 +39,8 @@ class Slots:
     return sorted(order[: len(self)])
 
   def take(self, names: Sequence[str]) -> list[int]:
-    """Returns a slot for each of some requests, no more than there are slots."""
-    for name in names:  # First, so that none of them loses its own to another of them.
+    """Returns a slot for each request; there must be enough slots."""
+    for name in names:  # Mark as recently used first, so that they do not evict each other.
       if (slot := self._slot_of.pop(name, None)) is not None:
         self._slot_of[name] = slot
     for name in names:
@@ -58,7 +57,7 @@ class Slots:
     return [self._slot_of[name] for name in names]
 
   def num_known(self, slot: int, tokens: Sequence[int]) -> int:
-    """Returns how many of a request's first tokens need not be read: never the last one."""
+    """Returns the number of leading tokens that need not be read again; excludes the last one."""
     held, told = self._held[slot], self._num_told[slot]
     most = min(len(held), len(tokens) - 1)
     if held[:most] == tokens[:most]:
@@ -70,7 +69,7 @@ class Slots:
     return known
 
   def tell(self, slot: int, tokens: Sequence[int], num_known: int, drafted: Sequence[int]) -> None:
-    """Says that a request's tokens, and behind them `drafted` ones, are written now."""
+    """Records that a request's tokens, followed by the `drafted` ones, are now written."""
     held = self._held[slot]
     del held[num_known:]
     held += tokens[num_known:]
@@ -78,12 +77,12 @@ class Slots:
     held += drafted
 
   def free(self, name: str) -> None:
-    """Gives back the slot of a request that is over, if it has one."""
+    """Frees the slot of a finished request, if it has one."""
     if (slot := self._slot_of.pop(name, None)) is not None:
       self._free.append(slot)
 
   def forget_all(self) -> None:
-    """Forgets what is written, as after new weights; requests keep their slots."""
+    """Invalidates the contents of all slots, as after new weights; requests keep their slots."""
     for slot, held in enumerate(self._held):
       held.clear()
       self._num_told[slot] = 0

@@ -1,4 +1,4 @@
-"""The suffix trees of many groups; drafts come from a group's own texts.
+"""Suffix trees of many groups; each group drafts from its own texts.
 
 Source: Seer (arXiv 2511.14617, table 5). No clock, no JAX.
 """
@@ -24,18 +24,17 @@ _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
 class GroupTrees:
-  """The trees of many groups."""
+  """Suffix trees by group."""
 
   def __init__(self):
     self._trees: dict[str, SuffixTree] = {}
-    # Bytes are counted as they change: a drafter that keeps within bounds asks often, and there may
-    # be thousands of groups.
+    # Updated incrementally: a bounded drafter reads it often, and there may be thousands of groups.
     self._bytes: dict[str, int] = {}
     self._num_bytes = 0
 
   @property
   def group_ids(self) -> tuple[str, ...]:
-    """Groups that are here."""
+    """All groups."""
     return tuple(self._trees)
 
   @property
@@ -44,7 +43,7 @@ class GroupTrees:
     return self._num_bytes
 
   def tree(self, group_id: str) -> SuffixTree:
-    """Returns a group's tree, to be read.
+    """Returns a group's tree, for reading only.
 
     Raises:
       ValueError: if there is no such group.
@@ -57,13 +56,13 @@ class GroupTrees:
     return self._trees[group_id]
 
   def register_group(self, group_id: str) -> None:
-    """Makes a group known; nothing happens where it is known already."""
+    """Adds a group; no effect if it exists."""
     if group_id not in self._trees:
       self._trees[group_id] = SuffixTree()
       self._weigh(group_id)
 
   def drop_group(self, group_id: str) -> None:
-    """Forgets a group.
+    """Drops a group.
 
     Raises:
       ValueError: if there is no such group.
@@ -73,13 +72,13 @@ class GroupTrees:
     del self._trees[group_id]
 
   def append(self, group_id: str, updates: Sequence[Update]) -> int:
-    """Does `SuffixTree.append_many` for a group; returns how many tokens were new."""
+    """Applies `SuffixTree.append_many` to a group; returns how many tokens were new."""
     added = self.tree(group_id).append_many(updates)
     self._weigh(group_id)
     return added
 
   def remove_request(self, group_id: str, request_id: str) -> None:
-    """Does `SuffixTree.remove` for a request of a group."""
+    """Applies `SuffixTree.remove` to a request of a group."""
     self.tree(group_id).remove(request_id)
     self._weigh(group_id)
 
@@ -96,18 +95,18 @@ class GroupTrees:
     """Drafts for b requests at once, into buffers of the caller.
 
     Args:
-      group_ids: of each request; neighbours of one group share a call.
-      buffer_offsets: i64[b + 1], where each context begins and ends in `pattern_buffer`.
-      pattern_buffer: i32[n], contexts, the newest token last; `DEPTH` tokens are enough.
-      output_buffer: i32[b, top_k, max_spec_tokens], written; see `Drafts.num_tokens`.
-      speculation_args: how.
-      limits: i32[b, 2], most tokens of a path and of all paths together; without it, a path's are
-        `max_spec_tokens`.
-      request_ids: for each context, the request whose text here ends with just these tokens, or
-        None. Where a text ends the tree knows its match, so that nothing is looked up.
+      group_ids: group of each request; adjacent requests of one group share a call.
+      buffer_offsets: i64[b + 1], bounds of each context in `pattern_buffer`.
+      pattern_buffer: i32[n], contexts, newest token last; the last `DEPTH` tokens are enough.
+      output_buffer: i32[b, top_k, max_spec_tokens], overwritten; see `Drafts.num_tokens`.
+      speculation_args: draft settings.
+      limits: i32[b, 2], maximum tokens of a path and of all paths together; by default
+        `max_spec_tokens` per path.
+      request_ids: for each context, the request whose text ends exactly with it, or None. The tree
+        knows the match at the end of a text, so that no lookup is needed.
 
     Raises:
-      ValueError: for buffers or arguments that do not fit, or a group or request that is not here.
+      ValueError: for invalid buffers or settings, or an unknown group or request.
     """
     check_args(speculation_args)
     num, top_k, most = len(group_ids), speculation_args.top_k, speculation_args.max_spec_tokens

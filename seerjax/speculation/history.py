@@ -1,12 +1,12 @@
-"""What prompts were answered before: texts that a prompt which comes again drafts from.
+"""Earlier completions by prompt, from which a repeated prompt drafts.
 
-Epochs ask the same problems, and so do evaluations. Answers are kept by a digest of the prompt, a
-few of each, as tokens alone: 4 bytes each, where a tree takes some hundred. They go into a group's
-tree when it first drafts, beside what its own requests say.
+Epochs and evaluations repeat prompts. A few completions are kept per digest of the prompt, as plain
+tokens of 4 bytes each; a tree would take hundreds. They are added to a group's tree when the group
+first drafts, together with the texts of its own requests.
 
-Old policies answered otherwise: a text is dropped when so many answers came after it, and the
-oldest are dropped where there is no room. A process that starts has none; that costs drafts and no
-bit.
+Completions become outdated as the policy changes: a text is dropped after a number of later
+completions, and the oldest are dropped when there is no room. A new process starts without history,
+which costs drafts but never affects results.
 
 Source: DAS (arXiv 2511.13841) drafts rollouts from those of recent epochs. No clock, no JAX.
 """
@@ -22,17 +22,17 @@ import numpy as np
 
 from seerjax import fields
 
-# Of one prompt, the newest ones: as many as a group has siblings.
+# Newest completions kept per prompt: the usual size of a group.
 TEXTS_PER_PROMPT = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistoryConfig:
-  """Which answers are remembered.
+  """Limits of the history.
 
   Attributes:
-    max_bytes: of all texts together, 4 a token; 0 remembers nothing.
-    max_age: answers after which one is forgotten.
+    max_bytes: maximum size of all texts, 4 bytes per token; 0 disables the history.
+    max_age: number of later completions after which one is dropped.
   """
 
   max_bytes: int = 2**26
@@ -49,28 +49,28 @@ class HistoryConfig:
 
 
 class History:
-  """Answers by prompt, the newest ones.
+  """The newest completions by prompt.
 
   Attributes:
-    config: how many.
-    num_bytes: of the texts that are here.
-    num_found: prompts that were asked for and had been answered before.
+    config: limits.
+    num_bytes: size of all stored texts.
+    num_found: number of lookups that found earlier completions.
   """
 
   def __init__(self, config: HistoryConfig | None = None):
     self.config = HistoryConfig() if config is None else config
     self.num_bytes = self.num_found = 0
     self._num_added = 0
-    # By prompt, oldest first: (number of the answer, its text).
+    # By prompt, oldest first: (number of the completion, text).
     self._texts: dict[bytes, collections.deque[tuple[int, np.ndarray]]] = {}
-    # Of all answers that are here or were, oldest first: (number, prompt).
+    # All completions, including dropped ones, oldest first: (number, prompt).
     self._order: collections.deque[tuple[int, bytes]] = collections.deque()
 
   def __len__(self) -> int:
     return sum(map(len, self._texts.values()))
 
   def texts(self, prompt: Sequence[int], namespace: str = "") -> tuple[np.ndarray, ...]:
-    """Returns what a namespace remembers of a prompt, i32[n] each, the oldest first."""
+    """Returns a namespace's completions of a prompt, i32[n] each, oldest first."""
     if not self._texts:
       return ()
     found = self._texts.get(_digest(prompt, namespace), ())
@@ -78,12 +78,12 @@ class History:
     return tuple(text for _, text in found)
 
   def add(self, prompt: Sequence[int], text: Sequence[int], namespace: str = "") -> None:
-    """Remembers an answer.
+    """Stores a completion.
 
     Args:
       prompt: tokens.
-      text: tokens to draft from: the answer, and what of the prompt stands before it.
-      namespace: whose; no other finds it.
+      text: tokens to draft from: the completion, preceded by the end of the prompt.
+      namespace: only lookups in the same namespace find it.
     """
     if not self.config.max_bytes or not len(text):
       return
@@ -104,7 +104,7 @@ class History:
         self._drop(oldest)
 
   def _drop(self, name: bytes) -> None:
-    """Forgets the oldest text of a prompt."""
+    """Drops the oldest text of a prompt."""
     texts = self._texts[name]
     self.num_bytes -= texts.popleft()[1].nbytes
     if not texts:

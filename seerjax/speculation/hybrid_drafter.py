@@ -1,13 +1,13 @@
-"""Drafts from two sources: the group's suffix tree, a draft model, or both merged into one tree.
+"""Drafts from the group's suffix tree, a draft model, or both merged into one tree.
 
     queries -> SourceBudget.plan -> suffix tree ---+--> paths, the more promising source's first
                                  `-> draft model --'       |
-               `observe` of each source <--- what was said since, whoever had drafted it
+              `observe` for each source <--- tokens sampled since, whatever their source
 
-Each request gets, in each step, the source of the most expected tokens a second, its cost included,
-and none where plain decoding is faster (`sources`). What a source is worth is learnt by comparing
-its own path with what the request says, so that a merged draft tells of both, and one that the
-engine had to cut tells as much as a whole one.
+In each step, each request uses the source with the most expected tokens per second, including its
+cost, or none if plain decoding is faster (`sources`). The value of a source is learnt by comparing
+its own path with the request's tokens. A merged draft thus gives information on both sources, and a
+draft that the engine had to cut gives as much as a whole one.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from seerjax.speculation.suffix_drafter import Paths, SuffixDrafter
 
 
 class _Drafted(NamedTuple):
-  """What was drafted for a request, until it is known what it says.
+  """A request's draft whose result is not known yet.
 
   Attributes:
-    choice: what was planned, cut at what could be used.
-    start: tokens that it had.
-    paths: of the suffix tree, and of the model.
+    choice: the plan, limited to what could be used.
+    start: number of tokens the request had.
+    paths: paths of the suffix tree, and of the model.
   """
 
   choice: Choice
@@ -45,13 +45,13 @@ class _Drafted(NamedTuple):
 
 
 class HybridDrafter:
-  """Drafts each request from the source that pays; see `engine.drafting.Drafter`.
+  """Drafts each request from the best source; see `engine.drafting.Drafter`.
 
   Attributes:
-    suffix: drafts from texts, and learns all of them; its `acceptance` is of its own drafts.
-    model: drafts by a model; as is its own.
-    budget: plans.
-    acceptance: what came of all drafts.
+    suffix: suffix-tree drafter, which learns all texts; its `acceptance` covers its own drafts.
+    model: draft-model drafter; its `acceptance` covers its own drafts.
+    budget: plans the drafts.
+    acceptance: acceptance statistics of all drafts.
   """
 
   def __init__(
@@ -62,16 +62,16 @@ class HybridDrafter:
     *,
     acceptance: statistics.Acceptance | None = None,
   ):
-    """Makes a drafter of two.
+    """Creates a drafter from two others.
 
     Args:
-      suffix: without a budget of its own.
-      model: whose width bounds what is planned.
+      suffix: a drafter without a budget.
+      model: a drafter whose width limits the planned width.
       budget: plans each step.
-      acceptance: takes what comes of drafts; a record of its own if None.
+      acceptance: collects statistics; a new record if None.
 
     Raises:
-      ValueError: if the suffix drafter plans by itself, or the budget plans wider than the model.
+      ValueError: if the suffix drafter has a budget, or the budget's width exceeds the model's.
     """
     if suffix.budget is not None:
       raise ValueError(
@@ -122,13 +122,13 @@ class HybridDrafter:
   def observe(
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Takes what of the path that held furthest held."""
+    """Records the result of the path with the most accepted tokens."""
     self._count(request_id, group_id, num_drafted, num_accepted)
 
   def finish(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
-    """Takes the whole text of a request that is over."""
+    """Takes the complete text of a finished request."""
     self._settle(request_id, group_id, tokens)
     self.suffix.finish(request_id, group_id, tokens, num_prompt)
     self.model.finish(request_id, group_id, tokens, num_prompt)
@@ -142,7 +142,7 @@ class HybridDrafter:
     start: int,
     answer: Sequence[int],
   ) -> bool:
-    """Does `engine.drafting.Hearer.hear`."""
+    """Implements `engine.drafting.Hearer.hear`."""
     return self.suffix.hear(request_id, group_id, prompt, start, answer)
 
   def _count(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
@@ -152,8 +152,10 @@ class HybridDrafter:
   def _merged(
     self, request_id: str, choice: Choice, by_suffix: Paths, by_model: Paths
   ) -> Paths:
-    """Returns all paths, those of the source first that is expected to hold longer: where there is
-    no room for all, the engine cuts the last."""
+    """Returns all paths, the more promising source's first.
+
+    If there is no room for all, the engine cuts the last ones.
+    """
     if not by_suffix or not by_model:
       return [*by_suffix, *by_model]
     suffix = self.budget.expected(request_id, Choice("suffix", choice.suffix_length, 0, 1))
@@ -163,7 +165,7 @@ class HybridDrafter:
     return [*by_suffix, *by_model] if suffix > model else [*by_model, *by_suffix]
 
   def _settle(self, request_id: str, group_id: str, tokens: Sequence[int]) -> None:
-    """Tells the sources and the budget what came of a request's last draft, if that is known."""
+    """Reports the result of a request's last draft to sources and budget, once it is known."""
     drafted = self._drafted.pop(request_id, None)
     if drafted is None or len(tokens) <= drafted.start:
       return
@@ -176,7 +178,7 @@ class HybridDrafter:
       held = _held(by_suffix[0], said) if by_suffix else 0
       best = held
       self._tell(request_id, "suffix", choice.suffix_length, held, len(said))
-      if by_suffix:  # One that found nothing was counted when it did.
+      if by_suffix:  # An empty draft was counted when it was made.
         self.suffix.observe(request_id, group_id, len(by_suffix[0]), held)
     if choice.model_length:
       counts = [_held(path, said) for path in by_model]
@@ -202,11 +204,10 @@ class HybridDrafter:
     *,
     sibling_held: bool | None = None,
   ) -> None:
-    """Tells the budget how far a source's path held.
+    """Reports to the budget how many tokens of a source's path were correct.
 
-    A path shorter than it might have been counts as one that failed where it ended: the plan asks
-    what a source gives that may draft so much. Where a text ended, or is not known further, nothing
-    is said of the rest.
+    A path shorter than allowed counts as failed where it ended, because the plan needs to know what
+    a source yields if it may draft that much. Beyond the end of the known text, nothing is counted.
     """
     num_tried = min(allowed, num_said) if num_held == num_said else allowed
     if num_tried:
@@ -214,7 +215,7 @@ class HybridDrafter:
 
 
 def _cut(choice: Choice, max_draft: int) -> Choice:
-  """Returns a choice no longer than what can be used."""
+  """Returns a choice limited to what can be used."""
   return choice._replace(
     suffix_length=min(choice.suffix_length, max_draft),
     model_length=min(choice.model_length, max_draft),
@@ -222,7 +223,7 @@ def _cut(choice: Choice, max_draft: int) -> Choice:
 
 
 def _held(path: Sequence[int], said: Sequence[int]) -> int:
-  """Returns how many of a path's first tokens are what was said."""
+  """Returns how many leading tokens of a path equal the sampled tokens."""
   count = 0
   while count < min(len(path), len(said)) and path[count] == said[count]:
     count += 1
@@ -232,10 +233,10 @@ def _held(path: Sequence[int], said: Sequence[int]) -> int:
 def of_run(
   config: config_lib.SpeculationConfig, run: config_lib.DraftedRun
 ) -> HybridDrafter | SuffixDrafter:
-  """Returns a run's drafter: from the group's texts, and by the model of `draft_name` if there is
-  one, with a budget for the step times of the run's engine.
+  """Returns a run's drafter: group texts, and the model `draft_name` if there is one.
 
-  With a model no class of requests counts more than another (`BudgetConfig.priority`).
+  The budget uses the measured step times of the run's engine. With a model, no class of requests
+  has priority over another (`BudgetConfig.priority`).
   """
   if not config.draft_name:
     return suffix_drafter.of_run(config, run)

@@ -1,21 +1,22 @@
-"""Which source drafts for which request, how far and how wide: by expected tokens a second.
+"""Selects a draft source, length and width for each request, by expected tokens per second.
 
-Two sources: the group's suffix tree, whose drafts cost next to nothing and are good where a text
-repeats what was said, and a draft model, whose cost grows with the length N of its one program.
-Both may be merged into one tree. For requests i, each with a choice of its own,
+Two sources: the group's suffix tree, whose drafts are almost free and good where text repeats
+itself, and a draft model, whose cost grows with the length N of its program. Both may be merged
+into one tree. For requests i, each with its own choice,
 
     tokens / seconds = sum (1 + gain[i]) / (T(B, B + sum rows[i]) + D_suffix + D_model(N))
 
-  gain     chain: a[1] + ... + a[N], a[k] = P(the first k hold); a sibling that holds gives one more
-  a[k]     pooled rates by position, times how this request did against them so far
-  rows     length times width; of both, those of both
+  gain     chain: a[1] + ... + a[N], a[k] = P(the first k are accepted); an accepted sibling adds 1
+  a[k]     pooled rates by position, times this request's record relative to them
+  rows     length times width; for both sources, their sum
 
-Lengths and width are one for all requests (the model's program is), the source is each request's
-own. For given lengths, a request chooses gain - rate (price of its rows and its draft), the rate
-and the price from the plan before, a few times over (Dinkelbach's method for ratios); the plan that
-is best by the true table counts. Nothing is drafted where plain decoding in its best visit is
-faster; such a verdict stands for longer each time that it is found again, or until a probe holds
-whole, so that asking costs next to nothing where nothing pays. No clock: equal inputs, equal plans.
+Lengths and width are the same for all requests (because the model runs one program); the source is
+chosen per request. For given lengths, a request maximises gain - rate (price of its rows and its
+draft), with rate and price from the previous plan, over a few iterations (Dinkelbach's method for
+ratios); the best plan by the true table is used. Nothing is drafted if plain decoding in its best
+visit is faster. Such a verdict stays valid for longer each time it is confirmed, or until a probe
+is fully accepted, so that planning costs almost nothing where drafts do not help. No clock: equal
+inputs, equal plans.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ Source = Literal["none", "suffix", "model", "both"]
 SOURCES: tuple[Source, ...] = ("none", "suffix", "model", "both")
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 WIDTHS = (1, 2, 4)
-# Steps of a request after which a pooled count halves; and observed tokens after which a request's
-# own record counts as much as the pool's.
+# Steps of a request after which pooled counts are halved; and number of observed tokens at which a
+# request's own record has the same weight as the pool.
 MEMORY, OWN = 512.0, 8.0
-# Lengths and width are chosen anew every so many plans, and sources: a step may be as short as a
-# choice. In between a request keeps its source, and a new one gets the most frequent.
+# Plans between choices of lengths and width, and of sources (a step may take no longer than a
+# choice). In between a request keeps its source, and a new one gets the most frequent.
 STEPS_PER_SHAPE, STEPS_PER_CHOICE = 64, 8
-# Plans for which a verdict that nothing pays stands at most; at first it is `STEPS_PER_CHOICE`.
+# Maximum number of plans for which a verdict against drafting is valid; initially STEPS_PER_CHOICE.
 LONGEST_VERDICT = 512
-# Rounds of rate and price.
+# Iterations over rate and price.
 ROUNDS = 2
-# Length of a probe.
+# Draft length of a probe.
 PROBE_LENGTH = 4
-# So many drafts of each source are tried before anything was saved up for that, where one costs no
-# more than so many steps of plain decoding: one that pays gives nothing until it is found.
+# The first drafts of each source are tried before any credit was accumulated, if one costs at most
+# FIRST_COST steps of plain decoding: a useful source yields nothing until it is found.
 FIRST_PROBES, FIRST_COST = 3, 4.0
-# Places of `SourceBudget._options` that requests choose from: one source alone, the other, all.
+# Indices of `SourceBudget._options` that requests choose from: either source alone, or all.
 _ALLOWED = (np.array([0, 1]), np.array([0, 2]), np.array([0, 1, 2, 3]))
 
 
@@ -59,10 +60,10 @@ class Choice(NamedTuple):
   """What a step may draft for one request.
 
   Attributes:
-    source: whose draft; "none" drafts nothing.
-    suffix_length: most tokens of the suffix tree's path.
-    model_length: of the model's main path.
-    width: children of each of its nodes, the main one included.
+    source: source of the draft; "none" drafts nothing.
+    suffix_length: maximum tokens of the suffix tree's path.
+    model_length: maximum tokens of the model's main path.
+    width: children of each node of that path, including the main one.
   """
 
   source: Source = "none"
@@ -72,7 +73,7 @@ class Choice(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """Drafted tokens at most, all paths together."""
+    """Maximum number of drafted tokens, over all paths."""
     return self.suffix_length + self.model_length * self.width
 
 
@@ -81,11 +82,11 @@ NOTHING = Choice()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
-  """What may be planned.
+  """Limits of the plans.
 
   Attributes:
-    max_length: of any path, 1 to 16.
-    max_width: children of a node, 1 to 4.
+    max_length: maximum length of any path, 1 to 16.
+    max_width: maximum children of a node, 1 to 4.
   """
 
   max_length: int = 8
@@ -101,11 +102,11 @@ class SourceConfig:
 
 
 class _Verdict(NamedTuple):
-  """That nothing pays, for batches of about one size.
+  """A verdict that drafting does not help, for batches of about one size.
 
   Attributes:
-    num_plans: plans after which it is asked again.
-    wait: plans from when it was found until then.
+    num_plans: number of plans at which it is re-evaluated.
+    wait: number of plans from the verdict until then.
   """
 
   num_plans: int
@@ -113,11 +114,11 @@ class _Verdict(NamedTuple):
 
 
 class _Probes(NamedTuple):
-  """What one request may try where nothing is drafted.
+  """Probes that one request may try while nothing is drafted.
 
   Attributes:
-    saved: share of a step that one visit saves up for that.
-    of_source: by source, its draft, and the share of a step that it costs.
+    saved: credit that one visit accumulates, as a share of a step.
+    of_source: by source, its draft and the cost as a share of a step.
   """
 
   saved: float
@@ -126,14 +127,14 @@ class _Probes(NamedTuple):
 
 @dataclasses.dataclass
 class _Pool:
-  """How one source's drafts did, over all requests.
+  """Statistics of one source's drafts, over all requests.
 
   Attributes:
     tried: f64[n], by position: drafts that reached it.
-    held: f64[n], of them, those whose main token held there.
-    siblings_tried: drafts with siblings whose main token failed where it was drafted.
-    siblings_held: of them, those in which a sibling held.
-    known: `rates`, None after news.
+    held: f64[n], how many of those were accepted there, on the main path.
+    siblings_tried: drafts with siblings whose main token was rejected.
+    siblings_held: how many of those had an accepted sibling.
+    known: cached `rates`; None after an update.
   """
 
   tried: np.ndarray
@@ -143,12 +144,12 @@ class _Pool:
   known: list[float] | None = None
 
   def rates(self) -> np.ndarray:
-    """Returns f64[n]: a position of few tries leans on all together, those on one half."""
+    """Returns f64[n]: rates, shrunk towards the pooled rate, and that towards one half."""
     pooled = (self.held.sum() + 0.5) / (self.tried.sum() + 1)
     return (self.held + 4 * pooled) / (self.tried + 4)
 
   def rate_list(self) -> list[float]:
-    """Returns `rates` as numbers, the same list until there is news."""
+    """Returns `rates` as a list, cached until the next update."""
     found = self.known
     if found is None:
       self.known = found = self.rates().tolist()
@@ -167,7 +168,7 @@ class _Pool:
 
 
 class SourceBudget:
-  """Plans step by step which source drafts for which request, from what came of it so far."""
+  """Plans the draft source of each request in each step, from past results."""
 
   def __init__(
     self,
@@ -177,13 +178,13 @@ class SourceBudget:
     model: DraftTimes,
     config: SourceConfig | None = None,
   ):
-    """Makes a budget that knows nothing of its drafts.
+    """Creates a budget without any results.
 
     Args:
-      times: of steps and visits.
-      suffix: of drafting from the tree, by requests and length.
-      model: of the model's program.
-      config: what may be planned.
+      times: times of steps and visits.
+      suffix: times of drafting from the tree.
+      model: times of the model's program.
+      config: limits of the plans.
     """
     self.times, self.config = times, SourceConfig() if config is None else config
     self._costs = {"suffix": suffix, "model": model}
@@ -191,15 +192,15 @@ class SourceBudget:
     self._widths = [w for w in WIDTHS if w <= self.config.max_width]
     size = self.config.max_length
     self._pools = {s: _Pool(np.zeros(size), np.zeros(size)) for s in SOURCES[1:]}
-    # Request -> source -> (tokens that held, tokens that the pool expected to).
+    # Request -> source -> (accepted tokens, tokens that the pool expected to be accepted).
     self._own: dict[str, dict[str, tuple[float, float]]] = {}
     self._shape = (self._lengths[0], self._lengths[0], 1)
     self._chosen: dict[str, Choice] = {}
     self._usual = NOTHING
     self._num_plans = self._next_shape = self._next_choice = 0
-    # By the size of the batch, in powers of two, while nothing is drafted.
+    # Verdicts by batch size, in powers of two, while nothing is drafted.
     self._verdicts: dict[int, _Verdict] = {}
-    self._probes: dict[int, _Probes] = {}  # By batch: they follow from the tables alone.
+    self._probes: dict[int, _Probes] = {}  # By batch size; they depend on the tables only.
     self._credit = 1.0
     self.is_on = False
 
@@ -219,12 +220,12 @@ class SourceBudget:
     return self._with_probe(request_ids, choices)
 
   def _is_due(self, batch: int) -> bool:
-    """Returns whether it is to be asked anew if something pays, while nothing is drafted."""
+    """Returns whether to re-evaluate, while nothing is drafted, if drafting helps."""
     verdict = self._verdicts.get(batch.bit_length())
     return verdict is None or self._num_plans >= verdict.num_plans
 
   def _try_again(self, request_ids: Sequence[str]) -> None:
-    """Looks for something that pays, and remembers that there was nothing."""
+    """Looks for a plan that helps, and records a verdict if there is none."""
     if self._may_pay(request_ids):
       self._next_shape = self._num_plans
       self._choose(request_ids)
@@ -237,8 +238,10 @@ class SourceBudget:
     self._verdicts[batch.bit_length()] = _Verdict(self._num_plans + wait, wait)
 
   def _may_pay(self, request_ids: Sequence[str]) -> bool:
-    """Returns False where not even this would pay: the longest drafts of all requests for the time
-    of the least draft of one."""
+    """Returns False if drafting cannot help even under ideal conditions.
+
+    These are the longest drafts of all requests in the time of the shortest draft of one.
+    """
     batch = len(request_ids)
     options = self._options((self._lengths[-1], self._lengths[-1], self._widths[-1]))
     tokens = batch + float(self._gains(request_ids, options).max(axis=1).sum())
@@ -247,7 +250,7 @@ class SourceBudget:
     return tokens / seconds * (1 - ON_GAIN) > batch / self.times.decode(batch)
 
   def _choose(self, request_ids: Sequence[str]) -> None:
-    """Gives each request its source, or none of them any."""
+    """Chooses a source for each request, or switches drafting off."""
     batch = len(request_ids)
     if self._num_plans >= self._next_shape:
       self._shape = max(self._shapes(), key=lambda shape: self._best(request_ids, shape)[0])
@@ -274,17 +277,18 @@ class SourceBudget:
     *,
     sibling_held: bool | None = None,
   ) -> None:
-    """Takes what came of one request's draft; of a merged one, asked for each source and for both.
+    """Records the result of one request's draft; for a merged draft, call it for each source and
+    for "both".
 
     Args:
-      request_id: of the request.
-      source: of the draft; of "both", what the path that held furthest did.
-      num_drafted: tokens of its main path, at most `max_length` of which count.
-      num_accepted: that held.
-      sibling_held: where the main path failed, whether a sibling held; None without siblings.
+      request_id: the request.
+      source: source of the draft; for "both", pass the result of the best path.
+      num_drafted: tokens of the main path; at most `max_length` of them count.
+      num_accepted: accepted tokens.
+      sibling_held: if the main path failed, whether a sibling was accepted; None without siblings.
 
     Raises:
-      ValueError: for more accepted than drafted, or a source that drafts nothing.
+      ValueError: if more were accepted than drafted, or the source drafts nothing.
     """
     if source not in self._pools or not 0 <= num_accepted <= num_drafted:
       raise ValueError(
@@ -300,7 +304,7 @@ class SourceBudget:
     held, expected = held + min(num_accepted, size), expected + float(rates[:num_tried].sum())
     own[source] = (held, expected)
     if num_accepted == size and not self.is_on:
-      self._verdicts.clear()  # Of a probe that held: what it tells is asked for now.
+      self._verdicts.clear()  # A fully accepted probe: re-evaluate now.
     pool.fade()
     pool.tried[:num_tried] += 1
     pool.held[: min(num_accepted, size)] += 1
@@ -309,11 +313,11 @@ class SourceBudget:
       pool.siblings_held += sibling_held
 
   def finish(self, request_id: str) -> None:
-    """Forgets a request that is over."""
+    """Drops the record of a finished request."""
     self._own.pop(request_id, None)
 
   def expected(self, request_id: str, choice: Choice) -> float:
-    """Returns the tokens that a draft adds to a request's step, as expected."""
+    """Returns the expected number of tokens that a draft adds to a request's step."""
     if choice.source == "none":
       return 0.0
     if choice.source == "both":
@@ -324,13 +328,13 @@ class SourceBudget:
       seen = self._pools["both"].tried[0]
       length = max(choice.suffix_length, choice.model_length)
       merged = self._gain(request_id, "both", length, 1)
-      # Until merged drafts were seen, no more is promised than the better of the two gives.
+      # Until merged drafts were observed, assume only the better one of the two.
       return (seen * merged + OWN * max(parts)) / (seen + OWN)
     length = choice.suffix_length or choice.model_length
     return self._gain(request_id, choice.source, length, choice.width)
 
   def speed(self, request_ids: Sequence[str], choices: Sequence[Choice]) -> float:
-    """Returns expected tokens a second of a step with these drafts."""
+    """Returns the expected tokens per second of a step with these drafts."""
     tokens = len(choices) + sum(map(self.expected, request_ids, choices))
     return tokens / self.seconds(choices)
 
@@ -358,7 +362,7 @@ class SourceBudget:
     pool = self._pools[source]
     held, expected = self._own.get(request_id, {}).get(source, (0.0, 0.0))
     factor = (held + OWN) / (expected + OWN)
-    # Of several siblings each holds as often as one, at most what is left.
+    # Each sibling is accepted as often as a single one, but at most the remainder.
     sibling = 1 - (1 - pool.sibling_rate()) ** math.log2(width) if width > 1 else 0.0
     gain, reached = 0.0, 1.0
     for rate in pool.rate_list()[:length]:
@@ -368,8 +372,10 @@ class SourceBudget:
     return gain
 
   def _shapes(self) -> list[tuple[int, int, int]]:
-    """Returns lengths of the tree and of the model, and the width, to choose from: equal lengths,
-    and whatever is next to the present shape."""
+    """Returns candidate shapes (tree length, model length, width).
+
+    These are all with equal lengths, and the neighbours of the current shape.
+    """
     near = []
     for values, now in zip((self._lengths, self._lengths, self._widths), self._shape):
       place = values.index(now)
@@ -389,7 +395,7 @@ class SourceBudget:
   def _best(
     self, request_ids: Sequence[str], shape: tuple[int, int, int]
   ) -> tuple[float, list[Choice]]:
-    """Returns the best tokens a second with these lengths, and each request's choice."""
+    """Returns the best tokens per second with these lengths, and each request's choice."""
     batch, options = len(request_ids), self._options(shape)
     gains = self._gains(request_ids, options)
     rows = np.array([option.rows for option in options], np.float64)
@@ -412,7 +418,7 @@ class SourceBudget:
     return float(best), [options[pick] for pick in best_picks]
 
   def _gains(self, request_ids: Sequence[str], options: Sequence[Choice]) -> np.ndarray:
-    """Returns f64[b, o]; requests without a record of their own share theirs."""
+    """Returns f64[b, o]; requests without an own record share the same row."""
     usual = [self.expected("", option) for option in options]
     return np.array(
       [
@@ -422,7 +428,7 @@ class SourceBudget:
     )
 
   def _marginal_costs(self, options: Sequence[Choice]) -> np.ndarray:
-    """Returns f64[o]: what one request more adds to drafting."""
+    """Returns f64[o]: the additional drafting time of one more request."""
     found = []
     for option in options:
       cost = 0.0
@@ -436,15 +442,15 @@ class SourceBudget:
     return np.array(found)
 
   def _probe_alone(self, batch: int) -> Sequence[Choice]:
-    """Returns a step in which one request drafts and no other, once that has been saved up for."""
+    """Returns a step in which one request drafts as a probe, if the credit suffices."""
     probes = self._probes.get(batch)
     if probes is None:
       probes = self._probes[batch] = self._probes_of(batch)
     source = min(self._costs, key=lambda name: float(self._pools[name].tried[0]))
     choice, lost = probes.of_source[source]
-    # A half: what was seen fades.
+    # 0.5, because counts decay.
     if self._pools[source].tried[0] > FIRST_PROBES - 0.5 or lost > FIRST_COST:
-      # What is dearer than a whole step is waited for as long as it takes.
+      # A probe that costs more than a whole step waits for as long as it takes.
       self._credit = min(self._credit, max(1.0, lost)) + probes.saved
       if lost > self._credit:
         return ()
@@ -454,7 +460,7 @@ class SourceBudget:
     return choices
 
   def _probes_of(self, batch: int) -> _Probes:
-    """Returns what may be tried for a batch; whatever is drafted is taken to hold nothing."""
+    """Returns the possible probes for a batch, assuming that no drafted token is accepted."""
     plain = self.times.decode(batch)
     of_source: dict[str, tuple[Choice, float]] = {}
     for source in self._costs:
@@ -462,13 +468,13 @@ class SourceBudget:
         (choice, self._seconds([choice, NOTHING], [1, batch - 1]) / plain - 1)
         for choice in self._tries(source)
       ]
-      # One that costs more than a step is made shorter, if that helps; else it tells more if it is
-      # long.
+      # A probe that costs more than a step is shortened if that helps; otherwise a long one is more
+      # informative.
       of_source[source] = next((kind for kind in kinds if kind[1] <= 1.0), kinds[1])
     return _Probes(PROBE_COST * self.times.decode_steps(batch), of_source)
 
   def _tries(self, source: str) -> list[Choice]:
-    """Returns what a source may be tried with, the longest first."""
+    """Returns a source's possible probes, longest first."""
     found = []
     for length, width in ((PROBE_LENGTH, 2), (PROBE_LENGTH, 1), (2, 1), (1, 1)):
       length, width = min(length, self.config.max_length), min(width, self.config.max_width)
@@ -481,7 +487,7 @@ class SourceBudget:
   def _with_probe(
     self, request_ids: Sequence[str], choices: list[Choice]
   ) -> list[Choice]:
-    """Lets one request try the source that was seen least, once that has been saved up for."""
+    """Lets one request probe the least observed source, if the credit suffices."""
     seconds = self.seconds(choices)
     self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)
     used = {choice.source for choice in choices} - {"none"}
@@ -490,10 +496,10 @@ class SourceBudget:
       return choices
     source = min(unused, key=lambda name: float(self._pools[name].tried[0]))
     place = self._num_plans % len(request_ids)
-    # What it drafts instead is taken to hold nothing.
+    # The probe is assumed to have no accepted token.
     tokens = len(choices) + sum(map(self.expected, request_ids, choices))
     forgone = self.expected(request_ids[place], choices[place]) / tokens
-    # One that costs more than can ever be saved up for is made shorter.
+    # A probe that costs more than the maximum credit is shortened.
     for choice in self._tries(source):
       tried = list(choices)
       tried[place] = choice
@@ -507,7 +513,7 @@ class SourceBudget:
 
   @property
   def acceptance(self) -> Mapping[str, tuple[float, ...]]:
-    """By source: a[1], a[2], ...: P(the first k of its main path all hold)."""
+    """By source: a[1], a[2], ...: P(the first k tokens of its main path are all accepted)."""
     return {
       source: tuple(np.cumprod(pool.rates()).tolist()) for source, pool in self._pools.items()
     }

@@ -1,7 +1,7 @@
-"""What came of drafts, by position and by how many sibling texts a draft could draw on.
+"""Acceptance statistics of drafts, by position and by number of available sibling texts.
 
-Acceptance *length* counts the bonus token: tokens sampled a step. Acceptance *rate* is accepted /
-drafted. How a draft is verified: `engine.drafting`.
+Acceptance *length* includes the bonus token: tokens sampled per step. Acceptance *rate* is accepted
+/ drafted. Verification of drafts: `engine.drafting`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import dataclasses
 
 @dataclasses.dataclass
 class Acceptance:
-  """What came of drafts so far; one step of one request that might draft is one entry.
+  """Acceptance statistics; each step of each request that may draft is one entry.
 
   Attributes:
-    num_steps: entries, those in which nothing was found to draft too.
+    num_steps: number of entries, including those without a draft.
     drafted_at: drafted_at[k]: steps that drafted more than k tokens.
-    accepted_at: accepted_at[k]: steps in which more than k held.
-    by_references: number of sibling texts known -> (steps, tokens sampled).
+    accepted_at: accepted_at[k]: steps in which more than k tokens were accepted.
+    by_references: number of sibling texts -> (steps, tokens sampled).
   """
 
   num_steps: int = 0
@@ -48,7 +48,7 @@ class Acceptance:
     self.by_references[num_references] = (steps + 1, tokens + num_accepted + 1)
 
   def include(self, other: Acceptance) -> None:
-    """Adds what came of other drafts."""
+    """Adds the statistics of another record."""
     most = max(len(self.drafted_at), len(other.drafted_at))
     for mine, theirs in (
       (self.drafted_at, other.drafted_at), (self.accepted_at, other.accepted_at)
@@ -62,7 +62,7 @@ class Acceptance:
       self.by_references[references] = (before[0] + steps, before[1] + tokens)
 
   def take(self) -> Acceptance:
-    """Returns what was counted so far, and begins again with nothing."""
+    """Returns the statistics so far and resets them."""
     found = dataclasses.replace(self)
     self.num_steps, self.drafted_at, self.accepted_at, self.by_references = 0, [], [], {}
     return found
@@ -74,22 +74,22 @@ class Acceptance:
 
   @property
   def num_accepted(self) -> int:
-    """Accepted tokens, no bonus."""
+    """Accepted tokens, without bonus tokens."""
     return sum(self.accepted_at)
 
   @property
   def length(self) -> float:
-    """Acceptance length: tokens sampled a step, the bonus included; 1 if there was no step."""
+    """Acceptance length: tokens sampled per step, including the bonus; 1 without steps."""
     return 1 + self.num_accepted / max(self.num_steps, 1)
 
   @property
   def rate(self) -> float:
-    """Acceptance rate: accepted / drafted; 0 if nothing was drafted."""
+    """Acceptance rate: accepted / drafted; 0 without drafted tokens."""
     return self.num_accepted / max(self.num_drafted, 1)
 
   @property
   def rate_at(self) -> tuple[float, ...]:
-    """By position: of the steps that drafted so far, the share that held so far."""
+    """By position: share of steps with acceptance there, among steps that drafted that far."""
     return tuple(held / drafted for held, drafted in zip(self.accepted_at, self.drafted_at))
 
   @property

@@ -1,9 +1,9 @@
-"""Measures an engine's steps within a second, as the table that budgets reckon with.
+"""Measures an engine's step times within about a second, as a table for budgets.
 
-    most informative steps first -> measured, while the budget lasts -> the rest by the rows
+    most informative steps first -> measured within a time limit -> the rest estimated by rows
 
-A step that is not measured is taken to cost what the measured ones say of its rows: between two of
-them by a line, beyond the largest in proportion.
+The cost of a step that is not measured is interpolated by rows between measured steps, and grows in
+proportion beyond the largest.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from seerjax.engine.engine import Engine
 from seerjax.speculation.draft_model import ModelDrafter
 from seerjax.speculation.times import DraftTimes, StepTimes
 
-# Host seconds of a request's draft, and of a step that drafts at all: 0.35 ms were measured for two
-# requests and 0.57 for twelve, a third of it to append to trees what the siblings wrote since, and
-# 0.02 for each request in the making of the step's arrays and the reading of its samples.
+# Host seconds per drafted request and per step that drafts at all. Measured: 0.35 ms for two
+# requests and 0.57 ms for twelve. A third of it is appending the siblings' new tokens to trees, and
+# 0.02 ms per request is building the step's arrays and reading its samples.
 DRAFT_SECONDS, DRAFTING_SECONDS = 4e-5, 3.5e-4
 SUFFIX_TIMES = DraftTimes(once=DRAFTING_SECONDS, request=DRAFT_SECONDS)
-# Of a draft model's program: tokens that a request has said when it is measured, the least length,
-# and how many requests draft at once, at most.
+# For a draft model's program: tokens of a request when it is measured, the shortest draft, and the
+# maximum number of requests that draft at once.
 SAID, SHORTEST, MOST_REQUESTS = 16, 1, 16
 
 
-# Rows of paths: drafts of so many tokens.
+# Draft lengths for the rows of paths.
 PATH_LENGTHS = (1, 2, 4, 8, 16)
-# Of measuring before a run or a server begins.
+# Time limit for measuring, before a run or a server starts.
 SECONDS = 1.0
 
 
 def measure(
   engine: Engine, *, seconds: float = SECONDS, clock: Callable[[], float] = timing.WALL
 ) -> StepTimes:
-  """Returns the seconds of an engine's steps by their requests and rows, and of its visits.
+  """Returns an engine's step times by requests and rows, and its visit times.
 
   Args:
-    engine: without unfinished requests.
-    seconds: that the steps may take together, compilation not counted; one step is always
-      measured. With `math.inf` all are.
-    clock: in seconds; `time.process_time` where others use the machine, too.
+    engine: an engine without unfinished requests.
+    seconds: time limit for all steps, excluding compilation; at least one step is measured.
+      `math.inf` measures all.
+    clock: returns seconds; use `time.process_time` on a machine that others use.
   """
+  # Times rise in stairs, per row tile and per bucket: a draft of a few rows is cheap within a tile
+  # and expensive at its edge. Hence up to 128 rows are measured finely.
   # Times rise in stairs, one a tile of rows and one a bucket: a draft of a few rows is cheap on one
   # of them and dear on its edge, so that the first hundred rows are measured closely.
   buckets, instances = engine.config.row_buckets, engine.num_instances
@@ -67,8 +69,8 @@ def measure(
   sizes = [*((n, n, 1) for n in rows), *((n, size, 1) for n, size in paths)]
   if steps > 1:
     sizes += [(instances * count, instances * count, steps) for count in requests]
-  # Powers of four of single rows and the buckets tell most of a machine; then visits, short paths,
-  # and what lies between.
+  # Single rows at powers of four and the buckets are the most informative; then visits, short
+  # paths, and the values in between.
   coarse = {instances * n for n in (*powers[::2], *buckets)}
   sizes.sort(key=lambda size: _rank(size, coarse))
 
@@ -85,7 +87,7 @@ def measure(
   known = {size: took for size, took in zip(sizes, found, strict=True) if took < math.inf}
   of_rows = {num_rows: took for (n, num_rows, k), took in known.items() if k == 1 and n == num_rows}
   rows = sorted(of_rows)
-  # A smaller step never takes longer, and noise only adds: no more than the fastest of the larger.
+  # A smaller step never takes longer, and noise only adds: take the minimum over larger steps.
   least = np.minimum.accumulate([of_rows[n] for n in reversed(rows)])[::-1].tolist()
   times = StepTimes(
     rows=tuple(rows),
@@ -93,7 +95,7 @@ def measure(
     draft_seconds=DRAFT_SECONDS,
     drafting_seconds=DRAFTING_SECONDS,
   )
-  # Nor does a visit take longer than its steps alone, or rows in few paths than in many.
+  # Likewise a visit takes no longer than separate steps, and few paths no longer than many.
   visits = [
     (n, k, min(took, k * times.step(n, n))) for (n, _, k), took in sorted(known.items()) if k > 1
   ]
@@ -106,7 +108,7 @@ def measure(
 
 
 def _rank(size: tuple[int, int, int], coarse: Container[int]) -> tuple[int, int]:
-  """Returns what sorts steps (requests, rows, steps of a visit) by how much they tell."""
+  """Returns a sort key of steps (requests, rows, steps of a visit), most informative first."""
   num_requests, num_rows, num_steps = size
   if num_requests < num_rows:
     return (2 if num_rows <= 5 * num_requests else 4), num_rows
@@ -116,18 +118,17 @@ def _rank(size: tuple[int, int, int], coarse: Container[int]) -> tuple[int, int]
 
 
 def measure_model(drafter: ModelDrafter, engine: Engine, longest: int) -> DraftTimes:
-  """Returns the seconds of a draft model's program, from few and many requests and tokens.
+  """Returns the times of a draft model's program, from few and many requests and tokens.
 
-  Calls are measured again while `SECONDS` last, so that a large draft model is measured once.
+  Calls are repeated within `SECONDS`, so a large draft model is measured only once.
 
-  Each call reads a token of each request behind those that it has read before, as while requests
-  decode. The host's work on what is verified is added, as for a suffix tree's drafts. The drafter
-  is left as it was found: nothing is drafted yet.
+  Each call reads one new token per request, as during decoding. The host's work on verified tokens
+  is added, as for suffix-tree drafts. The drafter is left as it was.
 
   Args:
-    drafter: that has not drafted yet.
-    engine: that it drafts for.
-    longest: tokens of a draft at most.
+    drafter: a drafter that has not drafted yet.
+    engine: its target engine.
+    longest: maximum draft length.
   """
   room = drafter.program.context - SAID - longest - 1
   most = min(engine.config.max_sequences * engine.num_instances, len(drafter.slots), MOST_REQUESTS)
@@ -150,7 +151,7 @@ def measure_model(drafter: ModelDrafter, engine: Engine, longest: int) -> DraftT
     SECONDS,
   )
   drafter.begin_anew()
-  # A corner that was too dear to measure costs what its work says.
+  # A corner that was too expensive to measure is estimated in proportion to its work.
   (first, *_), least = corners, found[0]
   found = [
     least * n * length / math.prod(first) if took == math.inf else took
@@ -158,8 +159,8 @@ def measure_model(drafter: ModelDrafter, engine: Engine, longest: int) -> DraftT
   ]
   one_short, one_long, all_short, all_long = found
   more, further = max(most - 1, 1), max(longest - SHORTEST, 1)
-  # t(n, l) = once + n request + l position + n l token, through the four corners; no part is less
-  # than nothing, whatever the noise.
+  # Fits t(n, l) = once + n request + l position + n l token through the four corners; all
+  # coefficients are at least 0, whatever the noise.
   token = max((all_long - all_short - one_long + one_short) / (more * further), 0.0)
   position = max((one_long - one_short) / further - token, 0.0)
   request = max((all_short - one_short) / more - SHORTEST * token, 0.0)

@@ -1,8 +1,8 @@
-"""A drafter that learns from the texts of a group's requests: one suffix tree a group.
+"""A drafter that uses the texts of a group's requests, with one suffix tree per group.
 
-A prompt that was answered before begins with those answers in its tree (`history`).
+If a prompt was completed before, its tree starts with those completions (`history`).
 
-What is asked of it, and how its drafts are verified: `engine.drafting`.
+Interface and verification of drafters: `engine.drafting`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from seerjax.speculation import (
   times as times_lib,
 )
 
-# Tokens of the prompt with which the text of every answer begins, so that the first tokens of the
-# siblings are found from the prompt's end. The whole prompt is a text of its own, once a group.
+# Prompt tokens that precede each completion in the tree, so that siblings' first tokens are found
+# from the end of the prompt. The whole prompt is a separate text, once per group.
 LEAD_IN = 8
-# The prompt's name among the requests of its group; no request has it.
+# Name of the prompt's text in its group; no request has this name.
 PROMPT = "\0prompt"
-# And those of what was answered before: this and a number.
+# Names of earlier completions: this and a number.
 PAST = "\0past "
-# While nothing is drafted, trees learn the new tokens in every so many steps only: a step then
-# costs next to nothing, and drafting can begin without a long silence.
+# While nothing is drafted, trees are updated only once in this many steps: a step then costs almost
+# nothing, and drafting can start without a long delay.
 STEPS_PER_UPDATE = 256
 
-# Of a drafter that is given none: drafts where they pay by `times.PRIOR`.
+# Default budget: drafts as much as is worthwhile by `times.PRIOR`.
 DEFAULT_BUDGET = budget_lib.BudgetConfig()
 
-# Of one query: alternative continuations, the main one first, each as its tokens.
+# Alternative continuations for one query, the main one first, as tokens.
 Paths = Sequence[tuple[int, ...]]
 
 
@@ -48,13 +48,13 @@ class _Text:
   """The text of a request.
 
   Attributes:
-    group: of the request.
-    is_high: whether it is of the high class.
-    tokens: prompt and answer, as of the last query; the engine's own list, or a remembered
-      answer's i32[n]. () once the request is over and its tree has all of them.
-    num_prompt: how many of them are the prompt.
-    num_lead: last tokens of the prompt that stand before the answer.
-    num_in_tree: tokens that the tree has, from the lead on.
+    group: group of the request.
+    is_high: whether the request is in the high-priority class.
+    tokens: prompt and completion as of the last query: the engine's own list, or i32[n] for an
+      earlier completion. () once the request is finished and all its tokens are in the tree.
+    num_prompt: number of prompt tokens.
+    num_lead: number of prompt tokens that precede the completion in the tree.
+    num_in_tree: number of tokens in the tree, from the lead-in on.
   """
 
   group: str
@@ -65,15 +65,15 @@ class _Text:
   num_in_tree: int = 0
 
   def waiting(self) -> Sequence[int] | np.ndarray:
-    """Returns the tokens that the tree does not have yet."""
+    """Returns the tokens that are not in the tree yet."""
     return self.tokens[self.num_prompt - self.num_lead + self.num_in_tree :]
 
 
 class SuffixDrafter:
-  """Drafts from the group's texts: the prompt, the answer so far, the siblings' answers.
+  """Drafts from a group's texts: the prompt, the request's own tokens, and sibling completions.
 
-  All texts together stay within `max_bytes`: whenever a group has finished and they do not, groups
-  are forgotten, those that finished first before those that came first.
+  All trees together stay within `max_bytes`: when a group finishes and they exceed it, groups are
+  dropped, finished ones first (in order of finishing), then the others (in order of arrival).
   """
 
   def __init__(
@@ -86,20 +86,20 @@ class SuffixDrafter:
     history: history_lib.History | None = None,
     max_bytes: int = 2**28,
   ):
-    """Makes a drafter without texts.
+    """Creates a drafter without texts.
 
     Args:
-      args: how drafts are made; `max_spec_tokens` bounds every path.
-      budget: plans each step's lengths. A config alone plans by `times.PRIOR`, which knows nothing
-        of the machine: `Budget(step_times.measure(engine))` plans better. None drafts as much as
-        queries allow, which takes more than twice the work where few drafts hold.
-      is_probe: whether a request is of the high class; none is if None.
-      acceptance: takes what comes of drafts; a record of its own if None.
-      history: of answers, which this drafter adds to; nothing is remembered if None.
-      max_bytes: of trees.
+      args: how drafts are made; `max_spec_tokens` limits every path.
+      budget: plans each step's draft lengths. A config alone uses `times.PRIOR`, which does not
+        know the machine; `Budget(step_times.measure(engine))` plans better. None drafts as much as
+        queries allow, which more than doubles the work if few drafts are accepted.
+      is_probe: whether a request is in the high-priority class; None: no request is.
+      acceptance: collects statistics; a new record if None.
+      history: earlier completions, to which this drafter adds; None remembers nothing.
+      max_bytes: maximum size of all trees.
 
     Raises:
-      ValueError: for arguments that name no draft.
+      ValueError: for invalid `args`.
     """
     suffix_tree.check_args(args)
     self.args = args
@@ -111,15 +111,15 @@ class SuffixDrafter:
     self.history = history
     self._max_bytes = max_bytes
     self._trees = group_trees.GroupTrees()
-    # Group -> request -> its text, the prompt's and past answers' among them. Groups stand in the
-    # order in which they came or finished.
+    # Group -> request -> text, including those of the prompt and of earlier completions. Groups are
+    # in the order of arrival, or of finishing.
     self._texts: dict[str, dict[str, _Text]] = {}
-    self._num_past: dict[str, int] = {}  # By group: past answers among its texts.
-    # Of these, by request, those that are not over; and how many a group has.
+    self._num_past: dict[str, int] = {}  # Number of earlier completions by group.
+    # Texts of unfinished requests by request, and their number by group.
     self._live: dict[str, _Text] = {}
     self._num_live: dict[str, int] = {}
-    self._heard: dict[str, list[int]] = {}  # By request that is answered elsewhere: its text.
-    # Request -> longest path that it was allowed in the last step.
+    self._heard: dict[str, list[int]] = {}  # Texts of requests that run on other workers.
+    # Request -> maximum path length allowed in the last step.
     self._allowed: dict[str, int] = {}
     self._num_steps = 0
 
@@ -130,39 +130,38 @@ class SuffixDrafter:
 
   @property
   def group_ids(self) -> tuple[str, ...]:
-    """Groups whose texts are here."""
+    """Groups that have texts."""
     return tuple(self._texts)
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
-    """Returns the paths of each query, [] where nothing is expected to hold; () if none may draft.
-    """
+    """Returns the paths of each query, [] if no acceptance is expected; () if none may draft."""
     num_high = self._meet(queries)
     return self._drafts(queries, self._widths(queries, num_high))
 
   def draft_up_to(
     self, queries: Sequence[DraftQuery], lengths: Sequence[int]
   ) -> Sequence[Paths]:
-    """Returns `draft` of at most so many tokens a path, whatever a budget says; 0 drafts nothing.
+    """Returns drafts with at most `lengths` tokens per path, ignoring the budget; 0 drafts nothing.
 
-    All requests of a step are given, for the texts of those that draft nothing are learnt too.
+    Pass all requests of a step, because texts of requests that draft nothing are learnt too.
     """
     most = self.args.max_spec_tokens
     widths = [max(0, min(most, n, query.max_draft)) for n, query in zip(lengths, queries)]
-    # One that is alone is not drafted from by others.
+    # A request without a group has no siblings that could draft from it.
     self._meet([query for width, query in zip(widths, queries) if width or _has_group(query)])
     return self._drafts(queries, widths)
 
   def learn(self, queries: Sequence[DraftQuery]) -> None:
-    """Takes note of requests for which nothing is drafted in a step, for their siblings' drafts."""
+    """Learns the texts of requests for which nothing is drafted, for their siblings' drafts."""
     self._meet([query for query in queries if _has_group(query)])
 
   def num_references(self, request_id: str, group_id: str) -> int:
-    """Returns how many siblings' texts a request's draft can draw on."""
+    """Returns the number of sibling texts that a request's draft can use."""
     group = _group(group_id, request_id)
     return max(0, len(self._texts.get(group, ())) - 2 - self._num_past.get(group, 0))
 
   def _meet(self, queries: Sequence[DraftQuery]) -> int:
-    """Begins the texts of requests that are new; returns how many are of the high class."""
+    """Creates the texts of new requests; returns the number of high-priority requests."""
     num_high = 0
     for query in queries:
       text = self._live.get(query.request_id)
@@ -203,7 +202,7 @@ class SuffixDrafter:
   def observe(
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Takes what of the path that held furthest held."""
+    """Records the result of the path with the most accepted tokens."""
     references = self.num_references(request_id, group_id)
     self.acceptance.add(num_drafted, num_accepted, references)
     allowed = self._allowed.pop(request_id, 0)
@@ -213,13 +212,13 @@ class SuffixDrafter:
   def finish(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
-    """Takes the whole text of a request that is over."""
+    """Takes the complete text of a finished request."""
     if self.history is not None and len(tokens) > num_prompt:
       text_of = tokens[num_prompt - min(LEAD_IN, num_prompt) :]
       self.history.add(tokens[:num_prompt], text_of, drafting.namespace_of(group_id))
     text = self._live.get(request_id)
     if text is None and not drafting.is_group(group_id):
-      return  # Nothing was drafted for it, nor will be from it.
+      return  # Nothing was drafted for it, and nothing will be drafted from it.
     text = text or self._begin(request_id, group_id, tokens, num_prompt)
     text.tokens = tokens
     self._end(request_id, text)
@@ -229,12 +228,12 @@ class SuffixDrafter:
       self._forget_old(text.group)
 
   def teach(self, name: str, group_id: str, tokens: Sequence[int]) -> None:
-    """Gives a group a text that no request has said, such as one written ahead of its questions.
+    """Adds a text that no request produced to a group, such as one written before its questions.
 
     Args:
-      name: of the text, unlike any request's; another of the name is replaced.
-      group_id: that is begun if it is not here; the text is forgotten with it, and in no history.
-      tokens: whole.
+      name: name of the text, distinct from all requests'; replaces a text of the same name.
+      group_id: group, created if missing; the text is dropped with it and enters no history.
+      tokens: complete text.
     """
     text = self._begin(name, group_id, tokens, 0)
     self._end(name, text)
@@ -249,16 +248,16 @@ class SuffixDrafter:
     start: int,
     answer: Sequence[int],
   ) -> bool:
-    """Does `engine.drafting.Hearer.hear`: siblings that run here draft from it, too."""
+    """Implements `engine.drafting.Hearer.hear`; local siblings draft from the text, too."""
     group, num_prompt = _group(group_id, request_id), len(prompt)
     text = self._texts.get(group, {}).get(request_id)
     heard = self._heard.get(request_id)
     if text is None:
       heard = [*prompt]
-    elif request_id in self._live:  # It ran here.
+    elif request_id in self._live:  # It ran here before.
       heard = [*text.tokens]
     if heard is None or num_prompt + start > len(heard):
-      return False  # It ended here, or something before this was lost.
+      return False  # It finished here, or an earlier part was lost.
     del heard[num_prompt + start :]
     heard += answer
     if text is None:
@@ -269,7 +268,7 @@ class SuffixDrafter:
     return True
 
   def drop_group(self, group_id: str) -> None:
-    """Forgets a group and its requests.
+    """Drops a group and its requests.
 
     Raises:
       ValueError: if there is no such group.
@@ -282,7 +281,7 @@ class SuffixDrafter:
     del self._num_live[group_id], self._num_past[group_id]
 
   def _widths(self, queries: Sequence[DraftQuery], num_high: int) -> Sequence[int]:
-    """Returns the longest path that each query may have; () if none may have any."""
+    """Returns the maximum path length of each query; () if none may draft."""
     most = self.args.max_spec_tokens
     if self.budget is None:
       return [max(0, min(most, query.max_draft)) for query in queries]
@@ -300,7 +299,7 @@ class SuffixDrafter:
   def _begin(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> _Text:
-    """Starts a request's text, and with its first one its group."""
+    """Creates a request's text, and its group if it is the first."""
     group = _group(group_id, request_id)
     if group not in self._texts:
       self._trees.register_group(group)
@@ -313,7 +312,7 @@ class SuffixDrafter:
       self._num_live[group], self._num_past[group] = 0, len(past)
     texts = self._texts[group]
     if request_id in texts and texts[request_id].num_in_tree:
-      self._trees.remove_request(group, request_id)  # The name was used before.
+      self._trees.remove_request(group, request_id)  # The name is being reused.
     self._heard.pop(request_id, None)
     is_high = self._is_probe is not None and self._is_probe(request_id)
     lead = min(LEAD_IN, num_prompt)
@@ -326,14 +325,14 @@ class SuffixDrafter:
     self._num_live[text.group] -= 1
 
   def _update(self, queries: Sequence[DraftQuery]) -> None:
-    """Gives the trees of some requests' groups all tokens of their texts so far."""
+    """Updates the trees of some requests' groups with all tokens so far."""
     for query in queries:
       text = self._live[query.request_id]
       was_cut = len(query.tokens) - text.num_prompt + text.num_lead < text.num_in_tree
       if was_cut or (text.group, text.num_prompt) != (
         _group(query.group_id, query.request_id), query.num_prompt
       ):
-        # The name was given to another request, before this one was over.
+        # The name was reused for another request before this one finished.
         self._end(query.request_id, text)
         text = self._begin(query.request_id, *query[1:4])
       text.tokens = query.tokens
@@ -349,7 +348,7 @@ class SuffixDrafter:
         self._trees.append(group, updates)
 
   def _forget_old(self, group: str) -> None:
-    """Puts a finished group behind all others, and forgets groups until the rest fit."""
+    """Moves a finished group to the end, and drops groups until the rest fit in `max_bytes`."""
     self._texts[group] = self._texts.pop(group)
     while self._trees.num_bytes > self._max_bytes:
       finished = [name for name in self._texts if not self._num_live[name]]
@@ -357,7 +356,7 @@ class SuffixDrafter:
 
 
 def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> SuffixDrafter:
-  """Returns a run's drafter, with a budget for the step times of the run's engine."""
+  """Returns a run's drafter, with a budget based on the measured step times of its engine."""
   return SuffixDrafter(
     budget=budget_lib.Budget(step_times.measure(run.engine), config.budget),
     is_probe=run.is_probe,
@@ -367,7 +366,7 @@ def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> 
 
 
 def _group(group_id: str, request_id: str) -> str:
-  # A request without a group is alone in one of its own.
+  # A request without a group is alone in a group of its own.
   return group_id if drafting.is_group(group_id) else f"{group_id}request {request_id}"
 
 

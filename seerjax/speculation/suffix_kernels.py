@@ -1,20 +1,20 @@
-"""The suffix tree's arrays and the compiled functions that read and write them.
+"""Arrays of a suffix tree, and the compiled functions that read and write them.
 
-What a tree is and how it is used: `speculation.suffix_tree`. What is stored:
+For the data structure and its use see `speculation.suffix_tree`. Storage:
 
-  nodes  i32[n, 10 + w]  one record a node, within a cache line or two; its last w numbers are bits:
-                         which requests have this string
+  nodes  i32[n, 10 + w]  one record per node, within one or two cache lines; the last w numbers are
+                         bits: which requests contain this string
   heads  i32[h]          hash table from (parent, first token), for nodes with many children
   store  i32[r * 319]    texts in rows of ROW tokens, each followed by the next DEPTH - 1: any
-                         string lies in one piece, and an edge is where a string that takes it is
+                         string is contiguous, and an edge refers to an occurrence of its string
 
-What makes appending far cheaper than DEPTH steps a token: a string that no other text has is an
-open leaf, whose edge reaches as far as its text is written, so that growing it touches nothing.
-Only the last few strings of a text that other texts have too (as many as the match is long) walk
-down their edges. What makes drafting cheap: the likeliest child stands first, and the sum is kept.
+Appending costs far less than DEPTH steps per token: a string that occurs in no other text is an
+open leaf, whose edge extends to the end of its text, so growth does not touch it. Only the last few
+strings of a text that also occur in other texts (as many as the match is long) follow their edges.
+Drafting is cheap because the most likely child is first in its list and sums are stored.
 
-All functions stand in one file: numba keeps what it compiled for as long as the file of a function
-is unchanged, and does not look at the files of those that are compiled into it.
+All functions are in one file: numba's cache is valid while a function's file is unchanged, and does
+not check the files of functions that are inlined into it.
 """
 
 from __future__ import annotations
@@ -25,50 +25,50 @@ import numpy as np
 
 from seerjax import compiled
 
-DEPTH = 64  # Tokens of the longest string that is kept.
-ROW = 256  # Strings that start in one row of the store.
+DEPTH = 64  # Maximum length of a stored string.
+ROW = 256  # Number of strings that start in one row of the store.
 WIDTH = ROW + DEPTH - 1
-_USUAL = 4  # The match length that is tried first.
-_UNWRITTEN = -1  # Where the store holds no token yet.
-# Imagined requests that continued in a way not seen yet: the probability of a continuation is
-# (requests that have it) / (the sum of that over all continuations + SMOOTHING).
+_USUAL = 4  # Match length to try first.
+_UNWRITTEN = -1  # Marks positions of the store without a token.
+# Virtual requests with an unseen continuation: the probability of a continuation is (requests with
+# it) / (sum of that over all continuations + SMOOTHING).
 SMOOTHING = 0.25
-WORD = 32  # Requests whose bits fit one number of a node.
+WORD = 32  # Request bits per number of a node.
 
-# Columns of a node; nodes are numbered from the root, 0, which also means "none". From BITS on, one
-# bit a request. SHAPE is depth + HASHED + ends << _ENDS: how many texts end right here.
+# Columns of a node. Nodes are numbered from the root, 0, which also means "none". From BITS on there
+# is one bit per request. SHAPE is depth + HASHED + ends << _ENDS; ends: texts that end exactly here.
 _POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, SHAPE = range(8)
-_SUM, _CHAIN, BITS = 8, 9, 10  # The sum of the children's requests; the next node of a bucket.
+_SUM, _CHAIN, BITS = 8, 9, 10  # Sum of the children's requests; next node of a hash bucket.
 _DEPTH_BITS, HASHED, _ENDS = 127, 128, 8
-# From so many children on, they are found by the hash table; fewer are read one by one.
+# With this many children or more, they are found by the hash table; fewer are scanned.
 _MANY = 8
-# Columns of a request: tokens, its first and last row, and the first string of its end that
-# another text has too: those before are open leaves, which grow without being touched.
+# Columns of a request: number of tokens, first and last row, and the first string of its end that
+# also occurs in another text; earlier ones are open leaves, which grow without being touched.
 _LENGTH, _FIRST_ROW, _LAST_ROW, _FIRST_SHARED = range(4)
-# Columns of a row of the store: the rows after and before it, whose it is, its number there.
+# Columns of a row of the store: next and previous row, owner, and the row's number in its text.
 _AFTER, _BEFORE, _OWNER, _NUMBER = range(4)
-# Numbers of a tree: nodes ever made, first free one, nodes in use, rows in use.
+# Numbers of a tree: nodes ever created, first free node, nodes in use, rows in use.
 _MADE, _FREE, LIVE, _ROWS = range(4)
 
 
 class Arrays(NamedTuple):
-  """A tree, as compiled functions see it. Shapes: the head of this file."""
+  """A tree in the form for compiled functions. For shapes see the top of this file."""
 
   nodes: np.ndarray
   heads: np.ndarray
   store: np.ndarray  # i32[rows * WIDTH]
   rows: np.ndarray  # i32[rows, 4]
   requests: np.ndarray  # i64[slots, 4]
-  tails: np.ndarray  # i32[slots, DEPTH], the node of the end that starts at index % DEPTH.
+  tails: np.ndarray  # i32[slots, DEPTH], node of the end that starts at index % DEPTH.
   numbers: np.ndarray  # i64[4]
 
 
-# Compiled functions. `t` is an `Arrays`, `slot` a request, a node its row in `t.nodes`.
+# Compiled functions. `t` is an `Arrays`, `slot` a request, a node an index of `t.nodes`.
 
 
 @compiled.inlined
 def _bare_arrays(t):
-  # Counting references took half the time of an append. The caller holds the arrays.
+  # Reference counting took half the time of an append. The caller keeps the arrays alive.
   return Arrays(
     compiled.bare(t.nodes), compiled.bare(t.heads), compiled.bare(t.store), compiled.bare(t.rows),
     compiled.bare(t.requests), compiled.bare(t.tails), compiled.bare(t.numbers),
@@ -123,7 +123,7 @@ def _depth(t, node):
 @compiled.inlined
 def _child(t, parent, token):
   """Returns the child of `parent` whose edge begins with `token`, or 0."""
-  # The likeliest child comes first, and most nodes have few. The root's are not even listed.
+  # The most likely child is first, and most nodes have few. The root's children are not listed.
   node = t.nodes[parent, _CHILD]
   if not _is_hashed(t, parent):
     while node and t.nodes[node, _TOKEN] != token:
@@ -151,7 +151,7 @@ def _num_requests(t, node):
 
 @compiled.inlined
 def _is_before(t, node, other):
-  """Whether `node` is the likelier of two children of one parent; a total order."""
+  """Whether `node` is the more likely of two siblings; a total order."""
   one, two = _num_requests(t, node), _num_requests(t, other)
   if one != two:
     return one > two
@@ -163,7 +163,7 @@ def _is_before(t, node, other):
 
 @compiled.inlined
 def _unlist(t, node):
-  """Takes a node out of the list of its parent's children."""
+  """Removes a node from its parent's list of children."""
   before, after = t.nodes[node, _PREVIOUS], t.nodes[node, _NEXT]
   if before:
     t.nodes[before, _NEXT] = after
@@ -175,7 +175,7 @@ def _unlist(t, node):
 
 @compiled.inlined
 def _list_first(t, node):
-  """Puts a node that is in no list before the other children of its parent."""
+  """Inserts an unlisted node as the first child of its parent."""
   parent = t.nodes[node, _PARENT]
   first = t.nodes[parent, _CHILD]
   t.nodes[node, _PREVIOUS] = 0
@@ -187,7 +187,7 @@ def _list_first(t, node):
 
 @compiled.inlined
 def _count_one(t, parent, child, word, bit):
-  """Counts one more occurrence of what leads to `child`, and keeps the likeliest child first."""
+  """Counts another occurrence of the string to `child`; keeps the most likely child first."""
   t.nodes[child, _COUNT] += 1
   if not t.nodes[child, word] & bit:
     t.nodes[child, word] |= bit
@@ -200,7 +200,7 @@ def _count_one(t, parent, child, word, bit):
 
 @compiled.inlined
 def _make(t, position, parent, token, shape):
-  """Returns a new node that is in no list yet."""
+  """Returns a new node that is in no list."""
   node = t.numbers[_FREE]
   if node:
     t.numbers[_FREE] = t.nodes[node, _NEXT]
@@ -228,7 +228,7 @@ def _free(t, node):
 def _leaf(t, parent, depth, position, word, bit):
   """Adds the string at `position` as a leaf; it differs from all others from `depth` on.
 
-  The leaf is open: its edge reaches as far as the text is written, up to `DEPTH`.
+  The leaf is open: its edge extends to the end of the text, up to `DEPTH`.
   """
   node = _make(t, position, parent, t.store[position + depth], np.int64(DEPTH))
   t.nodes[node, _COUNT] = 1
@@ -267,7 +267,7 @@ def _leaf(t, parent, depth, position, word, bit):
 
 @compiled.inlined
 def _put(t, node, other):
-  """Gives `node` the place of `other` among the children of other's parent."""
+  """Puts `node` in the place of `other` among its siblings."""
   parent = t.nodes[other, _PARENT]
   t.nodes[node, _PARENT] = parent
   t.nodes[node, _TOKEN] = t.nodes[other, _TOKEN]
@@ -288,7 +288,7 @@ def _put(t, node, other):
 
 @compiled.inlined
 def _dissolve(t, node):
-  """Takes out a node at which nothing ends; its only child takes its place."""
+  """Removes a node at which nothing ends; its only child takes its place."""
   child = t.nodes[node, _CHILD]
   if _is_hashed(t, node):
     _unhash(t, child)
@@ -298,7 +298,7 @@ def _dissolve(t, node):
 
 @compiled.inlined
 def _split(t, child, depth):
-  """Returns a new node at `depth` of the edge into `child`, with the counts of the edge."""
+  """Returns a new node at `depth` on the edge to `child`, with the counts of the edge."""
   position = np.int64(t.nodes[child, _POSITION])
   node = _make(t, position, np.int32(0), np.int32(0), depth)
   t.nodes[node, _COUNT] = t.nodes[child, _COUNT]
@@ -316,14 +316,14 @@ def _split(t, child, depth):
 
 @compiled.inlined
 def _match(t, child, position, depth, target):
-  """Returns (how far a string agrees with the edge into `child`, the edge's end)."""
+  """Returns (length of agreement of a string with the edge to `child`, depth of the edge's end)."""
   other = t.nodes[child, _POSITION]
   bottom = _depth(t, child)
   at, stop = depth, min(bottom, target)
   while at < stop and t.store[other + at] == t.store[position + at]:
     at += 1
   if at < bottom and t.store[other + at] == _UNWRITTEN:
-    # The text of an open leaf ends here, and another comes as far: the end becomes a node.
+    # The text of an open leaf ends here, and another string reaches it: the end becomes a node.
     t.nodes[child, SHAPE] = at | 1 << _ENDS
     row = other // WIDTH
     owner = t.rows[row, _OWNER]
@@ -335,25 +335,25 @@ def _match(t, child, position, depth, target):
 
 @compiled.inlined
 def _lengthen(t, node, depth, position, target, word, bit):
-  """Lengthens the string that ends at `node` to `target` tokens; returns where it ends now.
+  """Extends the string that ends at `node` to `target` tokens; returns its new end.
 
   Args:
-    t, node, depth: explicit, since something ends there; 0 for a new string.
-    position: where the string is written.
-    target: its new length, `DEPTH` at most.
-    word, bit: of the request.
+    t, node, depth: an explicit node, since a string ends there; 0 for a new string.
+    position: position of the string in the store.
+    target: its new length, at most `DEPTH`.
+    word, bit: bit of the request.
   """
   if node:
     ends = t.nodes[node, SHAPE] >> _ENDS
     child = t.nodes[node, _CHILD]
     if child == 0 and ends == 1:
-      # No other text has this any more.
+      # No other text contains this string any more.
       t.nodes[node, _POSITION] = position
       t.nodes[node, SHAPE] = DEPTH
       return node
     t.nodes[node, SHAPE] -= 1 << _ENDS
     if ends == 1 and t.nodes[child, _NEXT] == 0:
-      # The node was there for this end alone: it slides along its edge, or goes.
+      # The node only marked this end: it slides along its edge, or is removed.
       at, bottom = _match(t, child, position, depth, target)
       if at < bottom:
         t.nodes[node, _POSITION] = position
@@ -370,7 +370,7 @@ def _lengthen(t, node, depth, position, target, word, bit):
         parent = t.nodes[node, _PARENT]
         _dissolve(t, node)
         node, depth = child, bottom
-        # Its parent has counted this request at the node that went.
+        # The parent counted this request at the removed node.
         t.nodes[node, word] |= bit
         _count_one(t, parent, node, word, bit)
   while depth < target:
@@ -417,7 +417,7 @@ def _write(t, slot, tokens, start, stop):
 
 @compiled.function
 def append(t, slots, offsets, tokens):
-  """Appends to many texts; there is room."""
+  """Appends to many texts; there must be room."""
   t = _bare_arrays(t)
   for place in range(slots.size):
     slot = slots[place]
@@ -426,7 +426,7 @@ def append(t, slots, offsets, tokens):
     old, last = t.requests[slot, _LENGTH], t.requests[slot, _LAST_ROW]
     _write(t, slot, tokens, offsets[place], offsets[place + 1])
     length = t.requests[slot, _LENGTH]
-    # Strings that no other text has grow by themselves, and those of DEPTH tokens no more.
+    # Strings that occur in no other text grow by themselves; strings of DEPTH tokens are complete.
     first = max(t.requests[slot, _FIRST_SHARED], old - DEPTH + 1)
     if old == 0:
       row = t.requests[slot, _FIRST_ROW]
@@ -467,7 +467,7 @@ def read(t, slot, start, stop):
 
 @compiled.function
 def remove(t, slot):
-  """Takes every string of a text out of the counts, and the nodes that nothing needs any more."""
+  """Removes all strings of a text from the counts, and nodes that are no longer needed."""
   t = _bare_arrays(t)
   word, kept = BITS + slot // WORD, ~np.int32(np.uint32(1) << np.uint32(slot % WORD))
   length = t.requests[slot, _LENGTH]
@@ -490,7 +490,7 @@ def remove(t, slot):
         _choose(t, node)
       node, depth = child, _depth(t, child)
     if depth < target:
-      # What is left below is this string alone.
+      # The rest belongs to this string alone.
       child = _child(t, node, t.store[position + depth])
       if node:
         _unlist(t, child)
@@ -506,13 +506,13 @@ def remove(t, slot):
     child = t.nodes[node, _CHILD]
     is_needed = node == 0 or t.nodes[node, SHAPE] >> _ENDS > 0
     if not is_needed and child and t.nodes[child, _NEXT] == 0:
-      t.nodes[child, word] &= kept  # As the node's own bit, which its parent no longer counts.
+      t.nodes[child, word] &= kept  # Like the node's own bit, which its parent no longer counts.
       _dissolve(t, node)
 
 
 @compiled.inlined
 def _choose(t, parent):
-  """Puts the likeliest child first after counts fell."""
+  """Moves the most likely child to the front after counts decreased."""
   best = t.nodes[parent, _CHILD]
   child = best
   while child:
@@ -526,7 +526,7 @@ def _choose(t, parent):
 
 @compiled.inlined
 def _locate(t, tokens, start, stop):
-  """Returns the node on whose edge a string ends, or -1 if no text has it."""
+  """Returns the node on whose edge a string ends, or -1 if no text contains it."""
   node, depth, length = np.int32(0), np.int64(0), stop - start
   while depth < length:
     node = _child(t, node, tokens[start + depth])
@@ -556,7 +556,7 @@ def count(t, tokens):
 
 @compiled.inlined
 def _likeliest(t, node, depth):
-  """Returns the node that the likeliest next token leads to (0 if none), and all weights' sum."""
+  """Returns the node of the most likely next token (0 if none), and the sum of all weights."""
   if depth < _depth(t, node):
     if t.store[t.nodes[node, _POSITION] + depth] == _UNWRITTEN:
       return np.int32(0), np.int64(0)
@@ -567,7 +567,7 @@ def _likeliest(t, node, depth):
 @compiled.inlined
 def _longest(t, tokens, stop, most):
   """Returns the longest string before `stop` that some text continues: (length, node)."""
-  # If a string is continued, so are all its ends. Most matches are short: start there.
+  # If a string is continued, so are its suffixes. Most matches are short: start there.
   low, high, middle = np.int64(0), most, min(np.int64(_USUAL), most)
   found = np.int32(0)
   while low < high:
@@ -584,9 +584,9 @@ def _longest(t, tokens, stop, most):
 
 @compiled.inlined
 def _own(t, slot, most):
-  """Returns the longest end of a text that some text continues: (length, node)."""
+  """Returns the longest suffix of a text that some text continues: (length, node)."""
   length = t.requests[slot, _LENGTH]
-  # What no other text has, no text continues.
+  # A suffix that occurs in no other text has no continuation.
   for index in range(max(t.requests[slot, _FIRST_SHARED], length - most), length):
     node = t.tails[slot, index % DEPTH]
     if _likeliest(t, node, length - index)[0]:
@@ -596,13 +596,13 @@ def _own(t, slot, most):
 
 @compiled.inlined
 def _rank(branches, places, a):
-  """Returns what orders branches: probability down; path, step, token up."""
+  """Returns the sort key of branches: probability descending; path, step, token ascending."""
   return -branches[a], places[a, 1], places[a, 2], places[a, 3]
 
 
 @compiled.inlined
 def _offer(branches, places, size, probability, node, path, step, token):
-  """Adds a branch, in place of the worst one where there is no room; returns how many there are."""
+  """Adds a branch, replacing the worst if there is no room; returns the number of branches."""
   at = size
   if size == branches.size:
     at = np.int64(0)
@@ -618,7 +618,7 @@ def _offer(branches, places, size, probability, node, path, step, token):
 
 @compiled.inlined
 def _take(branches, places, size):
-  """Moves the best branch behind the others; there is one."""
+  """Moves the best branch to the end of the list, which must not be empty."""
   best = np.int64(0)
   for a in range(1, size):
     if _rank(branches, places, a) < _rank(branches, places, best):
@@ -633,16 +633,16 @@ def _take(branches, places, size):
 def _walk(
   t, node, depth, probability, width, least, path, step, out, branches, places, size
 ):
-  """Follows the likeliest tokens; returns (tokens, sum of probabilities, branches left aside).
+  """Follows the most likely tokens; returns (tokens, sum of probabilities, number of branches).
 
   Args:
-    t, node, depth: where the walk begins.
-    probability: of the tokens that led here; `least` ends the path.
-    width: most tokens of `out`, which has `step` already.
+    t, node, depth: start of the walk.
+    probability: probability of the preceding tokens; the path ends below `least`.
+    width: maximum tokens in `out`, which already has `step`.
     path: number of this path.
-    out: i32[max_spec_tokens], where tokens go.
-    branches, places, size: branches so far: f64[k], probabilities, and i64[k, 4], their nodes,
-      paths, steps and tokens; k = 0 keeps none.
+    out: i32[max_spec_tokens], receives tokens.
+    branches, places, size: alternatives so far: f64[k] probabilities, and i64[k, 4] nodes, paths,
+      steps and tokens; k = 0 keeps none.
   """
   score = 0.0
   while step < width:
@@ -652,7 +652,7 @@ def _walk(
     weight = _num_requests(t, best)
     next_probability = probability * (weight / (total + SMOOTHING))
     if next_probability < least:
-      break  # No other is likelier, so that there are no branches either.
+      break  # No other token is more likely, so there are no branches either.
     others = probability * ((total - weight) / (total + SMOOTHING))
     if branches.size and others >= least and depth == _depth(t, node):
       child = t.nodes[best, _NEXT]
@@ -678,7 +678,7 @@ def speculate(
   """Drafts for every context; see `SuffixTree.speculate`."""
   t = _bare_arrays(t)
   branches, places = np.empty(top_k - 1, np.float64), np.empty((top_k - 1, 4), np.int64)
-  none = np.int64(0)  # A plain 0 would be a type, and a compilation, of its own.
+  none = np.int64(0)  # A plain 0 would have its own type and cause another compilation.
   for q in range(offsets.size - 1):
     num_tokens[q] = 0
     scores[q] = 0.0
@@ -708,14 +708,14 @@ def speculate(
       path += 1
       if path == top_k:
         break
-      # Another path leaves one before it where the next likeliest token does.
+      # The next path branches off an earlier one at the next most likely token.
       step = np.int64(-1)
       while size and step < 0:
         _take(branches, places, size)
         size -= 1
         if places[size, 2] < min(left, widest):
           step = places[size, 2]
-      # Or it continues less of the context.
+      # Or it continues a shorter match of the context.
       while step < 0 and size == 0 and depth > lookup_least and left > 0:
         depth = max(depth // 2, np.int64(lookup_least))
         node = _locate(t, patterns, stop - depth, stop)

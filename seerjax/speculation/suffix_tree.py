@@ -1,28 +1,28 @@
-"""One suffix tree a group: what its texts contain, counted, to draft what comes next.
+"""A suffix tree of a group's texts with counts, for drafting the next tokens.
 
   texts  a b c a b d        root -- a b --- c a b d
                                  |      `-- d
-                                 |- b --- c a b d         counts, by occurrence and by request,
-                                 |    `-- d               stand on every edge
+                                 |- b --- c a b d         every edge has counts by occurrence and
+                                 |    `-- d               by request
                                  |- c a b d
                                  `- d
 
 A path-compressed trie of all strings of up to `DEPTH` tokens that start anywhere in a group's
 texts. Its nodes are the root, the strings after which texts differ, and the ends: the last strings
 of each text, which are still growing. All tokens of an edge have equal counts, and the tree is a
-function of {request: tokens}: the order in which requests grew, how their tokens were cut into
-calls, which requests came and went in between leave no trace. So drafts are equal on every machine.
+function of {request: tokens}. It does not depend on the order in which requests grew, on how tokens
+were divided among calls, or on requests removed in between, so drafts are equal on every machine.
 Ties: more requests, more occurrences, the smaller token.
 
-Why a trie on flat arrays, and not a suffix automaton or a table of n-grams: it counts occurrences
-*and* distinct requests while it grows (a request that loops must not outvote its siblings), forgets
-a request again, and bounds its depth. An automaton has none of the three without a walk over its
-links; a table has one length of match. How it is stored, and what makes it fast: `suffix_kernels`.
-Many groups: `group_trees`.
+Why a trie on flat arrays rather than a suffix automaton or an n-gram table: it counts occurrences
+*and* distinct requests while it grows (a request that loops must not outweigh its siblings), can
+remove a request, and has bounded depth. An automaton supports none of these without walking its
+links; a table has a single match length. Storage and performance: `suffix_kernels`. Many groups:
+`group_trees`.
 
 Source: SuffixDecoding (arXiv 2411.04975; ArcticInference) for drafts scored by expected accepted
-tokens; Seer (arXiv 2511.14617, table 5) for the settings of a draft. Counts by request and
-canonical ends are ours. No clock, no JAX.
+tokens; Seer (arXiv 2511.14617, table 5) for the draft settings. Counts by request and canonical
+ends are new here. No clock, no JAX.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from seerjax.speculation.suffix_kernels import (
 )
 
 Tokens = Sequence[int] | np.ndarray
-# Of one request: its name, the tokens before these, these.
+# (request, number of tokens before the new ones, new tokens).
 Update = tuple[str, int, Tokens]
 
 
 class SpeculationArgs(NamedTuple):
-  """How drafts are made.
+  """Draft settings.
 
   Attributes:
-    max_spec_tokens: longest path.
-    pattern_lookup_max: most tokens of the context that are looked up; what leaves no room for a
-      draft of `max_spec_tokens` within `DEPTH` is not.
-    pattern_lookup_min: fewest.
-    top_k: most paths; 1 is linear.
-    min_token_prob: a path ends before its probability falls below this; how probable a token is:
-      `suffix_kernels.SMOOTHING`.
+    max_spec_tokens: maximum path length.
+    pattern_lookup_max: maximum context tokens to look up; also limited so that a draft of
+      `max_spec_tokens` still fits within `DEPTH`.
+    pattern_lookup_min: minimum context tokens to look up.
+    top_k: maximum number of paths; 1 is a chain.
+    min_token_prob: a path ends before its probability falls below this; for a token's probability
+      see `suffix_kernels.SMOOTHING`.
   """
 
   max_spec_tokens: int = 8
@@ -76,12 +76,12 @@ DEFAULT_ARGS = SpeculationArgs()
 
 
 class Drafts(NamedTuple):
-  """What `batch_speculate` wrote, b queries of up to k paths.
+  """Output of `batch_speculate` for b queries with up to k paths each.
 
   Attributes:
-    num_tokens: i32[b, k], tokens of each path; 0 from the first missing one on.
+    num_tokens: i32[b, k], tokens of each path; 0 from the first missing path on.
     scores: f64[b], expected accepted tokens: the sum of all drafted tokens' probabilities.
-    match_lengths: i32[b], tokens of the context that the main path continues; 0 if nothing.
+    match_lengths: i32[b], length of the context match that the main path continues; 0 if none.
   """
 
   num_tokens: np.ndarray
@@ -90,7 +90,7 @@ class Drafts(NamedTuple):
 
 
 class SuffixTree:
-  """The texts of one group and their counts."""
+  """The texts of one group, with counts."""
 
   def __init__(self):
     self._start()
@@ -99,12 +99,12 @@ class SuffixTree:
     self._slots: dict[str, int] = {}
     self._lengths: dict[str, int] = {}
     self._free_slots: list[int] = []
-    self._num_removed = 0  # Tokens that no text has, and the store still does.
+    self._num_removed = 0  # Removed tokens that are still in the store.
     self._arrays = _empty_arrays()
 
   @property
   def lengths(self) -> Mapping[str, int]:
-    """request -> tokens, in the order in which requests came."""
+    """request -> number of tokens, in order of arrival."""
     return self._lengths
 
   @property
@@ -114,28 +114,28 @@ class SuffixTree:
 
   @property
   def num_nodes(self) -> int:
-    """Nodes in use, the root not counted."""
+    """Nodes in use, excluding the root."""
     return int(self._arrays.numbers[LIVE])
 
   def append(self, request_id: str, prev_token_count: int, new_tokens: Tokens) -> int:
     """Adds tokens to a request's text; returns how many were new.
 
     Args:
-      request_id: a new one starts a text.
-      prev_token_count: tokens of the request before `new_tokens`. What is here already is passed
-        over, so that a repeated call changes nothing.
+      request_id: request; an unknown one starts a new text.
+      prev_token_count: number of the request's tokens before `new_tokens`. Known tokens are
+        skipped, so a repeated call changes nothing.
       new_tokens: ids >= 0.
 
     Raises:
-      ValueError: if tokens before these are missing, or other ones stand here already.
+      ValueError: if preceding tokens are missing, or known tokens differ.
     """
     return self.append_many([(request_id, prev_token_count, new_tokens)])
 
   def append_many(self, updates: Sequence[Update]) -> int:
-    """Does `append` for different requests in one go; for none of them if one is refused.
+    """Applies `append` to several requests; if one raises, none is changed.
 
     Raises:
-      ValueError: as `append`, or if a request comes twice.
+      ValueError: as `append`, or if a request occurs twice.
     """
     texts: dict[str, np.ndarray] = {}
     for request_id, prev_token_count, new_tokens in updates:
@@ -150,7 +150,7 @@ class SuffixTree:
     return self._grow(texts)
 
   def remove(self, request_id: str) -> None:
-    """Forgets a request; the tree is then as if it had never been here.
+    """Removes a request; the tree is then as if it had never been added.
 
     Raises:
       ValueError: if there is no such request.
@@ -162,13 +162,13 @@ class SuffixTree:
       del self._slots[request_id], self._lengths[request_id]
       self._free_slots.append(slot)
       return
-    # The store keeps what was removed, since edges may lean on it; with too much of it, start over.
+    # The store keeps removed tokens, since edges may refer to them; rebuild if there are too many.
     texts = {name: self.tokens(name) for name in self._lengths if name != request_id}
     self._start()
     self._grow(texts)
 
   def tokens(self, request_id: str, start: int = 0) -> np.ndarray:
-    """Returns i32[n], a request's text from its token `start` on.
+    """Returns a request's text from token `start` on, i32[n].
 
     Raises:
       ValueError: if there is no such request.
@@ -177,10 +177,10 @@ class SuffixTree:
     return suffix_kernels.read(self._arrays, slot, start, self._lengths[request_id])
 
   def count(self, tokens: Tokens) -> tuple[int, int]:
-    """Returns how often a string of 1 to `DEPTH` tokens occurs, and in how many requests.
+    """Returns the occurrences of a string of 1 to `DEPTH` tokens, and the requests that contain it.
 
     Raises:
-      ValueError: if it is empty or longer.
+      ValueError: if it is empty or too long.
     """
     if not 1 <= len(tokens) <= DEPTH:
       raise ValueError(
@@ -200,19 +200,19 @@ class SuffixTree:
     output: np.ndarray,
     drafts: Drafts,
   ) -> None:
-    """Drafts for b contexts; writes the paths into `output`, what they are into `drafts`.
+    """Drafts for b contexts; writes the paths to `output` and their statistics to `drafts`.
 
     Args:
-      patterns: i32[n], contexts one after the other.
-      offsets: i64[b + 1], where each begins and ends.
-      limits: i32[b, 2], most tokens of a path and of all paths together.
-      request_ids: b; see `GroupTrees.batch_speculate`.
-      args: how; `args.max_spec_tokens` bounds `limits` too.
+      patterns: i32[n], concatenated contexts.
+      offsets: i64[b + 1], bounds of the contexts.
+      limits: i32[b, 2], maximum tokens of a path and of all paths together.
+      request_ids: b entries; see `GroupTrees.batch_speculate`.
+      args: draft settings; `args.max_spec_tokens` also limits paths.
       output: i32[b, top_k, max_spec_tokens].
-      drafts: b queries; overwritten.
+      drafts: arrays for b queries; overwritten.
 
     Raises:
-      ValueError: if one of `request_ids` is not here.
+      ValueError: if one of `request_ids` is unknown.
     """
     owners = [-1 if name is None else self._slot(name, "speculate") for name in request_ids]
     suffix_kernels.speculate(
@@ -239,15 +239,16 @@ class SuffixTree:
     *,
     request_id: str | None = None,
   ) -> tuple[list[tuple[int, ...]], float, int]:
-    """Returns the paths that may follow `context`, their score, and the match's length.
+    """Returns the paths that may follow `context`, their score, and the match length.
 
     Args:
       context: tokens so far.
-      args: how.
-      request_id: whose text ends with `context`, if one's does; see `GroupTrees.batch_speculate`.
+      args: draft settings.
+      request_id: the request whose text ends with `context`, if any; see
+        `GroupTrees.batch_speculate`.
 
     Raises:
-      ValueError: for arguments that name no draft, or a request that is not here.
+      ValueError: for invalid `args` or an unknown request.
     """
     check_args(args)
     context = np.asarray(context, np.int32)
@@ -269,7 +270,7 @@ class SuffixTree:
     return self._slots[request_id]
 
   def _beyond(self, request_id: str, prev_token_count: int, tokens: np.ndarray) -> np.ndarray:
-    """Returns what of `tokens` is not here yet, after the checks that `append` promises."""
+    """Returns the tokens that are new, after the checks described in `append`."""
     length = self._lengths.get(request_id, 0)
     if not 0 <= prev_token_count <= length:
       raise ValueError(
@@ -291,7 +292,7 @@ class SuffixTree:
     return tokens[known:]
 
   def _grow(self, texts: Mapping[str, np.ndarray]) -> int:
-    """Appends to each request what is known to be new."""
+    """Appends tokens that are known to be new."""
     parts = list(texts.values())
     tokens = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
     least = np.minimum.reduce(tokens, initial=0)
@@ -306,7 +307,7 @@ class SuffixTree:
     slots = np.asarray([self._slots[request_id] for request_id in texts], np.int64)
     sizes = [part.size for part in parts]
     offsets = np.asarray([0, *itertools.accumulate(sizes)], np.int64)
-    # A string that is new or still grows makes two nodes at most.
+    # A new or growing string creates at most two nodes.
     self._arrays = _with_room(
       self._arrays,
       num_nodes=2 * (tokens.size + DEPTH * len(texts)),
@@ -323,7 +324,7 @@ class SuffixTree:
 
 @functools.cache
 def check_args(args: SpeculationArgs) -> None:
-  """Refuses arguments that name no draft.
+  """Raises for invalid draft settings.
 
   Raises:
     ValueError: naming the field.
@@ -343,7 +344,7 @@ def check_args(args: SpeculationArgs) -> None:
 
 
 def empty_drafts(num_queries: int, top_k: int) -> Drafts:
-  """Returns room for what `batch_speculate` writes."""
+  """Returns empty arrays for the output of `batch_speculate`."""
   return Drafts(
     np.zeros((num_queries, top_k), np.int32),
     np.zeros(num_queries),
@@ -364,7 +365,7 @@ def _empty_arrays() -> Arrays:
 
 
 def _with_room(arrays: Arrays, num_nodes: int, num_rows: int, num_slots: int) -> Arrays:
-  """Returns the tree in arrays that have room for so many more nodes and rows, and all slots."""
+  """Returns a tree's arrays with room for more nodes and rows, and for `num_slots` slots."""
   made, _, live, rows = arrays.numbers.tolist()
   if live + 1 + num_nodes > len(arrays.nodes):
     capacity = _capacity(live + 1 + num_nodes, len(arrays.nodes))
@@ -392,7 +393,7 @@ def _with_room(arrays: Arrays, num_nodes: int, num_rows: int, num_slots: int) ->
 
 
 def _capacity(needed: int, present: int) -> int:
-  # Half as much again: growing twofold would leave half of all memory unused at times.
+  # Grows by half: doubling would at times leave half of all memory unused.
   return max(needed, present + present // 2)
 
 

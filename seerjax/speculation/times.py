@@ -1,11 +1,11 @@
-"""Seconds of steps and of drafting, as tables: what budgets reckon with. They ask no clock.
+"""Tables of step and drafting times, for budgets. Nothing here reads a clock.
 
-  T(n, n)  n requests with a row each: measured closely, since it rises in stairs
-  T(B, n)  n rows in the paths of B requests: T(n, n) times the share that was measured near there
-  V(B, k)  k steps of B rows that decode, in one visit: k T(B, B) times such a share
+  T(n, n)  n requests with one row each: measured finely, since it rises in stairs
+  T(B, n)  n rows in the paths of B requests: T(n, n) times a ratio measured nearby
+  V(B, k)  k decoding steps of B rows in one visit: k T(B, B) times such a ratio
 
-A share is interpolated between what was measured: along rows a request, and along the logarithm of
-the requests; beyond the last it stays.
+Ratios are interpolated between measurements, along rows per request and along the logarithm of the
+number of requests; they are constant beyond the last measurement.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import math
 
 from seerjax import fields
 
-# Of an interpolated line: ascending places, and a value at each.
+# An interpolated line: ascending positions, and the value at each.
 _Line = tuple[tuple[float, ...], tuple[float, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftTimes:
-  """Seconds of drafting in one step.
+  """Drafting time of one step, in seconds.
 
   Attributes:
-    once: of a step that drafts at all.
-    request: for each request.
-    position: for each position of the longest draft: a step of a draft model.
-    token: for each position of each request.
+    once: per step that drafts at all.
+    request: per request.
+    position: per position of the longest draft: one step of a draft model.
+    token: per position of each request.
   """
 
   once: float = 0.0
@@ -48,7 +48,7 @@ class DraftTimes:
       )
 
   def seconds(self, num_requests: int, length: int) -> float:
-    """Returns the seconds of drafting `length` tokens for so many requests in one step."""
+    """Returns the seconds to draft `length` tokens for `num_requests` requests in one step."""
     if not num_requests or not length:
       return 0.0
     once = self.once + length * self.position
@@ -61,14 +61,14 @@ class StepTimes:
 
   Attributes:
     rows: ascending row counts.
-    seconds: of a step of so many requests with a row each; between two it is interpolated, beyond
-      the last it grows in proportion to the rows.
-    paths: (requests, rows, seconds) of steps whose rows lie in as many paths as there are requests.
-    visits: (requests, steps, seconds) of visits of several steps, in which every request decodes.
-    draft_seconds: of drafting, for each request.
-    drafting_seconds: of a step that drafts at all, besides these.
-    position_seconds: for each position of the longest draft: a step of a draft model.
-    token_seconds: for each position of each request.
+    seconds: times of steps with that many requests and one row each; interpolated in between, and
+      proportional to the rows beyond the last.
+    paths: (requests, rows, seconds) of steps with as many paths as requests.
+    visits: (requests, steps, seconds) of visits with several steps, in which every request decodes.
+    draft_seconds: drafting time per request.
+    drafting_seconds: additional time of a step that drafts at all.
+    position_seconds: time per position of the longest draft: one step of a draft model.
+    token_seconds: time per position of each request.
   """
 
   rows: tuple[int, ...]
@@ -113,12 +113,12 @@ class StepTimes:
         )
 
   def draft(self, num_requests: int, length: int) -> float:
-    """Returns the seconds of drafting `length` tokens for so many requests in one step."""
+    """Returns the seconds to draft `length` tokens for `num_requests` requests in one step."""
     return self.drafts.seconds(num_requests, length)
 
   @property
   def drafts(self) -> DraftTimes:
-    """What drafting costs, as a record of its own."""
+    """The drafting times as a `DraftTimes`."""
     return DraftTimes(
       once=self.drafting_seconds,
       request=self.draft_seconds,
@@ -127,22 +127,22 @@ class StepTimes:
     )
 
   def step(self, requests: float, rows: float) -> float:
-    """Returns the seconds of one step of so many requests with so many rows, all together."""
+    """Returns the seconds of one step with the given total requests and rows."""
     seconds = self._of_rows(rows)
     if rows <= requests or not self._shares_of_paths:
       return seconds
     return seconds * _between(self._shares_of_paths, requests, rows / requests)
 
   def decode(self, requests: int) -> float:
-    """Returns the seconds of a step of plain decoding, in the visit that is best for that."""
+    """Returns the seconds per step of plain decoding, in visits of the best length."""
     return self._of_rows(requests) * self._best_visit(requests)[1]
 
   def decode_steps(self, requests: int) -> int:
-    """Returns how many steps that visit has."""
+    """Returns the number of steps of that visit."""
     return self._best_visit(requests)[0]
 
   def _best_visit(self, requests: int) -> tuple[int, float]:
-    """Returns the steps of the visit of least seconds a step, and their share of single steps'."""
+    """Returns the visit length with the fastest steps, and the ratio to single steps."""
     best = (1, 1.0)
     for steps, line in self._shares_of_visits.items():
       share = _at(line, math.log(requests))
@@ -157,17 +157,17 @@ class StepTimes:
 
   @functools.cached_property
   def _shares_of_paths(self) -> Sequence[tuple[float, _Line]]:
-    """By the logarithm of the requests, ascending: shares by rows a request."""
+    """By ascending logarithm of the requests: ratios by rows per request."""
     lines: dict[int, dict[float, float]] = {}
     for requests, rows, seconds in self.paths:
-      # A row each is the table itself.
+      # With one row per request, the ratio is 1 by definition.
       line = lines.setdefault(requests, {1.0: 1.0})
       line[rows / requests] = seconds / self._of_rows(rows) if rows > requests else 1.0
     return [(math.log(requests), _line(line)) for requests, line in sorted(lines.items())]
 
   @functools.cached_property
   def _shares_of_visits(self) -> Mapping[int, _Line]:
-    """By steps: shares by the logarithm of the requests."""
+    """By steps: ratios by logarithm of the requests."""
     lines: dict[int, dict[float, float]] = {}
     for requests, steps, seconds in self.visits:
       share = seconds / (steps * self._of_rows(requests))
@@ -175,9 +175,9 @@ class StepTimes:
     return {steps: _line(line) for steps, line in sorted(lines.items())}
 
 
-# Where nothing was measured: a step costs as much as eight rows, whatever it holds, and each of its
-# rows costs a millisecond. On a CPU a model of 0.1 B reads its weights in about the time of ten
-# rows; on a GPU many more rows are free, so that less is drafted than would pay.
+# Used if nothing was measured: a step costs as much as eight rows plus 1 ms per row. On a CPU, a
+# 0.1 B model reads its weights in about the time of ten rows. On a GPU many more rows are free, so
+# this drafts less than would be worthwhile.
 PRIOR = StepTimes(
   rows=(1, 1024), seconds=(9e-3, 1.032), draft_seconds=4e-5, drafting_seconds=3.5e-4
 )
@@ -189,7 +189,7 @@ def _line(points: Mapping[float, float]) -> _Line:
 
 
 def _at(line: tuple[Sequence[float], Sequence[float]], place: float) -> float:
-  """Returns a line's value at a place, that of its nearest end outside it."""
+  """Interpolates a line at a position; constant beyond its ends."""
   places, values = line
   above = bisect.bisect_right(places, place)
   if above == 0 or above == len(places):
@@ -200,7 +200,7 @@ def _at(line: tuple[Sequence[float], Sequence[float]], place: float) -> float:
 
 
 def _between(lines: Sequence[tuple[float, _Line]], requests: float, place: float) -> float:
-  """Returns what two neighbouring lines have at a place, by the logarithm of the requests."""
+  """Interpolates between two neighbouring lines, by the logarithm of the requests."""
   where = math.log(requests)
   above = bisect.bisect_right(lines, where, key=lambda entry: entry[0])
   if above == 0 or above == len(lines):

@@ -1,23 +1,23 @@
-"""Rules that say which drafted tokens hold, as functions of laws and uniforms (numpy alone).
+"""Acceptance rules for drafted tokens, as functions of distributions and uniforms (numpy only).
 
-  p[i]  the target's law of the token after i drafted ones     q[i]  the draft's law of token i
+  p[i]  the target's distribution after i drafted tokens     q[i]  the draft's for token i
 
-  own_sample    y[i] = argmax(log p[i] + Gumbel); drafts hold as far as they equal y
+  own_sample    y[i] = argmax(log p[i] + Gumbel); accepts drafted tokens while they equal y
   rejection     u < p[i, x] / q[i, x], one by one; then max(p - q, 0), normalised
-  block         w[i] = min(w[i - 1] p[i, x] / q[i, x], 1), Z[i] = sum max(w[i] p - q, 0); what
-                counts is the *last* i with u < Z[i] / (Z[i] + 1 - w[i]); then max(w[i] p - q, 0)
-  mss           children of one node in turn, as `rejection`; where one fails, p is what is left
-  gumbel_top_k  children: the top k of log q + the very Gumbel of `own_sample`
+  block         w[i] = min(w[i - 1] p[i, x] / q[i, x], 1), Z[i] = sum max(w[i] p - q, 0); accepts
+                up to the *last* i with u < Z[i] / (Z[i] + 1 - w[i]); then max(w[i] p - q, 0)
+  mss           children of one node in turn, as `rejection`; after a failure, p is the remainder
+  gumbel_top_k  children: the top k of log q + the same Gumbel noise as in `own_sample`
   kl_gate       cuts a draft where KL(p || q) exceeds a threshold, or accepts below it
 
-What is called exact samples the target's law whatever the draft. The engine verifies by
-`own_sample` alone: the text is then a function of p and its noise, while every other rule makes it
-a function of the draft, too. They are here to be measured beside it.
+An exact rule samples from the target's distribution whatever the draft. The engine uses only
+`own_sample`, with which the text is a function of p and its noise; with every other rule it also
+depends on the draft. The others are implemented for comparison.
 
-Five ways to get them wrong, each refused here where it can be seen, or shown by a test: `mss` on
-the draft's likeliest tokens as if they were drawn; `block` stopped at the first failure; one
-uniform that both draws a token and accepts it; a token drawn again where it is accepted if equal;
-a gate that throws a whole block away under `rejection`.
+Five mistakes, each rejected here where detectable, or demonstrated by a test: `mss` on the draft's
+most likely tokens as if they were samples; `block` stopped at the first failure; one uniform used
+both to draw a token and to accept it; a token drawn again and accepted if equal; a gate that
+discards a whole block under `rejection`.
 
 Sources: Leviathan 2211.17192 and Chen 2302.01318 (rejection), Sun 2403.10444 (block), Miao
 2305.09781 (mss), Daliri 2408.07978 (shared Gumbel), Holsman 2502.20704 (fuzzy).
@@ -36,16 +36,16 @@ from seerjax import fields
 GATES = ("truncate", "block", "fuzzy")
 DRAWN = ("iid", "without_replacement")
 RULES = ("own_sample", "rejection", "block")
-# How far from 1 the chances of a law may add up.
+# Tolerance for the sum of probabilities.
 _TOLERANCE = 1e-6
 
 
 class Outcome(NamedTuple):
-  """What a rule says of a draft.
+  """Result of a rule for a draft.
 
   Attributes:
-    num_accepted: drafted tokens that hold; of `mss` 1 or 0.
-    token: what follows them, the bonus or the correction; of `mss` the child that holds, if any.
+    num_accepted: number of accepted tokens; for `mss` 1 or 0.
+    token: the following token, bonus or correction; for `mss` the accepted child, if any.
   """
 
   num_accepted: int
@@ -53,15 +53,15 @@ class Outcome(NamedTuple):
 
 
 def own_sample(p: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray) -> Outcome:
-  """Returns the outcome by the target's own tokens, of which the draft changes none. Exact.
+  """Accepts drafted tokens that equal the target's own samples. Exact.
 
   Args:
-    p: f64[n + 1, v], the target's laws after the context and after each drafted token.
+    p: f64[n + 1, v], the target's distributions after the context and each drafted token.
     tokens: i64[n], drafted in any way.
-    uniforms: f64[n + 1, v] in (0, 1), the noise of each position.
+    uniforms: f64[n + 1, v] in (0, 1), noise of each position.
 
   Raises:
-    ValueError: for other shapes, or laws that are none.
+    ValueError: for wrong shapes or invalid distributions.
   """
   p, tokens = _laws(p, "own_sample: p"), _tokens(tokens, p, "own_sample")
   _shape(uniforms, p.shape, "own_sample: uniforms")
@@ -72,25 +72,25 @@ def own_sample(p: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray) -> Outco
 
 
 def gumbel_top_k(law: np.ndarray, uniforms: np.ndarray, k: int) -> tuple[int, ...]:
-  """Returns the k tokens of largest log(law) + Gumbel, the largest first.
+  """Returns the k tokens with the largest log(law) + Gumbel, largest first.
 
-  The first is a draw of the law; all of them together one without replacement. With the uniforms
-  that the target samples with, they are the children that its own token is likeliest among.
+  The first is a sample of the distribution; together they are a sample without replacement. With
+  the target's own uniforms, they are the children most likely to contain the target's own token.
 
   Args:
-    law: f64[v].
+    law: f64[v], a distribution.
     uniforms: f64[v] in (0, 1).
     k: at most v.
 
   Raises:
-    ValueError: for another shape, or k outside 1 to v.
+    ValueError: for wrong shapes, or k outside 1 to v.
   """
   _shape(uniforms, np.shape(law), "gumbel_top_k: uniforms")
   if not 1 <= k <= len(law):
     raise ValueError(
       f"gumbel_top_k: got k={k} for {len(law)} tokens, expected 1 to that; ask for fewer children."
     )
-  # An exponential race: the order of E / p is that of log p + Gumbel, and p may be 0.
+  # An exponential race: E / p has the same order as log p + Gumbel, and allows p = 0.
   with np.errstate(divide="ignore"):
     finish = -np.log(uniforms) / np.asarray(law, np.float64)
   return tuple(np.argsort(finish, kind="stable")[:k].tolist())
@@ -99,17 +99,17 @@ def gumbel_top_k(law: np.ndarray, uniforms: np.ndarray, k: int) -> tuple[int, ..
 def rejection(
   p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray
 ) -> Outcome:
-  """Returns the outcome by rejection sampling, token by token. Exact if tokens are draws of q.
+  """Verifies by rejection sampling, token by token. Exact if tokens are samples of q.
 
   Args:
-    p: f64[n + 1, v], the target's laws after the context and after each drafted token.
-    q: f64[n, v], those that the tokens were drawn from; n may depend on the tokens before.
+    p: f64[n + 1, v], the target's distributions after the context and each drafted token.
+    q: f64[n, v], distributions that the tokens were drawn from; n may depend on earlier tokens.
     tokens: i64[n].
-    uniforms: f64[n + 1] in [0, 1): one for each token, the last for what follows; none of them
-      drew a token.
+    uniforms: f64[n + 1] in [0, 1): one per token and one for the following token; none of them may
+      have been used to draw a token.
 
   Raises:
-    ValueError: for other shapes, laws that are none, or a token that q never draws.
+    ValueError: for wrong shapes, invalid distributions, or a token with probability 0 under q.
   """
   p, q, tokens = _chain(p, q, tokens, uniforms, "rejection")
   for place, token in enumerate(tokens):
@@ -119,13 +119,13 @@ def rejection(
 
 
 def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray) -> Outcome:
-  """Returns the outcome by block verification, which accepts most of all chains. Exact.
+  """Verifies by block verification, which accepts the most of all chain rules. Exact.
 
-  Arguments and errors are those of `rejection`.
+  Arguments and errors as for `rejection`.
   """
   p, q, tokens = _chain(p, q, tokens, uniforms, "block")
   num, weight = 0, 1.0
-  after = [1.0]  # w[i], of the first i tokens.
+  after = [1.0]  # w[i], weight of the first i tokens.
   for place, token in enumerate(tokens):
     weight = min(weight * p[place, token] / q[place, token], 1.0)
     after.append(weight)
@@ -135,7 +135,7 @@ def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray
       left = np.maximum(weight * p[place + 1] - q[place + 1], 0).sum()
       chance = left / (left + 1 - weight) if left else 0.0
     if uniforms[place] < chance:
-      num = place + 1  # A later one may hold again.
+      num = place + 1  # A later position may be accepted again.
   if num == len(tokens):
     return Outcome(num, _draw(p[-1], p[-1], uniforms[-1]))
   left = np.maximum(after[num] * p[num] - q[num], 0)
@@ -145,17 +145,17 @@ def block(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray
 def mss(
   p: np.ndarray, q: np.ndarray, children: np.ndarray, uniforms: np.ndarray, *, drawn: str
 ) -> Outcome:
-  """Returns the outcome at one node of a tree by SpecInfer's multi-step sampling. Exact.
+  """Verifies the children of one tree node by SpecInfer's multi-step sampling. Exact.
 
   Args:
-    p: f64[v], the target's law.
-    q: f64[v], the draft's.
-    children: i64[k], draws of q, in the order in which they were drawn.
-    uniforms: f64[k + 1] in [0, 1): one for each child, the last for what follows if none holds.
-    drawn: "iid", or "without_replacement": each of q without the children before, normalised.
+    p: f64[v], the target's distribution.
+    q: f64[v], the draft's distribution.
+    children: i64[k], samples of q, in the order of drawing.
+    uniforms: f64[k + 1] in [0, 1): one per child and one for the token that follows if all fail.
+    drawn: "iid", or "without_replacement": each from q without the earlier children, normalised.
 
   Raises:
-    ValueError: for other shapes, laws that are none, children that were not drawn so.
+    ValueError: for wrong shapes, invalid distributions, or children not drawn in this way.
   """
   if drawn not in DRAWN:
     raise ValueError(
@@ -185,7 +185,7 @@ def mss(
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-  """Returns f64[n], KL(p || q) of each pair of laws f64[n, v] in nats; infinite where q lacks p."""
+  """Returns KL(p || q) for distributions f64[n, v], f64[n] in nats; infinite if q lacks support."""
   with np.errstate(divide="ignore", invalid="ignore"):
     parts = np.where(p > 0, p * (np.log(p) - np.log(q)), 0.0)
   return np.maximum(parts.sum(axis=-1), 0)
@@ -193,16 +193,16 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KlGate:
-  """Decides by KL(target || draft) at each drafted token.
+  """Gate by KL(target || draft) at each drafted token.
 
   Attributes:
-    kind: "truncate" drafts no further than the first token whose divergence exceeds the threshold,
-      exact under every rule, since the divergence at a token follows from the tokens before it;
-      "block" throws the whole draft away if any exceeds it, exact under own_sample alone; "fuzzy"
-      accepts up to the first that exceeds it, whatever the rule would say, and is lossy.
+    kind: "truncate" cuts the draft at the first token whose divergence exceeds the threshold; exact
+      under every rule, since the divergence at a token depends only on earlier tokens. "block"
+      discards the whole draft if any token exceeds it; exact under own_sample only. "fuzzy"
+      accepts up to the first token that exceeds it, without a rule, and is lossy.
     threshold: nats.
-    rule: that verifies what the gate lets through.
-    learns: whether weights learn from the text.
+    rule: rule that verifies what passes the gate.
+    learns: whether weights are trained on the text.
   """
 
   kind: str = "truncate"
@@ -236,15 +236,15 @@ class KlGate:
 
   @property
   def is_lossy(self) -> bool:
-    """Whether the text follows another law than the target's."""
+    """Whether the text follows another distribution than the target's."""
     return self.kind == "fuzzy"
 
   def bound(self, num_tokens: int) -> float:
-    """Returns how far in total variation so many tokens may be off, by Pinsker's inequality."""
+    """Returns the maximum total variation over `num_tokens`, by Pinsker's inequality."""
     return min(1.0, num_tokens * math.sqrt(self.threshold / 2)) if self.is_lossy else 0.0
 
   def described(self, num_tokens: int) -> str:
-    """Returns a sentence for people: what this gate does to a text of so many tokens."""
+    """Returns a sentence on the effect of this gate on a text of `num_tokens`."""
     if not self.is_lossy:
       return f"{self.kind} at {self.threshold:g} nats: exact, the text follows the target's law"
     return (
@@ -253,14 +253,14 @@ class KlGate:
     )
 
   def passed(self, p: np.ndarray, q: np.ndarray) -> int:
-    """Returns how many drafted tokens go to the rule; of "fuzzy", how many are accepted.
+    """Returns how many drafted tokens are passed to the rule; for "fuzzy", how many are accepted.
 
     Args:
       p: f64[n + 1, v], as in `rejection`.
       q: f64[n, v].
 
     Raises:
-      ValueError: for other shapes, or laws that are none.
+      ValueError: for wrong shapes or invalid distributions.
     """
     p = _laws(p, "KlGate: p")
     q = _laws(q, "KlGate: q") if len(q) else np.zeros((0, p.shape[1]))
@@ -274,10 +274,10 @@ class KlGate:
 def fuzzy(
   p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray, *, gate: KlGate
 ) -> Outcome:
-  """Returns the outcome by a fuzzy gate alone. Lossy: `KlGate.bound` says how much.
+  """Verifies by a fuzzy gate alone. Lossy; see `KlGate.bound`.
 
-  Arguments and errors are those of `rejection`, of which the last uniform is used, and a gate of
-  another kind is refused.
+  Arguments and errors as for `rejection`; only the last uniform is used. Raises for gates of
+  another kind.
   """
   if gate.kind != "fuzzy":
     raise ValueError(
@@ -290,7 +290,7 @@ def fuzzy(
 
 
 def _draw(weights: np.ndarray, otherwise: np.ndarray, uniform: float) -> int:
-  """Returns a draw by one uniform, of other weights where these are all 0 by rounding."""
+  """Returns a sample by one uniform; from `otherwise` if all `weights` are 0 by rounding."""
   if not weights.sum() > 0:
     weights = otherwise
   edges = np.cumsum(weights)
