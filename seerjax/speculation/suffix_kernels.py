@@ -35,8 +35,8 @@ _UNWRITTEN = -1  # Marks positions of the store without a token.
 SMOOTHING = 0.25
 WORD = 32  # Request bits per number of a node.
 
-# Columns of a node. Nodes are numbered from the root, 0, which also means "none". From BITS on there
-# is one bit per request. SHAPE is depth + HASHED + ends << _ENDS; ends: texts that end exactly here.
+# Columns of a node. Nodes are numbered from the root, 0, which also means "none". From BITS on, one
+# bit per request. SHAPE is depth + HASHED + ends << _ENDS; ends: number of texts that end here.
 _POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, SHAPE = range(8)
 _SUM, _CHAIN, BITS = 8, 9, 10  # Sum of the children's requests; next node of a hash bucket.
 _DEPTH_BITS, HASHED, _ENDS = 127, 128, 8
