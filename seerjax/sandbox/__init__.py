@@ -1,1 +1,1 @@
-"""Untrusted programs, run under limits."""
+"""Runs untrusted programs under limits."""

@@ -1,4 +1,4 @@
-"""Threads that wait for slow calls, such as sandboxed programs, and a bound on how many wait."""
+"""Thread pool for slow calls, such as sandboxed programs, with a bounded queue."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 class Pool:
-  """Threads that wait for slow calls, with a bound on how much may wait for them.
+  """Thread pool with a bounded queue.
 
-  Submitting faster than calls are done is held back. Every accepted call's future gets its
-  result or its error, and keeps it.
+  `submit` blocks while the queue is full. Every accepted call's future gets a result or an error,
+  and keeps it.
   """
 
   def __init__(self, num_workers: int, max_waiting: int):
-    """Starts with no thread; at most `num_workers` run, at most `max_waiting` calls wait."""
+    """Starts without threads; at most `num_workers` calls run and `max_waiting` are queued."""
     if num_workers < 1 or max_waiting < 0:
       raise ValueError(
         f"Pool: got num_workers={num_workers}, max_waiting={max_waiting}, expected at least 1 and"
@@ -38,16 +38,16 @@ class Pool:
     self.close(cancel_waiting=kind is not None)
 
   def submit(self, call: Callable[..., Any], *arguments: Any) -> futures.Future[Any]:
-    """Has `call(*arguments)` run on a worker; blocks while `max_waiting` others wait.
+    """Runs `call(*arguments)` on a worker; blocks while `max_waiting` other calls are queued.
 
-    Not to be called from within such a call, which may then wait for itself.
+    Must not be called from within such a call, which could deadlock.
 
     Raises:
-      ValueError: if the pool is closed, or is closed while this blocks.
+      ValueError: if the pool is closed, also while blocked.
     """
     future: futures.Future[Any] = futures.Future()
     with self._changed:
-      # An idle worker takes the call at once: it does not count as waiting.
+      # A call that an idle worker takes at once does not count as queued.
       self._changed.wait_for(
         lambda: self._is_closed or len(self._waiting) < self._max_waiting + self._num_free()
       )
@@ -62,7 +62,7 @@ class Pool:
     return future
 
   def close(self, *, cancel_waiting: bool = False) -> None:
-    """Waits for all accepted calls (or cancels those that wait), and ends the threads."""
+    """Waits for all accepted calls (or cancels queued ones), and ends the threads."""
     with self._changed:
       self._is_closed = True
       if cancel_waiting:
@@ -92,5 +92,5 @@ class Pool:
         future.set_result(call(*arguments))
       except BaseException as error:
         future.set_exception(error)
-      # Else the last call's value would live until the next one.
+      # Otherwise the last call's objects would stay alive until the next call.
       del future, call, arguments

@@ -1,18 +1,18 @@
-"""Runs untrusted programs, so that whatever they do, only their data comes back.
+"""Runs untrusted programs in isolation; only data comes back.
 
-  program text, arguments --JSON--> a process that has nothing --JSON--> value, or why there is none
+  program text, arguments --JSON--> an isolated process --JSON--> value, or the reason of a failure
 
-Such a program sees an empty directory, the system and Python (read-only), and itself: no network,
-no other process, no file of the caller. It runs as the user `nobody`, under limits of time, memory,
-processes and output, in namespaces of its own, behind Landlock and seccomp; when it ends or is
-ended, everything it started is dead. `server` is the other half: what does all this. It makes the
-namespaces itself, as bubblewrap would, so that none has to be there.
+A program sees an empty directory, the system and Python (read-only), and its own processes: no
+network, no other processes, no files of the caller. It runs as the user `nobody`, with limits of
+time, memory, processes and output, in separate namespaces, behind Landlock and seccomp. When it
+ends or is killed, all its processes are killed. `server` implements this. It creates the namespaces
+itself, as bubblewrap would, so no other tool is needed.
 
-What comes back is data that an adversary wrote. A function's value was made by the same process
-that ran the program, so it proves nothing: the caller recomputes whatever counts.
+The result is untrusted data. A function's value comes from the process that ran the program, so it
+proves nothing: the caller must recompute everything that matters.
 
-Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, whose programs run
-in a plain subprocess and return pickles; neither is done here.
+Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175; programs there run
+in a plain subprocess and return pickles, which is avoided here.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from seerjax import fields
 from seerjax.sandbox import server
 
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
-MAX_DEPTH = 64  # Lists within lists of a result, so that no reader of it runs out of stack.
-MAX_LISTS = 1_000_000  # And dicts, in a result: an empty one is two characters, and 60 bytes here.
+MAX_DEPTH = 64  # Nesting of lists in a result, so that no reader overflows its stack.
+MAX_LISTS = 1_000_000  # Lists and dicts in a result: an empty one is 2 characters, 60 bytes here.
 MAX_LIMIT = 2**53
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What one call may use.
+  """Limits of one call.
 
   Attributes:
-    wall_seconds: of the clock, from the program's first line on.
-    cpu_seconds: of all its processes together.
-    memory_bytes: of all its processes together, the interpreter's own included.
-    file_bytes: of the largest file it may write, and of a function's result; all its files together
-      may have four times as much (where there are no namespaces, they are not counted).
-    output_bytes: of its standard output, and as many of its standard error.
-    num_processes: at a time, threads included.
-    num_files: open at a time, in each process.
+    wall_seconds: wall time, from the program's first line on.
+    cpu_seconds: CPU time of all its processes together.
+    memory_bytes: memory of all its processes together, including the interpreter's.
+    file_bytes: largest file it may write, and largest function result; all files together may have
+      four times as much (not enforced without namespaces).
+    output_bytes: bytes of standard output, and as many of standard error.
+    num_processes: processes and threads at a time.
+    num_files: open files at a time, in each process.
   """
 
   wall_seconds: float = 10.0
@@ -86,17 +86,16 @@ class Limits:
 
 
 class Outcome(NamedTuple):
-  """How a program ended, and what it left.
+  """Outcome of a program.
 
   Attributes:
-    status: "ok"; "failed" (its exit code is not 0, or it returned nothing that is JSON); "timeout"
-      (of the clock), "cpu", "memory", "output" (too much printed or written); "killed" (by a
-      signal, or with too many processes). A program that catches the refusal of a limit may end in
-      any other way.
-    exit_code: None if it did not exit by itself.
-    stdout, stderr: up to the limit.
-    files: those of `outputs` that are regular files, by name.
-    wall_seconds, cpu_seconds: what it took.
+    status: "ok"; "failed" (non-zero exit code, or a result that is not JSON); "timeout" (wall
+      time), "cpu", "memory", "output" (too much printed or written); "killed" (by a signal, or with
+      too many processes). A program that handles the error of a limit may end with any status.
+    exit_code: exit code; None if it did not exit by itself.
+    stdout, stderr: output, up to the limit.
+    files: the regular files among `outputs`, by name.
+    wall_seconds, cpu_seconds: time used.
   """
 
   status: str
@@ -109,22 +108,22 @@ class Outcome(NamedTuple):
 
 
 class Sandbox:
-  """Runs untrusted programs; any number of threads may call it at a time.
+  """Runs untrusted programs. Thread-safe.
 
-  One process stays, with numpy and scipy imported, and is forked for every call: close the sandbox,
-  or use it as a context manager.
+  One server process stays alive, with numpy and scipy imported, and is forked for every call: close
+  the sandbox, or use it as a context manager.
   """
 
   def __init__(self, *, allow_weak: bool = False, preloaded: Sequence[str] = ()):
-    """Finds out what can be enforced here.
+    """Determines what can be enforced on this machine.
 
     Args:
-      allow_weak: also run where programs could reach files, the network or other processes.
-      preloaded: modules that every call of a function finds imported, besides numpy and scipy, from
-        where those of this interpreter are.
+      allow_weak: also run where programs could access files, network or other processes.
+      preloaded: modules that are imported before every function call, besides numpy and scipy; they
+        must be in the same directories as numpy and scipy.
 
     Raises:
-      ValueError: if they could, and `allow_weak` was not set.
+      ValueError: if isolation is incomplete and `allow_weak` is False.
     """
     self._lock = threading.Lock()
     self._is_closed = False
@@ -133,7 +132,7 @@ class Sandbox:
     plan = self._plan
     missing = [] if plan.namespaces or plan.landlock else ["file-system isolation"]
     missing += [] if plan.namespaces or plan.seccomp else ["network isolation"]
-    # Landlock keeps signals from other processes of the same user since its sixth version.
+    # Since version 6, Landlock also blocks signals to other processes of the same user.
     missing += [] if plan.namespaces or plan.landlock >= 6 else ["process isolation"]
     if missing and not allow_weak:
       self.close()
@@ -151,13 +150,13 @@ class Sandbox:
     self.close()
 
   def close(self) -> None:
-    """Ends the server; calls that are under way still end within their limits."""
+    """Ends the server; running calls still end within their limits."""
     with self._lock:
       self._is_closed = True
       self._finalizer()
 
   def describe(self) -> str:
-    """Returns what is enforced here, and what is not and why, in one line."""
+    """Describes in one line what is enforced, and what is not, with reasons."""
     plan = self._plan
     parts = []
     if plan.namespaces:
@@ -187,20 +186,20 @@ class Sandbox:
     stdin: bytes = b"",
     limits: Limits = Limits(),
   ) -> Outcome:
-    """Runs a command in an empty directory of its own.
+    """Runs a command in an empty directory.
 
     Args:
-      command: program and arguments; found on the path of the system and of this Python.
-      files: put there first, executable, by name; a name may have folders ("src/main.cc").
-      outputs: names of files to read back afterwards. What is missing, a link, no regular file or
-        too large is left out.
-      stdin: what it reads.
-      limits: of this call.
+      command: program and arguments; searched on the path of the system and of this Python.
+      files: executable files to create first, by name; names may have folders ("src/main.cc").
+      outputs: names of files to read back. Missing files, links, irregular files and files that are
+        too large are omitted.
+      stdin: standard input.
+      limits: limits of this call.
 
     Raises:
-      ValueError: if the command is empty, a name leads out of the directory, or the sandbox is
+      ValueError: if the command is empty, a name is outside of the directory, or the sandbox is
         closed.
-      RuntimeError: if the isolation that was there at the start cannot be had any more.
+      RuntimeError: if the isolation available at the start no longer works.
     """
     if not command or not all(command):
       raise ValueError(
@@ -228,23 +227,23 @@ class Sandbox:
   ) -> tuple[Any, Outcome]:
     """Calls a function of a program.
 
-    The program is run as a module named "program" (so `if __name__ == "__main__"` does nothing),
-    with numpy and scipy at hand. The global generators of `random` and `numpy.random` start from
-    seed 0. Where there are no namespaces, it can import only what its user may read.
+    The program runs as a module named "program" (so `if __name__ == "__main__"` is false), with
+    numpy and scipy available. The global generators of `random` and `numpy.random` start from
+    seed 0. Without namespaces, it can import only what its user may read.
 
     Args:
-      source: of the program.
-      function: name of what it must define.
-      arguments: by name; JSON, numpy arrays become lists.
-      limits: of this call.
+      source: source of the program.
+      function: name of a function that it defines.
+      arguments: arguments by name; JSON, numpy arrays become lists.
+      limits: limits of this call.
 
     Returns:
-      The value that the function returned, as JSON gives it back (arrays and tuples are lists), and
-      the outcome. The value is None unless the status is "ok"; no number in it is infinite or NaN.
+      (value, outcome): the function's value after JSON (arrays and tuples become lists), and the
+      outcome. The value is None unless the status is "ok"; its numbers are finite.
 
     Raises:
-      ValueError: if the arguments are no JSON, or the sandbox is closed.
-      RuntimeError: as `run`.
+      ValueError: if the arguments are not JSON, or the sandbox is closed.
+      RuntimeError: see `run`.
     """
     try:
       text = json.dumps(dict(arguments), allow_nan=False, default=server.as_plain)
@@ -254,7 +253,7 @@ class Sandbox:
         " numbers, strings, lists and dicts; convert them first."
       ) from error
     request = {"function": function, "arguments": json.loads(text), "files": [], "outputs": []}
-    encoded = source.encode(errors="replace")  # A lone surrogate is no Python anyway.
+    encoded = source.encode(errors="replace")  # Source with lone surrogates is invalid anyway.
     outcome, result = self._call(request, [encoded, b""], limits)
     if outcome.status != "ok":
       return None, outcome
@@ -265,7 +264,7 @@ class Sandbox:
       return None, outcome._replace(status="failed", stderr=outcome.stderr + reason)
 
   def _start(self) -> None:
-    """Starts the server and waits until it has reported what it can enforce."""
+    """Starts the server, and waits for its report of what it can enforce."""
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     settings = json.dumps(
       {
@@ -274,9 +273,9 @@ class Sandbox:
         "preloaded": self._preloaded,
       }
     )
-    # No interpreter's variable, no credential and no path of the caller's is passed on.
+    # Pass on no variables of the interpreter, no credentials and no paths of the caller.
     environment = {**server.ENVIRONMENT, "HOME": "/", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without.
+    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without it.
       environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
     with theirs:
       process = subprocess.Popen(
@@ -287,7 +286,7 @@ class Sandbox:
         stderr=subprocess.DEVNULL,
         env=environment,
         cwd="/",
-        start_new_session=True,  # An interrupt at the terminal is not for it.
+        start_new_session=True,  # Shields it from an interrupt at the terminal.
       )
     self._control = control
     self._finalizer = weakref.finalize(self, _end_server, control, process)
@@ -306,12 +305,12 @@ class Sandbox:
   def _call(
     self, request: dict[str, Any], blobs: list[bytes], limits: Limits
   ) -> tuple[Outcome, bytes]:
-    """Has one request run; returns its outcome and what came through the result's own pipe."""
+    """Runs a request; returns its outcome and the data from the result's pipe."""
     request["limits"] = dataclasses.asdict(limits)
     request["blobs"] = [len(blob) for blob in blobs]
     reply = self._ask(request, blobs)
     if reply is None and not self._is_served():
-      reply = self._ask(request, blobs)  # The server was killed before it had forked for us.
+      reply = self._ask(request, blobs)  # The server was killed before it forked.
     if reply is None:
       reason = b"sandbox: the supervisor was killed (no memory left on this machine?)\n"
       return Outcome("killed", None, b"", reason, {}, 0.0, 0.0), b""
@@ -336,29 +335,29 @@ class Sandbox:
   def _ask(
     self, request: dict[str, Any], blobs: list[bytes]
   ) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Sends a request to a fresh supervisor; returns its answer, or None if it was killed."""
-    # If we are interrupted in here, the supervisor sees the socket close, and kills all.
+    """Sends a request to a fresh supervisor; returns the reply, or None if it was killed."""
+    # If this thread is interrupted, the socket closes and the supervisor kills the program.
     with self._supervisor() as ours:
       with contextlib.suppress(ConnectionError):
         server.send(ours, request, blobs)
       reply = server.receive(ours)
       with contextlib.suppress(ConnectionError):
-        ours.recv(1)  # Nothing; but then the supervisor has ended, too.
+        ours.recv(1)  # Returns nothing; waits until the supervisor has ended.
     return reply
 
   def _is_served(self) -> bool:
-    """Returns whether the server lives: it sends nothing more, until it closes."""
+    """Returns whether the server is alive, that is, whether its socket is open."""
     with self._lock:
       try:
         self._control.recv(1, socket.MSG_DONTWAIT)
       except BlockingIOError:
         return True
-      except OSError:  # Closed by us, or reset.
+      except OSError:  # Closed by this side, or reset.
         pass
       return False
 
   def _supervisor(self) -> socket.socket:
-    """Returns a socket to a fresh supervisor; a server that was killed is started again."""
+    """Returns a socket to a fresh supervisor; restarts the server if it was killed."""
     with self._lock:
       if self._is_closed:
         raise ValueError("Sandbox: got a call after close(), expected none; make a new Sandbox.")
@@ -381,7 +380,7 @@ class Sandbox:
 
 
 def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-  control.close()  # The server's sign to end.
+  control.close()  # Tells the server to end.
   try:
     process.wait(timeout=10)
   except subprocess.TimeoutExpired:
@@ -390,7 +389,7 @@ def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> Non
 
 
 def package_paths() -> list[str]:
-  """Returns where numpy and scipy were installed for this interpreter."""
+  """Returns the directories in which numpy and scipy are installed."""
   paths = []
   for name in ("numpy", "scipy"):
     spec = importlib.util.find_spec(name)
@@ -400,7 +399,7 @@ def package_paths() -> list[str]:
 
 
 def readable_paths() -> list[str]:
-  """Returns what programs need to read: the system's tools, Python, numpy; no path twice."""
+  """Returns the paths that programs need to read: system tools, Python, numpy; without repeats."""
   wanted = [path for path in server.SYSTEM if os.path.isdir(path)]
   for path in (sys.base_prefix, sys.prefix, *package_paths()):
     path = os.path.abspath(path)
@@ -411,15 +410,15 @@ def readable_paths() -> list[str]:
 
 
 def parse_result(text: bytes) -> Any:
-  """Returns what strict JSON says.
+  """Parses strict JSON.
 
   Raises:
-    ValueError: if it is none, holds a number that is not finite or text that is no Unicode, or has
-      more than `MAX_LISTS` lists or `MAX_DEPTH` levels of them; with the reason.
+    ValueError: if it is invalid, has a number that is not finite or text that is not valid Unicode,
+      or more than `MAX_LISTS` lists or `MAX_DEPTH` levels; has the reason.
   """
   if not text:
     raise ValueError("got none at all, expected a value; end by returning, not by exiting")
-  # Brackets within strings count as well: there are seldom many.
+  # This also counts brackets in strings, which are rare.
   if (num := text.count(b"[") + text.count(b"{")) > MAX_LISTS:
     raise ValueError(f"got {num} lists and dicts, expected at most {MAX_LISTS}")
 
@@ -430,7 +429,7 @@ def parse_result(text: bytes) -> Any:
     return value
 
   try:
-    # Left to itself, json also takes other encodings, and halves of pairs.
+    # json itself would also accept other encodings, and lone surrogates.
     value = json.loads(text.decode(), parse_float=number, parse_constant=number)
     if b"\\ud" in text.lower():
       json.dumps(value, ensure_ascii=False).encode()

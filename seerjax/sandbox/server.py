@@ -1,16 +1,16 @@
-"""The trusted half of `sandbox.sandbox` that runs untrusted programs: a program of its own.
+"""Server process of `sandbox.sandbox`, which isolates and runs untrusted programs.
 
   sandbox.Sandbox --socket--> server           imports numpy and scipy once, then only forks
                                 `- supervisor   pid 1 of fresh namespaces; pipes, limits, verdict
-                                     `- program  loses everything, then runs what is not trusted
+                                     `- program  drops all privileges, then runs untrusted code
 
-The server sees no untrusted byte: it hands each call's socket to a fork. The supervisor builds an
-empty root (read-only system and Python, a small private /box and /tmp), and when the program has
-ended, or has to, kills all that is left: being pid 1, it is out of the program's reach, and nothing
-outlives it. The program's process drops its privileges, sets its limits, and only then reads its
-first line. All of this is the standard library and system calls.
+The server never reads untrusted data: it passes each call's socket to a fork. The supervisor builds
+an empty root (read-only system and Python, small private /box and /tmp). When the program ends or
+exceeds a limit, the supervisor kills all remaining processes: as pid 1 it is out of the program's
+reach, and nothing outlives it. The program's process drops its privileges and sets its limits
+before it reads any untrusted line. All of this uses only the standard library and system calls.
 
-Run by path, never imported by what it runs. Source: man pages namespaces(7), landlock(7),
+Started by path; programs never import it. Source: man pages namespaces(7), landlock(7),
 seccomp(2), pivot_root(2), getrlimit(2).
 """
 
@@ -41,18 +41,18 @@ import traceback
 import types
 from typing import Any
 
-NOBODY = 65534  # The user and group that programs run as.
-WATCH_SECONDS = 0.05  # How often the supervisor adds up what all processes of a program use.
-SETUP_SECONDS = 60.0  # An isolation that takes longer has failed.
-# Modules that every call of a function finds imported already; a missing one is left out.
+NOBODY = 65534  # User and group of programs.
+WATCH_SECONDS = 0.05  # Interval at which the supervisor sums the resources of all processes.
+SETUP_SECONDS = 60.0  # Timeout of the set-up.
+# Modules imported before every function call; missing ones are skipped.
 PRELOADED = ("numpy", "scipy.optimize")
-NO_MEMORY = b"memory"  # No JSON: what a function that ran out of memory sends instead of a result.
+NO_MEMORY = b"memory"  # Not JSON: sent instead of a result after a MemoryError.
 ENVIRONMENT = {
   "HOME": "/box/work", "TMPDIR": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1",
   "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1",
   "NUMBA_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
 }  # fmt: skip
-# Not /dev/zero: pages of it that are shared and let go belong to no process, and stay.
+# Not /dev/zero: shared pages of it that were unmapped belong to no process, but stay allocated.
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
@@ -72,8 +72,8 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
 # linux/prctl.h
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 4, 22, 24, 36
 PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, PR_SET_THP_DISABLE = 38, 1, 41
-PR_SET_VMA, PR_FUTEX_HASH = 0x53564D41, 78  # Names of mappings; a table of waiters.
-# linux/landlock.h: the rights of each version of the interface (bits), and those that files have.
+PR_SET_VMA, PR_FUTEX_HASH = 0x53564D41, 78  # Names of mappings; hash table of futexes.
+# linux/landlock.h: rights by version of the interface (bits), and the rights that apply to files.
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_RIGHTS = {1: 2**13 - 1, 2: 2**14 - 1, 3: 2**15 - 1, 5: 2**16 - 1}
 LANDLOCK_READ = 0b1101  # Execute, read a file, read a directory.
@@ -83,7 +83,7 @@ LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x0
 ALLOW, DENY, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 EPERM, ENOSYS = 1, 38
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# System calls that no program here needs, by number on x86_64 and aarch64 (-1: not there).
+# System calls that programs do not need, by number on x86_64 and aarch64 (-1: does not exist).
 DENIED = {
   "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
   "kcmp": (312, 272), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
@@ -93,26 +93,26 @@ DENIED = {
   "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
   "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
   "unshare": (272, 97), "setns": (308, 268), "socket": (41, 198), "keyctl": (250, 219),
-  # Messages in flight count as no process's memory, and the pipes among them have no writer that
-  # can die.
+  # Messages in flight count toward no process's memory, and pipes among them have no writer that
+  # could die.
   "socketpair": (53, 199),
-  # What is added to a set of rules, a filter, a poll or a mapping counts as no process's memory,
-  # and no limit bounds it: sets of Landlock's rules took 105 MiB of the kernel's in 3 s.
+  # Kernel memory of rule sets, filters, polls, memory policies and attributes counts toward no
+  # process and has no limit: Landlock rule sets took 105 MiB in 3 s.
   "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
   "landlock_restrict_self": (446, 446), "seccomp": (317, 277),
   "epoll_create": (213, -1), "epoll_create1": (291, 20),
   "mbind": (237, 235), "set_mempolicy": (238, 237), "set_mempolicy_home_node": (450, 450),
   "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "setxattrat": (463, 463),
-  # Without namespaces they reach other processes of the same user.
+  # Without namespaces these reach other processes of the same user.
   "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
   "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
-  "flock": (73, 32),  # Of a file that others read too.
-  # Of these the machine, or the user, has few.
+  "flock": (73, 32),  # Would lock files that others read.
+  # Limited resources of the machine or the user.
   "io_setup": (206, 0), "inotify_init": (253, -1), "inotify_init1": (294, 26),
   "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
   "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
   "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "fanotify_init": (300, 262),
-  # Memory that outlives or escapes the sums of the supervisor.
+  # Memory that would outlive the process or evade the supervisor's sums.
   "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
   "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
   "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
@@ -128,33 +128,34 @@ CLONE, CLONE3, PRLIMIT, PRCTL = (56, 220), 435, (302, 261), (157, 167)
 MMAP, SIGACTION = (9, 222), (13, 134)
 FCNTL = (72, 25)
 SHARED, ANONYMOUS = 1, 32  # linux/mman.h
-# linux/fcntl.h: locks of ranges (no limit bounds their number), leases, watches of folders, and
-# larger pipes.
+# linux/fcntl.h: locks of ranges (unlimited in number), leases, directory notifications, and larger
+# pipes.
 DENIED_FCNTL = {
   "F_SETLK": 6, "F_SETLKW": 7, "F_OFD_SETLK": 37, "F_OFD_SETLKW": 38, "F_SETLEASE": 1024,
   "F_NOTIFY": 1026, "F_SETPIPE_SZ": 1031,
 }  # fmt: skip
-# What the kernel may hold for an open descriptor (a full pipe) and for a mapping, in bytes.
+# Upper bounds on kernel memory per open descriptor (a full pipe) and per mapping, in bytes.
 BYTES_OF_DESCRIPTOR, BYTES_OF_MAPPING = 2**16, 256
-MAX_MAPPINGS = 65_530  # The kernel's usual bound in one process, vm.max_map_count.
-COUNTED_MAPPINGS = 8192  # A process with more is taken to have all that it may have.
+MAX_MAPPINGS = 65_530  # Default bound per process, vm.max_map_count.
+COUNTED_MAPPINGS = 8192  # A process with more is assumed to have `MAX_MAPPINGS`.
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """What can be enforced here, found by trying it when the server starts.
+  """Isolation layers available on this machine, determined by trial when the server starts.
 
   Attributes:
-    namespaces: "root" (made with the server's own privileges), "user" (inside a user namespace),
-      or "" if there are none.
-    nests: the program gets a user namespace of its own, so that its processes are counted alone.
-    watches: the supervisor sees all processes of a program, and adds up what they use.
-    landlock: version of the kernel's interface; 0 if there is none.
+    namespaces: "root" (created with the server's privileges), "user" (inside a user namespace), or
+      "" if unavailable.
+    nests: whether the program gets a separate user namespace, so that only its processes count
+      toward the process limit.
+    watches: whether the supervisor sees all processes of a program and sums their resources.
+    landlock: version of the kernel's interface; 0 if unavailable.
     seccomp: whether system calls are filtered.
-    denied: why a layer is missing, by its name.
-    readable: what programs may read, as absolute paths.
+    denied: (layer, reason) for each missing layer.
+    readable: absolute paths that programs may read.
   """
 
   namespaces: str = ""
@@ -167,10 +168,10 @@ class Plan:
 
 
 def kernel(name: str, *arguments: Any) -> int:
-  """Calls the C library.
+  """Calls a function of the C library.
 
   Raises:
-    OSError: if the call fails, with the reason and the call.
+    OSError: if the call fails; names the call and the reason.
   """
   converted = [
     ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
@@ -187,7 +188,7 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def make_read_only(path: str, *, flags: int) -> None:
-  """Sets flags (MOUNT_ATTR_...) on the mount at `path` and on all beneath it."""
+  """Sets flags (MOUNT_ATTR_...) on the mount at `path` and on all mounts below it."""
   attributes = struct.pack("QQQQ", flags, 0, 0, 0)
   kernel(
     "syscall", MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, attributes, len(attributes)
@@ -198,11 +199,11 @@ def make_read_only(path: str, *, flags: int) -> None:
 
 
 def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
-  """Says what is enforced here, imports what programs need, then forks for each call until EOF."""
-  os.umask(0o022)  # The unprivileged user has to reach what root makes in here.
-  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Supervisors need no waiting for.
+  """Reports the plan, imports what programs need, then forks for each call until EOF."""
+  os.umask(0o022)  # The unprivileged user must be able to read files that root creates.
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Reaps supervisors automatically.
   signal.signal(signal.SIGINT, signal.SIG_IGN)  # A program may send it to its supervisor.
-  # A supervisor's own parent ends at once: the server inherits it.
+  # A supervisor's parent ends at once, so the server becomes its parent.
   kernel("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
   plan = find_plan(tuple(settings["readable"]))
   wait_for_supervisors()
@@ -211,16 +212,16 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
   for name in (*PRELOADED, *settings["preloaded"]):
     with contextlib.suppress(BlockingIOError):
       if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-        return  # Closed already: the rest is not awaited.
+        return  # Closed already: skip the other imports.
     with contextlib.suppress(ImportError):
       __import__(name)
   gc.collect()
-  gc.freeze()  # Forks then share these pages for longer.
+  gc.freeze()  # Keeps these pages shared with forks for longer.
   while True:
     message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not message:
       break
-    # If no process is left to fork, the caller sees its socket close.
+    # If the process limit prevents a fork, the caller sees its socket close.
     with socket.socket(fileno=descriptors[0]) as caller, contextlib.suppress(OSError):
       if os.fork() == 0:
         control.close()
@@ -229,13 +230,13 @@ def main(control: socket.socket, settings: Mapping[str, Any]) -> None:
 
 
 def wait_for_supervisors() -> None:
-  """Returns when the last child has ended; ignored as they are, none is ever returned."""
+  """Waits until the last child has ended; because SIGCHLD is ignored, no status is returned."""
   with contextlib.suppress(ChildProcessError):
     os.waitpid(-1, 0)
 
 
 def in_child(work: Callable[..., None], *arguments: Any) -> None:
-  """Does the work and ends the process, whatever happens."""
+  """Runs `work`, then ends the process in any case."""
   code = 70
   try:
     work(*arguments)
@@ -247,7 +248,7 @@ def in_child(work: Callable[..., None], *arguments: Any) -> None:
 
 
 def enter(plan: Plan, caller: socket.socket) -> None:
-  """Enters fresh namespaces and forks the supervisor there, which is pid 1 then."""
+  """Enters fresh namespaces, and forks the supervisor as pid 1 there."""
   signal.signal(signal.SIGCHLD, signal.SIG_DFL)
   try:
     enter_namespaces(plan.namespaces)
@@ -260,7 +261,7 @@ def enter(plan: Plan, caller: socket.socket) -> None:
 
 
 def enter_namespaces(kind: str) -> None:
-  """Leaves the namespaces of the host; the next fork is pid 1. `kind` as in `Plan.namespaces`."""
+  """Enters new namespaces; the next fork is pid 1. `kind` is as in `Plan.namespaces`."""
   if not kind:
     return
   user, group = os.geteuid(), os.getegid()
@@ -273,12 +274,12 @@ def enter_namespaces(kind: str) -> None:
     ):
       with open(f"/proc/self/{name}", "w") as file:
         file.write(text)
-  # Nothing mounted here shows outside.
+  # Mounts made here are not visible outside.
   mount("none", "/", "none", MS_REC | MS_PRIVATE)
 
 
 def find_plan(readable: tuple[str, ...]) -> Plan:
-  """Tries every layer in a child of its own, the strongest first."""
+  """Tries every isolation layer in a child process, the strongest first."""
   denied = []
   plan = Plan(readable=readable)
 
@@ -301,7 +302,7 @@ def find_plan(readable: tuple[str, ...]) -> Plan:
         send(ours, request, [source])
       reply = receive(ours)
       with contextlib.suppress(OSError):
-        ours.recv(1)  # Nothing; but then the supervisor has ended.
+        ours.recv(1)  # Returns nothing; waits until the supervisor has ended.
     if reply is None:
       denied.append((name, "the probe was killed"))
     elif "error" in reply[0]:
@@ -340,7 +341,7 @@ def find_plan(readable: tuple[str, ...]) -> Plan:
 
 
 def send(channel: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes]) -> None:
-  """Sends one message; `header["blobs"]` lists the lengths of the blobs."""
+  """Sends a message; `header["blobs"]` has the lengths of the blobs."""
   text = json.dumps(header).encode()
   channel.sendall(struct.pack("Q", len(text)) + text)
   for blob in blobs:
@@ -348,7 +349,7 @@ def send(channel: socket.socket, header: Mapping[str, Any], blobs: Sequence[byte
 
 
 def receive(channel: socket.socket) -> tuple[dict[str, Any], list[bytes]] | None:
-  """Returns one message, or None if the other side went away."""
+  """Returns a message, or None if the other side closed the connection."""
 
   def exactly(size: int) -> bytes:
     parts = bytearray()
@@ -367,7 +368,7 @@ def receive(channel: socket.socket) -> tuple[dict[str, Any], list[bytes]] | None
 
 
 def answer(caller: socket.socket, header: dict[str, Any], blobs: list[bytes]) -> None:
-  with contextlib.suppress(OSError):  # A caller that went away needs no answer.
+  with contextlib.suppress(OSError):  # The caller may have closed the connection.
     send(caller, {**header, "blobs": [len(blob) for blob in blobs]}, blobs)
 
 
@@ -376,15 +377,15 @@ def answer(caller: socket.socket, header: dict[str, Any], blobs: list[bytes]) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Box:
-  """Where a program lives.
+  """Directories and descriptors of a program.
 
   Attributes:
-    root: directory that becomes its "/", or "" if it stays in the host's.
-    work, temporary: its working directory and its /tmp, as the supervisor sees them.
-    inside: its working directory, as the program sees it.
-    place: descriptor of its working directory: its path may lead elsewhere once it has run.
-    stdin: descriptor of its input.
-    processes: a proc file system of its processes alone, or the host's; "" if there is none.
+    root: directory that becomes its "/"; "" without a separate root.
+    work, temporary: its working directory and /tmp, as paths of the supervisor.
+    inside: its working directory, as a path of the program.
+    place: descriptor of its working directory, because a running program may replace the path.
+    stdin: descriptor of its standard input.
+    processes: proc file system with its processes only, or the host's; "" if there is none.
   """
 
   root: str
@@ -397,7 +398,7 @@ class Box:
 
 
 def supervise(plan: Plan, caller: socket.socket) -> None:
-  """Reads one request, runs the program, and answers with its outcome."""
+  """Reads a request, runs the program, and sends its outcome."""
   message = receive(caller)
   if message is None:
     return
@@ -423,19 +424,19 @@ def supervise(plan: Plan, caller: socket.socket) -> None:
 
 
 def make_box(plan: Plan, request: Mapping[str, Any], blobs: list[bytes], stage: str) -> Box:
-  """Builds the program's root, or a bare directory without namespaces, and puts its files there.
+  """Builds the program's root (or a bare directory without namespaces), and creates its files.
 
   Args:
-    plan: of the server.
-    request: the caller's.
-    blobs: the source (if there is one), the input, then the contents of the files.
-    stage: an empty directory on the host, without namespaces.
+    plan: plan of the server.
+    request: request of the caller.
+    blobs: source (if there is one), standard input, then the contents of the files.
+    stage: an empty directory on the host, used without namespaces.
   """
   processes = "/proc"
   box = stage
   root = ""
   if plan.namespaces:
-    # Any directory that holds nothing of use will do: no other process sees it.
+    # Any directory without needed contents works, because no other process sees this mount.
     stage = next(
       path for path in ("/sys", "/mnt", "/srv", "/media", "/opt")
       if os.path.isdir(path) and not any((r + "/").startswith(path + "/") for r in plan.readable)
@@ -463,7 +464,7 @@ def make_box(plan: Plan, request: Mapping[str, Any], blobs: list[bytes], stage: 
   contents = list(blobs)
   if "function" in request:
     contents.pop(0)
-  # The input is a file without a name: nothing blocks, and no writer is needed.
+  # Standard input is an unlinked file, so that nothing blocks and no writer is needed.
   with open(f"{box}/stdin", "w+b") as file:
     file.write(contents.pop(0) if contents else b"")
     file.flush()
@@ -496,7 +497,7 @@ def make_box(plan: Plan, request: Mapping[str, Any], blobs: list[bytes], stage: 
 
 
 def fill_root(root: str, readable: Sequence[str]) -> None:
-  """Shows the system and Python in a new root, read-only, each at its place."""
+  """Mounts system and Python in a new root, read-only, at their usual paths."""
   for path in readable:
     target = root + path
     if path in SYSTEM and os.path.islink(path):
@@ -518,18 +519,18 @@ def fill_root(root: str, readable: Sequence[str]) -> None:
     file.write(f"nogroup:x:{NOBODY}:\n")
   os.chmod(f"{root}/etc/passwd", 0o644)
   os.chmod(f"{root}/etc/group", 0o644)
-  # This mount alone: /box and /tmp stay writable.
+  # Only this mount: /box and /tmp stay writable.
   mount("none", root, "none", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID)
 
 
 def watch(
   plan: Plan, caller: socket.socket, request: Mapping[str, Any], blobs: list[bytes], box: Box
 ) -> tuple[dict[str, Any], list[bytes]]:
-  """Runs the program to its end or to a limit.
+  """Runs the program until it ends or exceeds a limit.
 
   Returns:
-    The outcome's fields and its standard output, error and result; both empty if the caller went
-    away.
+    (fields of the outcome, [standard output, standard error, result]); both empty if the caller
+    closed the connection.
   """
   limits = request["limits"]
   setup, stdout, stderr, result = pipes = [os.pipe() for _ in range(4)]
@@ -553,7 +554,7 @@ def watch(
   is_set_up = False
 
   def read(descriptor: int) -> bool:
-    """Takes what is there; False at the end, or when there is too much."""
+    """Reads available data; returns False at the end of the pipe or above its limit."""
     nonlocal status
     part = os.read(descriptor, 2**16)
     got[descriptor] += part
@@ -571,7 +572,7 @@ def watch(
     wait = min(left, WATCH_SECONDS) if box.processes else left
     events = [descriptor for descriptor, _ in poll.poll(math.ceil(1000 * wait))]
     if caller.fileno() in events:
-      return {}, []  # Nothing more is ever sent to us: the caller has closed its end.
+      return {}, []  # Callers send nothing more, so the socket was closed.
     if box.processes and time.monotonic() - last_look >= WATCH_SECONDS:
       status = beyond_limits(plan, limits, box.processes)
       last_look = time.monotonic()
@@ -587,7 +588,7 @@ def watch(
   code = kill_all(plan, program)
   assert code is not None
   for descriptor in most:
-    # All writers are dead, but a pipe that was sent and not received has no end.
+    # All writers are dead, but a pipe that is still in flight to a socket never reaches its end.
     os.set_blocking(descriptor, False)
     with contextlib.suppress(BlockingIOError):
       while read(descriptor):
@@ -617,20 +618,20 @@ def watch(
 
 
 def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
-  """Returns a status if all processes of the program together use too much, else ""."""
+  """Returns a status if the program's processes together exceed a limit, else ""."""
   tick, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
   waited = resource.getrusage(resource.RUSAGE_CHILDREN)
   cpu_seconds = waited.ru_utime + waited.ru_stime
   num_tasks = 0
-  of_kernel = 0  # Bytes that the kernel holds for all; they may be many where few are resident.
-  resident = {}  # Bytes of each process, by a task of it that lives.
+  of_kernel = 0  # Bytes held by the kernel for all processes; may be large with few resident pages.
+  resident = {}  # Resident bytes of each process, by the id of a live task.
   for pid in list_processes(plan, processes):
-    with contextlib.suppress(OSError):  # It has ended.
+    with contextlib.suppress(OSError):  # The process has ended.
       fields = read_stat(processes, pid)
       cpu_seconds += sum(map(int, fields[11:15])) / tick
       num_tasks += int(fields[17])
       if fields[0] == b"Z" and int(fields[17]) > 1:
-        # Its first thread has ended, and says no more what the others hold.
+        # The main thread has ended, and no longer reports the memory of the others.
         for task in map(int, os.listdir(f"{processes}/{pid}/task")):
           if (fields := read_stat(processes, task))[0] != b"Z":
             pid = task
@@ -642,27 +643,27 @@ def beyond_limits(plan: Plan, limits: Mapping[str, Any], processes: str) -> str:
       of_kernel += BYTES_OF_DESCRIPTOR * count_descriptors(f"{processes}/{pid}/task", limits)
   if cpu_seconds > limits["cpu_seconds"]:
     return "cpu"
-  # Where the kernel does not count (root's, for one). Twice, because the sum is no snapshot.
+  # The kernel does not enforce this for some users, such as root. Factor 2: the sum is no snapshot.
   if num_tasks > 2 * limits["num_processes"]:
     return "killed"
   if sum(resident.values()) + of_kernel <= limits["memory_bytes"]:
     return ""
-  # Forks share pages; only now is it worth the time to share them out.
+  # Forks share pages; dividing them among processes is slow, so it is done only now.
   memory_bytes = of_kernel
   for pid, num_bytes in resident.items():
     try:
       with open(f"{processes}/{pid}/smaps_rollup", "rb") as file:
         lines = [line.split() for line in file]
       memory_bytes += sum(int(line[1]) * 1024 for line in lines if line[0] == b"Pss:")
-    except PermissionError:  # It has closed itself to our eyes.
+    except PermissionError:  # The process made itself unreadable.
       memory_bytes += num_bytes
-    except OSError:  # It has ended.
+    except OSError:  # The process has ended.
       pass
   return "memory" if memory_bytes > limits["memory_bytes"] else ""
 
 
 def count_mappings(path: str) -> int:
-  """Returns how many mappings a process has, `MAX_MAPPINGS` if that is not seen or takes long."""
+  """Returns a process's number of mappings; `MAX_MAPPINGS` if it is unreadable or large."""
   count = 0
   try:
     with open(path, "rb", buffering=0) as file:
@@ -676,7 +677,7 @@ def count_mappings(path: str) -> int:
 
 
 def count_descriptors(tasks: str, limits: Mapping[str, Any]) -> int:
-  """Returns how many files a process's tasks have open; each task may have its own, and counts."""
+  """Returns the number of open files of a process; tasks may have separate tables, so all count."""
   count = 0
   for task in os.listdir(tasks):
     try:
@@ -687,13 +688,13 @@ def count_descriptors(tasks: str, limits: Mapping[str, Any]) -> int:
 
 
 def read_stat(processes: str, pid: int) -> list[bytes]:
-  """Returns the fields of a process's or a task's stat, from its state on."""
+  """Returns the fields of a process's or task's stat file, from the state on."""
   with open(f"{processes}/{pid}/stat", "rb") as file:
     return file.read().rpartition(b")")[2].split()
 
 
 def list_processes(plan: Plan, processes: str) -> list[int]:
-  """Returns the processes beneath this one."""
+  """Returns the descendants of this process."""
   everyone = [int(name) for name in os.listdir(processes) if name.isdigit()]
   if plan.namespaces:
     return [pid for pid in everyone if pid != 1]
@@ -702,13 +703,13 @@ def list_processes(plan: Plan, processes: str) -> list[int]:
     with contextlib.suppress(OSError):
       parents[pid] = int(read_stat(processes, pid)[1])
   below = [os.getpid()]
-  for pid in below:  # Grows while it is read.
+  for pid in below:  # The list grows during iteration.
     below += [child for child, parent in parents.items() if parent == pid]
   return below[1:]
 
 
 def kill_all(plan: Plan, program: int = 0) -> int | None:
-  """Kills every process beneath this one and waits for all; returns the exit code of `program`.
+  """Kills all descendants of this process and waits for them; returns the exit code of `program`.
 
   A negative code is the signal that ended it.
   """
@@ -717,12 +718,12 @@ def kill_all(plan: Plan, program: int = 0) -> int | None:
     with contextlib.suppress(ProcessLookupError):
       if plan.namespaces:
         assert os.getpid() == 1, "elsewhere, -1 would be everyone on this machine"
-        os.kill(-1, signal.SIGKILL)  # Everyone in this pid namespace but pid 1, which we are.
+        os.kill(-1, signal.SIGKILL)  # Everything in this pid namespace except pid 1, this process.
       else:
         for pid in list_processes(plan, "/proc"):
           os.kill(pid, signal.SIGKILL)
     try:
-      # Without a pid namespace, a child may have been missed while /proc was read: look again.
+      # Without a pid namespace, reading /proc may have missed a child: repeat.
       pid, status = os.waitpid(-1, 0 if plan.namespaces else os.WNOHANG)
     except ChildProcessError:
       return code
@@ -733,7 +734,7 @@ def kill_all(plan: Plan, program: int = 0) -> int | None:
 
 
 def read_outputs(work: int, request: Mapping[str, Any]) -> dict[str, bytes]:
-  """Returns what the program left, following no link; what is not a regular file is left out."""
+  """Returns the requested output files; follows no links, and skips irregular files."""
   found = {}
   most = request["limits"]["file_bytes"]
   for name in request["outputs"]:
@@ -743,7 +744,7 @@ def read_outputs(work: int, request: Mapping[str, Any]) -> dict[str, bytes]:
       for folder in folders:
         place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
         stack.callback(os.close, place)
-      # A pipe would wait for its writer.
+      # Without O_NONBLOCK, opening a named pipe would wait for a writer.
       file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=place)
       stack.callback(os.close, file)
       about = os.fstat(file)
@@ -756,7 +757,7 @@ def read_outputs(work: int, request: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def remove_tree(path: str) -> None:
-  """Removes a directory that a program may have made hard to remove: closed, or very deep."""
+  """Removes a directory that a program made difficult to remove: unreadable, or very deep."""
   waiting, num_moved = [path], 0
   while waiting:
     folder = waiting.pop()
@@ -768,7 +769,7 @@ def remove_tree(path: str) -> None:
           continue
         os.chmod(entry.path, 0o700)
         num_moved += 1
-        # To the top, where no path grows too long for the kernel.
+        # Move it to the top, so that paths do not exceed the kernel's length limit.
         waiting.append(f"{path}/.{num_moved}")
         os.rename(entry.path, waiting[-1])
       if folder != path:
@@ -783,12 +784,12 @@ def remove_tree(path: str) -> None:
 def become_program(
   plan: Plan, request: Mapping[str, Any], blobs: list[bytes], box: Box, writers: list[int]
 ) -> None:
-  """Gives up everything, says so, and then runs what is not trusted."""
+  """Drops privileges, reports "ready", and then runs untrusted code."""
   setup, stdout, stderr, result = writers
   try:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # If the machine runs out of memory, this goes first.
+    # Makes the kernel choose this process first when the machine runs out of memory.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
       file.write("1000")
     move_descriptors([box.stdin, stdout, stderr, result, setup])
@@ -798,11 +799,11 @@ def become_program(
     os.chdir(box.inside)
     drop_privileges(plan)
     others = 0 if plan.nests else count_tasks(os.getuid())
-    # If the supervisor dies, so does the program; a change of user would forget this.
+    # Die with the supervisor. Set after the change of user, which resets it.
     kernel("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     kernel("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # One byte of a huge page holds all of it: in a pipe, or mapped alone, it evades the sums.
-    with contextlib.suppress(OSError):  # Not every kernel has them.
+    # A single byte keeps a whole huge page alive: in a pipe, or mapped alone, it evades the sums.
+    with contextlib.suppress(OSError):  # Not every kernel supports huge pages.
       kernel("prctl", PR_SET_THP_DISABLE, 1, 0, 0, 0)
     if plan.landlock:
       restrict_files(
@@ -827,7 +828,7 @@ def become_program(
   if "function" in request:
     call_function(request["function"], blobs[0], request["arguments"], result)
   os.close(result)
-  for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; programs do not.
+  for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these; programs should not.
     signal.signal(number, signal.SIG_DFL)
   try:
     os.execvpe(request["command"][0], request["command"], dict(os.environ))
@@ -837,7 +838,7 @@ def become_program(
 
 
 def move_descriptors(wanted: Sequence[int]) -> None:
-  """Makes `wanted` the descriptors 0, 1, ..., open across exec up to 2, and closes all others."""
+  """Renumbers `wanted` to 0, 1, ...; keeps 0 to 2 open across exec, and closes all others."""
   high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in wanted]
   for place, descriptor in enumerate(high):
     os.dup2(descriptor, place, inheritable=place < 3)
@@ -845,8 +846,8 @@ def move_descriptors(wanted: Sequence[int]) -> None:
 
 
 def pivot(root: str) -> None:
-  """Makes `root` the root directory and lets go of the old one."""
-  kernel("unshare", CLONE_NEWNS)  # The supervisor keeps its own view, to read the outputs.
+  """Makes `root` the root directory, and unmounts the old one."""
+  kernel("unshare", CLONE_NEWNS)  # The supervisor keeps its own mounts, to read the outputs.
   os.chdir(root)
   kernel("syscall", {"x86_64": 155, "aarch64": 41}[platform.machine()], b".", b".")
   kernel("umount2", b".", MNT_DETACH)
@@ -854,7 +855,7 @@ def pivot(root: str) -> None:
 
 
 def drop_privileges(plan: Plan) -> None:
-  """Becomes the user `nobody`, with no capability in any namespace."""
+  """Becomes the user `nobody`, without capabilities in any namespace."""
   if os.geteuid() == 0 and plan.namespaces != "user":
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -864,16 +865,16 @@ def drop_privileges(plan: Plan) -> None:
     os.setresuid(NOBODY, NOBODY, NOBODY)
   if plan.nests:
     kernel("unshare", CLONE_NEWUSER)
-  header = struct.pack("Ii", 0x20080522, 0)  # Version 3 of the interface, this thread.
+  header = struct.pack("Ii", 0x20080522, 0)  # Interface version 3, this thread.
   kernel("capset", header, bytes(24))
 
 
 def set_limits(limits: Mapping[str, Any], num_others: int) -> None:
-  """Sets what the kernel enforces for each process; the supervisor adds up over all.
+  """Sets the limits that the kernel enforces per process; the supervisor checks the sums.
 
   Args:
-    limits: the fields of `sandbox.Limits`.
-    num_others: tasks that the kernel counts with the program's own.
+    limits: fields of `sandbox.Limits`.
+    num_others: other tasks that the kernel counts for the same user.
   """
   cpu_seconds = math.ceil(limits["cpu_seconds"])
   memory = limits["memory_bytes"]
@@ -881,15 +882,15 @@ def set_limits(limits: Mapping[str, Any], num_others: int) -> None:
   for kind, soft, hard in (
     (resource.RLIMIT_CPU, cpu_seconds, cpu_seconds + 1),
     (resource.RLIMIT_DATA, memory, memory),
-    # Libraries and read-only mappings need addresses, but hardly memory.
+    # Libraries and read-only mappings need address space, but hardly any memory.
     (resource.RLIMIT_AS, memory + 2**30, memory + 2**30),
     (resource.RLIMIT_FSIZE, limits["file_bytes"], limits["file_bytes"]),
     (resource.RLIMIT_NOFILE, limits["num_files"], limits["num_files"]),
     (resource.RLIMIT_NPROC, num_processes, num_processes),
-    (resource.RLIMIT_CORE, 1, 1),  # Unlike 0, this keeps the host's crash reporter out, too.
+    (resource.RLIMIT_CORE, 1, 1),  # Unlike 0, this also disables the host's crash reporter.
     (resource.RLIMIT_MEMLOCK, 0, 0),
     (resource.RLIMIT_MSGQUEUE, 0, 0),
-    (resource.RLIMIT_SIGPENDING, 1024, 1024),  # Timers, too, which count as no process's memory.
+    (resource.RLIMIT_SIGPENDING, 1024, 1024),  # Also bounds timers, which use kernel memory.
   ):
     most = resource.getrlimit(kind)[1]
     if most != resource.RLIM_INFINITY:
@@ -898,7 +899,7 @@ def set_limits(limits: Mapping[str, Any], num_others: int) -> None:
 
 
 def count_tasks(user: int) -> int:
-  """Returns how many tasks the user has in other processes, for the kernel counts them all."""
+  """Returns the user's tasks in other processes, which the kernel counts toward the same limit."""
   count = 0
   if os.path.isdir("/proc/self"):
     for name in os.listdir("/proc"):
@@ -911,13 +912,13 @@ def count_tasks(user: int) -> int:
 def restrict_files(
   version: int, *, read: Sequence[str], write: Sequence[str], devices: Sequence[str]
 ) -> None:
-  """Has the kernel refuse every path that is not beneath one of these (Landlock)."""
+  """Makes the kernel deny access to all paths that are not below one of these (Landlock)."""
   handled = max(rights for since, rights in LANDLOCK_RIGHTS.items() if since <= version)
   ruleset = struct.pack("Q", handled)
   if version >= 4:
-    ruleset += struct.pack("Q", 3)  # No TCP port may be bound or connected to.
+    ruleset += struct.pack("Q", 3)  # Deny binding and connecting TCP ports.
   if version >= 6:
-    ruleset += struct.pack("Q", 3)  # Nor abstract sockets and signals of processes outside.
+    ruleset += struct.pack("Q", 3)  # Deny abstract sockets and signals of outside processes.
   descriptor = kernel("syscall", LANDLOCK_CREATE, ruleset, len(ruleset), 0)
   rules = [(path, LANDLOCK_READ) for path in read]
   rules += [(path, handled) for path in write]
@@ -925,7 +926,7 @@ def restrict_files(
   for path, rights in rules:
     try:
       place = os.open(path, os.O_PATH)
-    except OSError:  # It is not there, or not for us.
+    except OSError:  # Missing, or not accessible.
       continue
     rights &= handled if os.path.isdir(path) else handled & LANDLOCK_OF_FILES
     kernel("syscall", LANDLOCK_ADD, descriptor, 1, struct.pack("=Qi", rights, place), 0)
@@ -941,33 +942,33 @@ def filter_calls(
   kept_options: Sequence[int] = (PR_SET_THP_DISABLE, PR_SET_SECCOMP, PR_SET_VMA, PR_FUTEX_HASH),
   denied_fcntl: Mapping[str, int] = DENIED_FCNTL,
 ) -> None:
-  """Has the kernel refuse system calls to this process and to all that it starts.
+  """Makes the kernel deny system calls to this process and its descendants (seccomp).
 
   Needs PR_SET_NO_NEW_PRIVS, or privileges.
 
   Args:
-    machine: of `platform`.
-    denied_calls: their numbers, as in `DENIED`.
-    kept_signals: whose handling may be asked, but not changed. Children whose end is ignored leave
-      no CPU seconds behind.
-    kept_options: of prctl(2), that are not set again.
-    denied_fcntl: commands of fcntl(2).
+    machine: machine name as in `platform`.
+    denied_calls: numbers of denied calls, as in `DENIED`.
+    kept_signals: signals with handlers that may be read, but not changed: CPU time of children is
+      lost if SIGCHLD is ignored.
+    kept_options: options of prctl(2) that must not be set again.
+    denied_fcntl: denied commands of fcntl(2).
   """
   place = {"x86_64": 0, "aarch64": 1}[machine]
   denied = [numbers[place] for numbers in denied_calls.values() if numbers[place] >= 0]
   refuse = (RETURN, 0, 0, DENY | EPERM)
   number, architecture, first_argument = (LOAD, 0, 0, 0), (LOAD, 0, 0, 4), (LOAD, 0, 0, 16)
   second_low, second_high, fourth_argument = (LOAD, 0, 0, 24), (LOAD, 0, 0, 28), (LOAD, 0, 0, 40)
-  new_namespaces = (NAMESPACES | CLONE_NEWUSER | 0x80) & 0xFFFFFFFF  # 0x80: of time.
-  # (operation, instructions to skip if true, if false, value)
+  new_namespaces = (NAMESPACES | CLONE_NEWUSER | 0x80) & 0xFFFFFFFF  # 0x80: time namespace.
+  # (operation, instructions to skip if true, to skip if false, value)
   program = [
     architecture,
     (JUMP_EQUAL, 1, 0, ARCHITECTURES[machine]),
     (RETURN, 0, 0, KILL),
     number,
-    (JUMP_AT_LEAST, 0, 1, 0x40000000),  # The x32 calls have numbers of their own.
+    (JUMP_AT_LEAST, 0, 1, 0x40000000),  # Calls of the x32 ABI have other numbers.
     (RETURN, 0, 0, DENY | ENOSYS),
-    (JUMP_EQUAL, 0, 1, CLONE3),  # Its flags lie in memory; the C library then takes clone.
+    (JUMP_EQUAL, 0, 1, CLONE3),  # Its flags are in memory; on ENOSYS the C library uses clone.
     (RETURN, 0, 0, DENY | ENOSYS),
     (JUMP_EQUAL, 0, 4, CLONE[place]),
     first_argument,
@@ -976,10 +977,10 @@ def filter_calls(
     number,
     (JUMP_EQUAL, 0, 4, PRLIMIT[place]),
     first_argument,
-    (JUMP_EQUAL, 1, 0, 0),  # Its own limits only.
+    (JUMP_EQUAL, 1, 0, 0),  # Only the caller's own limits.
     refuse,
     number,
-    (JUMP_EQUAL, 0, 5, MMAP[place]),  # Shared pages without a file outlive their mapping's sums.
+    (JUMP_EQUAL, 0, 5, MMAP[place]),  # Shared anonymous pages would evade the sums.
     fourth_argument,
     (JUMP_BITS, 0, 2, ANONYMOUS),
     (JUMP_BITS, 0, 1, SHARED),
@@ -992,7 +993,7 @@ def filter_calls(
       first_argument,
       (JUMP_EQUAL, 0, 5, int(kept)),
       second_low,
-      (JUMP_EQUAL, 0, 1, 0),  # No new action: it is asked.
+      (JUMP_EQUAL, 0, 1, 0),  # No new action: the handler is only read.
       second_high,
       (JUMP_EQUAL, 1, 0, 0),
       refuse,
@@ -1026,13 +1027,13 @@ def filter_calls(
 
 def call_function(function: str, source: bytes, arguments: Mapping[str, Any], result: int) -> None:
   """Calls a function of the source, writes its value to `result` as JSON, and ends the process."""
-  # What the program may have changed is not asked again.
+  # Saved, because the program may replace them.
   write, leave, dumps = os.write, os._exit, json.dumps
   code = 1
   try:
     text = source.decode()
     linecache.cache["program.py"] = (len(text), None, text.splitlines(True), "program.py")
-    # Forks of one server would share its state; so at least it is always the same.
+    # All forks inherit the same generator state; seeding makes it the same for every server.
     random.seed(0)
     if "numpy" in sys.modules:
       sys.modules["numpy"].random.seed(0)
