@@ -1,1 +1,1 @@
-"""Rollouts on workers that come and go: one engine process each, one driver for all of them."""
+"""Rollouts on workers that may join and leave: one engine process each, and one driver."""

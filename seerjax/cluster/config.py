@@ -1,4 +1,4 @@
-"""Which workers sample a run's steps."""
+"""Configuration of the workers that sample a run's steps."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import dataclasses
 
 from seerjax import fields
 
-# The address of workers that are engines of the run's own process.
+# Address for workers that are engines in the run's own process.
 LOCAL = "local"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-  """Workers of a run, each with an engine of its own. None of it changes a bit.
+  """Configuration of a run's workers, each with its own engine. It does not affect results.
 
   Attributes:
-    workers: how many; with 0 the run's own engine samples.
-    address: of a Ray cluster, "host:port" or "auto" for the one of this machine; "" starts Ray on
-      this machine and ends it with the run; "local" makes the engines in the run's own process,
-      where they take turns, without Ray.
-    patience_seconds: within which a worker has to answer; its first chunk compiles its programs.
+    workers: number of workers; with 0 the run's own engine samples.
+    address: address of a Ray cluster, "host:port", or "auto" for the one on this machine; "" starts
+      Ray on this machine and ends it with the run; "local" creates the engines in the run's own
+      process, where they run in turn, without Ray.
+    patience_seconds: timeout of a worker's reply; its first chunk includes compilation.
   """
 
   workers: int = 0

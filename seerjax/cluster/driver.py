@@ -1,19 +1,19 @@
-"""A rollout in chunks on the workers of a cluster: what `DividedRollout` is for one engine.
+"""Runs a rollout in chunks on the workers of a cluster, as `DividedRollout` does on one engine.
 
     buffer (all requests) -> scheduler (which chunk, which worker) -> ChunkOrder -> worker
       ^                                                                               |
       +------- chunk ended, worker lost, worker joined: one event after another <-----+
 
-All workers' instances are the instances of one scheduler. A chunk whose worker is lost runs again
-elsewhere, from where the chunk before it ended; a result counts once, by the number of its chunk,
-and one that comes when its chunk was given to another worker is dropped. Which result comes when is
-a clock's business: no token depends on it (DESIGN: the contract), and the order is journalled.
+The instances of all workers are the instances of one scheduler. If a worker is lost, its chunks run
+again on other workers, from the end of the previous chunk. Results are identified by chunk number
+and count once; a result that arrives after its chunk was reassigned is dropped. The order of
+results depends on time, but no token depends on it (the contract), and the order is journalled.
 
-Pages go from worker to worker through a store, where they have one: the driver carries what is said
-of them (`KVManifest`) and never their bytes.
+Pages move between workers through a shared store, if there is one; the driver passes on only their
+descriptions (`KVManifest`).
 
-Nothing here knows how workers are reached: `local_workers` has them in this process, `ray_workers`
-in processes of a cluster.
+The driver does not know how workers are reached: `local_workers` runs them in this process,
+`ray_workers` in processes of a cluster.
 """
 
 from __future__ import annotations
@@ -49,51 +49,51 @@ from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
 
-MOST_NAMED = 4  # Workers that a line names.
+MOST_NAMED = 4  # Maximum number of workers that a progress line names.
 
 
 @runtime_checkable
 class Workers(Protocol):
-  """All workers of a cluster, by their numbers, and what is heard of them."""
+  """Worker pool: workers by number, and their events."""
 
   def put(self, data: bytes) -> Piece:
-    """Keeps bytes where workers can read them; for `weights.publish`."""
+    """Stores bytes where workers can read them; used by `weights.publish`."""
     ...
 
   def load(self, weights: WeightsRef, policy_version: int) -> None:
-    """Has every worker run published weights before it joins again, one that comes later, too.
+    """Makes every worker, including later ones, load published weights before it joins again.
 
-    Called between two rollouts; nothing waits for it. A worker that cannot is `Lost`.
+    Called between two rollouts; does not wait. A worker that fails becomes `Lost`.
     """
     ...
 
   def begin(self) -> None:
-    """A rollout begins: every worker that is there is asked to join it."""
+    """Starts a rollout: makes every available worker join it."""
     ...
 
   def join(self, worker: int) -> None:
-    """Asks one worker to join again; a `Joined` comes of it, or a `Lost`."""
+    """Makes one worker join again; results in a `Joined` or a `Lost` event."""
     ...
 
   def check(self, worker: int, requests: Sequence[Request]) -> str:
-    """Returns what `Worker.check` of a worker that has joined says."""
+    """Returns the result of `Worker.check` on a worker that has joined."""
     ...
 
   def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
-    """Calls `Worker.run` of a worker that has answered before; an `Answered` comes of it."""
+    """Calls `Worker.run` on a worker whose last call has returned; results in an `Answered`."""
     ...
 
   def events(self, *, blocks: bool) -> Sequence[Event]:
-    """Returns what has happened since the last call.
+    """Returns the events since the last call.
 
     Args:
-      blocks: whether to wait until something has; () then says that nothing is going to, or that
-        the workers' patience is over.
+      blocks: whether to wait for an event; () then means that none will come, or that the timeout
+        has passed.
     """
     ...
 
   def waits_for(self) -> str:
-    """Returns what `events` has waited for in vain, for people."""
+    """Returns what `events` waited for in vain, for display."""
     ...
 
 
@@ -102,13 +102,13 @@ class _Member:
   """A worker that has joined.
 
   Attributes:
-    report: what it is.
-    instances: numbers of its instances among those of the scheduler.
-    is_away: whether it runs, so that orders wait for it.
-    orders: that wait.
-    forget: requests that it has known and that go on elsewhere, or (True) are over.
-    chunks: that it has been given and that have not ended, by request.
-    known: tokens of answers that it has sampled or was told of, by request.
+    report: its description.
+    instances: indices of its instances in the scheduler.
+    is_away: whether it is running, so that new orders must wait.
+    orders: waiting orders.
+    forget: requests it knew that now run elsewhere, or are finished (True).
+    chunks: its chunks that have not ended, by request.
+    known: number of completion tokens it has sampled or received, by request.
   """
 
   report: WorkerReport
@@ -122,7 +122,7 @@ class _Member:
 
 @dataclasses.dataclass
 class _Running:
-  """A chunk that runs: of which number, as decided how, on which worker, since which event."""
+  """A running chunk: number, decision, worker, first event and first token."""
 
   chunk: int
   decision: Decision
@@ -132,15 +132,15 @@ class _Running:
 
 
 class ClusterRollout:
-  """Requests in, completions out, chunk by chunk, on workers that come and go.
+  """Runs requests to completion, chunk by chunk, on workers that may join and leave.
 
   Attributes:
-    trace: what was done so far; its steps are events.
-    buffer: the global view.
-    counts: of events, by kind: "joined", "refused", "lost", "ended", "again" (chunks whose worker
-      was lost), "late" (results that were dropped), "moved" (chunks on another worker than the one
-      before them), "told" (tokens that were sent for drafts of their siblings), "drafted" and
-      "accepted" (tokens, of drafts that workers have had verified).
+    trace: trace of the rollout so far; its steps are events.
+    buffer: state of all requests.
+    counts: number of events by kind: "joined", "refused", "lost", "ended", "again" (chunks of lost
+      workers), "late" (dropped results), "moved" (chunks on another worker than the previous
+      chunk), "told" (tokens sent for siblings' drafts), "drafted" and "accepted" (draft tokens
+      verified by workers).
   """
 
   def __init__(
@@ -152,19 +152,19 @@ class ClusterRollout:
     resume_from: Mapping[str, Completion] | None = None,
     expected: WorkerReport | None = None,
   ):
-    """Makes a rollout.
+    """Creates a rollout.
 
     Args:
-      workers: which do nothing else meanwhile.
-      policy: of the scheduler.
-      journal: takes chunks and events, and tells what of the requests it has; these are named as
-        `groups.place_of` reads them. None keeps nothing.
-      resume_from: by request id, what is known of requests that are not over.
-      expected: what workers have to have in common with (`records.SHARED`); None is the first one
-        that joins.
+      workers: workers used by this rollout only.
+      policy: scheduling policy.
+      journal: receives chunks and events, and supplies those of earlier runs; request ids must have
+        the form that `groups.place_of` reads. None keeps nothing.
+      resume_from: partial completions of unfinished requests, by request id.
+      expected: report that all workers must match (`records.SHARED`); None uses that of the first
+        worker that joins.
 
     Raises:
-      ValueError: for a policy that runs whole requests: they would begin again with every loss.
+      ValueError: for a policy that runs whole requests, which would restart with every lost worker.
     """
     if not isinstance(policy, Divided):
       raise ValueError(
@@ -179,14 +179,14 @@ class ClusterRollout:
     self._scheduler = Scheduler(policy, self.buffer)
     self._so_far = dict(resume_from or {})
     self._requests: dict[str, Request] = {}
-    self._instances: Instances | None = None  # Until the first worker has joined.
+    self._instances: Instances | None = None  # None until the first worker has joined.
     self._first = expected
     self._members: dict[int, _Member] = {}
-    self._places: list[tuple[int, int]] = []  # By instance: worker, and which of its own.
+    self._places: list[tuple[int, int]] = []  # By instance: (worker, index of its instance).
     self._last_worker: dict[str, int] = {}  # By request.
-    self._kv: dict[str, KVManifest] = {}  # By request: where its pages lie for other workers.
-    self._exporters: dict[str, set[int]] = {}  # By request: workers that have put pages there.
-    # By group with requests that are not over: its answers so far, by request.
+    self._kv: dict[str, KVManifest] = {}  # Exported pages by request.
+    self._exporters: dict[str, set[int]] = {}  # Workers that exported pages, by request.
+    # Completions so far, by group with unfinished requests and by request.
     self._texts: dict[str, dict[str, tuple[int, ...]]] = {}
     self._running: dict[str, _Running] = {}
     self._unread: collections.deque[Completion] = collections.deque()
@@ -194,9 +194,9 @@ class ClusterRollout:
     self._reasons: list[str] = []
 
   def text(self, expected: int) -> str:
-    """Returns how many workers are up, of how many that are expected, and what each does.
+    """Returns a display line: how many of the expected workers are up, and what each is doing.
 
-    For people: another thread may ask while the rollout goes on.
+    Another thread may call this during the rollout.
     """
     members = list(self._members.items())
     does = [
@@ -236,17 +236,17 @@ class ClusterRollout:
       self._take_all(self._workers.events(blocks=False))
       self._decide()
       self._send()
-      if not self._unread:  # Else what came meanwhile may have been the last.
+      if not self._unread:  # Otherwise the last event may already have been taken.
         self._wait()
       while self._unread:
         yield self._unread.popleft()
 
   def stop(self) -> tuple[list[Completion], dict[str, Completion]]:
-    """Ends the rollout before its requests do; workers that run finish a chunk first.
+    """Ends the rollout before all requests are finished; running workers finish a chunk first.
 
     Returns:
-      Completions that `run` has not yielded yet, and by request id the completions so far of
-      the others.
+      Completions that `run` has not yielded yet, and partial completions of the others by request
+      id.
     """
     while any(member.is_away for member in self._members.values()):
       self._wait()
@@ -304,7 +304,7 @@ class ClusterRollout:
     self._instances.admit(decision)
 
   def _news(self, member: _Member, request_id: str) -> tuple[TextDelta, ...]:
-    """Returns what a worker lacks of the answers of a request's siblings."""
+    """Returns the sibling tokens that a worker does not have yet."""
     found = []
     for name, tokens in self._texts.get(self._requests[request_id].group_id, {}).items():
       known = member.known.get(name, 0)
@@ -315,7 +315,7 @@ class ClusterRollout:
     return tuple(found)
 
   def _send(self) -> None:
-    """Sends every worker that has answered on, if there is anything for it to do."""
+    """Sends work to every worker that is not running, if there is any."""
     for worker, member in self._members.items():
       if member.is_away or not (member.orders or member.chunks or any(member.forget.values())):
         continue
@@ -337,7 +337,7 @@ class ClusterRollout:
     self._take_all(events)
 
   def _take_all(self, events: Sequence[Event]) -> None:
-    """Takes events that came together; what the journal gets of them waits for the disk once."""
+    """Processes events that arrived together; their journal records wait for the disk once."""
     with contextlib.ExitStack() as stack:
       if self._journal is not None and events:
         stack.enter_context(self._journal.together())
@@ -367,7 +367,7 @@ class ClusterRollout:
 
   def _join(self, event: Joined) -> None:
     report = event.report
-    if event.worker in self._members:  # It was asked twice, or has started anew.
+    if event.worker in self._members:  # It was asked twice, or was restarted.
       self._lose(event.worker, "it joined again")
     if self._first is not None:
       why = records.difference(self._first, report)
@@ -419,7 +419,7 @@ class ClusterRollout:
       self._instances.close(instance)
 
   def _end(self, worker: int, result: ChunkResult) -> int:
-    """Takes a chunk's end; returns how many tokens it brought."""
+    """Processes a chunk's end; returns the number of new tokens."""
     completion = result.completion
     request_id = completion.request_id
     member, running = self._members[worker], self._running.get(request_id)
@@ -442,7 +442,7 @@ class ClusterRollout:
     if is_over:
       self._so_far.pop(request_id, None)
       self._kv.pop(request_id, None)
-      # The one that has ended it knows.
+      # The worker that finished it needs no message.
       for other in self._exporters.pop(request_id, set()) & self._members.keys() - {worker}:
         self._members[other].forget[request_id] = True
       self._unread.append(completion)
@@ -455,7 +455,7 @@ class ClusterRollout:
     return generated - running.first_token
 
   def _hear(self, member: _Member, completion: Completion, is_over: bool) -> None:
-    """Keeps an answer for the siblings that run elsewhere, until the whole group is over."""
+    """Keeps a completion for siblings on other workers, until the whole group is finished."""
     request_id, generated = completion.request_id, len(completion.tokens)
     member.known[request_id] = max(member.known.get(request_id, 0), generated)
     group = self._requests[request_id].group_id
@@ -471,7 +471,7 @@ class ClusterRollout:
   def _note(
     self, what: str, worker: int, request_id: str = "", chunk: int = 0, *, why: str = ""
   ) -> None:
-    """Counts an event, and puts it into the journal."""
+    """Counts an event and journals it."""
     self.counts[what] += 1
     if self._journal is not None:
       event: dict[str, Any] = {"event": what, "worker": worker}

@@ -1,7 +1,7 @@
-"""Workers of a cluster that are engines of this process, one after the other.
+"""Cluster workers that are engines of this process and run one after the other.
 
-They take turns: the one that was sent on first runs first. What raises in one of them is that
-worker's end, not the process's, as it would be in a cluster.
+They run in the order in which they were sent work. An exception in a worker ends that worker and
+not the process, as in a real cluster.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class LocalWorkers:
     *,
     choose: Callable[[Sequence[int]], int] = lambda waiting: waiting[0],
   ):
-    """Takes workers; their numbers are their places.
+    """Wraps the workers; the index of a worker is its number.
 
     Args:
-      workers: of this process; others may come with `add`.
-      choose: of the workers that have been sent on, in that order, the one that runs next.
+      workers: workers of this process; more can be added with `add`.
+      choose: selects the next worker to run from those that were sent work, in that order.
     """
     self._workers: dict[int, Worker] = dict(enumerate(workers))
     self._choose = choose
@@ -47,7 +47,7 @@ class LocalWorkers:
     self._published: tuple[WeightsRef, int] | None = None
 
   def add(self, worker: Worker) -> int:
-    """Lets a worker join; returns its number."""
+    """Adds a worker; returns its number."""
     number = self._num_ever
     self._num_ever += 1
     self._workers[number] = worker
@@ -55,22 +55,22 @@ class LocalWorkers:
     return number
 
   def put(self, data: bytes) -> Piece:
-    """Does `Workers.put`."""
+    """Implements `Workers.put`."""
     return Held(data)
 
   def load(self, weights: WeightsRef, policy_version: int) -> None:
-    """Does `Workers.load`."""
+    """Implements `Workers.load`."""
     self._published = weights, policy_version
 
   def begin(self) -> None:
-    """Does `Workers.begin`."""
+    """Implements `Workers.begin`."""
     self._calls.clear()
     self._events.clear()
     for worker in list(self._workers):
       self.join(worker)
 
   def join(self, worker: int) -> None:
-    """Does `Workers.join`."""
+    """Implements `Workers.join`."""
     try:
       if self._published is not None:
         self._workers[worker].load(*self._published)
@@ -81,15 +81,15 @@ class LocalWorkers:
       self._events.append(Joined(worker=worker, report=report))
 
   def check(self, worker: int, requests: Sequence[Request]) -> str:
-    """Does `Workers.check`."""
+    """Implements `Workers.check`."""
     return self._workers[worker].check(requests)
 
   def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
-    """Does `Workers.send`."""
+    """Implements `Workers.send`."""
     self._calls[worker] = orders, forget
 
   def events(self, *, blocks: bool) -> Sequence[Event]:
-    """Does `Workers.events`; blocking, it has one worker run."""
+    """Implements `Workers.events`; if blocking, runs one worker."""
     if blocks and not self._events and self._calls:
       worker = self._choose(list(self._calls))
       orders, forget = self._calls.pop(worker)
@@ -104,7 +104,7 @@ class LocalWorkers:
     return found
 
   def waits_for(self) -> str:
-    """Does `Workers.waits_for`."""
+    """Implements `Workers.waits_for`."""
     return f"{len(self._workers)} of {self._num_ever} in this process are left"
 
   def _fail(self, worker: int, error: Exception) -> None:

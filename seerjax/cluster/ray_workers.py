@@ -1,15 +1,15 @@
-"""Workers of a cluster in processes of their own, anywhere that Ray reaches: one actor each.
+"""Cluster workers as Ray actors, each in its own process on any node of a Ray cluster.
 
     RayWorkers(make_worker, count=2)               Ray on this machine, started and ended with it
-    RayWorkers(make_worker, count=8, address="auto")     a cluster that `ray start` has begun
+    RayWorkers(make_worker, count=8, address="auto")     an existing cluster (`ray start`)
 
-Ray places the actors, carries records and says when one has died; what that means for a rollout is
-`driver.ClusterRollout`'s. A worker that is lost is replaced by a new actor, which joins when its
-engine stands. One that has not answered within the patience counts as lost; should it answer later,
-it joins again. Where actors are lost one after another and no chunk ends between them, what kills
-them is what they are asked for, or where they are, and no more are started (`Losses`).
+Ray places the actors, transfers records and reports deaths; `driver.ClusterRollout` handles the
+consequences. A lost worker is replaced by a new actor, which joins once its engine is ready. A
+worker that does not reply within the timeout counts as lost; if it replies later, it joins again.
+If actors are lost one after another and no chunk ends in between, the cause is probably the work or
+the place, and no more are started (`Losses`).
 
-Needs the extra `seerjax[cluster]`.
+Requires the extra `seerjax[cluster]`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from seerjax.cluster.worker import Worker
 from seerjax.engine.kv.pool import Store
 from seerjax.types import Request
 
-# Seconds within which something has to listen at a Ray cluster's address, and answer as Ray does.
+# Timeout in seconds for a connection to a Ray cluster's address and for its first reply.
 PATIENCE = 5.0
-# What a client of HTTP/2 says first (RFC 9113, 3.4), with settings of its own, which are none.
-# Ray's control service speaks gRPC, and so answers with settings of its own, a frame of this type.
+# The start of an HTTP/2 connection (RFC 9113, 3.4), with empty settings. Ray's control service uses
+# gRPC, and so replies with its own settings, a frame of this type.
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 SETTINGS = 4
 
 
 class _Actor:
-  """What lives in the other process."""
+  """The actor in the worker's process."""
 
   def __init__(self, make_worker: Callable[[int], Worker], number: int):
     self._worker = make_worker(number)
@@ -76,12 +76,12 @@ class _Actor:
 
 @dataclasses.dataclass(frozen=True)
 class InRay:
-  """A piece of weights in Ray's object store, which lies there as long as a process names it."""
+  """A piece of weights in Ray's object store, kept there while any process refers to it."""
 
   reference: Any
 
   def read(self, store: Store | None) -> Any:
-    """Does `Piece.read`.
+    """Implements `Piece.read`.
 
     Raises:
       ConnectionError: if Ray has lost it.
@@ -97,39 +97,39 @@ class InRay:
 
 
 class Losses:
-  """Tells a long run, which loses a worker now and then, from one in which every worker dies.
+  """Distinguishes occasional losses in a long run from a run in which every worker dies.
 
   Attributes:
-    in_a_row: losses since a chunk ended last.
+    in_a_row: losses since the last chunk ended.
   """
 
   def __init__(self, max_failures: int):
-    """Counts from nothing.
+    """Starts at zero.
 
     Args:
-      max_failures: losses in a row after which a lost worker is still replaced.
+      max_failures: number of losses in a row up to which a lost worker is replaced.
     """
     self._max_failures = max_failures
     self.in_a_row = 0
 
   def ended(self) -> None:
-    """A chunk has ended: workers do not only join, they work."""
+    """Records that a chunk has ended, so workers do more than join."""
     self.in_a_row = 0
 
   def lost(self) -> bool:
-    """A worker is lost; returns whether another one is to be started for it."""
+    """Records a lost worker; returns whether to start a replacement."""
     self.in_a_row += 1
     return self.in_a_row <= self._max_failures
 
 
 @dataclasses.dataclass
 class _Call:
-  """A call that has not come back.
+  """A pending call.
 
   Attributes:
     worker: number of the actor.
-    joins: whether it is `join`, else `run`.
-    deadline: by `time.monotonic`; infinity once the driver was told that it is overdue.
+    joins: whether it is a call of `join`, else of `run`.
+    deadline: by `time.monotonic`; infinity once it was reported as overdue.
   """
 
   worker: int
@@ -138,10 +138,10 @@ class _Call:
 
 
 class RayWorkers:
-  """Actors as the workers of `driver.ClusterRollout`.
+  """Ray actors as the workers of `driver.ClusterRollout`.
 
   Attributes:
-    replaced: actors that were started in the place of lost ones.
+    replaced: number of actors started as replacements.
   """
 
   def __init__(
@@ -153,19 +153,20 @@ class RayWorkers:
     patience: float = 600.0,
     max_failures: int = 16,
   ):
-    """Starts the actors, which join when their engines stand.
+    """Starts the actors, which join once their engines are ready.
 
     Args:
-      make_worker: called with a number in each actor's process; pickled by name, so of a module
-        that is found there.
-      count: of actors.
-      address: of a Ray cluster, "auto" for the one of this machine; "" starts one for this process.
-      patience: seconds within which a worker has to answer; a first chunk compiles its programs.
-      max_failures: lost actors in a row, no chunk having ended between them, that are replaced.
+      make_worker: called with a number in each actor's process; pickled by name, so its module must
+        be importable there.
+      count: number of actors.
+      address: address of a Ray cluster, "auto" for the one on this machine; "" starts one for this
+        process.
+      patience: timeout of a worker's reply in seconds; a first chunk includes compilation.
+      max_failures: number of lost actors in a row, without an ended chunk, that are replaced.
 
     Raises:
       ImportError: if Ray is not installed.
-      ValueError: if there is to be no worker, or no patience, or a negative number of failures.
+      ValueError: if `count`, `patience` or `max_failures` is out of range.
       ConnectionError: if there is no Ray cluster at the address.
     """
     if count < 1 or not patience > 0:
@@ -186,22 +187,22 @@ class RayWorkers:
     self.replaced = 0
     self._actors: dict[int, Any] = {}
     self._calls: dict[Any, _Call] = {}  # By Ray's reference of the result.
-    self._joins: set[int] = set()  # Workers that have been asked to join.
+    self._joins: set[int] = set()  # Workers with a pending join.
     self._num_ever = 0
     self._published: tuple[WeightsRef, int] | None = None
     for _ in range(count):
       self._start()
 
   def process_ids(self) -> list[int]:
-    """Returns the ids of the actors' processes, on whichever hosts; waits for their engines."""
+    """Returns the ids of the actors' processes, on any host; waits for their engines."""
     return self._ray.get([actor.process_id.remote() for actor in self._actors.values()])
 
   def put(self, data: bytes) -> Piece:
-    """Does `Workers.put`: in Ray's object store, until no weights name it any more."""
+    """Implements `Workers.put`: stores in Ray's object store until no weights refer to it."""
     return InRay(self._ray.put(np.frombuffer(data, np.uint8)))
 
   def load(self, weights: WeightsRef, policy_version: int) -> None:
-    """Does `Workers.load`: all begin at once, and answers of the rollout before are dropped."""
+    """Implements `Workers.load`: all load at once; replies of the previous rollout are dropped."""
     self._published = weights, policy_version
     self._calls.clear()
     self._joins.clear()
@@ -209,48 +210,48 @@ class RayWorkers:
       self.join(worker)
 
   def begin(self) -> None:
-    """Does `Workers.begin`; what a call of the rollout before brings is dropped."""
+    """Implements `Workers.begin`; results of the previous rollout's calls are dropped."""
     self._calls = {ref: call for ref, call in self._calls.items() if call.joins}
     for worker in self._actors:
       if worker not in self._joins:
         self.join(worker)
 
   def join(self, worker: int) -> None:
-    """Does `Workers.join`."""
+    """Implements `Workers.join`."""
     if worker in self._actors:
       self._joins.add(worker)
       reference = self._actors[worker].join.remote(self._published)
       self._await(worker, reference, joins=True)
 
   def check(self, worker: int, requests: Sequence[Request]) -> str:
-    """Does `Workers.check`."""
+    """Implements `Workers.check`."""
     return self._ray.get(self._actors[worker].check.remote(list(requests)))
 
   def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
-    """Does `Workers.send`."""
+    """Implements `Workers.send`."""
     self._await(worker, self._actors[worker].run.remote(list(orders), list(forget)), joins=False)
 
   def events(self, *, blocks: bool) -> Sequence[Event]:
-    """Does `Workers.events`."""
+    """Implements `Workers.events`."""
     found = self._arrived(0.0)
     is_last = False
     while blocks and not found and self._calls and not is_last:
       deadline = min(call.deadline for call in self._calls.values())
-      # Those that are overdue alone are waited for once more, for they may come back.
+      # If only overdue calls are left, wait for them once more, since they may still return.
       is_last = deadline == math.inf
       found = self._arrived(self._patience if is_last else max(0.0, deadline - time.monotonic()))
       found = found or self._overdue()
     return found
 
   def waits_for(self) -> str:
-    """Does `Workers.waits_for`."""
+    """Implements `Workers.waits_for`."""
     return (
       f"{len(self._actors)} of {self._num_ever} actors are left, of which none has answered in"
       f" {self._patience:g} s; {self._losses.in_a_row} were lost since a chunk ended last"
     )
 
   def close(self) -> None:
-    """Ends the actors, and Ray where this process has started it."""
+    """Ends the actors, and Ray if this process started it."""
     for actor in self._actors.values():
       self._ray.kill(actor)
     self._actors.clear()
@@ -261,7 +262,7 @@ class RayWorkers:
   def _start(self) -> None:
     number = self._num_ever
     self._num_ever += 1
-    # To an actor that asks for no GPU, Ray shows none.
+    # Ray hides all GPUs from an actor that requests none.
     num_gpus = min(1.0, self._ray.cluster_resources().get("GPU", 0.0))
     remote = self._ray.remote(num_cpus=1, num_gpus=num_gpus, max_restarts=0)(_Actor)
     self._actors[number] = remote.remote(self._make_worker, number)
@@ -274,14 +275,14 @@ class RayWorkers:
     if not self._calls:
       return []
     ready, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=seconds)
-    if ready and len(self._calls) > 1:  # And what has come with it.
+    if ready and len(self._calls) > 1:  # Also take other results that are ready.
       ready, _ = self._ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
     return [event for reference in ready for event in self._event(reference)]
 
   def _event(self, reference: Any) -> list[Event]:
     call = self._calls.pop(reference, None)
     if call is None:
-      return []  # Of an actor that is gone.
+      return []  # From a lost actor.
     worker = call.worker
     try:
       found = self._ray.get(reference)
@@ -299,7 +300,7 @@ class RayWorkers:
     self._calls = {ref: call for ref, call in self._calls.items() if call.worker != worker}
     self._joins.discard(worker)
     if actor is not None:
-      self._ray.kill(actor)  # One that raised lives on, and has a place that the next one needs.
+      self._ray.kill(actor)  # An actor that raised is still alive and occupies resources.
       if self._losses.lost():
         self.replaced += 1
         self._start()
@@ -318,7 +319,7 @@ class RayWorkers:
 
 
 def is_installed() -> bool:
-  """Whether the extra `seerjax[cluster]` is there."""
+  """Whether the extra `seerjax[cluster]` is installed."""
   return importlib.util.find_spec("ray") is not None
 
 
@@ -333,17 +334,17 @@ def _library() -> Any:
 
 
 def _check_answers(host: str, port: int) -> None:
-  """Refuses what listens somewhere and does not speak as Ray does.
+  """Raises if the service at an address does not behave like Ray.
 
   Raises:
-    OSError: saying what came.
+    OSError: with what was received.
   """
   with socket.create_connection((host, port), timeout=PATIENCE) as connection:
     if os.environ.get("RAY_USE_TLS", "0") != "0":
-      return  # It says nothing that we could read.
+      return  # The reply would be encrypted.
     try:
       connection.sendall(HTTP2_PREFACE)
-      found = connection.recv(9)  # The head of a frame: its length, then its type.
+      found = connection.recv(9)  # The frame header: length, then type.
     except TimeoutError:
       raise OSError(f"no answer in {PATIENCE:g} s") from None
   if len(found) < 4 or found[3] != SETTINGS:
@@ -356,13 +357,13 @@ def _connect(ray: Any, address: str, count: int) -> None:
   quiet = dict(log_to_driver=False, logging_level="ERROR")
   host, _, port = address.rpartition(":")
   try:
-    if host and port.isdigit():  # Else Ray itself tries for minutes.
+    if host and port.isdigit():  # Otherwise Ray itself retries for minutes.
       _check_answers(host, int(port))
     if address:
       ray.init(address=address, **quiet)
     else:
       ray.init(num_cpus=count, include_dashboard=False, **quiet)
-  except Exception as error:  # What Ray raises where it does not come up in time is of no kind.
+  except Exception as error:  # Ray raises various exceptions if it does not start in time.
     raise ConnectionError(
       f"RayWorkers.address: got {error} from {address or 'a cluster of its own'}, expected Ray;"
       " start it with `ray start --head`, or leave the address out to use this machine alone."

@@ -1,9 +1,9 @@
-"""What goes between the driver of a cluster and its workers: frozen, and without a JAX array.
+"""Records between the driver of a cluster and its workers: frozen, without JAX arrays.
 
     driver --ChunkOrder--> worker --ChunkResult--> driver        WorkerReport when a worker joins
 
-Any of them may be pickled and sent to another process. One that comes late or twice does no harm:
-an order names its chunk by a number that no other order has, and its result names it again.
+All are picklable. Late or duplicate records are harmless: each order has a unique chunk number,
+which its result repeats.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.pool import Store
 from seerjax.types import Completion, Request
 
-# Of a tensor in the tree of weights: names in dicts, places in lists.
+# Path of a tensor in the tree of weights: keys of dicts, indices of lists.
 Path = tuple[str | int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextDelta:
-  """What a worker lacks of the answer of a request that runs elsewhere.
+  """New tokens of a request that runs on another worker.
 
   Attributes:
-    request_id: of the request, whose group and prompt are those of the order that brings this.
-    start: tokens of the answer before these.
-    tokens: from there on.
+    request_id: the request; its group and prompt are those of the order that contains this record.
+    start: number of completion tokens before these.
+    tokens: tokens from there on.
   """
 
   request_id: str
@@ -38,12 +38,12 @@ class TextDelta:
 
 
 class Gone(NamedTuple):
-  """A request that a worker has known and need not any more.
+  """A request that a worker no longer needs.
 
   Attributes:
-    request_id: of it.
-    is_over: whether its answer is whole; else another worker runs it, and may ask the store for its
-      pages.
+    request_id: the request.
+    is_over: whether it is finished; otherwise another worker runs it, and may read its pages from
+      the store.
   """
 
   request_id: str
@@ -52,21 +52,19 @@ class Gone(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkOrder:
-  """Run this chunk.
+  """Order to run a chunk.
 
   Attributes:
-    chunk: number of the chunk, unlike that of any other order of its rollout.
-    request: whose chunk it is.
-    resume_from: the answer so far, None before the first chunk.
-    max_tokens: most tokens of the chunk.
-    instance: of the worker's own, that runs it.
-    kv: what the worker before it has exported of the request's pages, None if it exported nothing
-      or is the same.
-    texts: what its siblings have answered elsewhere, for drafts.
-    exports: whether its pages are put at the chunk's end where another worker finds them; not where
-      there is no other.
+    chunk: number of the chunk, unique within its rollout.
+    request: request of the chunk.
+    resume_from: completion so far; None before the first chunk.
+    max_tokens: maximum tokens of the chunk.
+    instance: index of the worker's instance to run it.
+    kv: pages that the previous worker exported; None if it exported nothing or is the same worker.
+    texts: completions of siblings on other workers, for drafts.
+    exports: whether to export the pages at the chunk's end for other workers; False if there are
+      none.
   """
-
   chunk: int
   request: Request
   resume_from: Completion | None
@@ -78,22 +76,22 @@ class ChunkOrder:
 
   @property
   def start(self) -> int:
-    """Tokens of the answer before the chunk."""
+    """Number of completion tokens before the chunk."""
     return 0 if self.resume_from is None else len(self.resume_from.tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkResult:
-  """What came of an order.
+  """Result of an order.
 
   Attributes:
     chunk: number of the order.
-    completion: the whole answer so far; it is over if it has a finish_reason.
-    busy_seconds: of the worker, from the moment it took the order.
-    kv: where its pages lie in the store that workers share; None without one, and of an answer that
-      is over.
-    drafted_tokens: that the worker has had verified since the result before, of any request.
-    accepted_tokens: of those.
+    completion: the whole completion so far; finished if it has a finish_reason.
+    busy_seconds: time since the worker received the order.
+    kv: location of the pages in the shared store; None without a store and for a finished
+      completion.
+    drafted_tokens: draft tokens verified by the worker since its last result, for any request.
+    accepted_tokens: how many of these were accepted.
   """
 
   chunk: int
@@ -106,21 +104,21 @@ class ChunkResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-  """What a worker is, and what it has done.
+  """Description and state of a worker.
 
   Attributes:
-    name: for people; workers may share one.
-    fingerprint: of its numerics, `numerics.fingerprint`.
-    identity: digest of numerics, model and layout of pages (`kv.values.Identity.fingerprint`).
-    weights: digest of the weights that it runs.
-    policy_version: of those.
-    key: of its sampling, as hexadecimal digits.
+    name: name for display; need not be unique.
+    fingerprint: numerics fingerprint, `numerics.fingerprint`.
+    identity: digest of numerics, model and page layout (`kv.values.Identity.fingerprint`).
+    weights: digest of the current weights.
+    policy_version: version of the current weights.
+    key: sampling key, as hexadecimal digits.
     page_size: positions of a page.
-    num_pages: that one of its instances can give out.
-    max_running: most chunks at once of one instance.
-    num_instances: of its mesh.
-    free_pages: by instance, those that nothing holds now.
-    counters: of its engine, by name; those of a tier as "tier.name".
+    num_pages: usable pages of each instance.
+    max_running: maximum simultaneous chunks of each instance.
+    num_instances: instances of its mesh.
+    free_pages: free pages by instance.
+    counters: counters of its engine by name; those of a tier as "tier.name".
   """
 
   name: str
@@ -142,30 +140,30 @@ class WorkerReport:
 
 @runtime_checkable
 class Piece(Protocol):
-  """Bytes that lie somewhere until a worker reads them; it may be pickled."""
+  """Bytes stored somewhere until a worker reads them; picklable."""
 
   def read(self, store: Store | None) -> Any:
-    """Returns the bytes, as something that has a buffer of them.
+    """Returns the bytes, as an object that supports the buffer protocol.
 
     Args:
-      store: of the process that reads.
+      store: KV store of the reading process.
 
     Raises:
-      ConnectionError: if they are not there.
+      ConnectionError: if the bytes are missing.
     """
     ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorRef:
-  """Where a tensor of published weights lies.
+  """Location of a tensor of published weights.
 
   Attributes:
-    path: in the tree of weights.
-    shape: of it.
-    dtype: of it, by name.
-    sha256: of its bytes, as hexadecimal digits.
-    pieces: of its bytes, in order.
+    path: path in the tree of weights.
+    shape: shape.
+    dtype: name of the dtype.
+    sha256: SHA-256 of its bytes, as hexadecimal digits.
+    pieces: pieces of its bytes, in order.
   """
 
   path: Path
@@ -176,16 +174,16 @@ class TensorRef:
 
   @property
   def name(self) -> str:
-    """The path, for people."""
+    """The path as text, for display."""
     return "/".join(map(str, self.path))
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightsRef:
-  """Where all tensors of published weights lie, and what they are.
+  """Locations and digests of all tensors of published weights.
 
   Attributes:
-    tensors: in the order of their paths.
+    tensors: ordered by path.
   """
 
   tensors: tuple[TensorRef, ...]
@@ -197,7 +195,7 @@ class WeightsRef:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-# What all workers of a rollout must have in common, and what to do about one that has not.
+# Fields that must be equal for all workers of a rollout, and the remedy for a difference.
 SHARED = {
   "fingerprint": "run it with the others' numerics, version of JAX and kind of device",
   "policy_version": "give its engine the weights of the others (Engine.set_params)",
@@ -209,10 +207,10 @@ SHARED = {
 
 
 def difference(expected: WorkerReport, found: WorkerReport) -> str:
-  """Returns the first thing in which a worker may not differ from others and does; "" if none."""
+  """Returns a message on the first field of `SHARED` that differs; "" if none does."""
   for field, fix in SHARED.items():
     was, now = getattr(expected, field), getattr(found, field)
-    if field == "fingerprint":  # What differs in it alone, and no digest of it.
+    if field == "fingerprint":  # Show only the entries that differ, without the digest.
       names = {name for name in {*was, *now} - {"digest"} if was.get(name) != now.get(name)}
       was, now = ({name: one.get(name) for name in sorted(names)} for one in (was, now))
     if was != now:
@@ -220,16 +218,16 @@ def difference(expected: WorkerReport, found: WorkerReport) -> str:
   return ""
 
 
-# What a driver hears of its workers.
+# Events for the driver.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Joined:
-  """A worker is there, and holds no request.
+  """A worker is ready and has no requests.
 
   Attributes:
-    worker: number of it.
-    report: what it is.
+    worker: number of the worker.
+    report: its description.
   """
 
   worker: int
@@ -238,11 +236,11 @@ class Joined:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answered:
-  """A worker has come back from `Worker.run`.
+  """A worker has returned from `Worker.run`.
 
   Attributes:
-    worker: number of it.
-    results: of the chunks that ended.
+    worker: number of the worker.
+    results: results of the ended chunks.
   """
 
   worker: int
@@ -251,11 +249,11 @@ class Answered:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lost:
-  """A worker died, failed, or has not answered in time.
+  """A worker died, failed, or timed out.
 
   Attributes:
-    worker: number of it.
-    reason: for people.
+    worker: number of the worker.
+    reason: reason for display.
   """
 
   worker: int

@@ -1,11 +1,11 @@
-"""Weights on their way from the trainer to the workers: tensor by tensor, each with its SHA-256.
+"""Transfers weights from the trainer to the workers: tensor by tensor, each with its SHA-256.
 
-    compute_params -> pieces of publish_bytes -> where they lie -> a worker's tensor -> its engine
-          SHA-256 of each tensor ---------------- compared with ----^ what lies on its devices
+    compute_params -> pieces of publish_bytes -> piece storage -> a worker's tensor -> its engine
+          SHA-256 of each tensor ---------------- compared with ----^ the bytes on its devices
 
-A piece is read by whichever process has its description: one that is `Held` goes along with it, one
-`InStore` lies in the store of pages, and Ray's are `ray_workers.InRay`. Trainer and worker have one
-piece in memory beside the weights, and where devices have memory of their own, a tensor.
+Any process with the description of a piece can read it: `Held` contains the bytes, `InStore` refers
+to the KV store, and `ray_workers.InRay` to Ray's object store. In addition to the weights, trainer
+and worker hold one piece in memory, and one tensor if devices have separate memory.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from seerjax.models import parameters
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-  """A piece that is sent along with its description."""
+  """A piece that is sent together with its description."""
 
   data: bytes
 
   def read(self, store: Store | None) -> bytes:
-    """Does `Piece.read`."""
+    """Implements `Piece.read`."""
     return self.data
 
 
 @dataclasses.dataclass(frozen=True)
 class InStore:
-  """A piece that lies in the store of pages, under the key of its content."""
+  """A piece in the KV store, under a key derived from its contents."""
 
   key: str
 
   def read(self, store: Store | None) -> bytes:
-    """Does `Piece.read`."""
+    """Implements `Piece.read`."""
     found = None if store is None else store.get(self.key)
     if found is None:
       where = "no store" if store is None else f"nothing of the key {self.key!r} in its store"
@@ -56,17 +56,17 @@ class InStore:
 
 
 class StoreDoor:
-  """Puts pieces into a store, and takes out those of weights that were replaced."""
+  """Puts pieces into a store, and removes those of replaced weights."""
 
   def __init__(self, store: Store):
     self._store = store
     self._keys: set[str] = set()
 
   def put(self, data: bytes) -> InStore:
-    """Keeps a piece.
+    """Stores a piece.
 
     Raises:
-      ConnectionError: if the store has no room for it.
+      ConnectionError: if the store is full.
     """
     key = f"weights/{hashlib.sha256(data).hexdigest()}"
     if key not in self._keys and not self._store.put(key, data):
@@ -78,7 +78,7 @@ class StoreDoor:
     return InStore(key)
 
   def keep_only(self, weights: WeightsRef) -> None:
-    """Removes all pieces but those of `weights`, which all workers have loaded."""
+    """Removes all pieces except those of `weights`, which all workers must have loaded."""
     pieces = itertools.chain(*(tensor.pieces for tensor in weights.tensors))
     kept = {piece.key for piece in pieces if isinstance(piece, InStore)}
     for key in self._keys - kept:
@@ -92,15 +92,15 @@ def publish(
   *,
   publish_bytes: int = parallel.PIECE_BYTES,
 ) -> WeightsRef:
-  """Puts weights where workers can read them.
+  """Stores weights where workers can read them.
 
   Args:
-    params: `parameters.compute_params`, of this process's devices.
-    put: keeps a piece, `Workers.put` or `StoreDoor.put`.
-    publish_bytes: of a piece.
+    params: result of `parameters.compute_params`, on this process's devices.
+    put: stores a piece: `Workers.put` or `StoreDoor.put`.
+    publish_bytes: size of a piece.
 
   Raises:
-    ValueError: if a piece is to have no byte.
+    ValueError: if `publish_bytes` is below 1.
   """
   if publish_bytes < 1:
     raise ValueError(
@@ -126,16 +126,16 @@ def publish(
 def received(
   weights: WeightsRef, mesh: jax.sharding.Mesh, store: Store | None = None
 ) -> parameters.Params:
-  """Returns published weights on a mesh, as `Engine.set_params` takes them.
+  """Returns published weights on a mesh, in the form for `Engine.set_params`.
 
   Args:
-    weights: of `publish`.
-    mesh: of the engine.
-    store: of this process, for pieces that lie in one.
+    weights: result of `publish`.
+    mesh: mesh of the engine.
+    store: KV store of this process, for pieces in one.
 
   Raises:
     ConnectionError: if a piece cannot be read.
-    ValueError: if a tensor's bytes on the devices are not those that the trainer published.
+    ValueError: if a tensor's bytes on the devices differ from those that were published.
   """
   layout = _tree(
     {
@@ -164,7 +164,7 @@ def received(
 
 
 def _read(tensor: TensorRef, store: Store | None) -> np.ndarray:
-  """Returns a tensor in host memory; bytes that are missing stay zero, which its digest tells."""
+  """Reads a tensor into host memory; missing bytes stay zero, which its digest will reveal."""
   whole = np.zeros(tensor.shape, jnp.dtype(tensor.dtype))
   target, start = whole.reshape(-1).view(np.uint8), 0
   for piece in tensor.pieces:
@@ -175,7 +175,7 @@ def _read(tensor: TensorRef, store: Store | None) -> np.ndarray:
 
 
 def _bytes_of(leaf: Any) -> np.ndarray:
-  """Returns an array's bytes, u8[n], in its order; those of a CPU's array are not copied."""
+  """Returns an array's bytes, u8[n], in order; without a copy for a CPU array."""
   return np.ascontiguousarray(jax.device_get(leaf)).reshape(-1).view(np.uint8)
 
 
@@ -186,7 +186,7 @@ def _path(path: Any) -> Path:
 
 
 def _tree(leaves: dict[Path, Any]) -> Any:
-  """Returns the tree of leaves by their paths: dicts where these have names, lists for numbers."""
+  """Builds a tree from leaves by path: dicts for names, lists for indices."""
   if () in leaves:
     return leaves[()]
   children: dict[str | int, dict[Path, Any]] = {}

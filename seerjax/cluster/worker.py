@@ -1,10 +1,11 @@
-"""A worker of a cluster: one engine that runs the chunks which it is ordered to.
+"""A worker of a cluster: one engine that runs chunks on order.
 
-    run: forget, take orders -> steps of the engine until a chunk ends -> what has ended
+    run: drop requests, take orders -> engine steps until a chunk ends -> ended chunks
 
-Chunks that have not ended continue with the next `run`. Between two chunks of a request the worker
-keeps its pages as long as it has room, so that the next chunk need not compute them again. Where
-its engine has a store, which workers share, it puts a copy there for the worker that may come next.
+Chunks that have not ended continue in the next `run`. Between two chunks of a request the worker
+keeps its pages while there is room, so that the next chunk need not recompute them. If its engine
+has a store shared by the workers, it also exports a copy for the worker that may run the next
+chunk.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ from seerjax.types import Completion, Request
 
 @runtime_checkable
 class Worker(Protocol):
-  """Runs chunks. Whatever it raises makes the driver count it as lost."""
+  """Runs chunks. The driver treats a worker that raises as lost."""
 
   def load(self, weights: WeightsRef, policy_version: int) -> str:
-    """Forgets every request, and runs published weights from now on.
+    """Drops all requests and switches to published weights.
 
     Returns:
-      Digest of what the engine runs; that of `weights`.
+      The digest of the engine's weights, equal to that of `weights`.
     """
     ...
 
   def join(self) -> WorkerReport:
-    """Forgets every request, and says what this worker is."""
+    """Drops all requests and returns a description of the worker."""
     ...
 
   def check(self, requests: Sequence[Request]) -> str:
-    """Returns why the worker could never answer one of the requests; "" if it can answer all."""
+    """Returns why the worker cannot run one of the requests; "" if it can run all."""
     ...
 
   def run(
     self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
-    """Takes orders, and works until a chunk ends, of these or of those before.
+    """Takes orders, and works until any chunk ends.
 
     Args:
-      orders: of requests none of whose chunks run here.
-      forget: requests that another worker runs, or that are over.
+      orders: chunks of requests that have no running chunk here.
+      forget: requests that another worker runs, or that are finished.
 
     Returns:
-      The chunks that have ended; none if there is none to be run.
+      The ended chunks; empty if there is nothing to run.
     """
     ...
 
   def report(self) -> WorkerReport:
-    """Says what this worker is and has done; nothing is forgotten."""
+    """Returns a description of the worker, without dropping anything."""
     ...
 
 
@@ -72,13 +73,13 @@ class _Running:
 
 
 class EngineWorker:
-  """The worker of an engine, which nothing else may use meanwhile."""
+  """A worker that owns an engine exclusively."""
 
   def __init__(self, engine: Engine, *, name: str = "worker"):
-    """Takes the engine.
+    """Wraps the engine.
 
     Raises:
-      ValueError: if it is busy.
+      ValueError: if the engine has unfinished requests.
     """
     if engine.num_unfinished:
       raise ValueError(
@@ -88,22 +89,22 @@ class EngineWorker:
     self.engine = engine
     self.name = name
     self._running: dict[str, _Running] = {}
-    self._held: set[str] = set()  # Requests that the engine knows, running ones included.
-    # Drafted tokens that results have told of, and accepted ones.
+    self._held: set[str] = set()  # Requests known to the engine, including running ones.
+    # Numbers of drafted and accepted tokens that earlier results reported.
     self._drafts = engine.counters.drafted_tokens, engine.counters.accepted_tokens
-    # Digests of weights that were loaded, and of them in the engine; None while there are none.
+    # Digests of the loaded weights and of the engine's; None while there are no valid weights.
     self._digests: tuple[str, str] | None = "", ""
 
   def load(self, weights: WeightsRef, policy_version: int) -> str:
-    """Does `Worker.load`; the weights before are freed first.
+    """Implements `Worker.load`; frees the previous weights first.
 
     Raises:
-      ConnectionError: if the weights are not where they were published.
-      ValueError: if they are not what was published, or not the model's. There are none then, and
-        `join` says so until others are loaded.
+      ConnectionError: if the weights are missing from their location.
+      ValueError: if they differ from what was published, or do not fit the model. The worker then
+        has no weights, and `join` raises until others are loaded.
     """
     engine = self.engine
-    # The engine may have been given others since.
+    # The engine's weights may have been replaced since.
     is_there = self._digests == (weights.digest, self._engine_digest())
     if is_there and engine.policy_version == policy_version:
       return weights.digest
@@ -116,10 +117,10 @@ class EngineWorker:
     return weights.digest
 
   def join(self) -> WorkerReport:
-    """Does `Worker.join`.
+    """Implements `Worker.join`.
 
     Raises:
-      ValueError: if weights were not loaded to their end.
+      ValueError: if loading weights did not complete.
     """
     if self._digests is None:
       raise ValueError(
@@ -130,7 +131,7 @@ class EngineWorker:
     return self.report()
 
   def check(self, requests: Sequence[Request]) -> str:
-    """Does `Worker.check`."""
+    """Implements `Worker.check`."""
     try:
       for request in requests:
         self.engine.check(request)
@@ -139,7 +140,7 @@ class EngineWorker:
     return ""
 
   def report(self) -> WorkerReport:
-    """Does `Worker.report`."""
+    """Implements `Worker.report`."""
     engine = self.engine
     identity = engine.memory.kv_pool.identity_of()
     counters: dict[str, float] = {}
@@ -166,7 +167,7 @@ class EngineWorker:
   def run(
     self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
   ) -> Sequence[ChunkResult]:
-    """Does `Worker.run`."""
+    """Implements `Worker.run`."""
     for gone in forget:
       self._forget(gone.request_id)
       if gone.is_over:
@@ -210,7 +211,7 @@ class EngineWorker:
         )
     name, begin = request.request_id, time.perf_counter()
     if name in self._held and not self._stands_at(name, order.start):
-      self._forget(name)  # It has gone on elsewhere.
+      self._forget(name)  # It has progressed on another worker.
     is_here = name in self._held
     home = engine.instance_of(name) if is_here else order.instance
     held = engine.held_pages(name) if is_here and home == order.instance else 0
@@ -232,12 +233,12 @@ class EngineWorker:
     self._running[name] = _Running(order, begin)
 
   def _stands_at(self, request_id: str, start: int) -> bool:
-    """Returns whether a request waits here for the chunk that begins at token `start`."""
+    """Returns whether a request is paused here exactly at token `start`."""
     is_paused = request_id in self.engine.poll_paused()
     return is_paused and len(self.engine.progress(request_id).tokens) == start
 
   def _make_room(self, instance: int, num_pages: int, keep: str) -> None:
-    """Lets waiting requests' pages leave an instance, longest waiting first."""
+    """Displaces waiting requests' pages from an instance, longest waiting first."""
     engine = self.engine
     for request_id in engine.poll_paused():
       if engine.free_pages(instance) - engine.awaited_pages(instance) >= num_pages:

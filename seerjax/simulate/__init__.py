@@ -1,1 +1,1 @@
-"""A cluster on paper: the rollout's own scheduler, driven by a cost model and a clock."""
+"""A simulated cluster: the real rollout scheduler, driven by a cost model and a simulated clock."""

@@ -1,9 +1,9 @@
-"""What gives up on-policy data for time: one step off, and partial rollouts.
+"""Simulates off-policy baselines: one step off, and partial rollouts.
 
     synchronous     rollout of step k, then training on it, on all devices
     one step off    rollout of step k + 1 on some devices, during training on step k on the others
-    partial         more groups are begun than needed; once enough are whole the others wait, with
-                    their tokens, for the next step and its other weights
+    partial         more groups are started than needed; once enough are complete, the others keep
+                    their tokens and continue in the next step under its new weights
 
 Source: arXiv 2511.14617v3, section 4.4 (partial rollout as in APRIL, 2x); TailSieve and others for
 one step off.
@@ -22,12 +22,12 @@ from seerjax.simulate import cluster, workloads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-  """What one step of training costs, and how old its data is.
+  """Cost of one training step, and age of its data.
 
   Attributes:
-    seconds: of rollout and training together.
-    stale_share: of the tokens that it learns from, sampled by other weights than it trains.
-    mean_tokens: of the responses that it learns from.
+    seconds: rollout and training together.
+    stale_share: share of the trained tokens that were sampled from older weights.
+    mean_tokens: mean length of the trained responses.
   """
 
   seconds: float
@@ -36,13 +36,13 @@ class Step:
 
 
 def training_seconds(workload: workloads.Workload) -> float:
-  """Returns the time outside the rollout in an iteration of the baseline, on all devices."""
+  """Returns the time outside the rollout in the baseline's iteration, on all devices."""
   share = workload.rollout_share
   return workload.published.baseline_seconds * (1 - share) / share
 
 
 def synchronous(workload: workloads.Workload, policy: policies.SchedulerConfig, seed: int) -> Step:
-  """Returns a step of the plain loop."""
+  """Returns a step of the synchronous loop."""
   lengths = workload.lengths(seed)
   result = cluster.Simulation(
     workload.cluster(), policy, lengths, max_tokens=workload.max_tokens
@@ -60,9 +60,9 @@ def one_step_off(
   seed: int,
   shares: Sequence[float] = (0.5, 0.625, 0.75, 0.875),
 ) -> Step:
-  """Returns a step at the best of some shares of the instances for the rollout.
+  """Returns a step with the best of several shares of the instances for the rollout.
 
-  Training on a part of the devices takes as much longer; every token is one step old.
+  Training on a part of the devices takes proportionally longer; every token is one step old.
   """
   lengths = workload.lengths(seed)
   best = np.inf
@@ -81,16 +81,16 @@ def partial(
   seeds: Sequence[int],
   begun: float = 2.0,
 ) -> list[Step]:
-  """Returns a step for each seed, one after the other; what is left over is continued in the next.
+  """Returns one step per seed, in sequence; unfinished groups continue in the next step.
 
   Args:
-    workload: of which `num_groups` whole groups make a step.
-    policy: of the scheduler.
-    seeds: of the lengths of fresh groups.
-    begun: groups begun, in multiples of those needed; at least 1.
+    workload: a step needs `num_groups` complete groups.
+    policy: scheduling policy.
+    seeds: seeds of the lengths of new groups.
+    begun: number of groups started, relative to those needed; at least 1.
 
   Raises:
-    ValueError: if fewer are begun than needed.
+    ValueError: if `begun` is below 1.
   """
   if begun < 1:
     raise ValueError(f"partial: got begun={begun}, expected at least 1; 2 is APRIL's.")

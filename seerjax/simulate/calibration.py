@@ -1,9 +1,9 @@
-"""Fits a workload's free parameters to what was published of the baseline, and to nothing else.
+"""Fits a workload's free parameters to the published results of the baseline only.
 
-Newton's method on the logarithms: parameters and targets are positive, and errors relative.
+Newton's method on logarithms: parameters and targets are positive, and errors relative.
 
     Workload.free: two or three of fixed_seconds, sigma, memory_share
-      -> total seconds, tail share [, preemptions a request, where published]
+      -> total seconds, tail share [, preemptions per request, where published]
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from seerjax.rollout import policies
 from seerjax.simulate import cluster
 from seerjax.simulate.workloads import Workload
 
-_DIFFERENCE = 0.04  # Of a logarithm: wide, since preemptions jump.
-_MOST_CHANGE = 0.3  # Of a logarithm in one step.
+_DIFFERENCE = 0.04  # Step of a logarithm for slopes; large, since preemptions are discontinuous.
+_MOST_CHANGE = 0.3  # Maximum change of a logarithm per iteration.
 
 
 def baseline_columns(workload: Workload, seeds: Sequence[int]) -> dict[str, float]:
-  """Returns what the baseline takes: seconds, tail share, preemptions a request; seeds' mean."""
+  """Returns the baseline's seconds, tail share and preemptions per request; mean over seeds."""
   results = []
   for seed in seeds:
     sampled = workload.lengths(seed)
@@ -36,7 +36,7 @@ def baseline_columns(workload: Workload, seeds: Sequence[int]) -> dict[str, floa
 
 
 def targets(workload: Workload) -> dict[str, float]:
-  """Returns the published columns of the baseline, by the names of `baseline_columns`."""
+  """Returns the published results of the baseline, with the names of `baseline_columns`."""
   published = workload.published
   found = {"seconds": published.baseline_seconds, "tail_share": published.tail_share}
   if published.preemptions is not None:
@@ -51,10 +51,10 @@ def fit(
   num_steps: int = 6,
   on_step: Callable[[Workload, dict[str, float]], None] = lambda workload, columns: None,
 ) -> Workload:
-  """Returns the workload with the fitted parameters of least error that Newton's method met.
+  """Returns the workload with the best parameters that Newton's method found.
 
   Raises:
-    ValueError: if there are not as many free parameters as published columns.
+    ValueError: if the numbers of free parameters and of published results differ.
   """
   aims = targets(workload)
   names = workload.free
@@ -75,7 +75,7 @@ def fit(
     slopes = np.zeros((len(aims), len(names)))
     for i in range(len(names)):
       moved = values.copy()
-      # Downwards, as the memory's share may not exceed 1.
+      # Downwards, because memory_share must not exceed 1.
       moved[i] -= _DIFFERENCE
       slopes[:, i] = errors - _errors(baseline_columns(_with(workload, names, moved), seeds), aims)
     change = np.linalg.lstsq(slopes / _DIFFERENCE, -errors, rcond=None)[0]

@@ -1,14 +1,14 @@
-"""Runs one rollout on a simulated cluster, with the scheduler that the real one runs.
+"""Simulates one rollout on a cluster, with the scheduler of real rollouts.
 
     event (a chunk ends | pages run out | KV arrives) -> buffer -> scheduler.next ... -> events
 
-Each instance decodes its batch in steps; a step takes `CostModel.step_seconds`, and adds a token to
-each request, or more with speculation. Between two events nothing changes but the context, so that
-many steps are taken at once: their sum is a quadratic of their number. A request joins an instance
-at the end of the step under way.
+Each instance decodes its batch in steps. A step takes `CostModel.step_seconds` and adds one token
+to each request, or more with speculation. Between two events only the context changes, so many
+steps are taken at once: their total time is quadratic in their number. A request joins an instance
+at the end of the current step.
 
-What is left out: ends of steps across instances do not wait for one another, prefill stalls the
-instance's decoding, transfers over the network overlap with decoding (only the request waits).
+Simplifications: instances do not wait for each other at the end of steps, prefill stalls an
+instance's decoding, and network transfers overlap with decoding (only the request waits).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from seerjax.rollout import (
 from seerjax.rollout.buffer import State
 from seerjax.simulate import costs, speculation as speculation_lib
 
-_ALMOST = 1e-6  # Of a token: sums of fractions reach a whole number only nearly.
+_ALMOST = 1e-6  # Tolerance in tokens, because sums of fractions are inexact.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-  """The machines of a rollout.
+  """Configuration of the machines of a rollout.
 
   Attributes:
-    num_instances: equal instances.
-    costs: of one.
-    max_running: most requests in flight on one.
+    num_instances: number of equal instances.
+    costs: cost model of one instance.
+    max_running: maximum running requests per instance.
     page_size: positions of a page.
-    prompt_tokens: of every prompt.
+    prompt_tokens: length of every prompt.
   """
 
   num_instances: int
@@ -62,12 +62,12 @@ class ClusterConfig:
 
   @property
   def num_pages(self) -> int:
-    """Returns how many pages an instance has."""
+    """Number of pages of an instance."""
     return self.costs.kv_tokens // self.page_size
 
 
 class ChunkRecord(NamedTuple):
-  """One chunk as it ran: a bar of the Gantt chart."""
+  """One chunk that was run: a bar of the Gantt chart."""
 
   request_id: str
   instance: int
@@ -78,21 +78,21 @@ class ChunkRecord(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Result:
-  """What a simulated rollout took.
+  """Result of a simulated rollout.
 
   Attributes:
-    total_seconds: until the last request finished, or the rollout was stopped.
-    finish_seconds: f64[n] of the requests that finished, ascending.
-    busy_seconds: f64[instances] spent on steps and prefill.
-    generated_tokens: by all.
-    generated: tokens by request id, of all that were begun or waited.
-    num_steps: of all instances.
-    num_preemptions: whose KV was computed again.
-    num_chunks: decisions that were taken.
-    pulled_bytes: of KV between instances.
-    spilled_bytes: of KV to the host and back.
-    mean_accepted: tokens a request and step.
-    chunks: as they ran.
+    total_seconds: time until the last request finished, or the rollout was stopped.
+    finish_seconds: f64[n], finishing times of the finished requests, ascending.
+    busy_seconds: f64[instances], time spent on steps and prefill.
+    generated_tokens: total generated tokens.
+    generated: tokens by request id, of all requests, finished or not.
+    num_steps: steps of all instances.
+    num_preemptions: number of requests whose KV had to be recomputed.
+    num_chunks: number of decisions.
+    pulled_bytes: bytes of KV moved between instances.
+    spilled_bytes: bytes of KV moved to the host and back.
+    mean_accepted: tokens per request and step.
+    chunks: all chunks.
   """
 
   total_seconds: float
@@ -110,13 +110,13 @@ class Result:
 
   @property
   def tail_seconds(self) -> float:
-    """Returns the time spent on the last tenth of the requests alone."""
+    """Time in which only the last tenth of the requests were left."""
     place = math.ceil(0.9 * len(self.finish_seconds)) - 1
     return float(self.finish_seconds[-1] - self.finish_seconds[place])
 
   @property
   def idle_share(self) -> float:
-    """Returns the part of the instances' time in which they had nothing to do."""
+    """Share of the instances' time in which they were idle."""
     return float(1 - self.busy_seconds.mean() / self.total_seconds)
 
 
@@ -124,15 +124,15 @@ class Simulation:
   """One rollout; call `run` once.
 
   Args:
-    cluster: where.
-    policy: of the scheduler.
-    lengths: i64[g, n] true lengths, of group g's member n; what a request has generated when it
+    cluster: configuration of the machines.
+    policy: scheduling policy.
+    lengths: i64[g, n], true length of member n of group g: the tokens it has generated when it
       ends.
-    max_tokens: most generated tokens, which the scheduler knows.
-    speculation: drafts, or None.
-    generated: i64[g, n] tokens that an earlier iteration left, without KV, all of them where a
-      request is finished; None for 0.
-    stop_after_groups: stop once so many groups are whole; None runs to the end.
+    max_tokens: maximum number of generated tokens, which the scheduler knows.
+    speculation: configuration of drafts, or None.
+    generated: i64[g, n], tokens from an earlier iteration, without KV; equal to `lengths` for
+      finished requests. None for 0.
+    stop_after_groups: stop once this many groups are complete; None runs to the end.
   """
 
   def __init__(
@@ -188,8 +188,8 @@ class Simulation:
     self._machines = [_Machine(cluster, speculation, chances) for _ in range(cluster.num_instances)]
     self._events: list[tuple[float, int, int, int, int]] = []
     self._num_events = 0
-    self._decisions: dict[int, tuple[instances_lib.Decision, float]] = {}  # Of what runs.
-    self._spilled: set[int] = set()  # Waiting requests whose KV went to the host.
+    self._decisions: dict[int, tuple[instances_lib.Decision, float]] = {}  # Of running requests.
+    self._spilled: set[int] = set()  # Waiting requests with KV on the host.
     self._finished_in_group = group_size - is_left.sum(1)
     self._num_whole_groups = int((self._finished_in_group == group_size).sum())
     self._finish_seconds: list[float] = []
@@ -197,7 +197,7 @@ class Simulation:
     self._pulled_tokens = self._spilled_tokens = 0
 
   def run(self) -> Result:
-    """Returns what the rollout took."""
+    """Runs the rollout and returns the result."""
     before = sum(item.generated for item in self._items)
     now = 0.0
     self._schedule(now, set())
@@ -211,7 +211,7 @@ class Simulation:
         self._end_segment(place, now)
     generated = {item.request_id: item.generated for item in self._items}
     for machine in self._machines:
-      machine.advance_to(now)  # Where a rollout is stopped, others are amid their work.
+      machine.advance_to(now)  # If a rollout is stopped, the others are in the middle of a segment.
       for index, done in zip(machine.index.tolist(), machine.done.tolist()):
         generated[self._items[index].request_id] = int(done + _ALMOST)
     tokens = sum(generated.values()) - before
@@ -232,7 +232,7 @@ class Simulation:
     )
 
   def _schedule(self, now: float, changed: set[int]) -> None:
-    """Starts all that can start; then plans the instances in `changed` and those it gave work."""
+    """Starts everything possible, then plans the instances in `changed` and those with new work."""
     while (decision := self._scheduler.next(self._view)) is not None:
       item = self._buffer[decision.request_id]
       wait = self._cluster.costs.peer_seconds(decision.pull_tokens)
@@ -262,7 +262,7 @@ class Simulation:
     machine.add(index, item.generated, end)
 
   def _plan(self, place: int) -> None:
-    """Plans an instance's next event: the first end of a chunk, or that pages run out."""
+    """Plans an instance's next event: the first end of a chunk, or running out of pages."""
     machine = self._machines[place]
     machine.stamp += 1
     self._count_pages(place)
@@ -275,7 +275,7 @@ class Simulation:
     self._push(machine.clock + machine.duration(machine.segment_steps), place, machine.stamp)
 
   def _count_pages(self, place: int) -> None:
-    """Where nothing is reserved, an instance's pages are those that its next step holds."""
+    """Without reservation, sets an instance's free pages to those left after its next step."""
     if self._preempts:
       taken = self._machines[place].pages_of_step(1)
       self._view.see(place, free_pages=self._cluster.num_pages - taken)
@@ -314,7 +314,7 @@ class Simulation:
       self._num_whole_groups += bool(self._finished_in_group[group] == self._group_size)
 
   def _preempt(self, place: int) -> None:
-    """Takes the requests that were admitted last off an instance, until the next step fits."""
+    """Preempts the most recently admitted requests of an instance until the next step fits."""
     machine = self._machines[place]
     while machine.pages_of_step(1) > self._cluster.num_pages:
       index = int(machine.index[-1])
@@ -334,16 +334,16 @@ class Simulation:
 
 
 class _Machine:
-  """An instance amid its work; the last of `index` was admitted last.
+  """State of an instance; the last of `index` was admitted last.
 
   Attributes:
     clock: end of the last step taken, in seconds.
-    index: i64[n] requests.
-    done: f64[n] tokens generated.
-    end: f64[n] tokens at which their chunks end.
-    rate: f64[n] tokens of a step.
-    segment_steps: until the next event.
-    stamp: counts plans; an event of an older one is stale.
+    index: i64[n], requests.
+    done: f64[n], tokens generated.
+    end: f64[n], tokens at which their chunks end.
+    rate: f64[n], tokens per step.
+    segment_steps: steps until the next event.
+    stamp: number of plans; an event with an older one is stale.
   """
 
   def __init__(
@@ -361,7 +361,7 @@ class _Machine:
     self.done, self.end, self.rate = np.zeros(0), np.zeros(0), np.zeros(0)
     self.segment_steps = 0
     self.stamp = 0
-    self._step = self._slope = 0.0  # Seconds of the next step, and what each adds to the one after.
+    self._step = self._slope = 0.0  # Seconds of the next step, and their increase per step.
 
   def add(self, index: int, done: int, end: int) -> None:
     self.index = np.append(self.index, index)
@@ -374,7 +374,7 @@ class _Machine:
     self.end, self.rate = self.end[mask], self.rate[mask]
 
   def set_rates(self, finished_siblings: np.ndarray) -> None:
-    """Chooses the draft's length, and with it tokens and seconds of a step."""
+    """Chooses the draft length, which determines tokens and seconds of a step."""
     model, batch = self._cluster.costs, len(self.index)
     context = float(self.done.sum()) + batch * self._cluster.prompt_tokens
     if self._speculation is None or self._chances is None:
@@ -402,13 +402,13 @@ class _Machine:
     self.segment_steps -= steps
 
   def advance_to(self, when: float) -> None:
-    """Takes steps until the clock has reached `when`; an idle instance waits."""
+    """Takes steps until the clock reaches `when`; an idle instance waits."""
     if not len(self.index):
       self.clock = max(self.clock, when)
       return
     gap = when - self.clock
     if gap > 0:
-      # The root of duration(steps) = gap; rounding may put it one off.
+      # The root of duration(steps) = gap; rounding may be off by one.
       linear = self._step - self._slope / 2
       steps = int(2 * gap / (linear + math.sqrt(linear * linear + 2 * self._slope * gap)))
       steps = max(steps - 1, 0)
@@ -424,12 +424,12 @@ class _Machine:
     return max(math.ceil(float(((self.end - self.done) / self.rate).min()) - _ALMOST), 0)
 
   def pages_of_step(self, steps: int) -> int:
-    """Returns the pages that the batch holds once it has taken so many more steps."""
+    """Returns the pages of the batch after `steps` more steps."""
     positions = self._cluster.prompt_tokens + self.done + steps * self.rate - self.rate
     return int(np.ceil(positions / self._cluster.page_size - _ALMOST).sum())
 
   def steps_within(self, num_pages: int) -> int:
-    """Returns how many of the segment's steps fit into so many pages."""
+    """Returns how many of the segment's steps fit into `num_pages`."""
     low, high = 0, self.segment_steps
     if self.pages_of_step(high) <= num_pages:
       return high

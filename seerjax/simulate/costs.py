@@ -1,12 +1,12 @@
-"""What a step costs: seconds by batch, context and verified tokens; and what moving KV costs.
+"""Cost model: seconds of a step by batch, context and verified tokens, and of moving KV.
 
     rows    = batch * (1 + draft_tokens)
     step    = fixed + max(weights / bandwidth, rows * operations / speed)
               + max(kv_bytes * context / bandwidth, attention * context * rows / batch / speed)
-              (times 1 + draft_overhead, where there are drafts)
-    weights = all * (1 - (1 - active / all) ** rows)    (of experts, those that some row meets)
+              (times 1 + draft_overhead, if there are drafts)
+    weights = all * (1 - (1 - active / all) ** rows)    (for experts: those that any row uses)
 
-Source: the roofline; experts as independent draws. Constants of the hardware are the maker's, times
+Source: the roofline model; experts as independent draws. Hardware constants are the vendor's, times
 an efficiency.
 """
 
@@ -19,23 +19,23 @@ from seerjax import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CostModel:
-  """One instance: its model on its devices.
+  """Cost model of one instance: a model on its devices.
 
   Attributes:
-    num_devices: of the instance.
-    device_bytes: memory of one.
-    device_bandwidth: bytes/s of its memory, as reached.
-    device_speed: operations/s, as reached in decoding and prefill.
-    weight_bytes: of all parameters.
-    resident_bytes: that they take on all devices together, copies included.
-    active_bytes: of the parameters that one token meets; `weight_bytes` if dense.
-    active_parameters: that one token meets.
-    kv_bytes: of one position.
-    attention_operations: of one query with one position, all layers and heads.
-    draft_overhead: part of a step that drafting and its bookkeeping add, whatever their number.
-    fixed_seconds: of a step, whatever is in it (launches, collectives, the host).
-    memory_share: of the devices' memory that weights and KV may fill.
-    host_bandwidth: bytes/s between devices and their host, of the instance.
+    num_devices: devices of the instance.
+    device_bytes: memory of one device.
+    device_bandwidth: achieved memory bandwidth of one device, bytes/s.
+    device_speed: achieved operations/s of one device, in decoding and prefill.
+    weight_bytes: bytes of all parameters.
+    resident_bytes: bytes of parameters on all devices together, including copies.
+    active_bytes: bytes of the parameters used by one token; `weight_bytes` if dense.
+    active_parameters: parameters used by one token.
+    kv_bytes: bytes of KV per position.
+    attention_operations: operations of one query with one position, over all layers and heads.
+    draft_overhead: relative increase of a step by drafting, for any number of drafts.
+    fixed_seconds: fixed time of a step (launches, collectives, the host).
+    memory_share: share of device memory for weights and KV.
+    host_bandwidth: bytes/s between the instance's devices and their host.
     peer_bandwidth: bytes/s between two instances.
   """
 
@@ -72,24 +72,24 @@ class CostModel:
 
   @property
   def kv_tokens(self) -> int:
-    """Returns how many positions of KV fit next to the weights."""
+    """Number of positions of KV that fit in memory next to the weights."""
     room = self.num_devices * self.device_bytes * self.memory_share - self.resident_bytes
     return int(room // self.kv_bytes)
 
   def context_seconds(self, draft_tokens: int = 0) -> float:
-    """Returns what one position of context adds to a step."""
+    """Returns the seconds that one position of context adds to a step."""
     read = self.kv_bytes / self.device_bandwidth
     computed = (1 + draft_tokens) * self.attention_operations / self.device_speed
     seconds = max(read, computed) / self.num_devices
     return seconds * (1 + self.draft_overhead) if draft_tokens else seconds
 
   def step_seconds(self, batch: int, context: float, draft_tokens: int = 0) -> float:
-    """Returns a step's time.
+    """Returns the seconds of a step.
 
     Args:
-      batch: requests.
-      context: positions of KV that they read, in all.
-      draft_tokens: verified for each, in addition to its own token.
+      batch: number of requests.
+      context: total positions of KV that they read.
+      draft_tokens: verified tokens per request, in addition to its own.
     """
     rows = batch * (1 + draft_tokens)
     touched = self.weight_bytes * (1 - (1 - self.active_bytes / self.weight_bytes) ** rows)
@@ -101,13 +101,13 @@ class CostModel:
     return seconds + context * self.context_seconds(draft_tokens)
 
   def prefill_seconds(self, tokens: int) -> float:
-    """Returns how long an instance computes so many positions, and nothing else."""
+    """Returns the seconds to prefill that many positions, without other work."""
     return 2 * tokens * self.active_parameters / (self.num_devices * self.device_speed)
 
   def peer_seconds(self, tokens: int) -> float:
-    """Returns how long KV of so many positions travels between two instances."""
+    """Returns the seconds to move the KV of that many positions between two instances."""
     return tokens * self.kv_bytes / self.peer_bandwidth
 
   def host_seconds(self, tokens: int) -> float:
-    """Returns how long KV of so many positions comes back from the host's memory."""
+    """Returns the seconds to load the KV of that many positions from host memory."""
     return tokens * self.kv_bytes / self.host_bandwidth

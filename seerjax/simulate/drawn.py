@@ -1,9 +1,9 @@
-"""Workloads drawn at random: what a claim about a scheduler is held against.
+"""Randomly drawn workloads, for testing claims about schedulers.
 
     seed -> likeness, spread, group size, what is scarce, chunk, mean, cap, machines -> lengths
 
-Each is small enough that hundreds of them run in minutes: 128 to 768 requests on 1 to 8 instances
-of one of the paper's machines, with room for a sixth to two thirds of them at once.
+They are small enough to run hundreds in minutes: 128 to 768 requests on 1 to 8 instances of one of
+the paper's machines, with room for a sixth to two thirds of them at once.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from seerjax.simulate import cluster, lengths as lengths_lib, workloads
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawnWorkload:
-  """One draw.
+  """A randomly drawn workload.
 
   Attributes:
-    seed: of the draw.
-    scarce: "KV", or "places" where memory is plentiful.
-    machine: whose instances they are, of `workloads.WORKLOADS`.
+    seed: seed of the draw.
+    scarce: the limiting resource: "KV", or "places" (slots) with plenty of memory.
+    machine: name of the workload in `workloads.WORKLOADS` with the same instances.
     num_instances: 1, 2, 4 or 8.
     num_groups: at least 8.
     group_size: 4 to 16.
-    rho: likeness within groups, 0.02 to 0.95.
-    sigma: of ln L, 0.3 to 1.5.
-    mean_tokens: 100 to 4,000; at most 24 chunks, where these are short.
+    rho: similarity of lengths within groups, 0.02 to 0.95.
+    sigma: standard deviation of ln L, 0.3 to 1.5.
+    mean_tokens: 100 to 4,000; at most 24 chunks, if these are short.
     max_tokens: 3 to 20 times the mean.
     prompt_tokens: 16 to 1,024.
     chunk_tokens: 16 to 2,048.
-    waves: requests, in multiples of those that run at once: 1.5 to 6.
+    waves: number of requests relative to those that run at once: 1.5 to 6.
   """
 
   seed: int
@@ -51,10 +51,10 @@ class DrawnWorkload:
   waves: float
 
   def cluster(self) -> cluster.ClusterConfig:
-    """Returns the machines."""
+    """Returns the configuration of the machines."""
     (machine,) = (one for one in workloads.WORKLOADS if one.name == self.machine)
     requests = self.num_groups * self.group_size / self.num_instances
-    most = self.prompt_tokens + self.max_tokens + 16  # The longest alone always fits.
+    most = self.prompt_tokens + self.max_tokens + 16  # The longest request alone always fits.
     if self.scarce == "KV":
       places = workloads.MAX_RUNNING
       positions = max(requests * (self.prompt_tokens + self.mean_tokens) / self.waves, most)
@@ -72,7 +72,7 @@ class DrawnWorkload:
     )
 
   def lengths(self, sample: int = 0) -> np.ndarray:
-    """Returns i64[groups, members] lengths, others for each sample."""
+    """Returns lengths i64[groups, members], different for each sample."""
     config = lengths_lib.LengthsConfig(
       num_groups=self.num_groups,
       group_size=self.group_size,
@@ -85,7 +85,7 @@ class DrawnWorkload:
 
 
 def draw(seed: int) -> DrawnWorkload:
-  """Returns the workload of a seed; KV is scarce in odd ones, places in even ones."""
+  """Returns the workload of a seed; KV is scarce for odd seeds, slots for even ones."""
   rng = np.random.default_rng(seed)
   between = lambda low, high: math.exp(rng.uniform(math.log(low), math.log(high)))
   group_size = int(rng.integers(4, 17))

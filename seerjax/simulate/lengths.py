@@ -1,4 +1,4 @@
-"""How long requests turn out: generated with a chosen likeness within groups, or read from traces.
+"""Lengths of requests: generated with a given similarity within groups, or read from traces.
 
     ln L = mu + sigma * (sqrt(rho) * Z_group + sqrt(1 - rho) * E_request),  1 <= L <= max_tokens
 
@@ -24,13 +24,13 @@ from seerjax import fields
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LengthsConfig:
-  """A population of lengths.
+  """A distribution of lengths.
 
   Attributes:
-    num_groups: prompts.
-    group_size: requests of a prompt.
-    mean_tokens: of the clipped lengths; what `mu` follows from.
-    max_tokens: cap.
+    num_groups: number of prompts.
+    group_size: requests per prompt.
+    mean_tokens: mean of the clipped lengths; determines `mu`.
+    max_tokens: maximum length.
     sigma: standard deviation of ln L before clipping.
     rho: share of its variance between groups.
   """
@@ -58,10 +58,10 @@ class LengthsConfig:
 
 
 def generate(config: LengthsConfig, seed: int) -> np.ndarray:
-  """Returns i64[num_groups, group_size] lengths.
+  """Returns lengths i64[num_groups, group_size].
 
-  The groups' normals are the quantiles of their law in random order, so that two seeds differ in
-  who is long, and hardly in how many are.
+  The groups' normals are the quantiles of the distribution in random order, so that seeds differ in
+  which groups are long, and hardly in how many are.
   """
   rng = np.random.default_rng(seed)
   normal = statistics.NormalDist()
@@ -75,7 +75,7 @@ def generate(config: LengthsConfig, seed: int) -> np.ndarray:
 
 
 def log_mean(config: LengthsConfig) -> float:
-  """Returns the mu at which clipped lengths have the mean that is asked for."""
+  """Returns the mu at which clipped lengths have the configured mean."""
   low, high = 0.0, math.log(config.max_tokens) + 10 * config.sigma
   for _ in range(100):
     middle = (low + high) / 2
@@ -87,7 +87,7 @@ def log_mean(config: LengthsConfig) -> float:
 
 
 def within_share(lengths: np.ndarray) -> float:
-  """Returns the intraclass correlation of ln L of i64[g, n] lengths: what `rho` was, if generated.
+  """Returns the intraclass correlation of ln L for lengths i64[g, n]: an estimate of `rho`.
 
   Raises:
     ValueError: if there are fewer than two groups, or groups of one.
@@ -107,19 +107,19 @@ def within_share(lengths: np.ndarray) -> float:
 
 
 def read_trace(path: str | os.PathLike[str]) -> np.ndarray:
-  """Returns i64[g, n] lengths of a public trace: JSON lines, of either of PolyTrace's forms.
+  """Reads lengths i64[g, n] from a public trace: JSON lines in either of PolyTrace's formats.
 
-  One line a prompt (`packed_lengths_step_*.jsonl`): a list `output` of its requests' lengths. Other
-  fields (`step`, `ranks`, `local_index`, `input`, `n_sampling`) are not read.
+  One line per prompt (`packed_lengths_step_*.jsonl`): a list `output` of its requests' lengths.
+  Other fields (`step`, `ranks`, `local_index`, `input`, `n_sampling`) are not read.
 
-  One line a request of several turns (`multiturn_workload_step_*.jsonl`): its length is the sum of
-  `completion_tokens` over its `turns`; requests of equal `step` and `prompt_group_id` are a group,
-  by first line. Requests of a validation are left out. What tools add to the context, what the
-  engine had cached, and the times of either are not read: a request is one generation here.
+  One line per multi-turn request (`multiturn_workload_step_*.jsonl`): its length is the sum of
+  `completion_tokens` over its `turns`; requests with equal `step` and `prompt_group_id` form a
+  group, ordered by first line. Validation requests are skipped. Tokens added by tools, cached
+  tokens and times are not read: a request counts as one generation.
 
   Raises:
-    ValueError: naming the line that is neither, or of the other form than the first, or a group
-      whose number of lengths differs from the first's; or if there is no line.
+    ValueError: if a line has neither format or not that of the first line, or a group has another
+      number of lengths than the first (the message names the line); or if there is no line.
   """
   path = pathlib.Path(path)
   groups: dict[object, list[int]] = {}
@@ -154,11 +154,11 @@ def read_trace(path: str | os.PathLike[str]) -> np.ndarray:
   return np.array(rows, np.int64)
 
 
-_Found = tuple[object, list[int]] | None  # A group's key, and lengths of it.
+_Found = tuple[object, list[int]] | None  # Key and lengths of a group.
 
 
 def _prompt(line: str, number: int) -> _Found:
-  """Returns all lengths of a prompt from its line of a trace, None if it is not one."""
+  """Returns all lengths of a prompt from its line; None if the line has another format."""
   try:
     lengths = json.loads(line)["output"]
   except (ValueError, KeyError, TypeError):
@@ -168,9 +168,9 @@ def _prompt(line: str, number: int) -> _Found:
 
 
 def _request(line: str) -> _Found:
-  """Returns the length of a request of several turns, None if the line is not one.
+  """Returns the length of a multi-turn request from its line; None if it has another format.
 
-  The list of lengths is empty where the request is of a validation.
+  The list of lengths is empty for a validation request.
   """
   try:
     fields = json.loads(line)

@@ -1,25 +1,25 @@
-"""How many tokens a step of speculative decoding yields: by draft length, and by finished siblings.
+"""Models the tokens per step of speculative decoding, by draft length and finished siblings.
 
     tokens(gamma) = 1 + p + p^2 + ... + p^gamma = (1 - p^(gamma + 1)) / (1 - p)
 
-`p`, the chance that one more draft token is accepted, grows with the siblings that have finished,
-since the group's suffix tree then knows more. The number of draft tokens is that of least time a
-token at the present batch; 0, so never slower than plain decoding by this model.
+`p`, the probability that one more draft token is accepted, grows with the number of finished
+siblings, since the group's suffix tree then contains more. The number of draft tokens minimises the
+time per token at the current batch; it may be 0, so the model never predicts a slowdown.
 
-A draft model costs a step of its own for each drafted token. With c its share of the target's step,
-and a step as long however many rows are verified,
+A draft model costs one step of its own per drafted token. With c its share of the target's step,
+and a step time that does not depend on the number of verified rows,
 
     speed-up = tokens(N) / (N c + 1)                     (Leviathan)
     "alpha"  = (1 + p (N - 1)) / (1 + (1 - p) N)         (an article on "SpecInfer", no source)
 
-The second counts no bonus token, charges (1 - p) N steps for tokens that were verified in the same
-step, and no draft. `table` sets a roofline of a pair beside both:
+The second ignores the bonus token, charges (1 - p) N steps for tokens that are verified in a single
+step, and charges nothing for drafting. `table` compares both with a roofline of a model pair:
 
     python -m seerjax.simulate.speculation
 
 Sources: arXiv 2511.14617v3, section 3.4 and table 2 (linear drafts, gamma_max 8); arXiv 2211.17192,
-theorem 3.8; Qwen3's published shapes; the makers' figures of an H200 (141 GB, 4.8 TB/s, 989 TFLOP/s
-in bf16).
+theorem 3.8; Qwen3's published shapes; the vendor's figures for an H200 (141 GB, 4.8 TB/s, 989
+TFLOP/s in bf16).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ import numpy as np
 from seerjax import fields
 from seerjax.simulate.costs import CostModel
 
-# Tokens a step, the own one included, by number of references of the group, at 8 draft tokens.
+# Tokens per step, including the own one, by number of references of the group, at 8 draft tokens.
 PUBLISHED = ((0, 1.70), (1, 2.04), (5, 2.32), (15, 2.53))
 PUBLISHED_DRAFT_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-  """Grouped drafting.
+  """Configuration of grouped drafts.
 
   Attributes:
-    max_draft_tokens: most draft tokens of a request in a step.
-    published: pairs (finished siblings, tokens a step at 8 draft tokens), ascending.
+    max_draft_tokens: maximum draft tokens per request and step.
+    published: pairs (finished siblings, tokens per step at 8 draft tokens), ascending.
   """
 
   max_draft_tokens: int = 8
@@ -66,27 +66,27 @@ class SpeculationConfig:
 
 
 def acceptance(config: SpeculationConfig, most_siblings: int) -> np.ndarray:
-  """Returns f64[most_siblings + 1]: the chance of one more accepted token, by finished siblings."""
+  """Returns f64[most_siblings + 1]: the acceptance probability by number of finished siblings."""
   counts = [count for count, _ in config.published]
   chances = [_chance(tokens) for _, tokens in config.published]
   return np.interp(np.arange(most_siblings + 1), counts, chances)
 
 
 def tokens_per_step(chance: np.ndarray, draft_tokens: int) -> np.ndarray:
-  """Returns f64[n] tokens a step of requests with these chances f64[n] < 1."""
+  """Returns tokens per step f64[n] for acceptance probabilities f64[n] < 1."""
   return (1 - chance ** (draft_tokens + 1)) / (1 - chance)
 
 
 def leviathan(chance: float, length: int, cost: float) -> float:
-  """Returns the speed-up of drafts of so many tokens, by the model that counts all there is.
+  """Returns the speed-up of drafts of `length` tokens, by the complete model.
 
   Args:
-    chance: that a drafted token holds, if those before it do; 0 to 1.
+    chance: probability that a drafted token is accepted if those before it are; 0 to 1.
     length: drafted tokens.
-    cost: of a step of the draft, in steps of the target.
+    cost: time of a draft step, relative to a step of the target.
 
   Raises:
-    ValueError: for what is no chance, a negative length or cost.
+    ValueError: for an invalid probability, or a negative length or cost.
   """
   _check(chance, length, cost)
   tokens = sum(chance**k for k in range(length + 1))
@@ -94,10 +94,10 @@ def leviathan(chance: float, length: int, cost: float) -> float:
 
 
 def article(chance: float, length: int) -> float:
-  """Returns the "alpha" that an article calls the speed-up; it is a model of nothing.
+  """Returns the "alpha" that an article calls the speed-up; it corresponds to no valid model.
 
   Raises:
-    ValueError: for what is no chance, or a negative length.
+    ValueError: for an invalid probability, or a negative length.
   """
   _check(chance, length, 0.0)
   return (1 + chance * (length - 1)) / (1 + (1 - chance) * length)
@@ -114,15 +114,15 @@ def _check(chance: float, length: int, cost: float) -> None:
 def speed_up(
   target: CostModel, draft: CostModel, *, chance: float, length: int, batch: int, context: int
 ) -> float:
-  """Returns the speed-up of a pair by its costs: the rows are paid for, and the draft's steps.
+  """Returns the speed-up of a model pair, with the costs of verified rows and of draft steps.
 
   Args:
-    target: what verifies.
-    draft: what drafts, a step for each token, on the same devices.
+    target: cost model of the target.
+    draft: cost model of the draft, with one step per token, on the same devices.
     chance: as in `leviathan`.
     length: drafted tokens.
-    batch: requests.
-    context: positions of each.
+    batch: number of requests.
+    context: positions of each request.
 
   Raises:
     ValueError: as `leviathan`.
@@ -135,12 +135,12 @@ def speed_up(
 
 
 def qwen3_pair(fixed_seconds: float = 0.0) -> tuple[CostModel, CostModel]:
-  """Returns the costs of Qwen3-32B and Qwen3-0.6B in bf16 on one H200.
+  """Returns the cost models of Qwen3-32B and Qwen3-0.6B in bf16 on one H200.
 
   Args:
-    fixed_seconds: of each step of either, whatever is in it.
+    fixed_seconds: fixed time of each step of either model.
   """
-  shapes = ((32.8e9, 64, 64), (0.596e9, 28, 16))  # Parameters, layers, query heads; 8 of keys.
+  shapes = ((32.8e9, 64, 64), (0.596e9, 28, 16))  # Parameters, layers, query heads; 8 KV heads.
   target, draft = (
     CostModel(
       num_devices=1,
@@ -170,8 +170,11 @@ def table(
   batches: Sequence[int] = (1, 8, 32, 128),
   context: int = 1024,
 ) -> str:
-  """Returns speed-ups of Qwen3-32B with a draft of 0.6B as Markdown: by bytes alone, and with 1 ms
-  fixed in each step; beside Leviathan's (of the c at batch 1) and the article's."""
+  """Returns a Markdown table of speed-ups of Qwen3-32B with a 0.6B draft.
+
+  Shows them without and with a fixed 1 ms per step, and for comparison Leviathan's (with the c at
+  batch 1) and the article's.
+  """
   pairs = [qwen3_pair(seconds) for seconds in (0.0, 1e-3)]
   target, draft = pairs[0]
   cost = draft.step_seconds(1, context) / target.step_seconds(1, context)
@@ -202,13 +205,13 @@ def draft_tokens(
   step_seconds: Callable[[int], float],
   draft_seconds: Callable[[int], float] = lambda gamma: 0.0,
 ) -> int:
-  """Returns the number of draft tokens, 0 to the most, of least time a token; the smaller of two.
+  """Returns the number of draft tokens with the least time per token (ties: the smaller).
 
   Args:
-    chance: f64[n] of the requests of the batch.
-    max_draft_tokens: most of a request.
-    step_seconds: of a step at this batch, by draft tokens.
-    draft_seconds: of drafting so many; a suffix tree's are nothing beside a step.
+    chance: f64[n], acceptance probabilities of the requests in the batch.
+    max_draft_tokens: maximum per request.
+    step_seconds: seconds of a step at this batch, by draft tokens.
+    draft_seconds: seconds of drafting, by draft tokens; negligible for a suffix tree.
   """
   mean = float(chance.mean())
   costs = [

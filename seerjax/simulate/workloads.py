@@ -1,4 +1,4 @@
-"""The paper's three workloads, and what was published of them.
+"""The paper's three workloads, with its published results.
 
 Source: arXiv 2511.14617v3, tables 3 and 4, figures 7, 8, 10 and 11. Bytes of KV follow from the
 models' public configurations; the hardware is H800 nodes.
@@ -15,26 +15,27 @@ from seerjax.simulate import cluster, costs, lengths
 H800_BYTES = 80e9
 H800_BANDWIDTH = 3.35e12  # bytes/s
 H800_SPEED = 989e12  # operations/s, bfloat16, dense
-# What of them is reached: the usual figures of decoding kernels, not fitted.
+# Achieved shares: typical values of decoding kernels, not fitted.
 BANDWIDTH_SHARE = 0.6
 SPEED_SHARE = 0.4
-HOST_BANDWIDTH = 25e9  # bytes/s and device, PCIe 5 in one direction at half its rate
-NETWORK_BANDWIDTH = 50e9  # bytes/s and device: one 400 Gb/s port each
+HOST_BANDWIDTH = 25e9  # bytes/s per device: PCIe 5 in one direction at half its rate
+NETWORK_BANDWIDTH = 50e9  # bytes/s per device: one 400 Gb/s port each
 
 
-# Vanilla speculation on veRL was 1.18x at 1.67 tokens a step (Moonlight) and 1.22x at 1.74
-# (Kimi-K2): its steps took 1.42x as long, both times, at 16 and at 1 draft tokens.
+# Vanilla speculation on veRL gave 1.18x at 1.67 tokens a step (Moonlight) and 1.22x at 1.74
+# (Kimi-K2): in both cases steps took 1.42x as long, with 16 draft tokens and with 1.
 DRAFT_OVERHEAD = 0.42
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fitted:
-  """Free parameters, fitted to columns of the baseline alone: at most 4 a workload.
+  """Free parameters, fitted to the baseline's results only; at most 4 per workload.
 
   Attributes:
-    fixed_seconds: of a step.
-    sigma: of ln L; fitted to Qwen2-VL-72B, whose baseline has a third column, and used for all.
-    memory_share: of the devices' memory that weights and KV fill.
+    fixed_seconds: fixed time of a step.
+    sigma: standard deviation of ln L; fitted to Qwen2-VL-72B, for which a third result is
+      published, and used for all.
+    memory_share: share of device memory for weights and KV.
   """
 
   fixed_seconds: float
@@ -44,16 +45,16 @@ class Fitted:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-  """What the paper says of a workload.
+  """Published results of a workload.
 
   Attributes:
-    baseline_seconds: veRL's rollout.
-    baseline_tail_seconds: spent on the last tenth of its requests.
-    preemptions: of a request, in veRL; None where not published.
-    gains: throughput of divided, + context, + speculation, over the baseline.
-    tail_cut: of the whole system.
-    seconds: of the whole system.
-    accepted: tokens a step of the whole system.
+    baseline_seconds: time of veRL's rollout.
+    baseline_tail_seconds: time spent on the last tenth of its requests.
+    preemptions: per request, in veRL; None if not published.
+    gains: throughput relative to the baseline of divided rollout, + context, + speculation.
+    tail_cut: reduction of the tail time by the whole system.
+    seconds: time of the whole system's rollout.
+    accepted: tokens per step of the whole system.
   """
 
   baseline_seconds: float
@@ -66,7 +67,7 @@ class Published:
 
   @property
   def tail_share(self) -> float:
-    """Returns the tail's part of the baseline's rollout."""
+    """The tail's share of the baseline's rollout time."""
     return self.baseline_tail_seconds / self.baseline_seconds
 
 
@@ -75,25 +76,27 @@ class Workload:
   """One column of the paper's tables.
 
   Attributes:
-    name: of the model.
-    num_instances: of the cluster.
-    devices: of an instance.
-    weight_bytes: of the model.
-    replicated_bytes: of these, held by each device for itself (attention under expert parallelism).
-    active_bytes: that one token meets.
-    active_parameters: that one token meets.
-    kv_bytes: of one position.
-    attention_operations: of one query with one position.
-    num_groups: prompts of an iteration.
-    group_size: responses of a prompt.
-    mean_tokens: generated, of a response.
-    max_tokens: cap.
-    prompt_tokens: of a prompt; not published.
-    rho: likeness within groups; not published.
-    rollout_share: of the baseline's iteration; the rest trains and moves weights.
-    free: those of `fitted` that were fitted to the baseline; the others were set beforehand.
+    name: name of the model.
+    num_instances: instances of the cluster.
+    devices: devices of an instance.
+    weight_bytes: bytes of the model's weights.
+    replicated_bytes: part of these that is replicated on each device (attention under expert
+      parallelism).
+    active_bytes: bytes of the weights used by one token.
+    active_parameters: parameters used by one token.
+    kv_bytes: bytes of KV per position.
+    attention_operations: operations of one query with one position.
+    num_groups: prompts per iteration.
+    group_size: responses per prompt.
+    mean_tokens: mean generated tokens per response.
+    max_tokens: maximum generated tokens per response.
+    prompt_tokens: length of a prompt; not published.
+    rho: similarity of lengths within groups; not published.
+    rollout_share: rollout's share of the baseline's iteration; the rest is training and weight
+      transfer.
+    free: fields of `fitted` that were fitted to the baseline; the others were fixed in advance.
     fitted: free parameters.
-    published: to compare with.
+    published: results to compare with.
   """
 
   name: str
@@ -117,7 +120,7 @@ class Workload:
   published: Published
 
   def cluster(self) -> cluster.ClusterConfig:
-    """Returns the machines."""
+    """Returns the configuration of the machines."""
     model = costs.CostModel(
       num_devices=self.devices,
       device_bytes=H800_BYTES,
@@ -143,7 +146,7 @@ class Workload:
     )
 
   def lengths(self, seed: int) -> np.ndarray:
-    """Returns i64[groups, members] lengths of one iteration."""
+    """Returns lengths i64[groups, members] of one iteration."""
     config = lengths.LengthsConfig(
       num_groups=self.num_groups,
       group_size=self.group_size,
@@ -155,7 +158,7 @@ class Workload:
     return lengths.generate(config, seed)
 
 
-MAX_RUNNING = 1024  # verl's default: memory binds, not this
+MAX_RUNNING = 1024  # verl's default; memory is the actual limit
 
 MOONLIGHT = Workload(
   name="Moonlight",
