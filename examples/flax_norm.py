@@ -1,9 +1,9 @@
-"""Our RMS norm inside another project's Flax NNX model.
+"""SeerJAX's RMS norm inside a Flax NNX model.
 
-A small network of `nnx.Linear` layers learns a function of its inputs, with `seerjax.ops.norms`
-where `nnx.RMSNorm` might stand. The norm agrees with Flax's to rounding, learns under `nnx.grad`,
-and gives a row the same bits in a batch of any size, with and without a gradient. That holds for
-the norm; the Linear layers are Flax's own and promise nothing of the kind.
+A small network of `nnx.Linear` layers learns a function of its inputs, with `seerjax.ops.norms` in
+place of `nnx.RMSNorm`. The norm agrees with Flax's up to rounding, trains under `nnx.grad`, and
+gives a row the same bits in a batch of any size, with and without a gradient. This holds for the
+norm only; Flax's Linear layers do not guarantee it.
 
   python examples/flax_norm.py
 
@@ -25,12 +25,12 @@ from seerjax.ops import norms
 
 NUMERICS = NumericsConfig(row_tile=16)
 FEATURES = 64
-NUM_ROWS = 100  # Not a multiple of a tile: the last one is filled up.
+NUM_ROWS = 100  # Not a multiple of the tile, so the last tile is padded.
 NUM_STEPS = 200
 
 
 class RMSNorm(nnx.Module):
-  """As `nnx.RMSNorm`, with rows whose bits follow from themselves alone; f[n, d] -> f[n, d]."""
+  """Like `nnx.RMSNorm`, with batch-invariant rows; f[n, d] -> f[n, d]."""
 
   def __init__(self, features: int):
     self.scale = nnx.Param(jnp.ones(features))
@@ -40,7 +40,7 @@ class RMSNorm(nnx.Module):
 
 
 class Network(nnx.Module):
-  """f32[n, 2] -> f32[n]."""
+  """Maps f32[n, 2] to f32[n]."""
 
   def __init__(self, *, rngs: nnx.Rngs):
     self.first = nnx.Linear(2, FEATURES, rngs=rngs)
@@ -53,7 +53,7 @@ class Network(nnx.Module):
 
 @nnx.jit
 def train_step(network: Network, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array) -> jax.Array:
-  """Takes one step on the squared error and returns it."""
+  """Takes one step on the squared error, and returns the error."""
 
   def loss(network: Network) -> jax.Array:
     return jnp.mean((network(x) - y) ** 2)
@@ -64,7 +64,7 @@ def train_step(network: Network, optimizer: nnx.Optimizer, x: jax.Array, y: jax.
 
 
 def has_equal_bits(norm: RMSNorm, x: jax.Array) -> bool:
-  """Returns whether rows f32[n, d] come out equal in any company, and under a gradient."""
+  """Returns whether rows f32[n, d] have equal bits in any batch, and under a gradient."""
   whole = np.asarray(norm(x))
   alone = [np.asarray(norm(x[:count])) for count in (1, 2, 15, 16, 17, 33)]
 
@@ -79,7 +79,7 @@ def has_equal_bits(norm: RMSNorm, x: jax.Array) -> bool:
 
 
 def main() -> bool:
-  """Trains, prints what is compared, and returns whether every bit was equal."""
+  """Trains, prints comparisons, and returns whether all bits were equal."""
   network = Network(rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(network, optax.adam(1e-2), wrt=nnx.Param)
   x = jax.random.uniform(jax.random.key(1), (NUM_ROWS, 2), minval=-1.0)

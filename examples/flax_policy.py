@@ -1,18 +1,18 @@
-"""A policy that is a Flax NNX module: it learns here, is improved by SeerJAX, and learns on.
+"""A Flax NNX module as a policy: trained with NNX, then by SeerJAX, then with NNX again.
 
     nnx.Module --pure_params--> one GRPO step --> one step of discovery --set_params--> nnx.Module
       |                                                                                    |
       +-- nnx.Optimizer, before                                       nnx.Optimizer, after +
 
-One small transformer is first taught under `nnx.Optimizer` to imitate worked solutions. Its weights
-then take a step of GRPO on word problems, and, where the grammar of edits of `vehicle_routing.py`
-allows the first 88 of its words, a step of test-time training on that one problem. They come back
-into the very module, whose logits have the bits that our forward says, and the optimiser that was
-made before goes on with them.
+A small transformer first learns to imitate worked solutions with `nnx.Optimizer`. Its weights then
+take a step of GRPO on word problems, and a step of test-time training on `vehicle_routing.py`, in
+an edit language that uses the first 88 ids of the vocabulary. The weights return to the same
+module, which computes logits with the same bits as our forward pass, and the original optimiser
+continues with them.
 
   python examples/flax_policy.py
 
-Takes one to two minutes on two CPU cores, nearly all of it compilation. The last line reads
+Takes one to two minutes on two CPU cores, mostly compilation. The last line reads
 `equal bits: True`.
 """
 
@@ -65,11 +65,11 @@ ENGINE = EngineConfig(
   page_size=32, num_pages=96, max_sequences=8, max_context=256, row_buckets=(64,)
 )
 TRAINER = TrainerConfig(rows_per_micro_batch=512, sequences_per_micro_batch=8)
-LENGTH = 128  # Tokens of an example that is imitated; longer ones are cut.
+LENGTH = 128  # Tokens of a training example; longer ones are cut.
 
 
 def examples() -> jax.Array:
-  """Returns i32[8, LENGTH], word problems and their solutions, filled up with the end."""
+  """Returns i32[8, LENGTH], word problems with their solutions, padded with the end token."""
   task, rows = word_problems.WordProblems(), []
   for index in range(8):
     problem = task.problem("train", index)
@@ -80,7 +80,7 @@ def examples() -> jax.Array:
 
 @nnx.jit
 def imitate(module: flax_module.Transformer, optimizer: nnx.Optimizer, tokens: jax.Array):
-  """Takes one step on the next token's log-probability in i32[b, t]; returns the loss before it."""
+  """Takes one step of next-token prediction on i32[b, t]; returns the loss before it."""
 
   def loss(module: flax_module.Transformer) -> jax.Array:
     scores = jax.nn.log_softmax(module(tokens)[:, :-1])
@@ -105,7 +105,7 @@ def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.
   )
 
   class Brief(word_problems.WordProblems):
-    """Rewards what untrained weights can learn: few letters."""
+    """Rewards short answers, which untrained weights can learn."""
 
     def verdict(self, problem, text):
       return dataclasses.replace(super().verdict(problem, text), reward=-len(text) / 100)
@@ -127,7 +127,7 @@ def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parame
     numerics=NUMERICS,
     engine=ENGINE,
     trainer=TRAINER,
-    tiny=TinyConfig(warm_sentences=0),  # The weights are what they are.
+    tiny=TinyConfig(warm_sentences=0),  # Keep the given weights.
   )
   found = ttt.discover(
     config,
@@ -141,7 +141,7 @@ def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parame
 
 
 def main() -> bool:
-  """Goes the whole way round; returns whether the module says our forward's bits at the end."""
+  """Runs all stages; returns whether the module's logits equal our forward pass at the end."""
   tokens = examples()
   module = flax_module.Transformer(MODEL, NUMERICS, rngs=nnx.Rngs(params=0))
   optimizer = nnx.Optimizer(module, optax.adam(3e-3), wrt=nnx.Param)

@@ -1,10 +1,10 @@
-"""Our advantages and policy loss inside another project's optax loop.
+"""SeerJAX's advantages and policy loss in a separate optax loop.
 
-The policy is a table of logits, one row per position of a short text, and the reward counts letters
-that agree with a secret word. Nothing of SeerJAX's engine, models or trainer is used: groups are
-sampled in plain JAX, `advantages` turns rewards into advantages, `losses` turns log-probabilities
-into a loss, and optax does the rest. Four optimiser steps are taken on each batch, so the later
-ones have ratios other than 1.
+The policy is a table of logits, one row per position of a short text; the reward counts letters
+that agree with a secret word. SeerJAX's engine, models and trainer are not used: groups are sampled
+in plain JAX, `advantages` computes advantages from rewards, `losses` computes the loss from
+log-probabilities, and optax updates the table. Each batch gets four optimiser steps, so in the
+later ones the ratios differ from 1.
 
   python examples/foreign_optax_loop.py
 
@@ -45,7 +45,7 @@ def score(logits: jax.Array, letters: jax.Array) -> jax.Array:
 
 
 def flatten(letters: jax.Array, behaviour_logprobs: jax.Array, values: np.ndarray):
-  """Returns `LossRows`: every letter is a row, every text a sequence, no prompt and no padding."""
+  """Returns `LossRows` with a row per letter and a sequence per text, no prompt and no padding."""
   num_sequences = NUM_PROMPTS * GROUP_SIZE
   return losses.LossRows(
     loss_mask=jnp.ones(letters.size, bool),
@@ -57,7 +57,7 @@ def flatten(letters: jax.Array, behaviour_logprobs: jax.Array, values: np.ndarra
 
 @jax.jit
 def update(logits, opt_state, letters, rows):
-  """Returns the next logits and optimiser state, and the loss's metrics."""
+  """Returns the updated logits and optimiser state, and the loss metrics."""
 
   def loss(logits):
     log_probabilities = jax.nn.log_softmax(logits)
@@ -76,7 +76,7 @@ def update(logits, opt_state, letters, rows):
 
 
 def main() -> str:
-  """Trains, prints as it goes, and returns the most likely text."""
+  """Trains, prints progress, and returns the most likely text."""
   secret = np.asarray([ALPHABET.index(letter) for letter in WORD])
   logits = jnp.zeros((len(WORD), len(ALPHABET)))
   opt_state = OPTIMIZER.init(logits)

@@ -1,14 +1,13 @@
-"""The engine on the small model that the package ships: one prompt, four answers, equal bits.
+"""The engine with the model in the package: one prompt, four seeds, bit-identical repetition.
 
-Four requests ask the same question with seeds 0 to 3. The first is then asked again alone, by an
-engine of another page size: its text and its log-probabilities are the same, to the bit, because
-they follow from (weights, prompt, sampling parameters, seed) and from nothing else. The right
-answer is 29; nano often gets questions of this length wrong, which is where reinforcement learning
-begins.
+Four requests ask the same question with seeds 0 to 3. The first one is repeated alone, by an engine
+with another page size: its text and log-probabilities have the same bits, because they depend only
+on (weights, prompt, sampling parameters, seed). The correct answer is 29; nano often fails on
+questions of this length, and reinforcement learning starts from there.
 
   python examples/generate.py
 
-Takes about ten seconds on two CPU cores, nearly all of it compilation. The last line reads
+Takes about ten seconds on two CPU cores, mostly compilation. The last line reads
 `equal bits: True`.
 """
 
@@ -36,7 +35,7 @@ NUMERICS = NumericsConfig(query_tile=4, kv_split=64)
 
 
 def ask(seeds: list[int], page_size: int) -> list[Completion]:
-  """Returns one answer a seed, all sampled side by side by an engine of their own."""
+  """Returns one completion per seed, sampled in one batch by a new engine."""
   model = load_model("nano", NUMERICS)
   assert model.tokenizer is not None
   sizes = EngineConfig(page_size=page_size, max_sequences=4, max_context=256)
@@ -49,7 +48,7 @@ def ask(seeds: list[int], page_size: int) -> list[Completion]:
 
 
 def main() -> bool:
-  """Prints the answers; returns whether the one that was asked alone has equal bits."""
+  """Prints the completions; returns whether the repeated one has equal bits."""
   answers = ask([0, 1, 2, 3], page_size=32)
   for answer in answers:
     total = float(np.sum(answer.behaviour_logprobs, dtype=np.float64))

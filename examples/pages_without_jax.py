@@ -1,11 +1,11 @@
-"""How requests share a prompt's memory, without JAX: the engine's page pool on its own.
+"""The engine's page pool without JAX: how requests share the KV pages of a prompt.
 
-`seerjax.engine.kv.pages` decides which pages of key/value memory a request may share, must copy, or
-takes fresh; it is plain Python and NumPy, so a scheduler or a simulator can use it alone. Four
-requests with a prompt of 22 tokens come one after the other, to pages of 8 positions:
+`seerjax.engine.kv.pages` decides which KV pages a request shares, copies, or allocates; it is plain
+Python and NumPy, so a scheduler or simulator can use it alone. Four requests with the same prompt
+of 22 tokens arrive one after another, with pages of 8 positions:
 
     prompt tokens   | 0 .. 7 | 8 .. 15 | 16 .. 21     |
-    every next one  | shared | shared  | copied first |
+    later requests  | shared | shared  | copied first |
 
   python examples/pages_without_jax.py
 
@@ -27,8 +27,8 @@ NUM_REQUESTS = 4
 
 
 def admit(pool: pages.PagePool, prompt: tuple[int, ...], answer_tokens: int) -> list[int]:
-  """Gives a request all pages it can ever need and returns them in order."""
-  # The prompt's last token is computed anyway: what comes next is sampled from it.
+  """Allocates all pages that a request can need, and returns them in order."""
+  # The prompt's last token is always computed, because the next token is sampled from it.
   hit = pool.find(prompt[:-1])
   for page in hit.pages:
     pool.hold(page)
@@ -42,13 +42,13 @@ def admit(pool: pages.PagePool, prompt: tuple[int, ...], answer_tokens: int) -> 
 
 
 def main() -> bool:
-  """Admits a group of requests, lets them go, and returns whether JAX was imported on the way."""
+  """Admits a group of requests, releases them, and returns whether JAX was imported meanwhile."""
   pool = pages.PagePool(NUM_PAGES, PAGE_SIZE)
   tables = []
   for request in range(NUM_REQUESTS):
     print(f"request {request}")
     table = admit(pool, PROMPT, ANSWER_TOKENS)
-    # What the engine does once the prompt's keys and values are written.
+    # The engine does this once the prompt's keys and values are computed.
     pool.remember(PROMPT, table)
     tables.append(table)
   used = len({page for table in tables for page in table})

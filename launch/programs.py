@@ -1,18 +1,18 @@
-"""Chooses the folder in which `launch/test.sh` keeps compiled programs, and bounds what lies there.
+"""Selects the folder in which `launch/test.sh` keeps compiled programs, and limits its size.
 
-  PLACE/jax-0.12.0.1-python-3.13.0-1f0c6a2d/    a folder for each CPU, set of versions and flags
-    jit_step-...-cache                          programs of XLA
+  PLACE/jax-0.12.0.1-python-3.13.0-1f0c6a2d/    a folder per CPU, set of versions and flags
+    jit_step-...-cache                          XLA programs
     native/                                     native handlers
 
-  python launch/programs.py PLACE LOCK    makes PLACE tidy and prints this interpreter's folder
+  python launch/programs.py PLACE LOCK    cleans up PLACE, and prints this interpreter's folder
 
-A program is code for the instructions of one kind of CPU, made by one version of its compilers from
-one source. JAX names a program by its source, its own version and its flags; what the CPU can do
-and the versions of numba and llvmlite are named by the folder. So a program that an earlier run
-kept is the program that this run would make.
+A program is code for one kind of CPU, made by one version of the compilers from one source. JAX's
+key of a program covers its source, JAX's version and flags; the folder's name adds the CPU's
+features and the versions of numba and llvmlite. So a cached program equals the one that this run
+would compile.
 
-JAX's own bound (`jax_compilation_cache_max_size`) reads the times of all programs whenever one is
-added: 0.4 s of CPU time each among 3,000. So the bound is kept here, once a run.
+JAX's own limit (`jax_compilation_cache_max_size`) reads the times of all programs whenever one is
+added: 0.4 s of CPU time each with 3,000 programs. So the limit is enforced here, once per run.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import re
 import shutil
 import sys
 
-# Folders that stay: Python 3.13, and 3.11 with all of the CPU and with AVX2 alone.
+# Folders kept: Python 3.13, and Python 3.11 with the full CPU and with AVX2 only.
 MAX_FOLDERS = 3
-MAX_BYTES = 4 << 30  # In each.
-# Lines of /proc/cpuinfo that say which instructions a CPU has, and how they are scheduled for it.
+MAX_BYTES = 4 << 30  # Per folder.
+# Lines of /proc/cpuinfo with a CPU's instruction sets and its model, which affects scheduling.
 PROCESSOR = re.compile(r"^(vendor_id|cpu family|model|flags|Features)[ \t]*:.*$", re.MULTILINE)
 
 
 def processor(cpuinfo: pathlib.Path = pathlib.Path("/proc/cpuinfo")) -> str:
-  """Returns what sets this CPU apart from others, as far as compiled code can tell."""
+  """Returns the properties of this CPU on which compiled code depends."""
   lines = PROCESSOR.finditer(cpuinfo.read_text()) if cpuinfo.exists() else ()
   return "\n".join([platform.machine(), platform.processor(), *sorted({line[0] for line in lines})])
 
 
 def name_of(cpu: str, lock: str, environment: Mapping[str, str]) -> str:
-  """Returns the name of the folder for a CPU, locked versions and the environment's flags."""
+  """Returns the folder's name for a CPU, locked versions, and the environment's flags."""
   jax = re.search(r"^jax==(\S+)", lock, re.MULTILINE)
   if jax is None:
     raise ValueError(
@@ -52,13 +52,13 @@ def name_of(cpu: str, lock: str, environment: Mapping[str, str]) -> str:
 
 
 def last_use(path: pathlib.Path) -> float:
-  """Returns when a file was written or read last, as far as the file system keeps that."""
+  """Returns the time of a file's last use, as far as the file system records it."""
   stat = path.stat()
   return max(stat.st_mtime, stat.st_atime)
 
 
 def make_tidy(place: pathlib.Path, max_folders: int, max_bytes: int) -> None:
-  """Removes all but the folders used last, and files of each used longest ago beyond a bound."""
+  """Keeps the most recent folders, and evicts their least recently used files above the limit."""
   folders = sorted(place.glob("jax-*/"), key=lambda path: path.stat().st_mtime, reverse=True)
   for old in folders[max_folders:]:
     shutil.rmtree(old, ignore_errors=True)
@@ -72,10 +72,10 @@ def make_tidy(place: pathlib.Path, max_folders: int, max_bytes: int) -> None:
 
 
 def folder_of(place: pathlib.Path, lock: str) -> pathlib.Path:
-  """Makes the folder of this interpreter, this CPU and these flags, and makes the place tidy."""
+  """Creates the folder of this interpreter, CPU and flags, and cleans up."""
   folder = place / name_of(processor(), lock, os.environ)
   folder.mkdir(parents=True, exist_ok=True)
-  os.utime(folder)  # It is the one used last.
+  os.utime(folder)  # Marks it as the most recent.
   make_tidy(place, MAX_FOLDERS, MAX_BYTES)
   return folder
 
