@@ -482,8 +482,7 @@ def _is_published(path: Place) -> bool:
 
 @contextlib.contextmanager
 def _local_copy(path: Place, tree: str = "") -> Iterator[pathlib.Path]:
-  """Yields a local directory with one tree of a checkpoint (default: all); remote ones are copied.
-  """
+  """Yields a local directory with one tree of a checkpoint (default: all); downloads if remote."""
   if not isinstance(path, epath.Path):
     yield path
     return

@@ -115,14 +115,14 @@ def _check_mask(function: str, values: Array, mask: Array) -> None:
     )
 
 
-# JSON that any reader accepts.
+# Strict JSON.
 
 
 def encode(value: Any) -> Any:
-  """Returns `value` with non-finite floats as strings and scalars of numpy and JAX as Python's.
+  """Returns `value` with non-finite floats as strings, and numpy and JAX scalars as Python numbers.
 
   Raises:
-    ValueError: if something in it is neither JSON nor a scalar.
+    ValueError: if any part of it is neither JSON nor a scalar.
   """
   if value is None or isinstance(value, (str, bool, int)):
     return value
@@ -160,13 +160,13 @@ def decode_number(value: Any) -> Any:
 
 
 def write_summary(path: str | os.PathLike, summary: Mapping[str, Any]) -> None:
-  """Writes `summary` as strict JSON, all of it or nothing; on process 0 only.
+  """Writes `summary` as strict JSON, atomically; on process 0 only.
 
-  A reader never sees half a file: the text goes to a neighbour, reaches the disk, and takes the
-  name.
+  The text is written to a temporary file in the same directory, flushed to disk, and renamed, so a
+  reader never sees a partial file.
 
   Raises:
-    OSError: if the disk is full; the file that was there before is untouched.
+    OSError: if the disk is full; an existing file is untouched.
     ValueError: if a value is neither JSON nor a scalar.
   """
   path = pathlib.Path(path)
@@ -212,7 +212,7 @@ def read(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _lines(path: pathlib.Path, data: bytes) -> list[tuple[dict[str, Any], int]]:
-  """Returns (values, offset of the line's end) for every whole line of `data`."""
+  """Returns (values, offset of the line's end) for every complete line of `data`."""
   result = []
   start = 0
   while (newline := data.find(b"\n", start)) >= 0:
@@ -291,8 +291,8 @@ class Writer:
     if tensorboard:
       events = self.path.parent / TENSORBOARD_DIRECTORY
       events.mkdir(exist_ok=True)
-      # One file a start: TensorBoard drops what an earlier file holds beyond the session's first
-      # step.
+      # One file per start: TensorBoard drops events of earlier files that are at or after the first
+      # step of the new session.
       name = f"events.out.tfevents.{time.time_ns():020d}.seerjax"
       self._events = record_writer.RecordWriter(str(events / name))
       self._event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -319,14 +319,14 @@ class Writer:
 
   @property
   def offset(self) -> int:
-    """Bytes of metrics.jsonl that are finished."""
+    """Size in bytes of the complete lines of metrics.jsonl."""
     return self._offset
 
   def write(self, step: int, scalars: Mapping[str, Scalar]) -> None:
-    """Appends one step's numbers.
+    """Appends the metrics of one step.
 
     Args:
-      step: not before the last one written.
+      step: step number, at least that of the previous call.
       scalars: values by `room/thing`, each a number or an array of shape ().
 
     Raises:
@@ -374,7 +374,7 @@ class Writer:
     self._show(step, numbers)
 
   def print(self, text: str) -> None:
-    """Writes one line of text above the progress bar, or to the console; nothing elsewhere."""
+    """Prints a line above the progress bar or on the console, if there is one."""
     if self._console is not None:
       self._console.print(text, markup=False)
 
@@ -431,12 +431,12 @@ class Writer:
         done += os.pwrite(self._descriptor, line[done:], self._offset + done)
       os.fsync(self._descriptor)
     except OSError as error:
-      os.ftruncate(self._descriptor, self._offset)  # No torn line stays behind.
+      os.ftruncate(self._descriptor, self._offset)  # Remove the torn line.
       raise disk_error("metrics.write", self.path, error) from error
     self._offset += len(line)
 
   def _event(self, event: event_pb2.Event) -> None:
-    # Written here and not through tensorboardX's queue: its thread hides a full disk, then blocks.
+    # Bypasses tensorboardX's queue, whose thread hides a full disk and then blocks.
     assert self._events is not None
     try:
       self._events.write(event.SerializeToString())

@@ -331,7 +331,13 @@ def weighted_sum(parts: Mapping[str, float], weights: Mapping[str, float]) -> fl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-  """A request with its completion and verdict."""
+  """A request with its completion and verdict.
+
+  Attributes:
+    request: the request.
+    completion: the completion.
+    verdict: verdict on the completion.
+  """
 
   request: Request
   completion: Completion

@@ -153,7 +153,6 @@ def lock(descriptor: int, path: pathlib.Path) -> None:
     ValueError: if another writer has it open.
   """
   # The kernel ties the lock to the open file and releases it on close or kill.
-  # The kernel keeps the lock with the open file, and drops it when that is closed or killed.
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BlockingIOError as error:

@@ -277,8 +277,9 @@ class SourceBudget:
     *,
     sibling_held: bool | None = None,
   ) -> None:
-    """Records the result of one request's draft; for a merged draft, call it for each source and
-    for "both".
+    """Records the result of one request's draft.
+
+    For a merged draft, call it for each source and for "both".
 
     Args:
       request_id: the request.

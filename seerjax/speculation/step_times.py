@@ -50,8 +50,6 @@ def measure(
   """
   # Times rise in stairs, per row tile and per bucket: a draft of a few rows is cheap within a tile
   # and expensive at its edge. Hence up to 128 rows are measured finely.
-  # Times rise in stairs, one a tile of rows and one a bucket: a draft of a few rows is cheap on one
-  # of them and dear on its edge, so that the first hundred rows are measured closely.
   buckets, instances = engine.config.row_buckets, engine.num_instances
   powers = [2**power for power in range(buckets[-1].bit_length())]
   of_instance = {*powers, *range(4, 129, 4), *buckets, *(bucket + 1 for bucket in buckets)}
