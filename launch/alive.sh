@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Returns 0 if a run is alive: if its status.json, which it writes every ten seconds, is not old.
+# Returns 0 if a run is alive, that is, if its status.json, written every ten seconds, is recent.
 #
 #   bash launch/alive.sh WORKDIR [SECONDS]      (120 seconds)
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment if need be, starts Ray on this machine, and runs an experiment whose steps
-# workers of the cluster sample, each a process with an engine of its own.
+# Creates the environment if needed, starts Ray on this machine, and runs an experiment that samples
+# on the workers of the cluster; each worker is a process with its own engine.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -66,7 +66,7 @@ head=(-P -m ray.scripts.scripts start --head --block --node-ip-address="$host" -
   --num-cpus="$num_cpus" --include-dashboard=false --disable-usage-stats)
 run=(-P -m "$name" ${flags[@]+"${flags[@]}"} --config.cluster.workers="$workers"
   --config.cluster.address="$address")
-# Mooncake's own path of its master, nothing where it is not to be started.
+# Path of Mooncake's master executable; empty if it is not to be started.
 master=""
 case " ${flags[*]-}" in
   *" --config.kv_pool.mooncake="* | *" --config.kv_pool.disk="*) store_bytes=0 ;;
@@ -89,22 +89,22 @@ if [ -n "$dry_run" ]; then
   exit 0
 fi
 
-# Workers find what the run finds, a task of one's own included.
+# Makes workers import the same modules as the run, including a user's task.
 case $PWD/ in
   "$ROOT"/*) export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" ;;
   *) export PYTHONPATH="$ROOT:${PYTHONPATH:-$PWD}" ;;
 esac
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
-# Ray's sockets lie there, whose paths may have 107 bytes.
+# For Ray's sockets, which limit the length of their paths to 107 bytes.
 ray_files=$(mktemp -d /tmp/seerjax_ray.XXXXXX)
 
-# Who has this cluster's own token can run anything on it.
+# The token of this cluster only; its holder can run anything on the cluster.
 (umask 077 && "$python" -c 'import secrets; print(secrets.token_hex(32))' >"$logs/ray_token")
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$logs/ray_token"
 
-# Both have a process group of their own (`set -m`): what the terminal sends comes to this script
-# alone, which passes it on to the run; Ray ends when the run has.
+# Both run in their own process groups (`set -m`): signals of the terminal reach only this script,
+# which forwards them to the run; Ray ends after the run.
 head_pid="" run_pid="" store_pid=""
 pass_on() { [ -z "$run_pid" ] || kill "-$1" "$run_pid" 2>/dev/null || :; }
 end_ray() {
@@ -132,7 +132,7 @@ if [ -n "$master" ]; then
   store_pid=$!
 fi
 set +m
-# Ray gives its own start 30 s, which a loaded machine may not keep: then it is started once more.
+# Ray fails if it does not start within 30 s, for example on a loaded machine; so it is retried.
 start_ray() {
   set -m
   "$python" "${head[@]}" --temp-dir="$ray_files" </dev/null >"$logs/ray.log" 2>&1 &
@@ -164,7 +164,7 @@ set +m
 status=0
 while :; do
   wait "$run_pid" && status=0 || status=$?
-  kill -0 "$run_pid" 2>/dev/null || break # A signal has ended the wait alone.
+  kill -0 "$run_pid" 2>/dev/null || break # Else a signal only interrupted `wait`.
 done
 run_pid=""
 exit "$status"

@@ -1,11 +1,12 @@
-# Shell functions that the scripts of launch/ share: find a Python, make an environment from the
-# locked versions, choose a platform, read the arguments of a run. To be sourced, with ROOT set to the checkout.
+# Shell functions shared by the scripts of launch/: find a Python, create an environment from locked
+# versions, choose a platform, parse the arguments of a run. Source it with ROOT set to the
+# checkout.
 #
-# Bash 3.2 suffices (macOS ships nothing newer). Messages go to stderr, so that the output of an
-# experiment may be piped. An environment holds its state in a folder `seerjax`: one stamp for each
-# lock that it holds, the checksum of that lock.
+# Works with Bash 3.2 (the newest on macOS). Messages go to stderr, so that the output of an
+# experiment can be piped. An environment keeps its state in a folder `seerjax`, with one file per
+# installed lock that has the lock's checksum.
 
-# Versions that have a lock, newest first.
+# Versions with a lock, newest first.
 PYTHON_MINORS="3.13 3.12 3.11"
 
 say() { printf 'seerjax: %s\n' "$*" >&2; }
@@ -14,9 +15,9 @@ fail() {
   exit 1
 }
 
-# python_candidates: prints the interpreters to try, best first, one a line.
+# python_candidates: prints the interpreters to try, best first, one per line.
 #
-# PATH is searched whole, because its first python3.12 may be a pyenv shim that only says that no
+# Searches all of PATH, because its first python3.12 may be a pyenv shim that only reports that no
 # such version is selected here.
 python_candidates() {
   local minor path
@@ -34,9 +35,9 @@ python_candidates() {
   type -aP python || :
 }
 
-# find_python [MINOR]: prints "MINOR PATH" of the newest Python that can make an environment.
+# find_python [MINOR]: prints "MINOR PATH" of the newest Python that can create an environment.
 #
-# Returns 1 after saying what was wrong with each candidate. With MINOR, only that version counts.
+# Returns 1 after a message about each candidate. With MINOR, only that version is accepted.
 find_python() {
   local minors=${1:-$PYTHON_MINORS} candidate minor missing package complaints=""
   while IFS= read -r candidate; do
@@ -54,7 +55,7 @@ find_python() {
         ;;
     esac
     missing=""
-    # ensurepip and venv are packages of their own on Debian and Ubuntu.
+    # On Debian and Ubuntu, ensurepip and venv are separate packages.
     "$candidate" -c 'import venv, ensurepip' 2>/dev/null || missing="python$minor-venv"
     if [ -n "$missing" ]; then
       package="apt install $missing"
@@ -72,10 +73,10 @@ EOF
   return 1
 }
 
-# environment DIR PYTHON LOCK...: leaves DIR holding every package of the locks, at their versions.
+# environment DIR PYTHON LOCK...: installs the packages of the locks into DIR, at their versions.
 #
-# Does nothing when DIR already does. Packages are installed without resolving anything: a lock is
-# whole. Byte code is left to the first import, which compiles what is used and no more.
+# Does nothing if they are installed already. Packages are installed without dependency resolution,
+# because a lock is complete. Byte code is compiled on first import, so only for modules in use.
 environment() {
   local dir=$1 python=$2 lock stamp identity log
   shift 2
@@ -86,7 +87,7 @@ environment() {
     rm -rf "$dir" || fail "cannot remove $dir; remove it by hand."
   fi
   if [ ! -e "$dir/seerjax/identity" ]; then
-    # The folder comes before the environment, so that an interrupted run is recognised as ours.
+    # Create the folder before the environment, so that an interrupted run is recognised as ours.
     mkdir -p "$dir/seerjax" || fail "cannot write in $ROOT; clone into a folder that you may write to."
     say "making $dir with $python"
     "$python" -m venv "$dir" || fail "$python -m venv failed; SEERJAX_PYTHON names another Python."
@@ -105,7 +106,7 @@ EOF
   done
 }
 
-# environment_of_generators DIR PYTHON MINOR: adds reasoning-gym to DIR, and returns 1 where it cannot.
+# environment_of_generators DIR PYTHON MINOR: adds reasoning-gym to DIR; returns 1 if that fails.
 environment_of_generators() {
   environment "$1" "$2" "$ROOT/launch/locks/environments-$3.txt" &&
     "$1/bin/python" -c 'import pycosat, reasoning_gym.factory' && return 0
@@ -114,7 +115,7 @@ environment_of_generators() {
   return 1
 }
 
-# pip_install DIR WHAT PIP_ARGUMENT...: runs pip quietly; shows its last lines if it fails.
+# pip_install DIR WHAT PIP_ARGUMENT...: runs pip quietly; prints its last lines if it fails.
 pip_install() {
   local dir=$1 what=$2 started=$SECONDS log
   shift 2
@@ -131,11 +132,11 @@ pip_install() {
   fi
 }
 
-# take_arguments OPTION... -- ARGUMENT...: reads the arguments of a script that runs an experiment.
+# take_arguments OPTION... -- ARGUMENT...: parses the arguments of a script that runs an experiment.
 #
-# --OPTION=VALUE sets the variable OPTION, --dry-run `dry_run`, and --help prints `usage` and ends.
-# The first word that is no flag, before any of the experiment's own, is its `name` (the main job by
-# default); all others are the experiment's `flags`.
+# --OPTION=VALUE sets the variable OPTION, --dry-run `dry_run`, and --help prints `usage` and exits.
+# The first argument that is not a flag, if it precedes the experiment's flags, is `name` (default:
+# the main job); all others become `flags` of the experiment.
 take_arguments() {
   local options=" " argument option
   while [ "$1" != -- ]; do
@@ -168,20 +169,20 @@ take_arguments() {
   name=${name:-experiments.grpo}
 }
 
-# require_count OPTION VALUE EXAMPLE: refuses a value that is no whole number from 1.
+# require_count OPTION VALUE EXAMPLE: fails unless the value is a positive whole number.
 require_count() {
   case $2 in
     '' | *[!0-9]* | 0) fail "--$1: got '$2', expected a number from 1; write --$1=$3." ;;
   esac
 }
 
-# require_experiment NAME: refuses one that there is not.
+# require_experiment NAME: fails unless the experiment exists.
 require_experiment() {
   [ -f "$ROOT/$(printf '%s' "$1" | tr . /).py" ] ||
     fail "got the experiment '$1', expected one that exists; bash launch/local.sh --help lists them."
 }
 
-# free_port PYTHON: prints a port of 127.0.0.1 at which nothing listens now.
+# free_port PYTHON: prints a free port of 127.0.0.1.
 free_port() {
   "$1" -c \
     'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
@@ -189,7 +190,7 @@ free_port() {
 
 # detect_platform: prints cuda, tpu or cpu.
 #
-# /dev/vfio alone does not mean a TPU (any device can be passed through), so the PCI vendor is read.
+# /dev/vfio alone does not imply a TPU (any device can be passed through), so check the PCI vendor.
 detect_platform() {
   local path
   if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
@@ -209,9 +210,9 @@ detect_platform() {
   printf 'cpu\n'
 }
 
-# platform_extra PLATFORM: prints the extra of JAX that PLATFORM needs, nothing for cpu.
+# platform_extra PLATFORM: prints the extra of JAX for PLATFORM; nothing for cpu.
 #
-# CUDA 13 needs driver 580 or newer; older ones, and unknown ones, get CUDA 12.
+# CUDA 13 needs driver 580 or newer; older and unknown drivers get CUDA 12.
 platform_extra() {
   local driver
   case $1 in
@@ -229,7 +230,7 @@ platform_extra() {
   esac
 }
 
-# install_platform DIR LOCK EXTRA: adds JAX's plugin for EXTRA, at the lock's version of JAX.
+# install_platform DIR LOCK EXTRA: installs JAX's plugin for EXTRA, at the lock's version of JAX.
 install_platform() {
   local dir=$1 lock=$2 extra=$3 version
   [ -n "$extra" ] || return 0
@@ -239,18 +240,18 @@ install_platform() {
   printf '%s\n' "$version" >"$dir/seerjax/platform-$extra"
 }
 
-# export_platform DIR PLATFORM: tells JAX where to run, and where to keep compiled programs.
+# export_platform DIR PLATFORM: sets JAX's platform, and its folder for compiled programs.
 #
-# The cache lies in the environment: it then needs no writable home and goes when that goes.
+# The cache is in the environment: it needs no writable home, and is deleted with the environment.
 export_platform() {
   case $2 in
     cpu)
       export JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}"
-      # glibc gives large buffers back to the system at once, and XLA asks for them again in every
-      # step: a quarter of all time was spent on page faults. Only the largest (32 MiB is the
-      # highest threshold there is) go back: kept, a train step's hundreds of MiB leave holes that
-      # the next one does not fit, and peak memory grew by half. Huge pages make their faults cheap.
-      # Other C libraries ignore these.
+      # By default glibc returns large buffers to the system at once, and XLA requests them again in
+      # every step: page faults took a quarter of all time. Only the largest buffers (32 MiB is the
+      # highest possible threshold) are returned: if kept, a train step's hundreds of MiB leave
+      # holes that the next step does not fit, and peak memory grew by half. Huge pages make their
+      # faults cheap. Other C libraries ignore these variables.
       export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-1}"
       export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}"
       export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-17179869184}"

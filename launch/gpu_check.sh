@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Asks a machine with a Hopper GPU all that is open, in parts that each fit ten minutes of it.
+# Runs all open checks on a machine with a Hopper GPU, in parts of at most ten minutes each.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -7,7 +7,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/environment.sh"
 
 PARTS="1 2 3 4 5 6 7"
-# Seconds of each part; those of a dry run, which interprets, are for a slow CPU.
+# Time limit of each part in seconds; the limit of a dry run, which interprets, is for a slow CPU.
 LIMITS="480 360 480 480 480 360 480"
 DRY_LIMIT=900
 
@@ -76,7 +76,7 @@ case $seconds in
   *[!0-9]*) fail "--seconds: got '$seconds', expected a number of seconds." ;;
 esac
 
-# lacks PYTHON: prints what it lacks to run the kernels, in one line; nothing if it can.
+# lacks PYTHON: prints one line about what it lacks to run the kernels; nothing if it can.
 lacks() {
   "$1" -c '
 import importlib.util, os, sys
@@ -100,7 +100,7 @@ elif sys.argv[1] != "yes":
 ' "${dry_run:-no}" 2>/dev/null || printf 'it does not run'
 }
 
-# missing_modules NAME...: prints those that $python lacks.
+# missing_modules NAME...: prints the modules that $python lacks.
 missing_modules() {
   "$python" -c '
 import importlib.util, sys
@@ -109,7 +109,7 @@ print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None)
 ' "$@"
 }
 
-# candidates: the environment of launch/local.sh, then what PATH holds.
+# candidates: prints the interpreter of launch/local.sh's environment, then those on PATH.
 candidates() {
   if [ -z "${SEERJAX_PYTHON:-}" ] && [ -x "$ROOT/.venv/bin/python" ]; then
     printf '%s\n' "$ROOT/.venv/bin/python"
@@ -147,16 +147,16 @@ for wheel in "$wheels"/*.whl; do
     fail "--wheels: got '$wheel', expected a wheel; download it again."
 done
 export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}:$scratch/site"
-# JAX leaves memory of the GPU to PyTorch, and to the process before it that still ends.
+# JAX leaves GPU memory to PyTorch, and to an earlier process that is still exiting.
 export XLA_PYTHON_CLIENT_PREALLOCATE=false
-# Two runs, or two processes, must not choose tilings by what was fast.
+# Autotuning could choose different tilings in two runs or processes.
 [ -n "$dry_run" ] || export XLA_FLAGS="${XLA_FLAGS:+$XLA_FLAGS }--xla_gpu_autotune_level=0"
 cd "$ROOT" || exit 1
 
 commit=$(git rev-parse --short HEAD 2>/dev/null || printf 'unknown')
 : >"$out/summary.txt"
 
-# tell LINE: for people and for the summary.
+# tell LINE: prints a line, and adds it to the summary.
 tell() { printf '%s\n' "$*" | tee -a "$out/summary.txt"; }
 
 tell "commit $commit, parts $parts${dry_run:+, a dry run: nothing here was measured}"
@@ -175,7 +175,7 @@ wanted_together=$together
 failures=0 end=0 number=0 at_once=0
 parts_at_once=()
 
-# begin NUMBER: a part begins; its processes share its seconds.
+# begin NUMBER: starts a part; its processes share its time limit.
 begin() {
   local limits
   number=$1
@@ -188,15 +188,16 @@ begin() {
     4 | 5) together="" ;;
     *) together=$wanted_together ;;
   esac
-  # Where time is measured, nothing else runs.
+  # Timed parts run alone.
   [ -n "$together" ] || join
   tell "part $number"
 }
 
-# process NAME LIMIT MODULES COMMAND...: one process of a part, within its limit and what is left.
+# process NAME LIMIT MODULES COMMAND...: runs a process of a part, within LIMIT and the part's
+# limit.
 #
-# MODULES, with spaces between, have to be importable. Results are kept before the next one begins;
-# of processes that run at once, by `join`.
+# The space-separated MODULES must be importable. Results are archived before the next process
+# starts; those of concurrent processes, by `join`.
 process() {
   local name=$1 limit=$2 modules missing left=$((end - SECONDS))
   read -ra modules <<<"$3"
@@ -219,7 +220,8 @@ process() {
   settle "$scratch/verdict"
 }
 
-# limited NAME LIMIT FILE COMMAND...: runs a command within LIMIT seconds; FILE gets a line of it.
+# limited NAME LIMIT FILE COMMAND...: runs a command within LIMIT seconds; writes its verdict to
+# FILE.
 limited() {
   local name=$1 limit=$2 file=$3 verdict=ok started=$SECONDS
   shift 3
@@ -237,7 +239,7 @@ limited() {
   printf '  %-8s %5d s  %s\n' "$verdict" $((SECONDS - started)) "$name" >"$file"
 }
 
-# settle FILE: tells the line of a process that ended, and counts it if it failed.
+# settle FILE: prints the verdict of a finished process, and counts a failure.
 settle() {
   local line
   line=$(cat "$1" 2>/dev/null) || line="  FAILED       ? s  a process that left no line"
@@ -248,7 +250,7 @@ settle() {
   tell "$line"
 }
 
-# join: waits for the processes that run at once.
+# join: waits for concurrent processes.
 join() {
   local i
   wait
@@ -263,10 +265,10 @@ join() {
   at_once=0
 }
 
-# absent NAME WHY: a process that cannot run here, which is no failure.
+# absent NAME WHY: reports a process that cannot run here, which is not a failure.
 absent() { tell "$(printf '  %-8s %5d s  %s' "not run" 0 "$1: $2")"; }
 
-# bench NAME LIMIT FLAG...: the benchmark of the kernels, in a process of its own.
+# bench NAME LIMIT FLAG...: runs the kernels' benchmark in a separate process.
 bench() {
   local name=$1 limit=$2
   shift 2
@@ -291,7 +293,7 @@ questions() {
   done
 }
 
-# self_test IMPLEMENTATION LIMIT: counts the bits that a row's company changes.
+# self_test IMPLEMENTATION LIMIT: counts bits of a row that change with the rest of the batch.
 self_test() {
   local implementation=$1
   [ -z "$dry_run" ] || implementation=${implementation/pallas/pallas_interpreted}
@@ -329,7 +331,7 @@ bits() {
 }
 
 speed() {
-  # cuBLAS chooses by what is fast: no bits are compared here.
+  # Here cuBLAS may choose by speed, because no bits are compared.
   local -x XLA_FLAGS=${XLA_FLAGS:-}
   XLA_FLAGS=${XLA_FLAGS/--xla_gpu_autotune_level=0/}
   bench "speed of matmul" 180 --only=matmul --models=Qwen3-8B --tiny_checks --seconds=160
@@ -341,7 +343,7 @@ speed() {
   bench "prefill_merge" 45 --question=prefill_merge
 }
 
-# steps_of NAME IMPLEMENTATION FLAGS: the engine's own step under XLA's FLAGS.
+# steps_of NAME IMPLEMENTATION FLAGS: times the engine's step with XLA's FLAGS.
 steps_of() {
   process "$1" 160 "$LIBRARY" env XLA_FLAGS="${XLA_FLAGS:-} $3" \
     "$python" -m experiments.engine_step --implementation="$2" --rows=64,1,16,256 \
@@ -386,7 +388,7 @@ memory() {
   local tool kernel sanitizer
   sanitizer=$(type -P compute-sanitizer || printf '/usr/local/cuda/bin/compute-sanitizer')
   if [ -n "$dry_run" ]; then
-    # The interpreter finds races of its own accord.
+    # The interpreter detects races itself.
     bench "small checks of rms_norm" 90 --small --only=rms_norm
     return
   elif [ ! -x "$sanitizer" ]; then

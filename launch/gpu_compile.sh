@@ -7,7 +7,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/environment.sh"
 cd "$ROOT" || exit 1
 
-# Pythons that have a lock: JAX's GPU interpreter and this road to SASS need Python 3.12.
+# Pythons with a lock: JAX's GPU interpreter and this way to SASS need Python 3.12.
 GPU_MINORS="3.13 3.12"
 PARTS="kernels step tests"
 
@@ -58,7 +58,7 @@ export JAX_PLATFORMS=cpu PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 python="$dir/bin/python"
 
 summary="" failures=0
-# part NAME COMMAND...: runs a part, and remembers its result and its seconds.
+# part NAME COMMAND...: runs a part, and records its result and duration.
 part() {
   local name=$1 started=$SECONDS verdict=ok
   shift

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment of a container's image, in a checkout that was copied there.
+# Creates the environment in a container image, from a checkout that was copied into it.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -45,7 +45,7 @@ locks=("$lock")
 [ -z "$cluster" ] || locks+=("launch/locks/cluster-$minor.txt")
 environment "$ROOT/.venv" "${found#* }" "${locks[@]}"
 [ "$platform" = cpu ] || install_platform "$ROOT/.venv" "$lock" "$platform"
-# A container's layer is read, not written: byte code comes now, of what a run imports.
+# Layers of an image are read-only at run time: compile byte code now, for what a run imports.
 unset PYTHONDONTWRITEBYTECODE
 JAX_PLATFORMS=cpu "$python" -P -c '
 import jax, seerjax

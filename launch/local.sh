@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the environment if need be, then runs an experiment on this machine.
+# Creates the environment if needed, then runs an experiment on this machine.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,7 +26,7 @@ EOF
   local file
   printf '\nexperiments:'
   for file in "$ROOT"/experiments/*.py; do
-    # What an experiment needs to be one: a command, which its first lines say.
+    # Experiments that are commands have this line in their docstring.
     if grep -q '^Command: ' "$file" 2>/dev/null; then
       printf ' %s' "experiments.$(basename "$file" .py)"
     fi
@@ -92,8 +92,8 @@ install_platform "$ROOT/.venv" "$lock" "$extra"
 export_platform "$ROOT/.venv" "$platform"
 say "Python $minor, JAX $(sed -n 's/^jax==//p' "$lock"), $platform; environment ready after $SECONDS s"
 
-# We stay where the user is, so that paths in flags mean what they say; from outside the checkout,
-# modules that lie there (a task of one's own) can be imported too.
+# Keep the working directory, so that relative paths in flags work; outside the checkout, modules in
+# it (for example a user's task) can be imported, too.
 case $PWD/ in
   "$ROOT"/*) ;;
   *) export PYTHONPATH="$ROOT:${PYTHONPATH:-$PWD}" ;;

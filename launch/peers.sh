@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what experiments compare us with: llama.cpp beside our own packages, and transformers on
-# torch for Python 3.11, for which a CPU build is locked. Nothing else needs them.
+# Installs packages that experiments compare with: llama.cpp next to our own packages, and
+# transformers with torch for Python 3.11, for which a CPU build is locked. Nothing else needs them.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes the environment if need be, then runs an experiment as several processes on this machine,
-# whose devices are one mesh.
+# Creates the environment if needed, then runs an experiment as several processes on this machine,
+# with all their devices in one mesh.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -68,8 +68,8 @@ esac
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
 
-# Each has a process group of its own (`set -m`): what the terminal sends comes to this script
-# alone, which passes it on, so that all get it together and none twice.
+# Each runs in its own process group (`set -m`): signals of the terminal reach only this script,
+# which forwards them, so that every process gets each signal exactly once.
 pids=() stopped=""
 pass_on() { for pid in ${pids[@]+"${pids[@]}"}; do kill "-$1" "$pid" 2>/dev/null || :; done; }
 trap 'stopped=yes; pass_on INT' INT
@@ -93,7 +93,8 @@ rank_of() {
   for rank in "${!pids[@]}"; do [ "${pids[$rank]}" != "$1" ] || printf '%s' "$rank"; done
 }
 
-# The first status that is not 0 is this script's; from then on the others have `patience` seconds.
+# The first non-zero status is this script's; the other processes then have `patience` seconds to
+# end.
 status=0 dead_at="" left=("${pids[@]}")
 while [ ${#left[@]} -gt 0 ]; do
   still=()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the checks, in three tiers: every day, all that CI runs, and the long ones.
+# Runs the checks, in three tiers: everyday, all (as in CI), and long.
 set -uo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -7,11 +7,11 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/environment.sh"
 cd "$ROOT" || exit 1
 
-# Processes of tests start by the hundred. Without byte code a start takes 10 s of CPU time and not 3.
+# Hundreds of test processes start. Without byte code, a start takes 10 s of CPU time instead of 3.
 unset PYTHONDONTWRITEBYTECODE
 
-# The oldest Python that we support, and what is tested on the newest alone: experiments, loops,
-# launchers, tasks and the simulator are the same lines on both, and cost minutes.
+# The oldest supported Python, and tests that run on the newest only: experiments, loops, launchers,
+# tasks and the simulator run the same code on both, and would cost minutes.
 OLDEST=3.11
 NEWEST_ONLY="tests/experiments tests/launch tests/tasks tests/discovery tests/sandbox tests/simulate tests/test_rl.py
   tests/test_ttt.py tests/reports tests/test_vehicle_routing.py"
@@ -71,35 +71,35 @@ case ${1:-} in
     ;;
 esac
 
-# One seed for this run, hypothesis included, so that one number repeats all of it.
+# One seed for the whole run, hypothesis included, so that one number reproduces it.
 SEERJAX_TEST_SEED=${SEERJAX_TEST_SEED:-$((RANDOM * 32768 + RANDOM))}
 export SEERJAX_TEST_SEED
 export JAX_PLATFORMS=cpu
-# NumPy multiplies the tiles of interpreted kernels. Of x86's products in OpenBLAS those for AVX2
-# alone (Haswell, Zen) round a row by its place in the tile; these do not, and run everywhere. A
-# machine whose environment names others must not bring them back.
+# NumPy multiplies the tiles of interpreted kernels. On x86, OpenBLAS's products for AVX2-only CPUs
+# (Haswell, Zen) round a row depending on its place in the tile; those for Sandybridge do not, and
+# run everywhere. Set explicitly, to override the machine's environment.
 export OPENBLAS_CORETYPE=Sandybridge
-unset JAX_COMPILATION_CACHE_DIR JAX_COMPILATION_CACHE_MAX_SIZE # launch/programs.py has the bound.
+unset JAX_COMPILATION_CACHE_DIR JAX_COMPILATION_CACHE_MAX_SIZE # launch/programs.py limits the size.
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 
-# What runs beside the stages ends with this script, and its files go.
+# Concurrent processes end with this script, and their files are deleted.
 beside=""
 scratch=$(mktemp -d) || exit 1
 trap 'kill $beside 2>/dev/null; rm -rf "$scratch"' EXIT
 
-# place_of_programs: prints the folder in which this tier keeps compiled programs; nothing if nowhere.
+# place_of_programs: prints the folder of compiled programs for this tier; nothing if there is none.
 place_of_programs() {
   local cache=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} place
   case $tier in
     everyday | changed | real) place="$ROOT/.programs" ;;
     all) place=${SEERJAX_PROGRAMS-${cache:+$cache/seerjax/programs}} ;;
-    long) place="" ;; # These compile anew, each process by itself.
+    long) place="" ;; # Long tests compile anew, in each process.
   esac
   [ -z "$place" ] || { mkdir -p "$place" 2>/dev/null && [ -w "$place" ] && printf '%s\n' "$place"; }
 }
 
-# share_programs PYTHON MINOR: has the processes of this run share what they compile, by way of a
-# folder of that interpreter's programs; without a place to keep them, a folder of this run.
+# share_programs PYTHON MINOR: shares compiled programs between the processes of this run, in a
+# folder for that interpreter; without a persistent place, in a folder of this run.
 share_programs() {
   [ "$tier" != long ] || return 0
   if [ -z "$place" ] ||
@@ -114,7 +114,7 @@ share_programs() {
 
 summary="" failures=0
 
-# stage NAME COMMAND...: runs a check, remembers its result and its seconds.
+# stage NAME COMMAND...: runs a check, and records its result and duration.
 stage() {
   local name=$1 started=$SECONDS verdict=ok
   shift
@@ -144,9 +144,9 @@ environment_for() {
   environment "$2" "$3" "launch/locks/runtime-$1.txt" "launch/locks/dev-$1.txt" "launch/locks/docs-$1.txt"
 }
 
-# parity MINOR DIR: adds torch, transformers and peft where this machine can install and import them.
+# parity MINOR DIR: adds torch, transformers and peft if this machine can install and import them.
 #
-# Not a failure where it cannot: the parity tests then skip, and say so.
+# If not, it is no failure: the parity tests are then skipped with a message.
 parity() {
   [ -f "launch/locks/parity-$1.txt" ] || return 0
   if ! environment "$2" "$3" "launch/locks/parity-$1.txt" ||
@@ -157,24 +157,24 @@ parity() {
   fi
 }
 
-# mooncake MINOR DIR PYTHON: adds Mooncake where this machine can install and import it; as parity.
+# mooncake MINOR DIR PYTHON: adds Mooncake if this machine can install and import it; like parity.
 mooncake() {
   environment "$2" "$3" "launch/locks/mooncake-$1.txt" &&
     "$2/bin/python" -c 'import mooncake.store' 2>/dev/null ||
     say "Mooncake's tests will skip: it cannot be installed, or libibverbs is missing (apt install libibverbs1)"
 }
 
-# generators MINOR DIR PYTHON: adds reasoning-gym where this machine can build it; as parity.
+# generators MINOR DIR PYTHON: adds reasoning-gym if this machine can build it; like parity.
 generators() {
   environment_of_generators "$2" "$3" "$1" || say "reasoning-gym's tests will skip"
 }
 
-# oldest_environment DIR PYTHON: all that the oldest Python's tests need.
+# oldest_environment DIR PYTHON: installs what the tests on the oldest Python need.
 oldest_environment() {
   environment_for "$OLDEST" "$1" "$2" && parity "$OLDEST" "$1" "$2"
 }
 
-# settled PID LOG: waits for what runs beside us, prints what it said and returns its status.
+# settled PID LOG: waits for a background process, prints its log, and returns its status.
 settled() {
   local status=0
   wait "$1" || status=$?
@@ -186,22 +186,23 @@ settled() {
 run_pytest() {
   local dir=$1
   shift
-  # Tests that share programs stay in one process (ByFolder in tests/conftest.py).
+  # Tests that share programs run in one process (ByFolder in tests/conftest.py).
   "$dir/bin/python" -m pytest -n "$WORKERS" --dist loadscope --hypothesis-seed="$SEERJAX_TEST_SEED" \
     -q --durations=25 "$@"
 }
 
-# real_model DIR: makes the model of the tests on real weights; 1 where the index does not bring it
-# though it answers, 2 where no index does.
+# real_model DIR: builds the model for tests on real weights. Returns 1 if the index responds but
+# lacks the model, 2 if no index responds.
 real_model() {
   "$1/bin/python" launch/models.py smollm2 models && return 0
-  # A package that every environment of ours has: an index that answers knows it.
+  # Every environment of ours has this package, so an index that responds must have it.
   env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL "$1/bin/python" -m pip download --quiet --no-deps --disable-pip-version-check --no-cache-dir \
     -d "$scratch/index" "$(grep '^pluggy==' "launch/locks/dev-$minor.txt")" >/dev/null 2>&1 && return 1
   return 2
 }
 
-# real_weights DIR: tests on them in one process, so that both dtypes share what they load.
+# real_weights DIR: runs the tests on real weights in one process, so that dtypes share what is
+# loaded.
 real_weights() {
   real_model "$1"
   case $? in
@@ -214,8 +215,8 @@ real_weights() {
   esac
 }
 
-# part_of_oldest: prints what is drawn for Python 3.11 beside its part of the contract: the other
-# rooms in a third of the runs, AVX2 alone in another, nothing in the rest.
+# part_of_oldest: prints what this seed adds to the contract's part on Python 3.11: a third of runs
+# test other rooms, a third AVX2 only, a third nothing.
 part_of_oldest() {
   case $((SEERJAX_TEST_SEED % 3)) in
     0) printf 'rooms\n' ;;
@@ -224,14 +225,14 @@ part_of_oldest() {
   esac
 }
 
-# run_oldest DIR SHARE FLAGS ARGUMENT...: runs a share of the files on the oldest Python, and a tenth
-# of the contract's or more, each of their tests with one of its parameters, with what they run every
-# day, drawn by the seed: all of them have run on the newest Python just before.
+# run_oldest DIR SHARE FLAGS ARGUMENT...: tests on the oldest Python: a share of the files, at least
+# a tenth of the contract's, each test with one parameter set as in the everyday tier, drawn by the
+# seed; all of them have just passed on the newest Python.
 run_oldest() {
   local dir=$1 share=$2 flags=$3 skip ignored=()
   shift 3
   for skip in $NEWEST_ONLY; do ignored+=("--ignore=$skip"); done
-  # In a shell of its own, whose flags and programs end with it.
+  # A subshell, so that the flags and programs do not affect other stages.
   (
     export SEERJAX_TEST_SHARE=$share
     [ -z "$flags" ] || export XLA_FLAGS="${XLA_FLAGS:-} $flags"
@@ -240,8 +241,8 @@ run_oldest() {
   )
 }
 
-# The contract holds on CPUs without AVX-512 too, for which XLA fuses and rounds differently: tests run
-# as such a CPU would. (Another kind of CPU ignores the flag.)
+# The contract also holds on CPUs without AVX-512, for which XLA fuses and rounds differently; this
+# flag makes tests run as on such a CPU. (CPUs of other kinds ignore it.)
 AVX2=--xla_cpu_max_isa=AVX2
 
 # build_wheel DIR WORK: builds the wheel of this checkout into WORK/dist.
@@ -252,11 +253,11 @@ build_wheel() {
       --no-build-isolation -w "$2/dist" "$2/source"
 }
 
-# served_wheel DIR MINOR: installs the built wheel with its extra `serve` as a stranger would, into an
-# environment with nothing else, and asks its server by curl, twice with one seed.
+# served_wheel DIR MINOR: installs the built wheel with its extra `serve` into a fresh environment,
+# as a user would, and sends its server two requests with one seed by curl.
 #
-# pip resolves the extra from the package index, held to the versions of the lock: what pyproject.toml
-# forgets to name is missing here.
+# pip resolves the extra from the package index, constrained to the lock's versions, so a dependency
+# that pyproject.toml lacks makes this fail.
 served_wheel() {
   local dir=$1 work python log url server line status=1
   work=$(mktemp -d) || return 1
@@ -266,7 +267,7 @@ served_wheel() {
       "$(echo "$work"/dist/seerjax-*.whl)[serve]"; then
     (cd "$work" && exec "$python" -I -m seerjax.serve --port=0 >"$log" 2>&1) &
     server=$!
-    for _ in $(seq 1200); do # It compiles first: a minute or two where nothing is kept.
+    for _ in $(seq 1200); do # It compiles first, for a minute or two without a cache.
       url=$(sed -n 's,^serving at \(http://.*\)$,\1,p' "$log")
       { [ -z "$url" ] && kill -0 $server 2>/dev/null; } || break
       sleep 0.25
@@ -278,7 +279,7 @@ served_wheel() {
     done >"$work/said"
     kill -TERM $server
     wait $server
-    # Two answers, and both the same.
+    # Expect two responses with equal contents.
     [ "$(grep -c '"finish_reason": "[sl]' "$work/said")" -eq 2 ] &&
       [ "$(sort -u "$work/said" | wc -l)" -eq 1 ] && status=0
     cut -c 1-300 "$work/said"
@@ -288,13 +289,13 @@ served_wheel() {
   return $status
 }
 
-# built_wheel DIR MINOR: installs the built wheel, and nothing else of this checkout, then runs every
-# example against it.
+# built_wheel DIR MINOR: installs the built wheel without the checkout, then runs every example with
+# it.
 #
-# The wheel's environment has no pip and no packages of its own: a .pth file lends it the installed
-# dependencies of DIR, which takes no time and no network. A folder named by a .pth file is searched
-# for packages, but its own .pth files are not read; so the one with which DIR finds this checkout
-# does not count, and `import seerjax` can only find the wheel.
+# The wheel's environment has no pip and no packages: a .pth file adds the dependencies installed in
+# DIR, which needs no time and no network. Python searches a folder named in a .pth file for
+# packages, but does not read .pth files in it; so the one by which DIR finds this checkout has no
+# effect, and `import seerjax` can only find the wheel.
 built_wheel() {
   local dir=$1 work python example status=0
   work=$(mktemp -d) || return 1
@@ -317,7 +318,7 @@ for name in seerjax.__all__:
 print("the wheel imports:", seerjax.__version__)
 EOF
   if [ $status -eq 0 ] && [ -d examples ]; then
-    # Two at a time: most of an example is one core's work.
+    # Two at a time, because an example mostly uses one core.
     cat >"$work/run.py" <<'EOF'
 import json, pathlib, runpy, sys
 
@@ -342,27 +343,28 @@ EOF
   return $status
 }
 
-# finished_long SUFFIX: prints the file that holds which long tests have passed at these sources.
+# finished_long SUFFIX: prints the path of the record of long tests that have passed for these
+# sources.
 #
-# Uncommitted lines and new files count: a result belongs to the very sources that gave it. Prose and
-# results are no sources.
+# Uncommitted changes and new files count, because a result is valid for exactly the sources that
+# gave it. Prose and results are not sources.
 finished_long() {
   mkdir -p .long && printf '%s/.long/%s%s.txt\n' "$ROOT" "$(
     git ls-files -coz --exclude-standard -- . ':!docs' ':!*.md' |
       xargs -0 cksum 2>/dev/null | cksum | cut -d' ' -f1)" "$1"
 }
 
-# run_long DIR ARGUMENT...: runs each test marked `long` that has not passed yet at these sources.
+# run_long DIR ARGUMENT...: runs each test marked `long` that has not passed for these sources.
 #
-# A file has a process of its own, so that its tests share programs; all in one would end at the
-# kernel's bound on maps (vm.max_map_count), of which each program takes some.
+# Each file runs in a separate process, so that its tests share programs; one process for all would
+# reach the kernel's limit on mappings (vm.max_map_count), of which each program uses some.
 run_long() {
   local dir=$1 finished work tests status=0
   shift
   finished=$(finished_long "") && touch "$finished" && work=$(mktemp -d) || return 1
   tests=$("$dir/bin/python" -m pytest -m long --collect-only -q --finished="$finished" "$@" 2>&1)
   case $? in
-    0 | 5) ;; # 5: nothing is left to run.
+    0 | 5) ;; # 5: no tests are left to run.
     *)
       printf '%s\n' "$tests"
       return 1
@@ -371,7 +373,7 @@ run_long() {
   printf '%s\n' "$tests" | grep '::' | (
     cd "$work" && awk '{ file = $0; sub("::.*", "", file); gsub("/", ".", file); print > file }'
   )
-  # --timeout=0: how long a long test may take is its own affair.
+  # --timeout=0: long tests have no time limit.
   find "$work" -type f -print0 | sort -z | xargs -0 -r -n 1 -P "$((WORKERS > 1 ? WORKERS : 1))" bash -c '
     said=$("$0" -m pytest -m long -q --timeout=0 --hypothesis-profile=long \
       --hypothesis-seed="$SEERJAX_TEST_SEED" --finished="$1" "@$2" 2>&1 </dev/null)
@@ -387,12 +389,12 @@ run_long() {
   return $status
 }
 
-# changed_since COMMIT: prints the files that differ from it, new ones too, one a line.
+# changed_since COMMIT: prints the files that differ from it, including new ones, one per line.
 changed_since() {
   git diff --name-only "$1" && git ls-files -o --exclude-standard
 }
 
-# tests_of_changes: prints the tests that concern what differs from `reference`, one a line.
+# tests_of_changes: prints the tests affected by differences from `reference`, one per line.
 tests_of_changes() {
   local base=${reference:-$(git merge-base HEAD origin/main 2>/dev/null)}
   git rev-parse --verify --quiet "${base:-HEAD}^{commit}" >/dev/null || {
@@ -402,10 +404,10 @@ tests_of_changes() {
   changed_since "${base:-HEAD}" | xargs "$newest/bin/python" tests/support/import_graph.py
 }
 
-# base_of_push: prints the commit after which the pushed ones begin, nothing where it is not known.
+# base_of_push: prints the parent of the first pushed commit; nothing if it is unknown.
 #
-# That is where HEAD left origin/main. Where a push to main is tested, that is HEAD itself: then it is
-# the commit whose run passed last on this machine, else HEAD's parent.
+# It is the merge base with origin/main. When a push to main is tested, that is HEAD itself; then it
+# is the last commit that passed on this machine, else HEAD's parent.
 base_of_push() {
   local base head
   head=$(git rev-parse HEAD 2>/dev/null) || return 0
@@ -417,12 +419,12 @@ base_of_push() {
   printf '%s' "$base"
 }
 
-# remember_pass: has the next run of another push know that HEAD passed.
+# remember_pass: records that HEAD passed, for the next run.
 remember_pass() {
   [ -z "$place" ] || [ "$failures" -gt 0 ] || git rev-parse HEAD >"$place/passed" 2>/dev/null || :
 }
 
-# begin_pyright: checks types beside what follows; what it says comes with `pyright_ended`.
+# begin_pyright: starts a type check in the background; `pyright_ended` prints its result.
 begin_pyright() {
   typed="$scratch/pyright"
   "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python" >"$typed" 2>&1 &
@@ -479,18 +481,18 @@ if [ "$tier" != all ]; then
   fi
   begin_pyright
   stage "ruff" "$newest/bin/python" -m ruff check .
-  # shellcheck disable=SC2086 # Paths of ours hold no spaces.
+  # shellcheck disable=SC2086 # Our paths contain no spaces.
   stage "everyday tests, Python $minor" run_pytest "$newest" --everyday $paths
   pyright_ended
   finish
 fi
 
-# What takes one core runs beside the examples: pyright, and making the oldest Python's environment.
+# Single-core work runs concurrently with the examples: pyright and the oldest Python's environment.
 begin_pyright
 drawn=$(part_of_oldest)
 if [ -n "$oldest" ]; then
   said="$scratch/environment"
-  # Parity is the models' room's.
+  # Parity tests are in the models' room.
   case $drawn in
     rooms) oldest_environment "$oldest" "$oldest_python" ;;
     *) environment_for "$OLDEST" "$oldest" "$oldest_python" ;;
@@ -502,7 +504,7 @@ fi
 stage "ruff" "$newest/bin/python" -m ruff check .
 stage "wheel and examples, Python $minor" built_wheel "$newest"
 stage "wheel alone answers a curl, Python $minor" served_wheel "$newest" "$minor"
-# Before torch comes: where it is, pyright reads its types.
+# Before torch is installed, because pyright would then read torch's types.
 pyright_ended
 stage "parity packages, Python $minor" parity "$minor" "$newest" "$python"
 stage "Mooncake, Python $minor" mooncake "$minor" "$newest" "$python"
@@ -510,7 +512,7 @@ base=$(base_of_push)
 concerned=$([ -z "$base" ] ||
   changed_since "$base" | xargs "$newest/bin/python" tests/support/import_graph.py --rooms)
 say "thorough tests of what changed since ${base:-(no commit is known)}: ${concerned#*=}"
-# shellcheck disable=SC2086 # Empty, it is no argument.
+# shellcheck disable=SC2086 # If empty, it must not become an argument.
 SEERJAX_TEST_SHARE_OF_THOROUGH=0.025 stage "tests, Python $minor" run_pytest "$newest" $concerned
 
 stage "tests on real weights, Python $minor" real_weights "$newest"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles the engine's step and the trainer's for TPUs, on a machine that has none.
+# Compiles the engine's step and the trainer's step for TPUs, on a machine without a TPU.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -27,7 +27,7 @@ minor=${found%% *}
 environment "$ROOT/.venv-tpu" "${found#* }" "$ROOT/launch/locks/runtime-$minor.txt" \
   "$ROOT/launch/locks/tpu-compile-$minor.txt" ||
   fail "libtpu is not installed: its wheel is for x86-64 Linux with glibc 2.31 or later."
-# The host's own platform traces; the compiler is asked for by name.
+# Tracing uses the host's platform; the experiment selects the compiler by name.
 export JAX_PLATFORMS=cpu
 cd "$ROOT"
 exec nice -n 10 "$ROOT/.venv-tpu/bin/python" -P -m experiments.tpu_compile "$@"

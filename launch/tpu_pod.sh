@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs an experiment on all hosts of a TPU pod slice, a process on each.
+# Runs an experiment on all hosts of a TPU pod slice, one process per host.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

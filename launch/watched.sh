@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Runs a command that is a run, and ends it when it hangs: when its status.json, which a run writes every
-# ten seconds, was written since it began but not for a while. Returns 75 then, else its status.
+# Runs a command that is a run, and ends it if it hangs: if its status.json, written every ten
+# seconds, was updated by this run, but not recently. Returns 75 then, and the command's status
+# otherwise.
 #
 #   bash launch/watched.sh WORKDIR COMMAND...
 #
@@ -19,7 +20,7 @@ trap 'kill -TERM "$run" 2>/dev/null' TERM
 trap 'kill -INT "$run" 2>/dev/null' INT
 (
   while sleep "${SEERJAX_LOOKS_EVERY:-30}"; do
-    # A status of the run before this one says nothing.
+    # Ignore the status of an earlier run.
     [ "$workdir/status.json" -nt "$began" ] || continue
     if ! bash "$here/alive.sh" "$workdir" "$after"; then
       echo hung >"$began"
@@ -32,7 +33,7 @@ trap 'kill -INT "$run" 2>/dev/null' INT
 watching=$!
 status=0
 while kill -0 "$run" 2>/dev/null; do
-  wait "$run" # Until it has ended, or a signal was heard.
+  wait "$run" # Returns when the run ends or a signal arrives.
   status=$?
 done
 kill "$watching" 2>/dev/null
