@@ -1,7 +1,7 @@
 """SeerJAX: reinforcement learning of language models, bit-identical wherever it runs.
 
-`__all__` is the public API. Names are imported when they are first used, so that importing this
-package costs nothing and touches no device.
+`__all__` is the public API. Names are imported on first use, so importing this package costs
+nothing and touches no device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The module of each public name; one that is not listed here is itself a module.
+# The module of each public name; a name that is not listed is itself a module.
 _HOMES = {
   "Completion": "types",
   "Engine": "engine.engine",

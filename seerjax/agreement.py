@@ -1,12 +1,12 @@
-"""Several processes that run one program: what the first one tells, and whether all decided alike.
+"""Broadcasts and comparisons that keep the processes of a slice in agreement.
 
-Every process of a slice (`parallel.start`) runs the same lines. What a line measures, reads from a
-disk or hears from outside differs between them: there the first process does it, and tells the
-others (`from_first`). What all of them compute for themselves is compared (`compare`), so that two
-that went apart end with a message in the place of waiting for each other for ever.
+Every process of a slice (`parallel.start`) runs the same lines. Measurements, file contents and
+external inputs differ between processes, so the first process obtains them and broadcasts them
+(`from_first`). Results that every process computes for itself are compared (`compare`), so that
+diverging processes end with an error message instead of waiting for each other forever.
 
-All functions are collective: each process calls them in the same order. A process that is alone
-agrees with itself at once.
+All functions are collective: each process calls them in the same order. With a single process, they
+return at once.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 T = TypeVar("T")
-# Of what the first process tells, so much goes at once with its length: a verdict, say, is less.
+# Bytes that are broadcast together with the length of a value; most values, such as a verdict, fit.
 FIRST_BYTES = 504
-# Of a value that differs, what a message tells.
+# Maximum bytes of a differing value in an error message.
 TEXT_BYTES = 256
 
 
 class Disagreement(RuntimeError):
-  """Processes of a slice decided differently, or the first could not do what it was to tell."""
+  """Processes of a slice diverged, or the first process failed to compute a broadcast value."""
 
 
 def is_first() -> bool:
-  """Returns whether this process is the one that tells, and that writes files."""
+  """Returns whether this is the first process, which broadcasts values and writes files."""
   return jax.process_index() == 0
 
 
 def from_first(function: Callable[[], T]) -> T:
-  """Returns what a call returns in the first process; in the others it is not called.
+  """Returns the result of calling `function` in the first process; the others do not call it.
 
   Raises:
-    Disagreement: in the other processes, if it raises in the first, with what that says.
+    Disagreement: in the other processes, if `function` raises in the first, with its message.
   """
   if jax.process_count() == 1:
     return function()
@@ -63,7 +63,7 @@ def _tell(is_found: bool, value: Any) -> None:
 
 
 def _told() -> Any:
-  # Of the first process, of this very program: what comes is as trusted as the program is.
+  # Unpickling is safe: the data comes from the first process of the same program.
   first = _broadcast(_words(b"")).tobytes()
   length, is_found = np.frombuffer(first[:8], np.uint32).tolist()
   data = first[8:]
@@ -76,11 +76,11 @@ def _told() -> Any:
 
 
 def _words(data: bytes, length: int = 0) -> np.ndarray:
-  """Returns bytes as words, as many as a power of two, so that few sizes are ever compiled.
+  """Returns bytes as a power of two of words, so that few sizes are ever compiled.
 
   Args:
     data: the bytes.
-    length: of bytes that only the first process has.
+    length: number of bytes, if only the first process has them.
   """
   length = max(len(data), length, FIRST_BYTES + 8)
   count = 1 << (-(-length // 4) - 1).bit_length()
@@ -92,7 +92,7 @@ def _broadcast(words: np.ndarray) -> np.ndarray:
 
 
 def least(value: float) -> float:
-  """Returns the least of all processes' values."""
+  """Returns the minimum over all processes."""
   if jax.process_count() == 1:
     return value
   bits = np.asarray([value], np.float64).view(np.uint32)
@@ -100,23 +100,23 @@ def least(value: float) -> float:
 
 
 def most(value: int) -> int:
-  """Returns the greatest of all processes' whole numbers, each from 0 and below 2**32."""
+  """Returns the maximum over all processes of whole numbers in [0, 2**32)."""
   if jax.process_count() == 1:
     return value
   return int(_gathered(np.asarray([value], np.uint32)).max())
 
 
 def compare(what: str, decisions: Mapping[str, Any]) -> None:
-  """Ends all processes where one decided otherwise.
+  """Raises in all processes if any of them made another decision.
 
   Args:
-    what: they are about, such as "engine step 12".
-    decisions: by name, arrays or what else has a `repr` of its own; the names are the same in all
-      processes. A digest of each is exchanged, in one array of words.
+    what: subject of the decisions, such as "engine step 12".
+    decisions: arrays or values with a `repr`, by name; all processes have the same names. A digest
+      of each is exchanged, in one array of words.
 
   Raises:
-    Disagreement: in every process, naming `what`, the first field that differs, and which processes
-      have which value of it.
+    Disagreement: in every process, with `what`, the first field that differs, and its values by
+      process.
   """
   if jax.process_count() == 1:
     return
@@ -158,5 +158,5 @@ def _digest(value: Any) -> int:
 
 
 def _gathered(words: np.ndarray) -> np.ndarray:
-  """Returns u32[p, w] of all processes."""
+  """Returns u32[p, w], the words of all processes."""
   return np.asarray(multihost_utils.process_allgather(words))

@@ -1,4 +1,4 @@
-"""The alphabet of axes and the named array types, written once.
+"""Axis names and named array types.
 
     n   flat token rows of one batch        s   segments
     b   requests (or sequences)             g   members of a group
@@ -8,7 +8,7 @@
     i   instances                           p   pages of one page-table row
     r   logical reduction slabs
 
-A shape stands behind its dtype as one word in docstrings: `f32[n, d]`, `i32[s, p]`, `bool[n]`.
+In docstrings, a dtype and a shape are one word: `f32[n, d]`, `i32[s, p]`, `bool[n]`.
 """
 
 from jax import Array

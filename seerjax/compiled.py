@@ -1,11 +1,11 @@
-"""Loops on the host that Python is too slow for, compiled by numba.
+"""Host loops compiled by numba, for work that is too slow in Python.
 
     @compiled.function
     def count(numbers): ...
 
-What is compiled is kept on disk, beside the module or in the user's cache, so that the next process
-starts at once. It holds what the function calls, and the numbers that it reads, too: a change of
-either, in whatever file, has it compiled anew.
+Compiled code is cached on disk, next to the module or in the user's cache, so that the next process
+starts at once. It includes the function's callees and the numbers that it reads: a change of
+either, in any file, triggers a new compilation.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _Compiled = type(numba.njit(lambda: None))
 
 
 def function(python: Callable[..., Any]) -> Any:
-  """Compiles a function when it is first called; division by zero gives inf or NaN."""
-  # The function itself, not what may check its annotations.
+  """Compiles a function on its first call; division by zero gives inf or NaN."""
+  # The function itself, without wrappers that check its annotations.
   python = inspect.unwrap(python)
-  # numba looks at the function's own file alone, and names what it keeps by the qualified name.
+  # numba only checks the function's own file, and names cached code by the qualified name.
   taken = "\n".join(_taken(python))
   if taken:
     python.__qualname__ += f"_{hashlib.sha256(taken.encode()).hexdigest()[:12]}"
   try:
     return numba.njit(cache=True, error_model="numpy")(python)
-  except RuntimeError:  # Neither the package's folder nor the home can be written.
+  except RuntimeError:  # Neither the package's folder nor the home directory is writable.
     return numba.njit(error_model="numpy")(python)
 
 
 def _taken(python: Callable[..., Any]) -> Iterator[str]:
-  """Yields the numbers that a function reads, and the source of what it calls in other files.
+  """Yields the numbers that a function reads, and the source of its callees in other files.
 
-  What stands further down in its own file is not known yet.
+  Names defined further down in its own file are not known yet.
   """
   names, known = python.__code__.co_names, python.__globals__
   for name in names:
@@ -59,12 +59,12 @@ def _taken(python: Callable[..., Any]) -> Iterator[str]:
 
 
 def inlined(python: Callable[..., Any]) -> Any:
-  """Compiles a function into each of those that call it."""
+  """Compiles a function that is inlined into its callers."""
   return numba.njit(forceinline=True, error_model="numpy")(inspect.unwrap(python))
 
 
 def _address_to_pointer(typing_context: Any, address: Any) -> Any:
-  """Tells numba how an address becomes a pointer."""
+  """Implements the conversion of an address to a pointer for numba."""
 
   def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.inttoptr(args[0], context.get_value_type(numba.types.voidptr))
@@ -77,5 +77,5 @@ _pointer: Any = extending.intrinsic(_address_to_pointer)
 
 @inlined
 def bare(array):
-  """Returns the same memory as an array without an owner: nothing is counted when it is passed."""
+  """Returns the same memory as an array without an owner, which is passed without refcounting."""
   return carray(_pointer(array.ctypes.data), array.shape, array.dtype)

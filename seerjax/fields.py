@@ -1,14 +1,14 @@
 """Checks the types of settings and arguments against their annotations.
 
 A record calls `check(self)` first in its `__post_init__`, and a public function is decorated with
-`checked`. Both say `Class.field: got 1.5, expected a whole number; write 1.`, before any work is
-begun. What an annotation cannot say (ranges, and what fits together) the record or function checks
-itself, and may rely on the types there.
+`checked`. Errors read `Class.field: got 1.5, expected a whole number; write 1.`, and are raised
+before any work starts. The record or function itself checks what annotations cannot express
+(ranges, combinations), and may rely on the types there.
 
-An annotation is read once and becomes a function that returns the value or refuses it. Numbers of
-numpy become numbers of Python, so that a record can be stored as JSON, and a list that is given for
-a tuple becomes one, so that the record can be hashed and no caller can change it afterwards. A
-truth value is no number, and infinity and NaN are numbers only where a record says so.
+An annotation is read once and becomes a function that returns the value or refuses it. numpy
+numbers become Python numbers, so that a record can be stored as JSON, and a list given for a tuple
+becomes a tuple, so that the record can be hashed and no caller can change it afterwards. A boolean
+is not a number, and infinity and NaN are numbers only where a record allows them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-# Longest representation of a value in a message, in characters.
+# Maximum length of a value in a message, in characters.
 MAX_SHOWN = 100
-# Python writes no integer of more than 4,300 digits, so that no message could show it.
+# Python prints no integer of more than 4,300 digits, so no message could show it.
 MAX_WHOLE = 10**4000
 
 _NONE: Mapping[str, str] = types.MappingProxyType({})
 
 
 class _Kind(NamedTuple):
-  """What an annotation asks for.
+  """The check of an annotation.
 
   Attributes:
-    expected: in words, such as "a whole number".
+    expected: description of the type, such as "a whole number".
     settle: returns the value as it is stored; raises `_Wrong` for a value of another type.
-    fix: returns what to write instead of a wrong value, "" if that is not known.
+    fix: returns the correct spelling of a wrong value, "" if it is unknown.
   """
 
   expected: str
@@ -53,11 +53,11 @@ class _Kind(NamedTuple):
 
 
 class _Wrong(Exception):
-  """A value of another type than its annotation; the argument is the innermost wrong value."""
+  """A value whose type does not match its annotation; the argument is the innermost wrong value."""
 
 
 def is_whole(value: Any) -> bool:
-  """Returns whether a value is an integer, of Python or numpy; True and False are none."""
+  """Returns whether a value is an integer, of Python or numpy; True and False are not."""
   return type(value) is int or (isinstance(value, numbers.Integral) and not is_truth(value))
 
 
@@ -68,14 +68,14 @@ def is_number(value: Any) -> bool:
 
 def is_truth(value: Any) -> bool:
   """Returns whether a value is True or False, of Python or numpy."""
-  # numpy's has no common base with Python's, and this module imports no numpy.
+  # numpy's booleans share no base class with Python's, and this module does not import numpy.
   return isinstance(value, bool) or (type(value).__module__ == "numpy" and (
     type(value).__name__ in ("bool", "bool_")
   ))
 
 
 def shown(value: Any) -> str:
-  """Returns a value as a message shows it: whole where it is plain and short, else its type."""
+  """Returns a value for a message: in full if it is plain and short, otherwise its type."""
   if not _is_plain(value):
     return _with_article(type(value).__name__)
   try:
@@ -95,16 +95,16 @@ def _is_plain(value: Any) -> bool:
 def check(
   record: Any, *, unbounded: tuple[str, ...] = (), fixes: Mapping[str, str] = _NONE
 ) -> None:
-  """Refuses a record with a field of another type than its annotation.
+  """Refuses a record with a field whose type does not match its annotation.
 
   Args:
-    record: a dataclass's instance, frozen or not.
-    unbounded: names of fields whose numbers may be infinite or NaN, as far as the record's own
-      checks let them.
-    fixes: by field, what to change, where that is more than an annotation knows.
+    record: a dataclass instance, frozen or not.
+    unbounded: names of fields whose numbers may be infinite or NaN, subject to the record's own
+      checks.
+    fixes: advice by field, if it is more specific than what the annotation gives.
 
   Raises:
-    ValueError: with the class and the field at its beginning.
+    ValueError: with the class and the field as its prefix.
   """
   cls = type(record)
   for name, kind, fallback in _kinds_of_record(cls, unbounded):
@@ -115,9 +115,9 @@ def check(
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-  """Decorates a function so that arguments of other types than annotated are refused.
+  """Decorates a function to refuse arguments whose types do not match their annotations.
 
-  The wrapper raises ValueError with the function and the argument at its beginning.
+  The wrapper raises ValueError with the function and the argument as its prefix.
   """
   what = function.__qualname__
   call: Callable[..., R] = function
@@ -136,7 +136,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
   def settled(name: str, value: Any) -> Any:
     entry = kinds()[1].get(name)
-    # A default is as its author wrote it, and an unknown name is Python's to refuse.
+    # Defaults are not checked, and Python itself refuses unknown names.
     return value if entry is None else _settled(f"{prefix}{name}", value, *entry)
 
   @functools.wraps(function)
@@ -150,7 +150,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def checked_methods(cls: C) -> C:
-  """Decorates a class so that all its public methods and its making are `checked`."""
+  """Decorates a class so that its public methods and its constructor are `checked`."""
   for name, function in list(vars(cls).items()):
     if isinstance(function, types.FunctionType) and (name == "__init__" or name[0] != "_"):
       setattr(cls, name, checked(function))
@@ -208,7 +208,7 @@ def _kind(hint: Any, is_unbounded: bool) -> _Kind:
 
 
 def _is_of_jaxtyping(hint: type) -> bool:
-  # Arrays say what was got and expected at the place that knows their dtype and shape.
+  # Arrays are checked by code that knows their dtype and shape.
   return type(hint).__module__.partition(".")[0] == "jaxtyping"
 
 
@@ -320,7 +320,7 @@ def _tuple(args: tuple[Any, ...], is_unbounded: bool) -> _Kind:
     def settle_all(value: Any) -> tuple[Any, ...]:
       if not isinstance(value, tuple | list):
         raise _Wrong(value)
-      if is_int and set(map(type, value)) <= {int}:  # Prompts are long.
+      if is_int and set(map(type, value)) <= {int}:  # Fast path: prompts are long.
         return value if type(value) is tuple else tuple(value)
       return _same(value, [inner.settle(one) for one in value])
 
@@ -339,7 +339,7 @@ def _tuple(args: tuple[Any, ...], is_unbounded: bool) -> _Kind:
 
 
 def _same(value: Any, inner: list[Any]) -> tuple[Any, ...]:
-  """Returns a tuple of `inner`, the given one where that is one and nothing in it was changed."""
+  """Returns a tuple of `inner`; the given one if it is a tuple and no element was changed."""
   if isinstance(value, tuple) and all(a is b for a, b in zip(value, inner)):
     return value
   return tuple(inner)
@@ -384,7 +384,7 @@ def _container(origin: type, args: tuple[Any, ...], is_unbounded: bool) -> _Kind
   inner = kinds[0]
 
   def settle(value: Any) -> Any:
-    # A text is a sequence of texts, and hardly ever what was meant.
+    # A string is a sequence of strings, but is rarely intended as one.
     if not isinstance(value, origin) or isinstance(value, str | bytes):
       raise _Wrong(value)
     if is_read_once and not isinstance(value, tuple | list):
@@ -405,7 +405,7 @@ def _class(cls: type) -> _Kind:
   def settle(value: Any) -> Any:
     try:
       is_one = isinstance(value, cls)
-    except TypeError:  # A protocol that cannot be looked up at run time.
+    except TypeError:  # A protocol that is not runtime-checkable.
       return value
     if not is_one:
       raise _Wrong(value)

@@ -1,13 +1,13 @@
-"""Streams one answer, token by token, as it is sampled; in a terminal, without a prompt, chats.
+"""Streams one response, token by token, as it is sampled; chats in a terminal without a prompt.
 
     python -m seerjax.generate --prompt="Tom has 3 apples and buys 4. How many?"
 
-The text is a function of (weights, prompt, sampling parameters, seed) alone: ask twice, get the
-same bits. Text goes to stdout, numbers to stderr.
+The text is a function of (weights, prompt, sampling parameters, seed) alone: a repeated call gives
+the same bits. Text goes to stdout, numbers to stderr.
 
-  a chat:         no --prompt; Ctrl-D or Ctrl-C ends it, /help says what there is
+  a chat:         no --prompt; Ctrl-D or Ctrl-C ends it, /help lists the commands
   another model:  --model=PATH_OR_HUB_ID
-  no thoughts:    --variable=enable_thinking=False, which Qwen3's template reads
+  no thinking:    --variable=enable_thinking=False, which Qwen3's template reads
   from stdin:     --prompt=-
   with a draft:   --draft=MODEL guesses --draft_tokens tokens ahead; the text is the same
   no template:    --raw
@@ -44,30 +44,30 @@ from seerjax.speculation.draft_program import MAX_STEPS
 from seerjax.types import Completion, Request, SamplingParams
 
 PREFILL_ROWS = 256
-DRAFT_TOKENS = 4  # Guessed in each step by a draft model, where there is one.
-CHAT_CONTEXT = 4096  # Most positions of a chat, where the model has so many.
+DRAFT_TOKENS = 4  # Drafted per step if there is a draft model.
+CHAT_CONTEXT = 4096  # Maximum positions of a chat, within the model's limit.
 HELP = """/help   this
 /new    forgets the conversation
 Ctrl-D  ends the chat, as Ctrl-C does, also within an answer"""
 
-# The conversation so far to the next answer.
+# Maps the conversation so far to the next response.
 Answer = Callable[[Sequence[chat_template.Message]], str]
 
 
 def load(
   name: str, numerics: numerics_lib.NumericsConfig | None = None
 ) -> tuple[Policy, numerics_lib.NumericsConfig]:
-  """Returns a model by name and its numerics, those of the main job if None, as it decides them."""
+  """Returns a model by name and its resolved numerics; None uses those of the main job."""
   numerics = run_presets.main_job().numerics if numerics is None else numerics
   policy = policy_lib.load_policy(name, numerics)
   return policy, model_config.numerics_for(policy.model, numerics)
 
 
 def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:
-  """Returns a prompt's tokens, as a user's turn or, special tokens included, as it stands.
+  """Returns a prompt's tokens: as a user turn, or verbatim with special tokens if `is_raw`.
 
   Raises:
-    ValueError: if there is nothing but white space.
+    ValueError: if the prompt is blank.
   """
   if not prompt.strip():
     raise ValueError(
@@ -88,19 +88,19 @@ def engine_for(
   draft: str = "",
   draft_tokens: int = DRAFT_TOKENS,
 ) -> engine_lib.Engine:
-  """Returns an engine for one request of `num_tokens` positions, prompt and answer.
+  """Returns an engine for one request of `num_tokens` positions, prompt and response.
 
   Args:
     policy: the model.
-    numerics: of it.
-    num_tokens: positions.
-    key: of the sampling.
+    numerics: numerics of the model.
+    num_tokens: positions of prompt and response.
+    key: sampling key.
     mesh: devices that share the model; one if None.
-    draft: a smaller model of the same words, which guesses tokens ahead; "" guesses nothing.
-    draft_tokens: that it guesses in each step.
+    draft: draft model with the same vocabulary, which guesses tokens ahead; "" disables it.
+    draft_tokens: number of tokens drafted per step.
 
   Raises:
-    ValueError: if the model was not made for so many, or the draft does not fit it.
+    ValueError: if the model does not support this many positions, or the draft does not fit it.
   """
   if num_tokens > policy.model.max_context:
     raise ValueError(
@@ -108,7 +108,7 @@ def engine_for(
       f" the model's {policy.model.max_context}; shorten the prompt or lower --max_tokens."
     )
   page_size = min(32, numerics.kv_split)
-  # A guess that is verified has a row for each of its tokens, and one for the last that was said.
+  # Verifying a draft takes a row per drafted token, and one for the last sampled token.
   rows = {1, 1 + draft_tokens} if draft else {1}
   config = engine_lib.EngineConfig(
     page_size=page_size,
@@ -116,7 +116,7 @@ def engine_for(
     max_sequences=1,
     max_context=num_tokens,
     row_buckets=(*sorted(rows), PREFILL_ROWS),
-    steps_per_visit=1,  # A person reads along.
+    steps_per_visit=1,  # Streams every token to a reader.
   )
   params = parameters.compute_params(policy.params, numerics)
   engine = engine_lib.Engine(
@@ -134,10 +134,10 @@ def engine_for(
 def stream(
   engine: engine_lib.Engine, request: Request, say: Callable[[str], None]
 ) -> tuple[Completion, float]:
-  """Runs one request, handing over its text as it comes.
+  """Runs one request and passes on its text as it is sampled.
 
   Returns:
-    (completion, tokens per second once both programs are compiled, 0 for too few tokens).
+    (completion, tokens per second without compilation, 0 for too few tokens).
   """
   times: list[float] = []
   counts: list[int] = []
@@ -149,7 +149,7 @@ def stream(
       say(update.text)
 
   (completion,) = engine.generate([request], on_step=on_step)
-  # The first comes out of the prefill's program, the second out of the decoding one.
+  # The first update comes from the prefill program, the second from the decode program.
   rate = sum(counts[2:]) / (times[-1] - times[1]) if len(times) > 2 else 0.0
   return completion, rate
 
@@ -161,13 +161,13 @@ def answerer(
   seed: int,
   say: Callable[[str], None],
 ) -> Answer:
-  """Returns what continues a conversation: each answer is streamed, and the engine stays.
+  """Returns a function that continues a conversation, streaming each response with one engine.
 
   Args:
-    engine: whose context bounds the conversation; it has its tokenizer.
-    sampling: of every answer; one that finds less room than `max_tokens` gets what there is.
-    seed: of every answer.
-    say: takes text as it comes.
+    engine: engine with a tokenizer; its context limits the conversation.
+    sampling: sampling parameters of every response; `max_tokens` is lowered if there is less room.
+    seed: seed of every response.
+    say: receives text as it is sampled.
   """
   tokenizer = engine.tokenizer
   assert tokenizer is not None
@@ -195,12 +195,13 @@ def answerer(
 
 
 def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None]) -> None:
-  """Chats until there is nothing more to read.
+  """Chats until there is no more input.
 
   Args:
-    answer: to the conversation; a refusal is printed, and the chat continues without that question.
-    read: the next line; raises EOFError at the end.
-    tell: takes lines that are no answers.
+    answer: responds to the conversation; its ValueErrors are printed, and the chat continues
+      without that message.
+    read: returns the next line; raises EOFError at the end.
+    tell: receives lines that are not responses.
   """
   messages: list[chat_template.Message] = []
   while True:
@@ -241,7 +242,7 @@ def chat(
     draft_tokens=flags.FLAGS.draft_tokens,
   )
   with contextlib.suppress(ImportError):
-    import readline  # noqa: F401  Lines can be edited where there is one.
+    import readline  # noqa: F401  Enables line editing.
   print(
     f"{flags.FLAGS.model}, {context} tokens in all; /help says what there is, Ctrl-D ends it. The"
     " first answer waits for its program to be compiled.",
@@ -255,12 +256,12 @@ def chat(
   except stops.Terminated:
     raise
   except KeyboardInterrupt:
-    pass  # Here it is how one leaves.
+    pass  # Ctrl-C is a normal way to leave the chat.
   print(flush=True)
 
 
 def variables_of(arguments: Sequence[str]) -> dict[str, Any]:
-  """Returns the chat template's variables by name, of NAME=VALUE each.
+  """Returns the chat template's variables by name, from NAME=VALUE arguments.
 
   Raises:
     ValueError: for an argument of another form.
@@ -277,7 +278,7 @@ def variables_of(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def drafted(engine: engine_lib.Engine) -> str:
-  """Returns what came of an engine's draft model, to be said behind the rest; "" without one."""
+  """Returns a summary of an engine's draft model, to append to other text; "" without one."""
   if not isinstance(engine.drafter, ModelDrafter):
     return ""
   acceptance = engine.drafter.acceptance

@@ -1,9 +1,9 @@
-"""How much memory this process may still take: of the host, and of the control groups it is in.
+"""Memory available to this process, given the host's memory and its control groups' limits.
 
-A container's limit is seldom the host's memory: a process beyond it is killed, whatever the host
-has left. What counts is the least of the host's available memory and, of each group from the
-process's own up to the root, its limit less what it uses; pages of files that were not touched
-lately are given back before anybody is killed, so that they do not count as used.
+A container's limit is seldom the host's memory: a process that exceeds it is killed, regardless of
+the host's free memory. The available memory is the minimum of the host's available memory and, for
+each group from the process's own up to the root, the group's limit minus its usage. Inactive file
+pages are reclaimed before a process is killed, so they do not count as used.
 
 Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html (memory.max, memory.current,
 memory.stat) and cgroup-v1/memory.html (memory.limit_in_bytes, memory.usage_in_bytes).
@@ -18,10 +18,10 @@ ROOT = pathlib.Path("/")
 
 
 def free_bytes(root: pathlib.Path = ROOT) -> float:
-  """Returns the bytes that this process may still take; infinite where nothing tells.
+  """Returns the bytes available to this process; infinite if they are unknown.
 
   Args:
-    root: of the file system that has `proc` and `sys`.
+    root: root of the file system with `proc` and `sys`.
   """
   found = [_fields(root / "proc/meminfo").get("MemAvailable:", float("inf")) * 1024]
   for group, names in _groups(root):
@@ -34,7 +34,7 @@ def free_bytes(root: pathlib.Path = ROOT) -> float:
 
 
 def resident_bytes(root: pathlib.Path = ROOT) -> float:
-  """Returns the bytes that this process holds; 0 where nothing tells."""
+  """Returns the resident bytes of this process; 0 if they are unknown."""
   return _fields(root / "proc/self/status").get("VmRSS:", 0) * 1024
 
 
@@ -53,7 +53,7 @@ def _groups(root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, 
     else:
       continue
     group = top / path.lstrip("/")
-    # A container may see its own group as the root, and its path as the host has it.
+    # In a container, its own group may be mounted as the root, while the path is the host's.
     while group != top and top in group.parents:
       yield group, names
       group = group.parent
@@ -74,6 +74,6 @@ def _fields(path: pathlib.Path) -> dict[str, int]:
 
 
 def _number(path: pathlib.Path) -> float:
-  """Returns a file's only number; infinite if it is not there, or says "max"."""
+  """Returns a file's only number; infinite if the file is missing or contains "max"."""
   lines = _lines(path)
   return float(lines[0]) if lines and lines[0].strip().isdigit() else float("inf")

@@ -1,9 +1,9 @@
-"""Everything that decides bits, in one record, and its fingerprint.
+"""All settings that determine bits, in one record, and their fingerprint.
 
 Two runs may be compared bit by bit if and only if their fingerprints are equal (the contract). So a
-fingerprint also holds what we do not decide: the versions, the compiler's flags, and the processor
-that XLA compiles for. Nothing here depends on a batch; whatever may change without moving a bit
-lives elsewhere.
+fingerprint also contains what we do not choose: the versions, the compiler's flags, and the
+processor for which XLA compiles. Nothing here depends on a batch; settings that change no bit are
+defined elsewhere.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from seerjax.array_typing import Array, PRNGKeyArray
 Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled"]
 IMPLEMENTATIONS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
-# Raised with every change of ours that moves a bit; CHANGELOG.md names each.
+# Incremented with every change of ours that changes a bit; CHANGELOG.md lists them.
 BITS_VERSION = 6
-# Of the native implementation, likewise.
+# The same for the native implementation.
 NATIVE_BITS_VERSION = 2
-# Of the kernels' implementation, likewise.
+# The same for the kernels' implementation.
 PALLAS_BITS_VERSION = 3
-# Of every key: with another ("rbg" is usual on TPUs) noise depends on the batch it is drawn in.
+# For every key: with another one ("rbg" is usual on TPUs), noise depends on the batch.
 KEY_IMPLEMENTATION = "threefry2x32"
-# Rows of the one compiled tile program where nothing is said: of a platform, and of all others. By
-# the TPU compiler's estimates (docs/results/tpu_compile.md) fewer take nearly as long there.
+# Default rows of the one compiled tile program: by platform, and for all others. By the TPU
+# compiler's estimates (docs/results/tpu_compile.md), fewer rows take nearly as long there.
 ROW_TILES: Mapping[str, int] = types.MappingProxyType({"tpu": 128})
 ROW_TILE = 16
-# Settings of JAX that a process may change and that move bits, with the usual value of each. A
-# fingerprint names those that have another.
+# JAX settings that a process may change and that change bits, with their usual values. A
+# fingerprint contains those with another value.
 JAX_SETTINGS: Mapping[str, Any] = types.MappingProxyType({
-  # The noise that tokens are drawn by.
+  # The noise for sampling tokens.
   "jax_threefry_partitionable": True, "jax_threefry_gpu_kernel_lowering": False,
   "jax_random_seed_offset": 0, "jax_high_dynamic_range_gumbel": False,
-  # How functions and their gradients are computed.
+  # Computation of functions and their gradients.
   "jax_accurate_erf_inv": False, "jax_softmax_custom_jvp": False,
   "jax_use_hlo_logistic_lowering": None, "jax_allow_f16_reductions": True,
-  # How programs are compiled.
+  # Compilation of programs.
   "jax_disable_most_optimizations": False, "jax_optimization_level": "UNKNOWN",
   "jax_compiler_enable_remat_pass": True, "jax_enable_pgle": False,
 })  # fmt: skip
-# Variables of the environment that other libraries read, and that move bits where they are set.
+# Environment variables that other libraries read and that change bits if they are set.
 VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 CPUINFO = pathlib.Path("/proc/cpuinfo")
 
@@ -66,22 +66,22 @@ class NumericsConfig:
   """The numerics of one run.
 
   Attributes:
-    implementation: "auto" leaves it to the machine and the model (`models.config.numerics_for`):
-      on a CPU "native" where that can run, on a GPU "pallas" where the kernels take the model in
-      bfloat16, else "tiled", with a line that says why. "tiled" is the portable invariant path;
-      "native" is the CPU's own, several times as fast, whose handlers numba compiles; "pallas" asks
-      for the kernels of Hopper GPUs, and is refused where they cannot run;
-      "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, whose
-      rows depend on the batch (to measure what invariance costs).
-    row_tile: rows of the one compiled tile program of token-wise work, two at least. 16 suits small
-      batches, 64 training-heavy runs. 0 leaves it to the platform (`row_tile_of`).
+    implementation: "auto" lets machine and model decide (`models.config.numerics_for`): on a CPU
+      "native" if it can run, on a GPU "pallas" if the kernels support the model in bfloat16,
+      otherwise "tiled", with a log line that gives the reason. "tiled" is the portable invariant
+      path; "native" is the CPU's own, several times as fast, with handlers compiled by numba;
+      "pallas" requires the kernels of Hopper GPUs, and is refused where they cannot run;
+      "pallas_interpreted" is the same kernels on a CPU, for tests; "untiled" is plain XLA, with
+      rows that depend on the batch (to measure the cost of invariance).
+    row_tile: rows of the one compiled tile program of token-wise work, at least two. 16 suits small
+      batches, 64 training-heavy runs. 0 lets the platform decide (`row_tile_of`).
     query_tile: positions of one attention segment.
-    slot_tile: pieces of attention (a segment and a split) that one compiled program takes.
+    slot_tile: items of attention (a segment and a split) that one compiled program processes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
     reduction_shards: logical slabs of every dimension a mesh may shard; contractions over them are
-      added as one balanced binary tree. 0 leaves the number to the model
-      (`models.config.numerics_for`): as many as divide it, 8 at most.
-    compute_dtype: of weights and activations; sums are always float32.
+      added as one balanced binary tree. 0 lets the model decide (`models.config.numerics_for`): the
+      largest divisor, at most 8.
+    compute_dtype: dtype of weights and activations; sums are always float32.
   """
 
   implementation: Implementation = "auto"
@@ -128,47 +128,47 @@ class NumericsConfig:
 
   @property
   def is_interpreted(self) -> bool:
-    """Whether kernels run on a CPU."""
+    """Whether the kernels run on a CPU, interpreted."""
     return self.implementation == "pallas_interpreted"
 
   @property
   def dtype(self) -> jnp.dtype:
-    """The compute dtype as JAX names it."""
+    """The compute dtype as a JAX dtype."""
     return jnp.dtype(self.compute_dtype)
 
 
 def row_tile_of(platform: str) -> int:
-  """Returns the rows of a tile on a platform ("cpu", "tpu", ...) where the numerics name none."""
+  """Returns the default rows of a tile on a platform ("cpu", "tpu", ...)."""
   return ROW_TILES.get(platform, ROW_TILE)
 
 
 def with_row_tile(numerics: NumericsConfig) -> NumericsConfig:
-  """Returns the numerics with the rows of a tile: those that they name, or this platform's."""
+  """Returns the numerics with explicit rows of a tile: their own, or this platform's default."""
   if numerics.row_tile:
     return numerics
   return dataclasses.replace(numerics, row_tile=row_tile_of(jax.devices()[0].platform))
 
 
 def key(seed: int) -> PRNGKeyArray:
-  """Returns the key of a seed, the same whatever this process takes for its default."""
+  """Returns the key of a seed, independent of this process's default implementation."""
   return jax.random.key(seed, impl=KEY_IMPLEMENTATION)
 
 
 def wrap_key(data: Array) -> PRNGKeyArray:
-  """Returns keys from what `jax.random.key_data` gave: u32[..., 2] to keys [...]."""
+  """Returns keys [...] from the result u32[..., 2] of `jax.random.key_data`."""
   return jax.random.wrap_key_data(data, impl=KEY_IMPLEMENTATION)
 
 
 def pinned_randomness() -> contextlib.AbstractContextManager[Any]:
-  """Within it a key draws the same numbers whatever `JAX_THREEFRY_PARTITIONABLE` says."""
+  """Returns a context in which a key's numbers do not depend on `JAX_THREEFRY_PARTITIONABLE`."""
   return jax.threefry_partitionable(True)
 
 
 def require_key(key: PRNGKeyArray, *, what: str) -> None:
-  """Refuses a key of which equal text cannot be promised.
+  """Refuses a key that does not guarantee equal text.
 
   Args:
-    key: that noise or weights are drawn from.
+    key: key for drawing noise or weights.
     what: the argument, for the message.
 
   Raises:
@@ -191,7 +191,7 @@ def _is_finite(leaf: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def _are_parts_finite(leaf: Array, place: jax.sharding.NamedSharding) -> Array:
-  """Returns a flag of each device's part; no device waits for another."""
+  """Returns a flag for each device's part; no device waits for another."""
   names = place.mesh.axis_names
   local = lambda part: jnp.all(jnp.isfinite(part)).reshape((1,) * len(names))
   return jax.shard_map(
@@ -206,12 +206,12 @@ def _flag(leaf: Any) -> Array:
 
 
 def require_finite(tree: Any, *, what: str, remedy: str) -> None:
-  """Refuses numbers that are infinite or none; one check a leaf, read back together.
+  """Refuses values that are infinite or NaN; one check per leaf, fetched together.
 
   Args:
-    tree: pytree of arrays; integers and keys pass. Of what several processes share, each checks its
-      own part.
-    what: it is, for the message.
+    tree: pytree of arrays; integers and keys pass. For arrays shared by several processes, each
+      checks its own part.
+    what: name of the tree, for the message.
     remedy: what to change.
 
   Raises:
@@ -235,18 +235,18 @@ def require_finite(tree: Any, *, what: str, remedy: str) -> None:
 
 
 def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]:
-  """Returns every value that decides bits, as text, and one digest of them all.
+  """Returns every value that determines bits, as text, and one digest of them all.
 
-  Stored with checkpoints and journals; see `checkpoint` for what a mismatch refuses.
+  It is stored with checkpoints and journals; see `checkpoint` for what a mismatch refuses.
 
   Args:
-    numerics: what decides bits, its slabs included.
-    remat: of the trainer (`TrainerConfig.remat`); named unless it is "none". Of layers in a loop
-      the sums of a gradient are rounded elsewhere where they are computed again.
+    numerics: the numerics configuration, with a resolved number of slabs.
+    remat: the trainer's `TrainerConfig.remat`; included unless it is "none". If looped layers are
+      recomputed, the sums of a gradient are rounded elsewhere.
 
   Raises:
-    ValueError: if the number of slabs is left to a model, or the implementation or the rows of a
-      tile to the machine; on a GPU, if XLA's flags leave bits to what is fast (`xla_flags`).
+    ValueError: if the number of slabs, the implementation or the rows of a tile are unresolved; on
+      a GPU, if XLA's flags let measured speed determine bits (`xla_flags`).
   """
   if numerics.implementation == "auto":
     raise ValueError(
@@ -273,7 +273,7 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
   values["jax_version"] = jax.__version__
   values["jaxlib_version"] = importlib.metadata.version("jaxlib")
   values["xla_flags"] = xla_flags.given()
-  # What JAX lets a process set and we do not: sums of gradients follow the second.
+  # JAX settings that a process may set and we do not; sums of gradients depend on the second.
   values["x64"] = str(jax.config.jax_enable_x64)
   values["matmul_precision"] = str(jax.config.jax_default_matmul_precision)
   values["disable_jit"] = str(jax.config.jax_disable_jit)
@@ -294,7 +294,7 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
 
 
 def of_gpu(facts: device.Facts) -> dict[str, str]:
-  """Returns what a fingerprint holds of a GPU's software besides XLA's flags."""
+  """Returns the fingerprint's values for a GPU's software besides XLA's flags."""
   return {
     "gpu_plugin": facts.plugin,
     "gpu_ptxas": device.version_text(facts.ptxas),
@@ -303,7 +303,7 @@ def of_gpu(facts: device.Facts) -> dict[str, str]:
 
 
 def _device_kind() -> str:
-  """Returns what the compiler compiles for; JAX calls every CPU "cpu"."""
+  """Returns the compiler's target; for a CPU, a digest of its features, as JAX only says "cpu"."""
   first = jax.devices()[0]
   if first.platform != "cpu" or not CPUINFO.is_file():
     return first.device_kind

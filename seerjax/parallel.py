@@ -1,13 +1,13 @@
-"""Meshes, the processes that share one, the fixed reduction tree, and where parameters live.
+"""Meshes, processes that share one, the fixed reduction tree, and placement of arrays.
 
 The mesh has two axes. `instance` replicates the weights and splits the requests: each instance has
 its own pages. `model` splits every slab dimension (`NumericsConfig.reduction_shards` logical slabs
-over 1, 2, 4 or 8 devices); partial sums are added in one order, whichever device adds them, so the
-number of devices changes no bit.
+over 1, 2, 4 or 8 devices); partial sums are added in one order, on whichever device, so the number
+of devices changes no bit.
 
-The devices of a mesh may be those of several processes, on one machine or on several: all run one
+The devices of a mesh may belong to several processes, on one machine or on several: all run one
 program together, a *slice* (`start`). Each process then runs the same lines on the same numbers;
-what one of them alone can know is told by the first (`agreement`).
+values that only one process can know are broadcast by the first (`agreement`).
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ import numpy as np
 from seerjax import fields
 from seerjax.array_typing import Array, Shaped
 
-MAX_INSTANCES = 1024  # As many devices of a CPU take a second to make; the time grows squared.
-MODEL_SHARDS = (1, 2, 4, 8)  # Devices of the model axis.
+MAX_INSTANCES = 1024  # Creating this many CPU devices takes a second; the time grows quadratically.
+MODEL_SHARDS = (1, 2, 4, 8)  # Valid sizes of the model axis.
 INSTANCE_AXIS = "instance"
 MODEL_AXIS = "model"
-PIECE_BYTES = 2**26  # Of a piece of weights that is on its way, at most.
-# Of an array that devices add in shares, at least: a second collective takes its time, too.
+PIECE_BYTES = 2**26  # Maximum bytes of a piece of weights in flight.
+# Minimum bytes of an array that devices add in shares, since a second collective has a cost.
 SHARED_OUT_BYTES = 2**18
-# Whether XLA:CPU keeps apart what `lax.optimization_barrier` holds apart: that of JAX 0.10.2 drops
-# barriers before it fuses, and rounds by what it fused; that of 0.12 does not.
+# Whether XLA:CPU honours `lax.optimization_barrier`: that of JAX 0.10.2 drops barriers before it
+# fuses, and rounds according to the fusion; that of 0.12 does not.
 BARRIERS_HOLD = jax.__version_info__ >= (0, 12)
-# What may know of a slice's processes, by JAX's names.
+# Launchers that may provide a slice's processes, by JAX's names.
 Launcher = Literal["", "slurm", "ompi", "k8s", "gcetpu", "gketpu"]
 LAUNCHERS = ("", "slurm", "ompi", "k8s", "gcetpu", "gketpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceConfig:
-  """Processes whose devices are one mesh. None of it changes a bit.
+  """Processes whose devices form one mesh. None of it changes a bit.
 
   Attributes:
-    num_processes: of the slice, to be given in every case; 1 is this process alone.
-    process_id: of this process, from 0, in the order of its devices.
-    coordinator: "host:port", where process 0 listens and all others can reach it.
-    launcher: what started the processes and knows the other two: "slurm", "ompi" (Open MPI's
-      mpirun), "k8s" (an indexed Job or JobSet), "gcetpu" or "gketpu" (a TPU's metadata); "" where
-      they are given here.
+    num_processes: number of processes of the slice, always required; 1 is this process alone.
+    process_id: index of this process, from 0, in the order of its devices.
+    coordinator: "host:port" on which process 0 listens, reachable by all others.
+    launcher: launcher that started the processes and provides the other two fields: "slurm", "ompi"
+      (Open MPI's mpirun), "k8s" (an indexed Job or JobSet), "gcetpu" or "gketpu" (a TPU's
+      metadata); "" if they are given here.
     start_seconds: how long processes wait for each other at the start.
-    heartbeat_seconds: after which a process that is not heard of is taken for dead, and the others
-      end.
+    heartbeat_seconds: time without a heartbeat after which a process is considered dead, and the
+      others end.
   """
 
   num_processes: int = 1
@@ -95,10 +95,11 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
 
   Args:
     config: the processes.
-    num_devices: of the whole mesh: on a CPU as many virtual ones are made, each process its share.
+    num_devices: devices of the whole mesh; on a CPU, virtual devices are created, an equal share in
+      each process.
 
   Raises:
-    ValueError: if devices cannot be shared out evenly, process 0 cannot listen at its address or is
+    ValueError: if the devices do not divide evenly, process 0 cannot listen at its address or is
       not there in time, or the launcher has started another number of processes.
   """
   count = config.num_processes
@@ -114,9 +115,9 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
   if count == 1:
     return
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  # One program at a time on a CPU's devices: two in flight could meet in each other's collectives.
+  # One program at a time on a CPU's devices: the collectives of two programs could get mixed up.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
-  # It would take SIGTERM from us, which ends a run after its step.
+  # JAX's service would intercept SIGTERM, with which we end a run after its step.
   jax.config.update("jax_enable_preemption_service", False)
   timeouts: dict[str, Any] = dict(
     initialization_timeout=config.start_seconds,
@@ -139,7 +140,7 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
 
 
 def _require_address(config: SliceConfig) -> None:
-  """Refuses an address that cannot be: JAX would end the process where that shows, without a word.
+  """Refuses an unusable address, at which JAX would end the process without a message.
 
   Raises:
     ValueError: if process 0 cannot listen there, or does not in time.
@@ -172,7 +173,7 @@ def _require_address(config: SliceConfig) -> None:
 
 
 def spans_processes(mesh: jax.sharding.Mesh) -> bool:
-  """Returns whether some devices of a mesh are another process's."""
+  """Returns whether some devices of a mesh belong to another process."""
   return any(device.process_index != jax.process_index() for device in mesh.devices.flat)
 
 
@@ -182,12 +183,12 @@ def put(
   """Returns an array on a mesh.
 
   Args:
-    leaf: which every process has, to place its own part of; or one that is shared out over more
-      devices of the same mesh.
-    sharding: where it goes.
-    piece_bytes: of what is shared out, so many bytes a device come together at once.
+    leaf: array that every process has, and places its own part of; or an array that is sharded over
+      more devices of the same mesh.
+    sharding: target sharding.
+    piece_bytes: maximum bytes per device that are gathered at once.
   """
-  assert isinstance(sharding.mesh, jax.sharding.Mesh)  # One with devices.
+  assert isinstance(sharding.mesh, jax.sharding.Mesh)  # Not an abstract mesh.
   before = leaf.sharding if isinstance(leaf, jax.Array) else None
   if isinstance(before, jax.sharding.NamedSharding) and before.mesh == sharding.mesh:
     if before.is_equivalent_to(sharding, leaf.ndim):
@@ -199,7 +200,7 @@ def put(
         continue
       if len(others) == 1:
         return _widened(leaf, sharding, axis, piece_bytes)
-      # A dimension at a time: what is together may then be cut along another one.
+      # One dimension at a time: the gathered array may then be sharded along another one.
       old[axis] = new[axis]
       place = jax.sharding.NamedSharding(sharding.mesh, jax.P(*(some or None for some in old)))
       leaf = _widened(leaf, place, axis, piece_bytes)
@@ -213,20 +214,20 @@ def put(
 
 
 def _names(leaf: Array, spec: jax.P) -> list[tuple[str, ...]]:
-  """Returns the mesh axes that share each dimension of an array, outermost first."""
+  """Returns the mesh axes that shard each dimension of an array, outermost first."""
   entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
   return [names_of(entry) for entry in entries]
 
 
 def names_of(entry: Any) -> tuple[str, ...]:
-  """Returns the mesh axes that one entry of a `jax.P` names, outermost first."""
+  """Returns the mesh axes in one entry of a `jax.P`, outermost first."""
   return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _widened(
   leaf: Array, sharding: jax.sharding.NamedSharding, axis: int, piece_bytes: int
 ) -> Array:
-  """Returns an array whose dimension `axis` fewer devices share, put together piece by piece."""
+  """Returns an array with dimension `axis` sharded over fewer devices, gathered in pieces."""
   mesh, before = sharding.mesh, leaf.sharding
   assert isinstance(before, jax.sharding.NamedSharding)
   names = _names(leaf, before.spec)[axis][len(_names(leaf, sharding.spec)[axis]) :]
@@ -236,10 +237,10 @@ def _widened(
   length = min(shard[axis], max(1, piece_bytes // max(bytes_of_row, 1)))
   whole = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
   for start in range(0, shard[axis], length):
-    # The last one has some of the piece before again.
+    # The last piece overlaps the previous one.
     first = jnp.int32(min(start, shard[axis] - length))
     whole = _with_piece(whole, leaf, first, before, sharding, axis, names, length)
-  return jax.block_until_ready(whole)  # Gatherings of two arrays would be in flight together.
+  return jax.block_until_ready(whole)  # Gathers of two arrays must not be in flight together.
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6, 7), donate_argnums=(0,))
@@ -270,7 +271,7 @@ def _with_piece(
 
 
 def bytes_a_device(tree: Any) -> int:
-  """Returns the bytes that one device has of a pytree's arrays, or of shapes with places."""
+  """Returns the bytes per device of a pytree's arrays, or of shapes with shardings."""
 
   def one(leaf: Any) -> int:
     shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
@@ -293,14 +294,14 @@ def on_host(tree: Any) -> Any:
 
 
 def spec_of_results(mesh: jax.sharding.Mesh) -> jax.P:
-  """Returns where a program leaves what the host reads; see `to_all_processes`."""
+  """Returns the spec of program results that the host reads; see `to_all_processes`."""
   return jax.P() if spans_processes(mesh) else jax.P(INSTANCE_AXIS)
 
 
 def to_all_processes(results: Any, mesh: jax.sharding.Mesh) -> Any:
-  """Returns f[1, ...] of this instance as f[i, ...] of all, where a process has not all devices.
+  """Returns this instance's f[1, ...] as all instances' f[i, ...] if a mesh spans processes.
 
-  To be called within `shard_map`; all leaves go in one collective.
+  Call it within `shard_map`; all leaves go in one collective.
   """
   return gather_slabs(results, INSTANCE_AXIS) if spans_processes(mesh) else results
 
@@ -313,7 +314,7 @@ def make_mesh(
   Instances are outermost.
 
   Raises:
-    ValueError: if there are fewer devices, or less than one is asked for.
+    ValueError: if there are too few devices, or a size is less than one.
   """
   if num_instances < 1 or model_shards < 1 or first < 0:
     raise ValueError(
@@ -335,13 +336,13 @@ def make_mesh(
 def require_sizes(
   num_instances: int, model_shards: int, reduction_shards: int, *, what: str
 ) -> None:
-  """Refuses sizes of a mesh that cannot be, whatever devices there are.
+  """Refuses invalid sizes of a mesh, independent of the available devices.
 
   Args:
-    num_instances: copies of the model.
-    model_shards: devices of each.
-    reduction_shards: slabs that these share; 0 if the model decides.
-    what: stands before the field's name in a message.
+    num_instances: number of replicas of the model.
+    model_shards: devices per replica.
+    reduction_shards: slabs that these devices share; 0 if the model decides.
+    what: prefix of the field's name in a message.
 
   Raises:
     ValueError: naming the field.
@@ -369,7 +370,7 @@ def local_slabs(reduction_shards: int, model_shards: int) -> int:
   """Returns how many logical slabs one device of the model axis holds.
 
   Raises:
-    ValueError: if the slabs cannot be shared out evenly.
+    ValueError: if the devices do not divide the slabs.
   """
   if reduction_shards % model_shards:
     raise ValueError(
@@ -380,20 +381,20 @@ def local_slabs(reduction_shards: int, model_shards: int) -> int:
 
 
 def rounded(tree: Any) -> Any:
-  """Returns a pytree's arrays as they are rounded by themselves, whatever reads them.
+  """Returns a pytree's arrays rounded by themselves, independent of the ops that read them.
 
-  A compiler would make one operation of a product and of the sum it goes into, or not, by the shape
-  of an array.
+  Otherwise, depending on the shape of an array, a compiler may fuse a product with the sum that
+  uses it into one operation.
   """
   return lax.optimization_barrier(tree) if BARRIERS_HOLD else jax.tree.map(_apart, tree)
 
 
 def _as_its_bits(x: Array) -> Array:
-  """Returns f32 values by way of their bits, through which no product and sum become one."""
+  """Returns f32 values via their bits, so that no product is fused with a sum."""
   if x.dtype != jnp.float32:
     return x
   bits = lax.bitcast_convert_type(x, jnp.uint32)
-  # A square ends with the bits 000, 001 or 100: never with both. No compiler is known to see that.
+  # The low bits of a square are 000, 001 or 100, never 101. No known compiler sees that.
   square = bits * bits
   none = (square >> 2) & square & jnp.uint32(1)
   return lax.bitcast_convert_type(bits ^ none, jnp.float32)
@@ -408,19 +409,19 @@ _apart.defvjp(lambda x: (_as_its_bits(x), None), lambda _, cotangent: (_as_its_b
 
 
 def after(tree: Any, anchor: Any) -> Any:
-  """Returns a pytree's values, which are not there before all leaves of `anchor` (floats) are.
+  """Returns a pytree's values, which become available only after all leaves of `anchor` (floats).
 
-  It orders collectives. All gatherings of a program meet under one name on a CPU (their channel is
-  always 1): of two that do not wait for each other, a device's first could meet another's second.
+  It orders collectives. On a CPU, all gathers of a program share one name (their channel is always
+  1): of two independent gathers, one device's first could be matched with another device's second.
   """
   late = jnp.int32(0)
   for leaf in jax.tree.leaves(anchor):
     if leaf.size:
       first = lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
       late = late | lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-  # Never below zero, which XLA does not know: 0 of whatever it was, NaN too.
+  # Never negative, which XLA does not know: 0 for any value, NaN included.
   is_there = jnp.minimum(late & jnp.int32(0x7FFFFFFF), 0) == 0
-  # Held apart on both sides: values are rounded as they are without it.
+  # Barriers on both sides, so that values are rounded as they are without this function.
   tree = lax.optimization_barrier(tree)
   tree = jax.tree.map(lambda leaf: jnp.where(is_there, leaf, jnp.zeros((), leaf.dtype)), tree)
   return lax.optimization_barrier(tree)
@@ -429,9 +430,9 @@ def after(tree: Any, anchor: Any) -> Any:
 def gather_slabs(slabs: Any, axis: str | None) -> Any:
   """Returns all slabs in order, `[r, ...]` to `[r * devices, ...]`; the identity on one device.
 
-  Of a pytree all leaves go in one collective: those that do not wait for each other would be in
-  flight together. The gradient is cut to this device's slabs: every device has the cotangents of
-  all, equal to the others', and adding them would count each as often as there are devices.
+  All leaves of a pytree go in one collective: independent collectives would be in flight together.
+  The gradient is sliced to this device's slabs: every device has equal cotangents of all slabs, and
+  adding them would count each of them once per device.
   """
   leaves, structure = jax.tree.flatten(slabs)
   if not leaves:
@@ -440,13 +441,13 @@ def gather_slabs(slabs: Any, axis: str | None) -> Any:
 
 
 def gather_kept(slabs: Any, axis: str | None) -> Any:
-  """As `gather_slabs`, of what a gradient needs: its cotangents wait for the gathering."""
+  """Like `gather_slabs`, for values that a gradient needs: its cotangents wait for the gather."""
   leaves, structure = jax.tree.flatten(slabs)
   return structure.unflatten(_held(leaves) if axis is None else _gathered_first(axis, leaves))
 
 
 def held(x: Array) -> Array:
-  """The identity, whose cotangent is held apart: what makes it is not fused with what reads it."""
+  """Returns x; its cotangent has a barrier, so that its producer is not fused with its readers."""
   return _held([x])[0]
 
 
@@ -456,7 +457,7 @@ def _gathered(axis: str, leaves: list[Array]) -> list[Array]:
     return [lax.all_gather(leaves[0], axis, axis=0, tiled=True)]
   assert len({leaf.shape[0] for leaf in leaves}) == 1, "slabs of several numbers in one gathering"
   is_alike = len({leaf.dtype for leaf in leaves}) == 1
-  dtype = leaves[0].dtype if is_alike else jnp.uint16  # Of which any of ours are some.
+  dtype = leaves[0].dtype if is_alike else jnp.uint16  # All our dtypes are multiples of 16 bits.
   words = [_words_of(leaf, dtype) for leaf in leaves]
   whole = lax.all_gather(jnp.concatenate(words, axis=1), axis, axis=0, tiled=True)
   found, first = [], 0
@@ -468,12 +469,12 @@ def _gathered(axis: str, leaves: list[Array]) -> list[Array]:
 
 
 def _words_of(leaf: Array, dtype: Any) -> Array:
-  """Returns the bits of `[r, ...]` as `[r, w]` of a dtype that is no wider."""
+  """Returns the bits of `[r, ...]` as `[r, w]` of a dtype that is not wider."""
   return lax.bitcast_convert_type(leaf, dtype).reshape(leaf.shape[0], -1)
 
 
 def _from_words(words: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-  """Returns what `_words_of` took."""
+  """Inverts `_words_of`."""
   size = jnp.dtype(dtype).itemsize // words.dtype.itemsize
   return lax.bitcast_convert_type(words.reshape(*shape, *((size,) if size > 1 else ())), dtype)
 
@@ -485,7 +486,7 @@ def _gathered_backward(axis: str, _: None, cotangents: list[Array]) -> tuple[lis
 
 @jax.custom_vjp
 def _held(leaves: list[Array]) -> list[Array]:
-  """The identity, whose cotangents are held apart as a gathering's are: they are rounded alike."""
+  """Returns the leaves; their cotangents have a barrier, like a gather's, and are rounded alike."""
   return leaves
 
 
@@ -499,7 +500,7 @@ _held.defvjp(lambda leaves: (leaves, None), _held_backward)
 
 def _own_cotangent(axis: str, whole: Array) -> Array:
   """Returns this device's slabs of cotangents that every device has."""
-  # Held apart: what makes the cotangent would be fused with the cut, and compute one part of it.
+  # Without the barrier, the slice would be fused with the cotangent's producer.
   whole = lax.optimization_barrier(whole)
   size = whole.shape[0] // lax.axis_size(axis)
   return lax.dynamic_slice_in_dim(whole, lax.axis_index(axis) * jnp.int32(size), size, 0)
@@ -537,7 +538,7 @@ def _tree_sum(count: int, slabs: Array) -> Array:
   return slabs[0]
 
 
-# The cotangent itself for every slab, where the transposed tree would add zeros to it.
+# Every slab gets the cotangent itself; the transposed tree would add zeros to it.
 _tree_sum.defvjp(
   lambda count, slabs: (_tree_sum(count, slabs), None),
   lambda count, _, cotangent: (jnp.broadcast_to(cotangent[None], (count, *cotangent.shape)),),
@@ -547,13 +548,13 @@ _tree_sum.defvjp(
 def sum_slabs(slabs: Any, axis: str | None) -> Any:
   """Returns the sums of all slabs of all devices, as `tree_sum` adds them in float32.
 
-  The slabs of a device are a branch of the tree: it adds them first, and one partial of each device
-  is gathered. Of a large array each device adds a share of the places alone, and these are
-  gathered: a quarter of what goes from device to device, and an eighth of the additions, of eight
-  devices. Every place is added in the same order either way.
+  The slabs of a device are a branch of the tree: the device adds them first, and one partial per
+  device is gathered. For a large array, each device adds only a share of the elements, and the
+  shares are gathered: with eight devices, that is a quarter of the traffic and an eighth of the
+  additions. Every element is added in the same order either way.
 
   Args:
-    slabs: pytree of `[r, ...]`, this device's.
+    slabs: pytree of `[r, ...]`, the slabs of this device.
     axis: mesh axis of the slabs, None on one device.
 
   Returns:
@@ -563,7 +564,8 @@ def sum_slabs(slabs: Any, axis: str | None) -> Any:
   if not leaves:
     return slabs
   if not BARRIERS_HOLD:
-    # The whole tree on every device: what reads a sum is fused with equal additions on any mesh.
+    # The whole tree on every device: ops that read a sum are fused with equal additions on any
+    # mesh.
     whole = [leaf.astype(jnp.float32) for leaf in gather_slabs(leaves, axis)]
     return structure.unflatten([tree_sum(leaf) for leaf in whole])
   counts = tuple(leaf.shape[0] for leaf in leaves)
@@ -589,7 +591,7 @@ def _sum_slabs(axis: str | None, counts: tuple[int, ...], leaves: list[Array]) -
 def _sum_slabs_backward(
   axis: str | None, counts: tuple[int, ...], _: None, cotangents: list[Array]
 ) -> tuple[list[Array]]:
-  # Every slab's is the sum's own; held apart, as a gathering's.
+  # Every slab gets the sum's cotangent, with a barrier like a gather's.
   spread = [
     jnp.broadcast_to(leaf[None], (count, *leaf.shape))
     for count, leaf in zip(counts, cotangents, strict=True)
@@ -603,7 +605,7 @@ _sum_slabs.defvjp(
 
 
 def tree_sum_list(values: list[Array]) -> Array:
-  """`tree_sum` of any number of arrays of one shape: an odd one out waits for the next round."""
+  """Like `tree_sum`, for any number of arrays of one shape: an odd one waits for the next round."""
   while len(values) > 1:
     paired = [a + b for a, b in zip(values[0::2], values[1::2], strict=False)]
     values = paired + values[len(paired) * 2 :]

@@ -1,7 +1,7 @@
-"""XLA's flags that a run on a GPU needs, set before a backend reads them.
+"""XLA flags for reproducible runs on a GPU, set before a backend reads them.
 
-Without them XLA chooses tilings by timing them when a program is compiled, so that two processes
-with one fingerprint may add in another order, and scatters add in the order of arrival.
+Without them, XLA chooses tilings by timing them at compile time, so that two processes with the
+same fingerprint may add in another order, and scatters add in the order of arrival.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pathlib
 import shutil
 
 VARIABLE = "XLA_FLAGS"
-# Each with the values that mean the same. Source: xla/xla.proto, DebugOptions.
+# Each flag with its equivalent values. Source: xla/xla.proto, DebugOptions.
 GPU_FLAGS = {
   "--xla_gpu_autotune_level": ("0",),
   "--xla_gpu_deterministic_ops": ("true", "1", ""),
@@ -23,10 +23,10 @@ DEVICES = pathlib.Path("/dev")
 
 
 def with_gpu_flags(flags: str) -> str:
-  """Returns XLA_FLAGS with those of a GPU last, spelled alike where some were set before.
+  """Returns XLA_FLAGS with the GPU flags last, in one spelling if they were set before.
 
   Raises:
-    ValueError: if one is there with another value.
+    ValueError: if one of them is set to another value.
   """
   others = []
   for flag in flags.split():
@@ -42,10 +42,10 @@ def with_gpu_flags(flags: str) -> str:
 
 
 def require_gpu_flags(flags: str) -> None:
-  """Refuses XLA_FLAGS under which two processes on equal GPUs may differ.
+  """Refuses XLA_FLAGS with which two processes on equal GPUs may differ.
 
   Raises:
-    ValueError: naming what they should be.
+    ValueError: with the expected flags.
   """
   if flags.split() != with_gpu_flags(flags).split():
     raise ValueError(
@@ -55,7 +55,7 @@ def require_gpu_flags(flags: str) -> None:
 
 
 def given() -> str:
-  """Returns the flags that XLA reads of `XLA_FLAGS`: its text, or that of the file it names."""
+  """Returns the flags that XLA reads from `XLA_FLAGS`: its text, or that of the file it names."""
   flags = os.environ.get(VARIABLE, "").strip()
   is_file = bool(flags) and not flags.startswith("-") and pathlib.Path(flags).is_file()
   return pathlib.Path(flags).read_text() if is_file else os.environ.get(VARIABLE, "")
@@ -65,9 +65,9 @@ def takes_gpu(platforms: str, has_plugin: bool, has_device: bool) -> bool:
   """Returns whether JAX will run on an NVIDIA GPU.
 
   Args:
-    platforms: JAX_PLATFORMS, "" where JAX chooses itself.
-    has_plugin: JAX's plugin for CUDA is installed.
-    has_device: the machine has such a GPU.
+    platforms: JAX_PLATFORMS, "" if JAX chooses.
+    has_plugin: whether JAX's plugin for CUDA is installed.
+    has_device: whether the machine has such a GPU.
   """
   if platforms:
     return platforms.split(",")[0] in ("cuda", "gpu")
@@ -75,12 +75,12 @@ def takes_gpu(platforms: str, has_plugin: bool, has_device: bool) -> bool:
 
 
 def pin(say: Callable[[str], None]) -> None:
-  """Sets the flags of a GPU where JAX will run on one, and says so; elsewhere it does nothing.
+  """Sets the GPU flags if JAX will run on a GPU, and reports it; otherwise does nothing.
 
-  A backend reads them once, when it starts: call this before the first use of a device.
+  A backend reads the flags once, when it starts: call this before the first use of a device.
 
   Args:
-    say: takes one line for people.
+    say: receives one line of text.
 
   Raises:
     ValueError: as `with_gpu_flags`.
@@ -94,7 +94,7 @@ def pin(say: Callable[[str], None]) -> None:
 
 
 def _has_plugin() -> bool:
-  # Of a name with a dot, the package before it has to exist.
+  # `find_spec` of a dotted name needs the parent package to exist.
   if importlib.util.find_spec("jax_plugins") is None:
     return False
   return any(importlib.util.find_spec(name) is not None for name in PLUGINS)

@@ -1,1 +1,1 @@
-"""Operations whose result for a row never depends on the other rows."""
+"""Batch-invariant operations: a row's result never depends on the other rows."""

@@ -1,17 +1,18 @@
 """Attention of segments over pages, in splits of fixed size merged in order.
 
 One item of work is (segment, split): `query_tile` positions x g query heads against `kv_split`
-positions of the segment's sequence. Key/value heads follow one another; for each, the items that
-there are go through one program of `slot_tile` items, and are then merged by segment.
+positions of the segment's sequence. Key/value heads are processed one after another; for each, all
+items go through one program of `slot_tile` items, and are then merged by segment.
 
     positions   0        kv_split     2 kv_split
     splits      |---- 0 ----|---- 1 ----|-- 2: no item
                  (m, l, acc)  (m, l, acc)               each with its own maximum, from zero
                       `--merge--'                       left fold, ascending
 
-The partition follows absolute positions, never a batch or a length, and a fully masked split merges
-as exactly nothing. Decoding (one live row), verification (1 + drafts), prefill and training (full
-segments) are therefore one program with one set of bits; time follows the positions there are.
+The partition depends on absolute positions, never on a batch or a length, and merging a fully
+masked split changes nothing. Decoding (one live row), verification (1 + drafts), prefill and
+training (full segments) are therefore one program with one set of bits; its time depends on the
+actual number of positions.
 
 Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; flash-decoding; He et al. 2025
 (Thinking Machines) for fixed split sizes.
@@ -35,9 +36,9 @@ from seerjax.types import KeyCopies, TokenBatch
 
 # A masked score. Finite, so that a fully masked row subtracts equal numbers instead of inf - inf.
 MASKED = -1e30
-# Rows of a product that XLA's CPU backend takes at a time, at most.
+# Maximum rows of a product that XLA's CPU backend processes at a time.
 QUERY_ROWS = 8
-# Query positions that the gradient takes at a time.
+# Query positions that the gradient processes at a time.
 BACKWARD_BLOCK = 64
 
 
@@ -50,19 +51,19 @@ class Partial(NamedTuple):
 
 
 class SegmentRows(NamedTuple):
-  """Where rows, segments and items of work meet; computed once per forward.
+  """Index maps between rows, segments and items of work; computed once per forward.
 
-  Segments lie in b blocks of `slot_tile`; the items of a block are its segments' splits, ascending.
+  Segments are in b blocks of `slot_tile`; the items of a block are its segments' splits, ascending.
 
   Attributes:
-    row_of: i32[s, q], row of each segment position; past the end of a segment it repeats row 0.
-    position_of: i32[s, q], absolute position of each, -1 where there is none.
+    row_of: i32[s, q], row of each segment position; 0 past the end of a segment.
+    position_of: i32[s, q], absolute position of each, -1 past the end of a segment.
     place_of: i32[n], flat place (segment * query_tile + offset) of each row.
-    page_table: i32[s, p], the batch's, for s padded to whole blocks.
-    num_splits: i32[b, slot_tile], items of each segment.
-    first_item: i32[b, slot_tile], the first of them.
+    page_table: i32[s, p], the batch's page table, with s padded to whole blocks.
+    num_splits: i32[b, slot_tile], number of items of each segment.
+    first_item: i32[b, slot_tile], first item of each segment.
     segment_of: i32[b, w], segment of each item.
-    split_of: i32[b, w], its split.
+    split_of: i32[b, w], split of each item.
   """
 
   row_of: Int[Array, "s q"]
@@ -78,7 +79,7 @@ class SegmentRows(NamedTuple):
 def segment_rows(
   batch: TokenBatch, numerics: numerics_lib.NumericsConfig, page_size: int
 ) -> SegmentRows:
-  """Returns the maps between rows, segments and items. Segments lie in the order of their rows."""
+  """Returns the maps between rows, segments and items. Segments are in the order of their rows."""
   num_segments, num_rows = batch.segment_start.shape[0], batch.tokens.shape[0]
   query_tile, slot_tile = numerics.query_tile, numerics.slot_tile
   offsets = jnp.arange(query_tile, dtype=jnp.int32)
@@ -92,7 +93,7 @@ def segment_rows(
   segment = jnp.searchsorted(start, rows, side="right").astype(jnp.int32) - 1
   segment = jnp.clip(segment, 0, num_segments - 1)
   offset = jnp.clip(rows - start[segment], 0, query_tile - 1)
-  # Two blocks and two tiles of items at least: see `tiles.whole`.
+  # At least two blocks and two tiles of items: see `tiles.whole`.
   padding = tiles.whole(num_segments, slot_tile) - num_segments
   row_of = jnp.pad(row_of, ((0, padding), (0, 0)))
   position_of = jnp.pad(position_of, ((0, padding), (0, 0)), constant_values=-1)
@@ -116,26 +117,27 @@ def segment_rows(
     num_splits=num_splits,
     first_item=first_item,
     segment_of=blocks * slot_tile + within,
-    # Items past the last one read what is there; nothing reads them.
+    # Items past the last one read valid data, but nothing reads their results.
     split_of=jnp.clip(split_of, 0, max(most_splits - 1, 0)),
   )
 
 
 def whole_queries(query_tile: int, group: int) -> int:
-  """Returns the query rows that an item is allocated for: `query_tile` positions of `group` heads.
+  """Returns the query rows allocated for an item: `query_tile` positions of `group` heads.
 
-  A product's rows are taken `QUERY_ROWS` at a time, and those left over are summed in another
-  order: of 2 positions of 3 heads the second would not have the first one's bits. Of a power of two
-  none are left over, or all.
+  XLA processes a product's rows `QUERY_ROWS` at a time, and sums the remaining rows in another
+  order: with 2 positions of 3 heads, the second would not have the first one's bits. With a power
+    of
+  two, either no row remains or all rows do.
   """
   count = query_tile * group
   if query_tile == 1 or count & (count - 1) == 0:
-    return count  # Of one position each head has its own place, whatever that is.
+    return count  # With a single position, each head always has the same place.
   return -(-count // QUERY_ROWS) * QUERY_ROWS
 
 
 def nothing(shape: tuple[int, ...], head_dim: int, anchor: Array | None = None) -> Partial:
-  """Returns the sum over no keys: what a merge begins with; `anchor` as for `late_zeros`."""
+  """Returns the sum over no keys, the start of a merge; `anchor` as in `late_zeros`."""
   whole = (*shape, head_dim)
   return Partial(
     jnp.full(shape, MASKED, jnp.float32),
@@ -157,8 +159,8 @@ def split_partial(
   Args:
     q: f[z, q, c], scaled queries of z segments.
     k: f[z, x, c], keys of the split.
-    v: f[z, x, c].
-    visible: bool[z, q, x].
+    v: f[z, x, c], values of the split.
+    visible: bool[z, q, x], whether a query sees a key.
   """
   batched = (((2,), (2,)), ((0,), (0,)))
   scores = lax.dot_general(
@@ -178,7 +180,7 @@ def split_partial(
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-  """Returns the sum over both key sets; a fully masked one leaves the other's bits as they are."""
+  """Returns the sum over both key sets; merging a fully masked one keeps the other's bits."""
   maximum = jnp.maximum(left.maximum, right.maximum)
   left_scale = jnp.exp(left.maximum - maximum)
   right_scale = jnp.exp(right.maximum - maximum)
@@ -203,16 +205,17 @@ def attend(
   Args:
     q: f[n, k, g, c], queries by key/value head; scaled by 1 / sqrt(c) here, in float32.
     k_pages: f[k, m, z, c], keys by head, page and offset; the rows' own keys are already written.
-    v_pages: f[k, m, z, c].
+    v_pages: f[k, m, z, c], values likewise.
     batch: rows and segments.
     rows: `segment_rows` of the batch.
     numerics: sizes of tiles and splits.
-    read: the forward, with these arguments and `numerics` first; None takes item by item.
+    read: forward pass with these arguments, `numerics` first; None is the tiled one.
 
   Returns:
     f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
     micro-batch's sequences owns pages 1 + j * p to (j + 1) * p, where p is the page table's width,
-    writes its rows there, and reads the last of them; those before may be others'.
+    and writes its rows there. The last page of its page table must be its own; earlier pages may
+    belong to other sequences.
   """
   read = _tiled if read is None else read
   return _attend(read, numerics, q, k_pages, v_pages, batch, rows)
@@ -229,7 +232,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
   query_tile, slot_tile, split = numerics.query_tile, numerics.slot_tile, numerics.kv_split
   pages_per_split = split // page_size
   num_segments, num_items = rows.row_of.shape[0], rows.segment_of.shape[1]
-  # Heads and pages as one leading axis: a page of a head is one contiguous block.
+  # Heads and pages form one leading axis: a page of a head is one contiguous block.
   k_blocks = k_pages.reshape(num_heads * num_pages, page_size, head_dim)
   v_blocks = v_pages.reshape(num_heads * num_pages, page_size, head_dim)
   queries = q.reshape(num_rows * num_heads, group, head_dim)
@@ -293,7 +296,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
       total = nothing((slot_tile, query_rows), head_dim)
       total = lax.fori_loop(zero, most_splits, merge_body, total)
-      # Rows without a position see nothing: 0 / 1.
+      # Rows without a position see no key: 0 / 1.
       mean = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
       mean = mean[:, :num_queries].astype(q.dtype)
       mean = mean.reshape(1, slot_tile, query_tile, group, head_dim)
@@ -303,7 +306,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
   num_blocks = (batch.num_segments + (slot_tile - 1)) // slot_tile
   out = tiles.late_zeros((num_heads, num_segments, query_tile, group, head_dim), q.dtype, q)
-  # What the splits gave lies in one buffer that every head and block of segments fills anew.
+  # The results of splits share one buffer, which every head and block of segments fills anew.
   items = nothing((num_items, query_rows), head_dim, q)
   out, _ = lax.fori_loop(zero, num_blocks, block_body, (out, items))
   out = out.reshape(num_heads, num_segments * query_tile, group, head_dim)
@@ -316,10 +319,10 @@ def _attend_forward(read, numerics, q, k_pages, v_pages, batch, rows):
 
 
 def _attend_backward(forward, numerics, residuals, gradient):
-  """Causal attention of each sequence against all its pages, block by block of queries, float32.
+  """Differentiates causal attention by sequence and block of queries, in float32.
 
-  Exact gradients in one fixed order, one program of one key/value head in a loop over those that
-  are here; time follows the lengths that are there.
+  The gradients are exact, in one fixed order: one program for one key/value head, looped over the
+  local heads; the time depends on the actual lengths.
   """
   del forward
   q, k_pages, v_pages, batch = residuals
@@ -332,13 +335,13 @@ def _attend_backward(forward, numerics, residuals, gradient):
   slots = jnp.where(live, batch.slots, 0)
   scale = jnp.float32(head_dim**-0.5)
   block = min(BACKWARD_BLOCK, numerics.kv_split)  # Divides the length.
-  # i32[b] each: a sequence's rows stand at positions from its first to its last.
+  # i32[b] each: the first position of a sequence's rows, and the end of the last one.
   offsets = jnp.arange(length, dtype=jnp.int32)
   is_row = jnp.zeros((num_sequences * length + page_size,), jnp.bool_).at[slots].set(True)
   is_row = is_row[page_size:].reshape(num_sequences, length)
   firsts = jnp.min(jnp.where(is_row, offsets, length), axis=1)
   ends = jnp.max(jnp.where(is_row, offsets + 1, 0), axis=1)
-  # i32[b, p], each sequence's pages: its own, or what its segments say, of which it owns the last.
+  # i32[b, p], each sequence's pages: its own, or those of its segments, whose last page it owns.
   tables = 1 + jnp.arange(num_pages - 1, dtype=jnp.int32).reshape(num_sequences, -1)
   used = jnp.arange(batch.page_table.shape[0], dtype=jnp.int32) < batch.num_segments
   owner = batch.page_table[:, -1] // pages_per_sequence - 1
@@ -353,14 +356,14 @@ def _attend_backward(forward, numerics, residuals, gradient):
 
 
 class Places(NamedTuple):
-  """Where rows and sequences lie in a gradient's pages.
+  """Places of rows and sequences in a gradient's pages.
 
   Attributes:
-    live: bool[n], rows that there are.
-    slots: i32[n], of each row.
+    live: bool[n], whether a row is valid.
+    slots: i32[n], slot of each row.
     tables: i32[b, p], pages of each sequence.
-    firsts: i32[b], where its rows begin.
-    ends: i32[b], where they end.
+    firsts: i32[b], first position of its rows.
+    ends: i32[b], end of its rows.
   """
 
   live: Array
@@ -371,7 +374,7 @@ class Places(NamedTuple):
 
 
 def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tuple[Array, ...]:
-  """The gradient of one key/value head: of its queries f[n, g, c], keys and values f[m, z, c]."""
+  """Returns one key/value head's gradients: queries f[n, g, c], keys and values f[m, z, c]."""
   (block, scale), (q, gradient, k_pages, v_pages) = sizes, given
   num_pages, page_size, head_dim = k_pages.shape
   live, slots, tables, firsts, ends = places
@@ -381,7 +384,7 @@ def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tupl
   zero = jnp.int32(0)
 
   def by_sequence(x: Array) -> Array:
-    """f[n, g, c] -> f32[b, length, g, c] at each row's slot."""
+    """Scatters f[n, g, c] to f32[b, length, g, c] by each row's slot."""
     x = jnp.where(live[:, None, None], x, jnp.zeros((), x.dtype))
     whole = tiles.late_zeros((num_pages * page_size, *x.shape[1:]), jnp.float32, x)
     whole = whole.at[slots].set(x.astype(jnp.float32))
@@ -396,7 +399,7 @@ def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tupl
   k_all, v_all = (pages.astype(jnp.float32) for pages in (k_pages, v_pages))
 
   def read(whole: Array, table: Array) -> Array:
-    """f32[m, z, c] -> f32[length, c] of a sequence."""
+    """Gathers a sequence's f32[length, c] from f32[m, z, c]."""
     return whole.at[table].get(mode="promise_in_bounds").reshape(length, head_dim)
 
   def add_to(whole: Array, part: Array, table: Array) -> Array:
@@ -413,13 +416,13 @@ def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tupl
       grad_q, own_k, own_v = carry
       first = index * block
       start, size = (sequence, first, zero, zero), (1, block, *q_seq.shape[2:])
-      # Positions that are another's rows are zero in both, and so are all their gradients.
+      # Positions of other sequences' rows are zero in both, and so are all their gradients.
       q_block = lax.dynamic_slice(q_seq, start, size)[0]
       gradient_block = lax.dynamic_slice(gradient_seq, start, size)[0]
       positions = first + jnp.arange(block, dtype=jnp.int32)
       visible = offsets[None, None, :] <= positions[:, None, None]
       scores = jnp.einsum("qgc,xc->qgx", q_block * scale, k)
-      # Held apart: fused with the sums around them, XLA's CPU products take several times as long.
+      # The barrier prevents fusion with the sums, with which XLA's CPU products are much slower.
       weights, grad_weights = lax.optimization_barrier(
         (
           jax.nn.softmax(jnp.where(visible, scores, jnp.float32(MASKED)), axis=-1),
@@ -491,11 +494,11 @@ def _with_row(pages: Array, values: Array, row: Array, slot: Array) -> Array:
 
 
 def _as_they_are_read(pages: Array) -> Array:
-  """Returns the pages, on a TPU in the order of their axes.
+  """Returns the pages; on a TPU, constrains their memory layout to the order of their axes.
 
-  There XLA chooses where axes lie in memory. For rows that are written one by one it puts a row's
-  heads side by side, and then, for attention, copies all pages into the other order: twice in every
-  layer of a step.
+  XLA chooses the layout there. For rows that are written one by one, it would put a row's heads
+  side by side, and then, for attention, copy all pages into the other layout: twice in every layer
+  of a step.
   """
 
   def in_order(pages: Array) -> Array:
@@ -515,7 +518,7 @@ def _write_pages_backward(residuals, gradient):
   live = jnp.arange(slots.shape[0], dtype=jnp.int32) < num_rows
   rows = jnp.swapaxes(flat[:, slots], 0, 1).astype(values.dtype)
   rows = jnp.where(live[:, None, None], rows, jnp.zeros((), rows.dtype))
-  # Padding rows aim past the last slot, where a scatter drops them.
+  # Padding rows have an index past the last slot, where a scatter drops them.
   kept = flat.at[:, jnp.where(live, slots, num_pages * page_size)].set(0, mode="drop")
   return kept.reshape(gradient.shape), rows, None, None
 
@@ -526,7 +529,7 @@ _write_pages.defvjp(_write_pages_forward, _write_pages_backward)
 def attention_reference(
   q: Float[Array, "t k g c"], k: Float[Array, "t k c"], v: Float[Array, "t k c"]
 ) -> Float[Array, "t k g c"]:
-  """The definition, for one whole sequence, in float32."""
+  """Reference implementation for one whole sequence, in float32."""
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   scores = jnp.einsum("qkgc,xkc->kgqx", q, k, precision=lax.Precision.HIGHEST)
   scores = scores / jnp.sqrt(jnp.float32(q.shape[-1]))

@@ -3,8 +3,8 @@
     columns   y[r] = x @ w[r]                   output columns in r slabs, kept apart
     contract  y = sum_r x[r] @ w[r]             contraction in r slabs, added as one binary tree
 
-Operands are in the compute dtype, sums in float32, rounded once. Called on the rows of one tile
-(see `tiles.map_rows`) these are the whole story of a product's bits.
+Operands are in the compute dtype; sums are in float32 and rounded once. On the rows of one tile
+(see `tiles.map_rows`), these functions alone determine the bits of a product.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from seerjax.ops import tiles
 def dot(x: Float[Array, "n a"], w: Float[Array, "a e"]) -> Float[Array, "n e"]:
   """Returns f32[n, e], `x @ w` with float32 sums."""
   if x.shape[1] == 1:
-    # XLA makes a contraction of one term an elementwise product, and then one fused multiply-add
-    # with what is added to it, or not, as the program around it has it. Two terms stay a product.
+    # XLA turns a contraction of one term into an elementwise product, and, depending on the program
+    # around it, fuses that with an addition into one multiply-add. Two terms stay a product.
     x, w = jnp.pad(x, ((0, 0), (0, 1))), jnp.pad(w, ((0, 1), (0, 0)))
   return lax.dot_general(
     x,
@@ -74,7 +74,7 @@ def contract(
 
 
 def linear_reference(x: Float[Array, "n d"], w: Float[Array, "d e"]) -> Float[Array, "n e"]:
-  """The definition, in float32."""
+  """Reference implementation in float32."""
   return jnp.matmul(
     x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST
   )

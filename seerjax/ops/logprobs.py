@@ -1,16 +1,16 @@
-"""Log-probabilities of given tokens and the entropy of the distribution they came from.
+"""Log-probabilities of given tokens, and the entropy of their distribution.
 
   logprob = z[token] - logsumexp(z)        entropy = logsumexp(z) - sum(softmax(z) * z)
 
-The vocabulary is summed in slabs, as every dimension that a mesh may shard. A slab's partial is
+The vocabulary is summed in slabs, like every dimension that a mesh may shard. A slab's partial is
 (m, l, s), relative to the slab's own maximum; partials are merged in the fixed tree:
 
   m = max(z)   l = sum(exp(z - m))   s = sum(exp(z - m) * (z - m))
   M = max(m)   L = sum(exp(m - M) * l)   S = sum(exp(m - M) * (s + (m - M) * l))
   logsumexp = M + log(L)   entropy = log(L) - S / L
 
-The engine and the trainer reach this through the same tile program (`models.head`), so
-both see the same bits. A gradient takes `score_by_slab`, which holds one slab of logits at a time.
+The engine and the trainer call this in the same tile program (`models.head`), so both get the same
+bits. A gradient uses `score_by_slab`, which holds one slab of logits at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from seerjax.types import TokenScores
 
 
 class Partial(NamedTuple):
-  """What a row's softmax sums to over one slab of the vocabulary.
+  """Partial sums of a row's softmax over one slab of the vocabulary.
 
   Attributes:
     maximum: m, f32[n].
@@ -54,7 +54,7 @@ def partial_rows(logits: Float[Array, "n v"]) -> Partial:
 def merge(partials: Partial) -> tuple[Float[Array, "n"], Float[Array, "n"]]:
   """Merges the partials of all slabs, f32[r, n] each: (logsumexp f32[n], entropy f32[n])."""
   maximum = jnp.max(partials.maximum, axis=0)
-  # A slab whose entries were all dropped is so far below that it weighs exactly zero.
+  # A slab with all entries dropped is so far below the maximum that it has weight zero.
   below = partials.maximum - maximum[None]
   factors = jnp.exp(below)
   total = parallel.tree_sum(factors * partials.total)
@@ -86,9 +86,9 @@ def _partials_forward(num_slabs: int, logits: Any, one: Array) -> Any:
 
 
 def _partials_backward(num_slabs: int, residuals: Any, cotangent: Any) -> tuple[Any, None]:
-  """Each slab has columns of its own, so that no gradient of a whole row is ever added to one."""
+  """Computes the gradient slab by slab; each has its own columns, so nothing is added up."""
   logits, one = residuals
-  # Of no rows at all a size cannot be told from the others, so that each is given.
+  # All sizes are explicit, since with zero rows a size cannot be inferred from the others.
   split = lambda z: z.reshape(z.shape[0], num_slabs, z.shape[1] // num_slabs)
   by_slab = lambda z: jnp.swapaxes(split(z), 0, 1)
   joined = lambda z: jnp.swapaxes(z, 0, 1).reshape(z.shape[1], z.shape[0] * z.shape[2])
@@ -113,7 +113,7 @@ def score_rows(
   one: Array,
   numerics: numerics_lib.NumericsConfig,
 ) -> TokenScores:
-  """Scores tokens under both distributions. For use on the rows of one tile.
+  """Scores tokens under both distributions. Use it on the rows of one tile.
 
   Args:
     logits: f32[n, v], raw.
@@ -145,14 +145,14 @@ def score_by_slab(
 ) -> TokenScores:
   """Scores tokens without ever holding a whole row of logits, neither forward nor backward.
 
-  Its values are `score_rows`' up to rounding: it is what a gradient is taken of, one slab's logits
-  being computed again for it.
+  Its values equal those of `score_rows` up to rounding. It is used for gradients, which recompute
+  one slab's logits at a time.
 
   Args:
     logits_of: `(shared, slab, first) -> (raw, processed)`, f32[n, v / r] each, differentiable.
-    shared: pytree that every slab sees whole.
+    shared: pytree that is passed whole for every slab.
     slabs: pytree of `[r, ...]`, the local slabs.
-    firsts: i32[r], first token id of each.
+    firsts: i32[r], first token id of each slab.
     width: v / r.
     tokens: i32[n].
     one: `tiles.traced_one`.
@@ -206,6 +206,6 @@ def token_logprobs(
 def token_logprobs_reference(
   logits: Float[Array, "n v"], tokens: Int[Array, "n"]
 ) -> Float[Array, "n"]:
-  """The definition, in float32."""
+  """Reference implementation in float32."""
   logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
   return jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]

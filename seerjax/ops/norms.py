@@ -18,14 +18,14 @@ from seerjax.ops import tiles
 def rms_norm_rows(
   x: Float[Array, "... d"], scale: Float[Array, "d"], eps: float
 ) -> Float[Array, "... d"]:
-  """Norms the last axis: statistics in float32, rounded to x's dtype before the scale is applied.
+  """Normalises the last axis: float32 statistics, rounded to x's dtype before scaling.
 
-  Published Llama and Qwen checkpoints round there too. For use on the rows of one tile.
+  Published Llama and Qwen checkpoints round there too. Use it on the rows of one tile.
   """
   x32 = x.astype(jnp.float32)
   variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
   normed = (x32 * lax.rsqrt(variance + jnp.float32(eps))).astype(x.dtype)
-  # Of one dtype in every model here; of another, the product is rounded to x's.
+  # x and scale have one dtype in every model here; otherwise, the product is rounded to x's dtype.
   wider = x.dtype if x.dtype == scale.dtype else jnp.float32
   scale = scale.astype(wider).reshape((1,) * (x.ndim - 1) + scale.shape)
   return (normed.astype(wider) * scale).astype(x.dtype)
@@ -51,7 +51,7 @@ def rms_norm(
 def rms_norm_reference(
   x: Float[Array, "n d"], scale: Float[Array, "d"], *, eps: float = 1e-6
 ) -> Float[Array, "n d"]:
-  """The definition, in float32."""
+  """Reference implementation in float32."""
   x32 = x.astype(jnp.float32)
   variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
   return x32 / jnp.sqrt(variance + jnp.float32(eps)) * scale.astype(jnp.float32)[None, :]

@@ -1,18 +1,18 @@
-"""Penalties of tokens that came before: the first change of a row's logits.
+"""Penalties on tokens that occurred before: the first change of a row's logits.
 
-  count = how often a token stands in the answer so far
-  z     = logits / repetition, of positive ones, or logits * repetition, of others, of every token
-          of the prompt and the answer so far
-  z     = z - frequency * count - presence, of every token of the answer so far
+  count = number of occurrences of a token in the response so far
+  z     = logits / repetition if positive, otherwise logits * repetition, for every token of the
+          prompt and the response so far
+  z     = z - frequency * count - presence, for every token of the response so far
 
-A row's penalties are a pure function of its sampling parameters, its prompt and the answer before
-it, the earlier tokens of a draft included, so that no schedule moves them. They are a list of token
-ids with what is subtracted, summed on the host and rounded to float32 once. Rows of a step have
-lists of one length; it is a matter of memory alone, since every entry is changed by itself.
+A row's penalties are a pure function of its sampling parameters, its prompt and the response before
+it (with earlier tokens of a draft), so they do not depend on the schedule. They are a list of token
+ids and the values to subtract, summed on the host and rounded to float32 once. The rows of a step
+have lists of one length, which affects memory only, since every entry is applied by itself.
 
 Sources: presence and frequency: OpenAI, https://platform.openai.com/docs/api-reference/completions;
-repetition: Keskar et al. 2019, https://arxiv.org/abs/1909.05858, over the prompt, too, as Hugging
-Face and vLLM do.
+repetition: Keskar et al. 2019, https://arxiv.org/abs/1909.05858, including the prompt, like Hugging
+Face and vLLM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from seerjax import parallel
 from seerjax.array_typing import Array, Float
 from seerjax.types import SamplingParams, SamplingRows
 
-# Entries of the shortest list; longer ones have four times as many, until they suffice.
+# Entries of the shortest list; longer lists are four times as long, repeatedly, until they suffice.
 SHORTEST = 256
 
 
@@ -37,7 +37,7 @@ class Entries(NamedTuple):
 
   Attributes:
     ids: i32[e], ascending: tokens that `repetition` scales.
-    values: f32[e], what is subtracted from each.
+    values: f32[e], value to subtract from each logit.
   """
 
   ids: np.ndarray
@@ -47,9 +47,9 @@ class Entries(NamedTuple):
 def entries(
   params: SamplingParams, prompt: Sequence[int] | np.ndarray, answer: Sequence[int]
 ) -> Entries:
-  """Returns the penalties of the token that follows an answer so far.
+  """Returns the penalties for the token after a partial response.
 
-  Only which tokens the prompt has counts, not how often (`distinct`).
+  Only the set of the prompt's tokens matters, not their counts (`distinct`).
   """
   said, counts = np.unique(np.asarray(answer, np.int32), return_counts=True)
   values = params.frequency_penalty * counts + params.presence_penalty
@@ -64,7 +64,7 @@ def entries(
 def entries_along(
   params: SamplingParams, prompt: Sequence[int], answer: Sequence[int]
 ) -> Iterator[Entries]:
-  """Yields the penalties of each token of an answer, as `entries` of what stands before it."""
+  """Yields the penalties for each token of a response: `entries` of the tokens before it."""
   before = prompt if params.repetition_penalty != 1 else ()
   tokens = np.asarray((*before, *answer), np.int32)
   ids, places = np.unique(tokens, return_inverse=True)
@@ -80,17 +80,17 @@ def entries_along(
 
 
 def distinct(tokens: Sequence[int]) -> np.ndarray:
-  """Returns i32[u], the tokens that there are, each once."""
+  """Returns i32[u], the distinct tokens."""
   return np.unique(np.asarray(tokens, np.int32))
 
 
 def most_entries(params: SamplingParams, num_prompt: int, num_answer: int) -> int:
-  """Returns how many entries the penalties behind so many tokens have at most."""
+  """Returns the maximum number of penalty entries after this many tokens."""
   return num_answer if params.repetition_penalty == 1 else num_prompt + num_answer
 
 
 def width_for(count: int) -> int:
-  """Returns the entries of a list that holds `count`: one of few, each of which is a program."""
+  """Returns the length of a list for `count` entries: one of few, since each needs a program."""
   width = SHORTEST
   while width < count:
     width *= 4
@@ -98,7 +98,7 @@ def width_for(count: int) -> int:
 
 
 def empty(shape: tuple[int, ...], width: int) -> dict[str, Any]:
-  """Returns fields of `SamplingRows` for rows of this shape, without any penalty (numpy)."""
+  """Returns the penalty fields of `SamplingRows` for `shape` rows, without penalties (numpy)."""
   return dict(
     penalty_ids=np.full((*shape, width), -1, np.int32),
     penalty_values=np.zeros((*shape, width), np.float32),
@@ -122,7 +122,7 @@ def with_penalties(
   prompt: Sequence[int],
   answers: Sequence[Sequence[int]],
 ) -> SamplingRows:
-  """Returns rows of one request with their penalties, those behind each of the answers so far."""
+  """Returns rows of one request with the penalties after each of the partial responses."""
   if not params.has_penalties:
     return rows
   found = [entries(params, prompt, answer) for answer in answers]
@@ -142,7 +142,7 @@ def penalised_rows(
   kept = jnp.take_along_axis(logits, jnp.clip(places, 0, width - 1), axis=1)
   scaled = parallel.rounded(_scaled(kept, sampling.repetition[:, None]))
   rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
-  # An unused entry, or one of another slab, aims past the end, where a scatter drops it.
+  # The index of an unused entry, or one of another slab, is past the end; the scatter drops it.
   past = width + jnp.arange(places.shape[1], dtype=jnp.int32)[None, :]
   target = logits.at[rows, jnp.where(is_here, places, past)]
   return target.set(scaled - sampling.penalty_values, mode="drop", unique_indices=True)
@@ -150,7 +150,7 @@ def penalised_rows(
 
 @jax.custom_vjp
 def _scaled(logits: Array, repetition: Array) -> Array:
-  """Returns logits under the repetition penalty f32[n, 1]; there is no gradient of the penalty."""
+  """Returns logits under the repetition penalty f32[n, 1]; the penalty has no gradient."""
   return jnp.where(logits > 0, logits / repetition, logits * repetition)
 
 

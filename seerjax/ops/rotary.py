@@ -1,4 +1,4 @@
-"""Rotary positions: pairs (j, j + c/2) of a head's features turn by position * frequency[j].
+"""Rotary positions: pairs (j, j + c/2) of a head's features rotate by position * frequency[j].
 
   y[j]       = x[j] * cos - x[j + c/2] * sin
   y[j + c/2] = x[j + c/2] * cos + x[j] * sin
@@ -29,7 +29,7 @@ class RotaryConfig:
   Attributes:
     head_dim: features of one head, even.
     base: wavelength base, `rope_theta` in published configurations.
-    scaling: how a longer context than `original_context` is reached.
+    scaling: method that extends the context beyond `original_context`.
     factor: context extension factor of `scaling`.
     original_context: positions seen before the extension.
     low_frequency_factor: llama3: wavelengths above original_context / this are divided by `factor`.
@@ -81,7 +81,7 @@ def frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
     return ((1 - smooth) * plain / config.factor + smooth * plain).astype(np.float32), 1.0
 
   def dimension_of(rotations: float) -> float:
-    """Feature pair that turns `rotations` times over the original context."""
+    """Returns the feature pair that rotates `rotations` times over the original context."""
     span = config.original_context / (rotations * 2 * math.pi)
     return config.head_dim * math.log(span) / (2 * math.log(config.base))
 
@@ -99,7 +99,7 @@ def frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:
 def table_rows(
   positions: Int[Array, "n"], config: RotaryConfig
 ) -> tuple[Float[Array, "n e"], Float[Array, "n e"]]:
-  """Returns cos and sin, f32[n, c / 2], of every layer. For use on the rows of one tile."""
+  """Returns cos and sin, f32[n, c / 2], for every layer. Use it on the rows of one tile."""
   radians_per_position, factor = frequencies(config)
   angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(radians_per_position)[None, :]
   return jnp.cos(angles) * jnp.float32(factor), jnp.sin(angles) * jnp.float32(factor)
@@ -108,7 +108,7 @@ def table_rows(
 def rotate_rows(
   x: Float[Array, "n h c"], cos: Float[Array, "n e"], sin: Float[Array, "n e"]
 ) -> Float[Array, "n h c"]:
-  """Turns every head of every row, in float32, and rounds once to x's dtype."""
+  """Rotates every head of every row, in float32, and rounds once to x's dtype."""
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = cos[:, None, :], sin[:, None, :]
   turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

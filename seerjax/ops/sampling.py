@@ -1,9 +1,9 @@
 """The next token of a row: a pure function of (logits, sampling parameters, seed, position).
 
-  z     = (penalised logits + bias) / temperature, what grammar and filters leave out dropped
+  z     = (penalised logits + bias) / temperature, with entries outside grammar and filters dropped
   token = argmax(z + gumbel(key, seed, position))
 
-The noise is counter-based, so no schedule can shift it; the argmax runs on z itself, never on
+The noise is counter-based, so it does not depend on the schedule; the argmax uses z itself, never
 normalised probabilities, whose bits would depend on one more sum. Ties go to the lowest id.
 
 Sources: Gumbel-max: Maddison et al. 2014, https://arxiv.org/abs/1411.0030; top-p: Holtzman et al.
@@ -25,26 +25,27 @@ from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
 from seerjax.ops import penalties
 from seerjax.types import SamplingParams, SamplingRows
 
-# Fixed, because the width of an array may decide how XLA lays out the sums behind it.
+# Fixed, because the width of an array may affect how XLA lays out later sums.
 MAX_LOGIT_BIAS = 16
-# Stands for minus infinity: finite, so that 0 * DROPPED is 0 in an entropy.
+# Represents minus infinity: finite, so that 0 * DROPPED is 0 in an entropy.
 DROPPED = -1e30
-# Above any id: the end of the range of a row that may say anything.
+# Above any id: the end of an unrestricted row's range.
 NO_LIMIT = 2**31 - 1
-# A word of a mask that allows all of its ids.
+# A mask word that allows all of its ids.
 ALL_ALLOWED = 2**32 - 1
 
 
 def sampling_rows(
   params: Sequence[SamplingParams], places: Sequence[int] | None = None
 ) -> SamplingRows:
-  """Returns sampling parameters as arrays, one row each (numpy); penalties are
-  `penalties.with_penalties`'.
+  """Returns sampling parameters as arrays, one row each (numpy), without penalties.
+
+  `penalties.with_penalties` adds those.
 
   Args:
-    params: of each row.
-    places: of each row's token in its answer, where `SamplingParams.allowed` may restrict it; None
-      if nothing is to be restricted yet.
+    params: sampling parameters of each row.
+    places: index of each row's token in its response, for `SamplingParams.allowed`; None applies no
+      restriction.
 
   Raises:
     ValueError: if a request biases more than `MAX_LOGIT_BIAS` tokens.
@@ -64,7 +65,7 @@ def sampling_rows(
   for row, place in enumerate(places or ()):
     if params[row].allowed:
       low[row], high[row] = params[row].allowed[place]
-  # Any: the records are typed as device arrays, and this one is made on the host.
+  # Any: the records are typed for device arrays, and this one is built on the host.
   fields: dict[str, Any] = dict(
     temperature=np.asarray([p.temperature for p in params], np.float32),
     top_k=np.asarray([p.top_k for p in params], np.int32),
@@ -79,9 +80,9 @@ def sampling_rows(
 
 
 def padded(sampling: SamplingRows, count: int) -> SamplingRows:
-  """Returns the rows with more behind them, up to `count`, for which every rare path is off.
+  """Returns the rows padded to `count` rows, with every rare path off in the padding.
 
-  Zeros would not do: a row of top_p 0 asks for a sort of the vocabulary.
+  Zeros would not do: a row with top_p 0 requires a sort of the vocabulary.
   """
   missing = count - sampling.temperature.shape[0]
   if not missing:
@@ -103,17 +104,17 @@ def padded(sampling: SamplingRows, count: int) -> SamplingRows:
 
 
 def is_filtered(sampling: SamplingRows) -> Array | np.ndarray:
-  """Returns bool[n]: whether a row drops any entry; its scores then need the row whole."""
+  """Returns bool[n]: whether a row drops any entry; its scores then need whole rows of logits."""
   return (sampling.top_k > 0) | (sampling.top_p < 1.0) | (sampling.min_p > 0.0)
 
 
 def is_restricted(sampling: SamplingRows) -> Array | np.ndarray:
-  """Returns bool[n]: whether a grammar leaves a row some ids only."""
+  """Returns bool[n]: whether a grammar restricts a row's ids."""
   return sampling.high < NO_LIMIT
 
 
 def is_special(sampling: SamplingRows) -> Array | np.ndarray:
-  """Returns bool[n]: whether a row is filtered, restricted, biased or penalised; numpy of numpy."""
+  """Returns bool[n]: whether a row is filtered, restricted, biased or penalised."""
   is_special = is_filtered(sampling) | is_restricted(sampling)
   if sampling.penalty_ids is not None:
     is_special |= (sampling.penalty_ids >= 0).any(axis=-1)
@@ -132,13 +133,13 @@ def _allowed_rows(scaled: Array, sampling: SamplingRows, first: Array) -> Array:
 def _biased_rows(logits: Array, sampling: SamplingRows, first: Array) -> Array:
   rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
   ids = sampling.bias_ids - first
-  # An unused entry, or one of another slab, aims past the end, where a scatter drops it.
+  # The index of an unused entry, or one of another slab, is past the end, where a scatter drops it.
   ids = jnp.where((sampling.bias_ids >= 0) & (ids >= 0), ids, logits.shape[1])
   return logits.at[rows, ids].add(sampling.bias_values, mode="drop")
 
 
 def _kept_rows(scaled: Array, sampling: SamplingRows) -> Array:
-  """bool[n, v]: entries inside top-k, top-p and min-p; True everywhere on unfiltered rows."""
+  """Returns bool[n, v]: entries inside top-k, top-p and min-p; True for all of unfiltered rows."""
   vocabulary = scaled.shape[1]
   ordered = -jnp.sort(-scaled, axis=-1)
   k = jnp.where(sampling.top_k > 0, sampling.top_k, vocabulary)
@@ -158,10 +159,10 @@ def _kept_rows(scaled: Array, sampling: SamplingRows) -> Array:
 def scaled_rows(
   logits: Float[Array, "n v"], sampling: SamplingRows, first: Array
 ) -> Float[Array, "n v"]:
-  """Returns penalised, biased and tempered logits, of a whole row or of a slab that begins at id
-  `first`; what the row's grammar does not allow is `DROPPED`.
+  """Returns penalised, biased and tempered logits of whole rows, or of a slab that starts at id
+  `first`; ids outside a row's grammar are `DROPPED`.
 
-  Rows at temperature 0 are left at temperature 1: their token is the argmax and their
+  Rows at temperature 0 use temperature 1 here: their token is the argmax, and their
   log-probability is that of the biased softmax.
   """
   if sampling.penalty_ids is not None:
@@ -188,10 +189,10 @@ def scaled_rows(
 
 @jax.custom_vjp
 def _tempered(logits: Float[Array, "n v"], temperature: Float[Array, "n"]) -> Array:
-  """Returns `logits / temperature`; there is no gradient of temperatures.
+  """Returns `logits / temperature`; temperatures have no gradient.
 
-  XLA takes some quotients of a gradient as products with a reciprocal, by what is around them (seen
-  on meshes, where rows were filtered): here it is that product everywhere.
+  In a gradient, XLA computes some quotients as products with a reciprocal, depending on the
+  surrounding ops (seen on meshes with filtered rows): here it is that product everywhere.
   """
   return logits / temperature[:, None]
 
@@ -210,8 +211,8 @@ _tempered.defvjp(
 def processed_rows(logits: Float[Array, "n v"], sampling: SamplingRows) -> Float[Array, "n v"]:
   """Returns z: penalised, biased, tempered, `DROPPED` outside grammar and filters.
 
-  For use on the rows of one tile. The rare paths stand behind `cond`s, so a row's common path has
-  one program, whatever else is in its tile.
+  Use it on the rows of one tile. The rare paths are behind `cond`s, so a row's common path is one
+  program, independent of the other rows of its tile.
   """
   scaled = scaled_rows(logits, sampling, jnp.int32(0))
   kept = lax.cond(
@@ -231,9 +232,9 @@ def noise_rows(
 
   Args:
     key: the engine's key (`numerics.key`); not consumed, only folded.
-    seeds: u32[n].
-    positions: i32[n], of the token to be sampled, counted from the sequence's start.
-    is_wanted: bool[n].
+    seeds: u32[n], request seed of each row.
+    positions: i32[n], position of the token to be sampled, counted from the sequence's start.
+    is_wanted: bool[n], whether a row needs noise.
     vocabulary: v.
   """
 
@@ -259,9 +260,9 @@ def choose_rows(processed: Float[Array, "n v"], noise: Float[Array, "n v"]) -> I
 def sample_reference(
   logits: np.ndarray, params: SamplingParams, noise: np.ndarray, place: int = 0
 ) -> int:
-  """The definition for one row, in numpy float64: f[v] logits and noise to a token id.
+  """Reference implementation for one row, in numpy float64: f[v] logits and noise to a token id.
 
-  `place` is the token's in its answer.
+  `place` is the index of the token in its response.
   """
   z = np.asarray(logits, np.float64).copy()
   for token, value in params.logit_bias:

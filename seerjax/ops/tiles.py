@@ -3,10 +3,10 @@
     map_rows   one compiled program of `row_tile` rows, run ceil(num_rows / row_tile) times
     map_slabs  one program of one slab of a sharded dimension, run once per local slab
 
-Both trip counts are traced, also where they are known: XLA inlines a loop of one trip and fuses its
-body with the neighbours, which moves bits. Both are `custom_vjp`s whose forward is the loop and
-whose backward is the gradient of chunks of rows, and slab by slab, so a value under `grad` has the
-value's bits, and a gradient those of any number of devices that share the slabs.
+Both trip counts are traced even where they are static: XLA inlines a loop of one trip and fuses its
+body with the neighbours, which changes bits. Both are `custom_vjp`s with the loop as forward pass;
+the backward pass is the gradient of chunks of rows, and slab by slab. So a value under `grad` has
+the value's bits, and a gradient has the same bits on any number of devices that share the slabs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 
-# Rows per chunk of a backward pass: bounds its memory.
+# Rows per chunk of a backward pass; it bounds the memory.
 BACKWARD_ROWS = 512
 
 RowFunction = Callable[[Any, Any, Array], Any]
@@ -30,48 +30,48 @@ SlabFunction = Callable[[Any, Any], Any]
 
 
 def traced_one(anchor: Any) -> Array:
-  """Returns i32[] 1 as a value that XLA cannot know: `anchor` (i32[]) is never negative.
+  """Returns i32[] 1 as a value unknown to XLA: `anchor` (i32[]) is never negative.
 
-  Loop bounds are multiplied by it, so that no loop is ever known to run once.
+  Loop bounds are multiplied by it, so that XLA never knows that a loop runs once.
   """
   return jnp.where(anchor >= 0, jnp.int32(1), jnp.int32(0))
 
 
 def whole(count: int, tile: int) -> int:
-  """Returns `count` raised to whole tiles, two at least: what arrays are allocated for.
+  """Returns `count` rounded up to whole tiles, at least two: the rows to allocate.
 
-  XLA sees that slicing the only tile is the whole, moves what reads it out of the loop and fuses it
-  with the neighbours, which moves bits. Rows that were cut to an odd count between two loops moved
-  some, too; of whole tiles nothing is cut.
+  XLA sees that slicing the only tile is the identity, moves the reading ops out of the loop and
+  fuses them with the neighbours, which changes bits. Slicing rows to an odd count between two loops
+  changed some bits too; nothing is sliced off whole tiles.
   """
   return max(2, -(-count // tile)) * tile
 
 
 def tile_rows(numerics: numerics_lib.NumericsConfig) -> int:
-  """Returns the rows of a tile, two at least: `row_tile`, or the platform's where that is open.
+  """Returns the rows of a tile, at least two: `row_tile`, or the platform's default.
 
-  XLA makes a product of one row a sum and fuses it with what is around it, so that an adapter's
-  bits followed the number of devices.
+  XLA turns a product of one row into a sum and fuses it with its surroundings, which made an
+  adapter's bits depend on the number of devices.
   """
   return max(2, numerics_lib.with_row_tile(numerics).row_tile)
 
 
 def padded(tree: Any, count: int) -> Any:
-  """Returns every leaf `[n, ...]` with zeros behind it, up to `count` rows."""
+  """Returns every leaf `[n, ...]` padded with zeros to `count` rows."""
   return jax.tree.map(lambda leaf: _with_zero_rows(leaf, count - leaf.shape[0]), tree)
 
 
 def late_zeros(shape: tuple[int, ...], dtype: Any, anchor: Array) -> Array:
-  """Returns zeros that are not there before `anchor` (floats of any shape) is.
+  """Returns zeros that are not materialised before `anchor` (floats of any shape).
 
-  XLA makes constants where a program begins, and at once a copy for every loop that starts from
-  one. In a gradient of many layers those copies would be most of its memory.
+  XLA materialises constants at the start of a program, with a copy for every loop that starts from
+  one. In a gradient of many layers, those copies would take most of its memory.
   """
   if not anchor.size:
     return jnp.zeros(shape, dtype)
   first = lax.slice(anchor, (0,) * anchor.ndim, (1,) * anchor.ndim).reshape(())
   bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-  # Never below zero, which XLA does not know: 0 of whatever it was, NaN too.
+  # Never negative, which XLA does not know: 0 for any value, NaN included.
   zero = jnp.minimum(bits & jnp.int32(0x7FFFFFFF), 0)
   return jnp.broadcast_to(zero.astype(dtype), shape)
 
@@ -81,7 +81,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _split_floats(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-  """Returns the float leaves, and the function that puts new ones back among the others."""
+  """Returns the float leaves, and a function that puts new ones back among the others."""
   leaves, structure = jax.tree.flatten(tree)
   floats = [leaf for leaf in leaves if _is_float(leaf)]
 
@@ -140,7 +140,7 @@ def _tile_loop(
   one: Array,
   out: Any,
 ) -> Any:
-  """Returns `out` with the outputs of the tiles from the first bound to before the second."""
+  """Returns `out` with the outputs of the tiles in [bounds[0], bounds[1])."""
 
   def body(index: Array, out: Any) -> Any:
     start = index * row_tile
@@ -153,12 +153,12 @@ def _tile_loop(
 
 
 def in_chunks(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
-  """Applies a row-wise function to `size` rows at a time, to bound memory; promises no bits.
+  """Applies a row-wise function to `size` rows at a time, to bound memory; bits may change.
 
   Args:
     function: `rows -> outputs`, every leaf with rows leading.
     rows: pytree of `[n, ...]`.
-    size: rows a chunk.
+    size: rows per chunk.
   """
   count = jax.tree.leaves(rows)[0].shape[0]
   num_chunks = -(-count // size)
@@ -186,15 +186,15 @@ def map_rows(
     rows: pytree of `[n, ...]`.
     num_rows: i32[], rows that are computed; the rest of the output is zero from the next multiple
       of `row_tile` on, and unspecified (but finite) before it.
-    numerics: its `row_tile`.
-    gradient_of: what the backward pass differentiates in its place, where part of `function` is
-      dear and has no gradient. Its float outputs are those of `function`, in their order.
+    numerics: its `row_tile` is used.
+    gradient_of: function that the backward pass differentiates instead, if a part of `function` is
+      expensive and has no gradient. Its float outputs are those of `function`, in the same order.
 
   Returns:
     Pytree of `[n, ...]`. Gradients reach the float leaves of `weights` and `rows` from the first
     `num_rows` rows only.
   """
-  # A count that is known while tracing would give a known trip count.
+  # A static count would give a static trip count.
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
   return _map_rows(functions, tile_rows(numerics), weights, rows, num_rows)
@@ -208,21 +208,21 @@ def all_rows(
   *,
   gradient_of: RowFunction | None = None,
 ) -> Any:
-  """As `map_rows`, with all rows at once: where `function` is made of kernels, with which nothing
-  fuses, and whose sums do not depend on the number of rows."""
+  """Like `map_rows`, but on all rows at once: for a `function` made of kernels, which do not fuse
+  with other ops and have sums that do not depend on the number of rows."""
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
   return _map_rows(functions, None, weights, rows, num_rows)
 
 
 class Shares(NamedTuple):
-  """Rows in an order in which no tile holds rows of two choices of weights.
+  """Rows in an order in which every tile has rows of a single choice of weights.
 
   Attributes:
-    order: i32[m], row at each place; row 0 where there is none.
-    place: i32[n], where each row stands; past all tiles for those that are not computed.
-    first_tile: i32[c], of each choice.
-    num_tiles: i32[c], of each choice.
+    order: i32[m], row at each place; row 0 for unused places.
+    place: i32[n], place of each row; past all tiles for rows that are not computed.
+    first_tile: i32[c], first tile of each choice.
+    num_tiles: i32[c], number of tiles of each choice.
   """
 
   order: Array
@@ -232,11 +232,11 @@ class Shares(NamedTuple):
 
 
 def shared_out(choices: Array, count: int, num_rows: Array, row_tile: int) -> Shares:
-  """Returns the rows by what they chose.
+  """Returns the rows grouped by choice.
 
   Args:
-    choices: i32[n], of each row, from 0 to before `count`.
-    count: of choices.
+    choices: i32[n], choice of each row, in [0, count).
+    count: number of choices.
     num_rows: i32[], rows that are computed.
     row_tile: rows of a tile.
   """
@@ -249,7 +249,7 @@ def shared_out(choices: Array, count: int, num_rows: Array, row_tile: int) -> Sh
   first_tile = jnp.cumsum(num_tiles, dtype=jnp.int32) - num_tiles
   before = jnp.cumsum(members, axis=0, dtype=jnp.int32) - members
   within = jnp.sum(before * members, axis=1, dtype=jnp.int32)
-  # A tile more than there can be: what is not computed stands there.
+  # One tile more than can be needed; rows that are not computed are placed there.
   places = (-(-size // row_tile) + min(count, size) + 1) * row_tile
   place = jnp.where(is_live, first_tile[choices] * row_tile + within, places - 1)
   order = jnp.zeros(places, jnp.int32).at[place].set(jnp.where(is_live, rows, 0))
@@ -257,11 +257,11 @@ def shared_out(choices: Array, count: int, num_rows: Array, row_tile: int) -> Sh
 
 
 class Choices(NamedTuple):
-  """Weights of one shape that rows choose among.
+  """Weights of one shape from which rows choose.
 
   Attributes:
-    count: how many.
-    at: `i32[] -> weights`, those of one choice, which join the weights that all rows have.
+    count: number of choices.
+    at: `i32[] -> weights`: the weights of one choice, which are added to the shared weights.
   """
 
   count: int
@@ -277,19 +277,19 @@ def map_chosen_rows(
   num_rows: Array,
   numerics: numerics_lib.NumericsConfig,
 ) -> Any:
-  """As `map_rows`, where each row has weights of its choice beside those of all; no gradient.
+  """Like `map_rows`, with each row's chosen weights in addition to the shared ones; no gradient.
 
-  A choice's tiles run the program that they would run if it were the only one: its weights are cut
-  out before the loop over them, so that the loop's body does not know that there are others.
+  A choice's tiles run the same program as if it were the only choice: its weights are sliced out
+  before the loop over its tiles, so the loop's body does not depend on other choices.
 
   Args:
-    function: as of `map_rows`.
-    weights: of all rows, and all that rows of choice 0 have.
-    choices: 1 and following, those of a shape together.
+    function: as in `map_rows`.
+    weights: shared weights, and the only ones of rows with choice 0.
+    choices: choices from 1 on, grouped by shape.
     rows: pytree of `[n, ...]`.
     shares: `shared_out` of the rows' choices.
     num_rows: i32[], rows that are computed.
-    numerics: its `row_tile`.
+    numerics: its `row_tile` is used.
 
   Returns:
     Pytree of `[n, ...]`, as `map_rows`.
@@ -344,7 +344,8 @@ def _map_rows_backward(functions, row_tile, residuals, cotangent):
   weight_floats, rebuild_weights = _split_floats(weights)
 
   def chunk_gradient(rows_chunk: Any, cotangent_chunk: Any, first: Array):
-    # Loops over slabs begin once the cotangent is there, and with them what they give is gathered.
+    # Loops over slabs start once the cotangent is available, and so do the gathers of their
+    # results.
     one = traced_one(num_rows + late_zeros((), jnp.int32, cotangent_chunk[0]))
     row_floats, rebuild_rows = _split_floats(rows_chunk)
 
@@ -414,11 +415,11 @@ _map_rows.defvjp(_map_rows_forward, _map_rows_backward)
 
 
 class LayerSlabs(NamedTuple):
-  """The slabs of one of many layers, for `map_slabs`: each is read by itself, where it is used.
+  """The slabs of one layer within the weights of all layers; `map_slabs` reads each slab in place.
 
   Attributes:
-    layers: f[l, r, ...], all of them.
-    index: i32[], which.
+    layers: f[l, r, ...], slabs of all layers.
+    index: i32[], index of the layer.
   """
 
   layers: Array
@@ -430,7 +431,7 @@ def _is_layered(leaf: Any) -> bool:
 
 
 def num_slabs(leaf: Array | LayerSlabs) -> int:
-  """Returns r."""
+  """Returns r, the number of slabs."""
   return leaf.layers.shape[1] if isinstance(leaf, LayerSlabs) else leaf.shape[0]
 
 
@@ -440,7 +441,7 @@ def slab_shape(leaf: Array | LayerSlabs) -> tuple[int, ...]:
 
 
 def whole_slabs(leaf: Array | LayerSlabs) -> Array:
-  """Returns f[r, ...], a layer's slabs cut out of those of all layers."""
+  """Returns f[r, ...], a layer's slabs, sliced out of those of all layers if necessary."""
   return _without_layers(leaf)
 
 
@@ -453,7 +454,7 @@ def _slab_at(leaf: Array | LayerSlabs, index: Array) -> Array:
 
 
 def _without_layers(slabs: Any) -> Any:
-  """Returns the pytree with a layer's slabs cut out."""
+  """Returns the pytree with each `LayerSlabs` sliced out."""
 
   def cut(leaf: Any) -> Array:
     if not isinstance(leaf, LayerSlabs):
@@ -474,15 +475,15 @@ def map_slabs(
 
   Args:
     function: `(shared, slab) -> outputs`.
-    shared: pytree that every slab sees whole.
-    slabs: pytree of `[r, ...]`, the local slabs; those of one of many layers as `LayerSlabs`, of
-      which there is no gradient.
+    shared: pytree that is passed whole for every slab.
+    slabs: pytree of `[r, ...]`, the local slabs; `LayerSlabs` for those of one of many layers,
+      which have no gradient.
     one: `traced_one`.
     axis: mesh axis of the slabs, None on one device.
 
   Returns:
-    Pytree of `[r, ...]`: equal bits however many of the slabs are local. The single slab of a model
-    that no mesh may shard is not looped.
+    Pytree of `[r, ...]`, with the same bits for any number of local slabs. The single slab of a
+    model that no mesh may shard is not looped.
   """
   count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
   if count == 1:
@@ -494,7 +495,7 @@ def map_slabs(
 
 
 def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
-  """As `map_slabs`, slab after slab without a loop: for kernels, with which nothing fuses."""
+  """Like `map_slabs`, but unrolled: for kernels, with which nothing fuses."""
   leaves, structure = jax.tree.flatten(_without_layers(slabs))
   parts = [function(shared, structure.unflatten(slab)) for slab in zip(*leaves, strict=True)]
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
@@ -503,10 +504,10 @@ def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
 def looped_slabs(
   function: SlabFunction, shared: Any, slabs: Any, one: Array, anchor: Array | None = None
 ) -> Any:
-  """As `map_slabs`, always looped and of no gradient; nothing is there before `anchor` is."""
+  """Like `map_slabs`, but always looped; no gradient, and no buffer before `anchor`."""
   count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
-  # Always shapes of two slabs, in and out: reading or writing the only slab is reading or writing
-  # the whole, so XLA takes the body out of the loop or fuses it in another way (seen with JAX
+  # Input and output shapes always have two slabs: reading or writing the only slab is reading or
+  # writing the whole, so XLA takes the body out of the loop or fuses it differently (seen with JAX
   # 0.10.2, and with AVX2). The second slab is never computed.
   padding = max(2 - count, 0)
   if padding:
@@ -547,9 +548,9 @@ def _map_slabs_forward(function, axis, shared, slabs, one):
 
 
 def _map_slabs_backward(function, axis, residuals, cotangent):
-  """Slab by slab in a loop, one program however many are local.
+  """Computes the gradient slab by slab in a loop: one program for any number of local slabs.
 
-  What all slabs share gets one partial a slab, wherever that is, and the tree's sum of them.
+  Shared inputs get one partial gradient per slab, on whichever device, and the tree's sum of them.
   """
   shared, slabs, one = residuals
 
@@ -567,7 +568,7 @@ def _map_slabs_backward(function, axis, residuals, cotangent):
 
   wanted = [leaf for leaf in jax.tree.leaves(cotangent) if leaf.dtype != jax.dtypes.float0]
   partials, slab_gradient = looped_slabs(gradient, shared, (slabs, wanted), one, wanted[0])
-  # Held apart from what surrounds it: how a sum was gathered would be fused with what reads it.
+  # The barrier keeps XLA from fusing the gathering of a sum with the ops that read it.
   partials = lax.optimization_barrier(partials)
   sums = parallel.sum_slabs(partials, axis)
   shared_gradient = lax.optimization_barrier(
