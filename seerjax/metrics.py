@@ -57,8 +57,8 @@ def masked_sum(
 ) -> Array:
   """Returns the sum of `values` where `mask` is True, in f32; 0.0 where the mask is empty.
 
-  The masked reductions are for reported metrics. Losses and norms, whose bits affect the weights,
-  use the trainer's fixed summation tree.
+  The masked reductions are for reported metrics. Losses and norms affect the bits of the weights
+  and therefore use the trainer's fixed summation tree.
 
   Args:
     values: [...], any real dtype; masked-out values have no effect, NaN included.
@@ -255,7 +255,7 @@ class Writer:
 
     Args:
       directory: the run's directory; created if missing.
-      resume_step: last step whose metrics are kept; None for a new run.
+      resume_step: last step to keep; None for a new run.
       console: "line" prints one line per `write`, "progress" draws a bar, "auto" draws a bar on a
         terminal and prints lines elsewhere.
       console_digits: metrics shown on the console, in order, with their significant digits; all

@@ -301,7 +301,7 @@ class Verdict:
   def of_parts(
     cls, parts: Mapping[str, float], *, correct: bool, well_formed: bool, answer: str = ""
   ) -> Verdict:
-    """Returns a verdict whose reward is the unweighted sum of `parts`; a run applies its weights.
+    """Returns a verdict with the unweighted sum of `parts` as reward; a run applies its weights.
 
     Args:
       parts: finite numbers by name (lower-case letters, digits and underscores).
@@ -446,7 +446,7 @@ class SamplingRows(NamedTuple):
     bias_values: f32[n, e].
     low: i32[n], lowest allowed id.
     high: i32[n], end (exclusive) of the allowed ids.
-    mask: u32[n, w], one bit per id, lowest bit first; ids whose bit is 0 are forbidden in rows with
+    mask: u32[n, w], one bit per id, lowest bit first; a 0 forbids the id, in rows with
       `high` below `sampling.NO_LIMIT`. None if no row has a mask.
     penalty_ids: i32[n, e], distinct tokens that penalties affect, -1 for unused entries. This and
       the next two fields are None if no row has penalties.

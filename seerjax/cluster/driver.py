@@ -80,7 +80,7 @@ class Workers(Protocol):
     ...
 
   def send(self, worker: int, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> None:
-    """Calls `Worker.run` on a worker whose last call has returned; results in an `Answered`."""
+    """Calls `Worker.run` on a worker without a pending call; results in an `Answered`."""
     ...
 
   def events(self, *, blocks: bool) -> Sequence[Event]:

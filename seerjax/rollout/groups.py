@@ -86,7 +86,7 @@ def check_weights(weights: Mapping[str, float]) -> None:
   """Raises for invalid reward weights.
 
   Raises:
-    ValueError: naming the part, its weight and what is expected.
+    ValueError: naming the part, its weight and the valid values.
   """
   if not isinstance(weights, Mapping):
     raise ValueError(
@@ -352,7 +352,7 @@ def judge(
 
 
 def _weighted(verdict: Verdict, weights: Mapping[str, float], where: str) -> Verdict:
-  """Returns a verdict whose reward is the weighted sum of its parts; see `judge`."""
+  """Returns a verdict with the weighted sum of its parts as the reward; see `judge`."""
   parts = verdict.parts
   if not isinstance(parts, Mapping) or not all(
     isinstance(name, str) and PART_NAME.fullmatch(name) and _is_finite(value)

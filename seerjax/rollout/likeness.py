@@ -9,8 +9,8 @@ import numpy as np
 
 from seerjax.rollout.buffer import Group, Item, State
 
-# Number of groups, by arrival, whose lengths are compared: enough for a small error, few enough for
-# comparing all pairs cheaply.
+# Number of groups to compare, by arrival: enough for a small error, few enough for comparing all
+# pairs cheaply.
 NUM_COMPARED = 64
 
 # Minimum data for judging similarity.

@@ -1,4 +1,4 @@
-"""Routing: the instance for a request's next chunk, and what is pulled or prefilled there."""
+"""Routing: the instance for a request's next chunk, and the KV to pull or prefill there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler: selects the request whose next chunk runs, and its instance.
+"""The scheduler: selects the next request to run a chunk, and its instance.
 
     buffer (waiting requests) + instances (free resources) --next--> Decision, until None
 

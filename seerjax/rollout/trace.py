@@ -50,8 +50,8 @@ class Trace:
     spans: chunks, ordered by end.
     used_pages: pages in use, by visit and instance.
     rows: rows computed on all instances, by visit.
-    preemptions: running requests whose pages were taken.
-    dropped: waiting requests whose pages were taken, because no tier had room and nothing else
+    preemptions: running requests that lost their pages.
+    dropped: waiting requests that lost their pages, because no tier had room and nothing else
       could run.
     held_back: decisions deferred because no tier had room.
     migrations: requests that moved to another instance with their pages.

@@ -166,7 +166,7 @@ def accuracy_at(
 
 
 def best_step(directory: pathlib.Path, metric: str, step: int) -> tuple[int, float] | None:
-  """Returns the step whose evaluation has the highest `metric`, and its value (ties: the earliest).
+  """Returns the evaluated step with the highest `metric`, and its value (ties: the earliest).
 
   Only steps with a checkpoint count, and `step` itself.
 

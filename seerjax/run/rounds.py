@@ -1,6 +1,6 @@
 """Samples a step's groups in rounds of problems (DAPO's dynamic sampling).
 
-A group whose rewards are all equal has no gradient and is replaced by the next problem's group.
+A group with equal rewards has no gradient and is replaced by the next problem's group.
 Source: Yu et al. 2025 (DAPO), https://arxiv.org/abs/2503.14476.
 """
 

@@ -78,7 +78,7 @@ class Finding:
 def _model(
   numerics: numerics_lib.NumericsConfig, width: int
 ) -> model_config.TransformerConfig:
-  """Returns a small model whose heads have `width` features."""
+  """Returns the config of a small model with `width` features per head."""
   heads = max(numerics.reduction_shards or 8, 2)
   return model_config.TransformerConfig(
     vocab_size=2 * width * heads,

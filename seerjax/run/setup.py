@@ -200,7 +200,7 @@ def set_up(
     config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
   )
   tiers = kv_pool_lib.config_of(config.kv_pool, programs.runner.mesh)
-  # Created before the journal, whose first line fixes the run's settings.
+  # Created before the journal, because the journal's first line fixes the run's settings.
   engine = engine_lib.Engine(
     Model(policy.model, published, config.numerics, policy.require_tokenizer()),
     config=memory.engine,

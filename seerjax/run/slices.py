@@ -51,7 +51,7 @@ def own_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 class JudgedByFirst:
-  """A task whose verdicts all come from the first process.
+  """Wraps a task so that all verdicts come from the first process.
 
   Verdicts could otherwise differ between processes: a judge may read a clock or run a program.
 

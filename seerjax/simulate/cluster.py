@@ -87,7 +87,7 @@ class Result:
     generated_tokens: total generated tokens.
     generated: tokens by request id, of all requests, finished or not.
     num_steps: steps of all instances.
-    num_preemptions: number of requests whose KV had to be recomputed.
+    num_preemptions: how often a request's KV was lost and had to be recomputed.
     num_chunks: number of decisions.
     pulled_bytes: bytes of KV moved between instances.
     spilled_bytes: bytes of KV moved to the host and back.

@@ -1,8 +1,8 @@
 """Loads a draft model by name and checks that it fits its target engine.
 
 Draft and target must use the same token ids; their tokenizers are compared id by id. Embedding rows
-beyond the tokenizer are padding, whose number may differ (Qwen: 151,936 and 152,064). The draft's
-padding rows are dropped, so that it can neither read nor draft such ids.
+beyond the tokenizer are padding, and models may differ in their number (Qwen: 151,936 and 152,064).
+The draft's padding rows are dropped, so that it can neither read nor draft such ids.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class DraftModelConfig:
   Attributes:
     length: tokens of the main path, N.
     width: ids per position: the most likely one continues the main path, the others end side paths.
-    num_slots: number of requests whose cache is kept, each with a whole context of positions.
+    num_slots: number of requests with a cache slot; each slot has a whole context of positions.
     row_buckets: maximum rows of a call, ascending; one compiled program each. If more rows must be
       read, separate calls read them; the last bucket has at least one row per slot.
     learn: whether a run trains the draft between steps, on the policy's completions.

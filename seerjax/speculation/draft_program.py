@@ -102,7 +102,7 @@ def noisy_top_k(
 ) -> Int[Array, "n w"]:
   """Returns the `width` ids with the largest processed logit plus noise, largest first.
 
-  -1 marks ids that the grammar or a filter drops, and all ids of a row whose logits are not finite.
+  -1 marks ids that the grammar or a filter drops, and all ids of a row with non-finite logits.
   The first id is the one that `head.sample_and_score` samples. Uses the portable program on every
   backend.
   """

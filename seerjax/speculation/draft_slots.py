@@ -1,8 +1,8 @@
 """Assigns cache slots of a draft model to requests: least recently used, on the host.
 
-A slot records the tokens whose keys and values it holds. The common prefix of these and a request's
-tokens need not be read again. Rejected drafts, preemptions, cancellations and reused names are all
-handled by comparing tokens.
+A slot records the tokens of the keys and values that it holds. The common prefix of these and a
+request's tokens need not be read again. Rejected drafts, preemptions, cancellations and reused
+names are all handled by comparing tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Slots:
   """Cache slots by request.
 
   Attributes:
-    num_evicted: unfinished requests whose slot was given to another.
+    num_evicted: unfinished requests that lost their slot to another.
     num_read_again: how often a request's tokens did not continue the confirmed tokens of its slot.
   """
 

@@ -31,7 +31,7 @@ from seerjax.speculation.suffix_drafter import Paths, SuffixDrafter
 
 
 class _Drafted(NamedTuple):
-  """A request's draft whose result is not known yet.
+  """A request's draft without a known result.
 
   Attributes:
     choice: the plan, limited to what could be used.
@@ -66,7 +66,7 @@ class HybridDrafter:
 
     Args:
       suffix: a drafter without a budget.
-      model: a drafter whose width limits the planned width.
+      model: a model drafter; its width limits the planned width.
       budget: plans each step.
       acceptance: collects statistics; a new record if None.
 

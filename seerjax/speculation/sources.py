@@ -132,7 +132,7 @@ class _Pool:
   Attributes:
     tried: f64[n], by position: drafts that reached it.
     held: f64[n], how many of those were accepted there, on the main path.
-    siblings_tried: drafts with siblings whose main token was rejected.
+    siblings_tried: drafts with siblings in which the main token was rejected.
     siblings_held: how many of those had an accepted sibling.
     known: cached `rates`; None after an update.
   """

@@ -386,7 +386,7 @@ class _Place(NamedTuple):
 
   Attributes:
     index: index of the rollout.
-    owner: position, in the micro-batch, of the sequence whose first pages it shares.
+    owner: position, in the micro-batch, of the sequence that owns the shared pages.
     num_shared: number of shared pages.
   """
 
