@@ -58,7 +58,7 @@ class ProgramPolicy:
       + config.answer_tokens
       + programs.SPARE_TOKENS
     )
-    # More time than programs are told they have, for starting and returning a result.
+    # More time than a program's `seconds` argument, for starting and returning a result.
     self._limits = sandbox_lib.Limits(
       wall_seconds=1.5 * config.seconds + 5,
       cpu_seconds=1.5 * config.seconds + 5,

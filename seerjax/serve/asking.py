@@ -37,7 +37,7 @@ GONE = 499
 
 
 class Kind(NamedTuple):
-  """How one route parses a request and writes its response.
+  """Request parser and response writer of one route.
 
   Attributes:
     read: parses a body.

@@ -1,6 +1,6 @@
 """Parses JSON bodies of clients; each field is taken once and validated by name.
 
-Unknown fields are accepted without effect if no value of theirs could change a response's text
+Unknown fields are accepted without effect if none of their values could change a response's text
 (`WITHOUT_EFFECT`), and refused otherwise. A null field counts as absent.
 """
 

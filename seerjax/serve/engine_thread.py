@@ -472,7 +472,7 @@ class EngineThread:
     self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
 
   def _take_masks(self, name: str) -> bool:
-    """Ends requests whose grammar hit a limit, and holds those whose masks are not ready; returns
+    """Ends requests with a grammar that hit a limit, and holds those without a ready mask; returns
     whether a step has anything to do."""
     live = self._live[name]
     masks = {own: choice.mask for own, choice in live.items() if choice.mask is not None}
@@ -584,7 +584,7 @@ def has_room(engine: Engine, request: Request) -> bool:
   """
   num_front = engine.num_unfinished - engine.num_background
   if not num_front:
-    return True  # It was checked: alone it fits.
+    return True  # `Engine.check` has ensured that it fits alone.
   if num_front >= engine.config.max_sequences * engine.num_instances:
     return False
   needed = engine.expected_pages(len(request.prompt), request.sampling.max_tokens)

@@ -14,8 +14,8 @@ Grammars are untrusted input to native code, so none is parsed in this process. 
 - the quick worker computes masks of all grammars that compiled and answered quickly;
 - the slow worker computes masks of the other grammars, which delay only each other.
 
-If a worker dies, the request whose grammar it was processing fails; the other requests move to a
-fresh worker. A grammar that killed two workers is refused from then on.
+If a worker dies while processing a grammar, the request with that grammar fails; the other requests
+move to a fresh worker. A grammar that killed two workers is refused from then on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Selects the responses that the next step advances: those whose grammar masks are ready.
+"""Selects the requests that the next step advances: those without a pending grammar mask.
 
     tokens --AnswerMask.ask--> worker computes --hold: a short wait--> Engine.hold(requests without)
 
-A request whose mask is slow does not delay requests without a grammar or with a ready mask: it gets
+A request with a slow mask does not delay requests without a grammar or with a ready mask: it gets
 no token until its mask has arrived. This changes timing only, never bits.
 """
 
@@ -34,10 +34,10 @@ class Masking:
     self._saved = min(MOST_SAVED_SECONDS, self._saved + SHARE * seconds)
 
   def hold(self, masks: Mapping[str, AnswerMask], num_others: int) -> bool:
-    """Waits for masks, and holds the requests whose masks are not ready.
+    """Waits for masks, and holds the requests without a ready mask.
 
     Args:
-      masks: masks by request id; the caller ends requests whose mask failed.
+      masks: masks by request id; the caller ends requests with a failed mask.
       num_others: number of requests without a mask.
 
     Returns:
