@@ -53,7 +53,7 @@ class _Kind(NamedTuple):
 
 
 class _Wrong(Exception):
-  """A value whose type does not match its annotation; the argument is the innermost wrong value."""
+  """A value of a type that its annotation excludes; the argument is the innermost wrong value."""
 
 
 def is_whole(value: Any) -> bool:
@@ -95,11 +95,11 @@ def _is_plain(value: Any) -> bool:
 def check(
   record: Any, *, unbounded: tuple[str, ...] = (), fixes: Mapping[str, str] = _NONE
 ) -> None:
-  """Refuses a record with a field whose type does not match its annotation.
+  """Refuses a record with a field of another type than its annotation.
 
   Args:
     record: a dataclass instance, frozen or not.
-    unbounded: names of fields whose numbers may be infinite or NaN, subject to the record's own
+    unbounded: names of fields with numbers that may be infinite or NaN, subject to the record's own
       checks.
     fixes: advice by field, if it is more specific than what the annotation gives.
 
@@ -115,7 +115,7 @@ def check(
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-  """Decorates a function to refuse arguments whose types do not match their annotations.
+  """Decorates a function to refuse arguments of other types than annotated.
 
   The wrapper raises ValueError with the function and the argument as its prefix.
   """

@@ -123,7 +123,7 @@ class NumericsConfig:
 
   @property
   def uses_kernels(self) -> bool:
-    """Whether rows go through `pallas_kernels`, whose sums do not depend on the batch."""
+    """Whether rows go through the batch-invariant kernels of `pallas_kernels`."""
     return self.implementation in ("pallas", "pallas_interpreted")
 
   @property

@@ -43,7 +43,7 @@ LAUNCHERS = ("", "slurm", "ompi", "k8s", "gcetpu", "gketpu")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SliceConfig:
-  """Processes whose devices form one mesh. None of it changes a bit.
+  """Processes with devices of one mesh. None of it changes a bit.
 
   Attributes:
     num_processes: number of processes of the slice, always required; 1 is this process alone.

@@ -3,7 +3,7 @@
 A draft path is a segment of its own (DESIGN: attention segments): its row of the page table has the
 sequence's pages and, for the draft, the path's own pages. So its keys are at their absolute
 positions, and the arithmetic is that of any other segment. Tokens shared with an earlier path are
-rows of that path, whose keys are also written to this path's pages (`KeyCopies`).
+rows of that path, and their keys are also written to this path's pages (`KeyCopies`).
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def pin(
 
 
 def weights(params: Mapping[str, Any], what: str) -> None:
-  """Refuses a call to an engine whose weights were dropped.
+  """Refuses a call to an engine without weights.
 
   Args:
     params: weights of the engine.

@@ -14,7 +14,7 @@ class TierCounters:
     bytes_out: bytes restored.
     requests_in: requests stored.
     requests_out: requests restored.
-    requests_lost: requests whose values were missing or corrupt; they are computed again.
+    requests_lost: requests with missing or corrupt values; they are computed again.
     failures: calls that raised an error.
     seconds_stalled: seconds blocked on the tier.
   """
@@ -36,7 +36,7 @@ class ImportCounters:
     exported: page sets exported for other engines.
     adopted: page sets of other engines that were restored from the store and used.
     stale: page sets of other weights, numerics, tokens or length; computed again.
-    damaged: page sets whose bytes had changed; computed again.
+    damaged: page sets with corrupt bytes; computed again.
     gone: page sets missing from the store; computed again.
   """
 

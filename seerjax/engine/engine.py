@@ -69,8 +69,8 @@ class Engine:
     counters: statistics of the engine.
     memory: pages of all instances.
     step_times: measured step times (`speculation.step_times.measure`); they limit how many rows
-      background requests get beside foreground requests. None gives them none. May be set at any
-      time.
+      background requests get in a step with foreground requests. None gives them none. May be set
+      at any time.
   """
 
   def __init__(
@@ -414,7 +414,7 @@ class Engine:
     self.memory.start_over([*self._requests.live.values(), *self._pins.sequences])
 
   def hold(self, request_ids: Iterable[str]) -> None:
-    """Replaces the set of held requests, whose responses do not grow; changes no bit.
+    """Replaces the set of held requests; their responses do not grow. It changes no bit.
 
     Held requests still prefill their prompts.
     """
@@ -473,7 +473,7 @@ class Engine:
       count: number of top tokens at each position, 1 to 16, at most the vocabulary size.
       drafts: for each response, paths of token ids after it that are evaluated too, as far as there
         is room; the likeliest path first.
-      instance: instance whose pages are used.
+      instance: instance to run on, with its cached pages.
       on_step: called with each visit's updates of other requests.
 
     Returns:
@@ -582,7 +582,7 @@ class Engine:
 
     Args:
       tokens: the prefix, at least a page.
-      adapter: name of the adapter whose weights write it, "" for the base weights.
+      adapter: name of the adapter that writes it, "" for the base weights.
       namespace: `Request.namespace` of the requests that may use it.
 
     Returns:
@@ -610,7 +610,7 @@ class Engine:
     """Replaces the weights and drops every page written with the old ones.
 
     Raises:
-      ValueError: if requests are unfinished, whose tokens would come from two policies; or if the
+      ValueError: if requests are unfinished (their tokens would come from two policies), or if the
         weights have the wrong model, layout or dtype, or are not finite. The old weights stay.
     """
     checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")

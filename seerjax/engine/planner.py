@@ -520,7 +520,7 @@ class Planner:
     return tuple(paths)
 
   def _num_settled(self, piece: ScheduledRows) -> int:
-    """Returns how many non-draft rows lie in the last page, which further paths have to copy."""
+    """Returns how many non-draft rows are in the last page; further paths have to copy them."""
     end = len(piece.sequence.tokens)
     page_begin = (end - 1) // self._config.page_size * self._config.page_size
     return end - max(page_begin, end - piece.count)
@@ -613,7 +613,7 @@ class Planner:
   def visit_inputs(
     self, scheduled: list[list[ScheduledRows]], inputs: StepInputs, num_steps: int
   ) -> VisitInputs:
-    """Returns the arrays of a visit that starts with these rows, each of which decodes."""
+    """Returns the arrays of a visit that starts with these rows, which all decode."""
     shape = inputs.sample_rows.shape
     remaining = np.zeros(shape, np.int32)
     stops = np.full((*shape, MAX_STOP_IDS), -1, np.int32)
@@ -641,7 +641,7 @@ class Planner:
     return VisitInputs(step=inputs, **fields)
 
   def culprit(self, scheduled: list[list[ScheduledRows]]) -> tuple[SequenceState, int] | None:
-    """Returns the first request whose rows fail even alone, if any, and its number of tokens."""
+    """Returns the first request that fails even alone, if any, and its number of tokens."""
     for piece in itertools.chain(*scheduled):
       try:
         alone = [piece._replace(first_row=0)]

@@ -3,8 +3,8 @@
     responses so far --rows of a step, drafts appended--> the top tokens at each position
 
 Each is a sequence of the engine like any other and shares cached pages. It gets its rows of a step
-and ends with its top tokens. Nothing is sampled or verified: its drafts are further positions whose
-top tokens are returned.
+and ends with its top tokens. Nothing is sampled or verified: its drafts are further positions with
+top tokens.
 """
 
 from __future__ import annotations

@@ -47,14 +47,14 @@ class StepInputs(NamedTuple):
 
   Attributes:
     batch: rows and segments.
-    sample_rows: i32[i, b], row whose next token is sampled; any row may be, so b is n.
+    sample_rows: i32[i, b], rows to sample after; any row may be sampled, so b is n.
     sampling: sampling parameters by sample.
     seeds: u32[i, b], request seeds by sample.
     positions: i32[i, b], position of the sampled token.
     num_samples: i32[i], number of samples.
     copies: i32[i, c, 2], (from, to) pages copied before anything is written.
     num_copies: i32[i], number of page copies.
-    key_copies: draft rows whose keys are also written to further paths' pages; None if the step
+    key_copies: draft rows with keys that are also written to further paths' pages; None if the step
       cannot have any.
     adapters: i32[i, n], adapter index of each row, 0 for none; None if the weights have no adapters
       by row.

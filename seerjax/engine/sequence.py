@@ -54,7 +54,7 @@ class SequenceState:
     pages: in order of position; empty while it waits for memory.
     reach: maximum tokens, prompt included, that fit into `pages`.
     page_row: i32[p], `pages` as a row of the page table.
-    num_written: positions whose keys are written.
+    num_written: positions with written keys.
     logprobs: log-probabilities of the response's tokens, processed distribution.
     raw_logprobs: log-probabilities of the same tokens, softmax of the logits.
     text: the response so far, cut before a stop string.
@@ -173,7 +173,7 @@ class DraftPath(NamedTuple):
     rows: row of each token.
     num_shared: number of leading tokens that are computed as part of an earlier path; the other
       tokens are this path's own, in consecutive rows.
-    copied: rows whose keys are copied to this path's pages: non-draft rows that its own pages lack,
+    copied: rows with keys to copy to this path's pages: non-draft rows that its own pages lack,
       and the rows of its shared tokens; their positions are consecutive.
     scratch: the pages of `page_row` that only this path uses; none for the first path, which is
       written to the sequence's pages.

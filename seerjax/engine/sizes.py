@@ -32,7 +32,7 @@ KEY_COPIES_PER_ROW = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-  """Sizes of the engine. None of them changes a bit of what is sampled.
+  """Sizes of the engine. None of them changes a bit of a response.
 
   Attributes:
     page_size: positions per page; divides `NumericsConfig.kv_split`.
@@ -58,8 +58,8 @@ class EngineConfig:
       save host work; submission, admission, streaming and drafting are delayed by as much.
     reuse_prefixes: whether pages are cached for requests with the same prefix.
     background_slack: share by which background requests (`Engine.submit(is_background=True)`) may
-      lengthen a step, by the table `Engine.step_times`; without a table, they get no row beside
-      foreground requests.
+      lengthen a step, by the table `Engine.step_times`; without a table, they get no row in steps
+      with foreground requests.
     background_rows: maximum rows of background requests in one step, per instance, if there is no
       foreground request; 0 takes the first row bucket.
     pinned_pages: maximum pages held by `Engine.pin`, per instance; 0 takes a quarter of the pages.

@@ -37,13 +37,13 @@ def step_seconds(
   Args:
     engine: an engine without unfinished requests.
     sizes: pairs (requests, rows) over all instances; clipped to the last row bucket.
-    num_steps: steps of a visit, whose seconds are returned then; more than one only if each request
-      has one row.
+    num_steps: steps of a visit; times are per visit. More than one only if each request has one row.
     repeats: measurements per size.
     clock: clock in seconds; `time.process_time` if others use the machine too.
 
   Raises:
-    ValueError: if requests are unfinished, whose pages a step would change, or a number is invalid.
+    ValueError: if requests are unfinished (a step would change their pages), or a number is
+      invalid.
   """
   checks.whole("step_seconds: repeats", repeats, 1, None, "6 are usual")
   sizes = sorted(set(sizes))

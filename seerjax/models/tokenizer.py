@@ -157,7 +157,7 @@ class Tokenizer:
     backend = self._letters if special_tokens_as_text else self.backend
     ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
     if special_tokens_as_text:
-      # The unknown token is no forgery: it stands for text outside the vocabulary.
+      # The unknown token is allowed: it represents text outside the vocabulary.
       unknown = self.backend.token_to_id(self.special_tokens.get("unk_token", ""))
       forged = {i for i in self.special_ids.values() if i != unknown} & set(ids)
       if forged and not add_special_tokens:

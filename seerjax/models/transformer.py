@@ -76,7 +76,7 @@ def forward(
       layer's input and recomputes the layer in the backward pass, "layer_offloaded" keeps that
       input in host memory. The bits do not depend on it.
     backend: backend of the stages; None is the one that the numerics name.
-    key_copies: rows whose keys and values every layer also writes to further slots, before
+    key_copies: rows with keys and values that every layer also writes to further slots, before
       attention, so that a token tree computes shared tokens once. It changes no row's bits.
     adapters: i32[n], index into `params["adapters"]` of each row, 0 for none (`models.adapters`);
       None if the weights have no adapters by row.
@@ -164,7 +164,7 @@ def forward(
 
 
 def _computed_again(layer: Any, remat: Remat) -> Any:
-  """Returns a layer (input, ...) whose gradient keeps only the input, on the device or host."""
+  """Returns a layer (input, ...) with a gradient that keeps only the input, on device or host."""
   if remat == "layer":
     return jax.checkpoint(layer)
 

@@ -341,7 +341,7 @@ def _attend_backward(forward, numerics, residuals, gradient):
   is_row = is_row[page_size:].reshape(num_sequences, length)
   firsts = jnp.min(jnp.where(is_row, offsets, length), axis=1)
   ends = jnp.max(jnp.where(is_row, offsets + 1, 0), axis=1)
-  # i32[b, p], each sequence's pages: its own, or those of its segments, whose last page it owns.
+  # i32[b, p], each sequence's pages: its own, or those of its segments; it owns the last one.
   tables = 1 + jnp.arange(num_pages - 1, dtype=jnp.int32).reshape(num_sequences, -1)
   used = jnp.arange(batch.page_table.shape[0], dtype=jnp.int32) < batch.num_segments
   owner = batch.page_table[:, -1] // pages_per_sequence - 1

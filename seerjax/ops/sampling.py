@@ -4,7 +4,7 @@
   token = argmax(z + gumbel(key, seed, position))
 
 The noise is counter-based, so it does not depend on the schedule; the argmax uses z itself, never
-normalised probabilities, whose bits would depend on one more sum. Ties go to the lowest id.
+normalised probabilities, which would depend on one more sum. Ties go to the lowest id.
 
 Sources: Gumbel-max: Maddison et al. 2014, https://arxiv.org/abs/1411.0030; top-p: Holtzman et al.
 2019, https://arxiv.org/abs/1904.09751; min-p: Nguyen et al. 2024, https://arxiv.org/abs/2407.01082.

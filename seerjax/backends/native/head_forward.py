@@ -33,7 +33,7 @@ from seerjax.types import TokenScores
 
 # Ids of a chunk; a slab's last chunk may have fewer. It determines bits.
 CHUNK = 8 * products.PANEL
-# Rows whose logits of a chunk are in memory together.
+# Rows with logits of a chunk in memory together.
 ROWS = 64
 # Floats of a partial: raw m and l, then m, l and s, then the best value, its id's bits, raw logit.
 _FIELDS = 8
@@ -177,7 +177,7 @@ def floats_of_panels(n, d, chunk):
 # f32[chunks, n, 8], scratch.
 @jit
 def _score(arguments, results, first, last, worker):
-  """Computes partials; items are chunks, each of which is packed once for all rows."""
+  """Computes partials; items are chunks, and each chunk is packed once for all rows."""
   num_rows = ffi.integer(arguments, 5, 0)
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   width = ffi.dimension(arguments, 1, 1)

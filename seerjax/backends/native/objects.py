@@ -27,7 +27,7 @@ from seerjax.backends.native import front
 
 # Symbol of the loaded function.
 _SYMBOL = "seerjax_handler"
-# C wrappers of numba's function, whose errors cannot occur: the handler, and the task that a thread
+# C wrappers of numba's function, which cannot fail: the handler, and the task that a thread
 # of XLA's pool runs for it. The variable is set once the code is loaded.
 _PROCESS = "seerjax_process"
 _WRAPPER = """

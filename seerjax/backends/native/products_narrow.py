@@ -1,4 +1,4 @@
-"""Products on processors whose registers hold a dozen sums of 8 floats (AVX2, NEON).
+"""Products on processors with registers for a dozen sums of 8 floats (AVX2, NEON).
 
 Registers hold blocks of 6 rows and 16 columns, or 96 columns of one row; with the 4 rows and 96
 columns of `products_wide`, three sums of four would be in memory at every step. For many rows, the

@@ -6,7 +6,7 @@ thread that XLA calls is always one of the workers; the others are tasks of the 
 late finds the call closed and leaves, so a call waits only for tasks that have started. Their
 shared state therefore outlives the call: the last thread that releases it frees it.
 
-A call may also go through stages, each of which waits for the previous one: its pieces are claimed
+A call may also go through stages; each waits for the previous one. A stage's pieces are claimed
 by number, and a late thread finds them claimed and goes on to the current stage.
 
 Several programs may run at once, one per virtual device. Busy threads are counted over the whole

@@ -46,7 +46,7 @@ def _shuffle(builder, a, b, order: list[int]):
 
 
 def _widened(builder, halves):
-  """Converts bfloat16 to float32, whose upper half is the bfloat16's bits."""
+  """Converts bfloat16 to float32: its bits become the upper half."""
   bits = builder.shl(builder.zext(halves, _INTS), ir.Constant(_INTS, [16] * LANES))
   return builder.bitcast(bits, _VECTOR)
 

@@ -131,7 +131,7 @@ class Memory:
       pool.forget_all()
 
   def give_back(self) -> None:
-    """Frees the devices' page memory, of which no page may be held; its content is lost."""
+    """Frees the devices' page memory; no page may be held, and the contents are lost."""
     self.forget_all()
     for leaf in jax.tree.leaves(self.pages):
       leaf.delete()
@@ -383,6 +383,6 @@ class Memory:
 
 
 def _equal_heads(queues: list[list[Any]], size: Callable[[Any], int]) -> dict[int, Any]:
-  """Pops the head of each queue whose size equals that of the first head; returns them by index."""
+  """Pops the heads of the queues that have the first head's size; returns them by index."""
   wanted = next(size(queue[0]) for queue in queues if queue)
   return {i: queue.pop(0) for i, queue in enumerate(queues) if queue and size(queue[0]) == wanted}

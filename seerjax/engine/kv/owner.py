@@ -15,7 +15,7 @@ class Owner(NamedTuple):
   """The adapter and namespace under which a page is cached.
 
   Attributes:
-    adapter: name of the adapter whose weights wrote the page, "" for the base weights.
+    adapter: name of the adapter that wrote the page, "" for the base weights.
     namespace: namespace of the request, "" for the shared default.
   """
 

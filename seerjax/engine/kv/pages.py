@@ -95,7 +95,7 @@ class PagePool:
     """Registers a sequence's computed prefix in the prefix cache.
 
     Args:
-      tokens: all tokens from position 0 whose keys and values are written.
+      tokens: all tokens from position 0 with written keys and values.
       pages: the sequence's pages.
       owner: the only owner for which the prefix is found.
     """

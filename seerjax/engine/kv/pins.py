@@ -27,10 +27,10 @@ class Pin(NamedTuple):
 
   Attributes:
     tokens: the pinned prefix.
-    adapter: name of the adapter whose weights write it, "" for the base weights.
+    adapter: name of the adapter that writes it, "" for the base weights.
     namespace: namespace of the pin, "" for the shared default.
-    num_held: positions whose keys are on the devices, of the instance that has most.
-    num_kept: positions whose keys are on the devices or in the KV pool.
+    num_held: positions with keys on the devices, of the instance that has most.
+    num_kept: positions with keys on the devices or in the KV pool.
   """
 
   tokens: tuple[int, ...]

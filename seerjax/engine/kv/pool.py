@@ -8,7 +8,7 @@ dropped together with what this process stored of it. A live request is never dr
 when a tier is full, `make_room` returns False, and the caller waits.
 
 In the store, values have content-derived keys (`values`), so that another process with the same
-weights finds them: `claim` looks up a request whose response began in another process. `export`
+weights finds them: `claim` looks up a request that was started by another process. `export`
 stores a copy while the request stays where it is, and describes it for an engine that claims it.
 """
 
@@ -70,12 +70,12 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPoolConfig:
-  """Sizes of the KV pool's tiers. None of them changes a bit of what is sampled.
+  """Sizes of the KV pool's tiers. None of them changes a bit of a response.
 
   Attributes:
     host_pages: capacity of pinned host memory in pages, over all requests.
     disk: directory of the store on a local disk, which processes may share; "" is none.
-    mooncake: "host:port" of a Mooncake master whose cluster is the store; "" is none.
+    mooncake: "host:port" of the master of a Mooncake cluster as the store; "" is none.
     store_bytes: capacity of the disk store, or memory lent to the Mooncake cluster, in bytes.
     mooncake_host: address at which the cluster's other processes reach this one.
     mooncake_replicas: number of cluster processes that store each value. One suffices for correct
@@ -239,7 +239,7 @@ class KVPool:
 
     Args:
       request_id: request that continues here a response that began elsewhere.
-      tokens: tokens whose keys and values are in the pages.
+      tokens: tokens of the keys and values in the pages.
       owner: owner of the request.
       manifest: manifest of the exporting engine; hits and misses are counted in `imports`.
     """
@@ -277,7 +277,7 @@ class KVPool:
 
     Args:
       request_id: the request.
-      tokens: tokens whose keys and values are in the pages.
+      tokens: tokens of the keys and values in the pages.
       rounds: as in `put`; None if the request is off the devices.
       owner: owner of the request.
 

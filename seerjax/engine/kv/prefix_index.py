@@ -1,7 +1,7 @@
 """Prefix cache index: finds the pages that hold the start of a token sequence.
 
 A page's keys and values are a pure function of the tokens up to its end (and of the weights), so a
-page whose tokens are known can serve every sequence with the same prefix:
+page with known tokens can serve every sequence with the same prefix:
 
     full page      shared, by the digest of all tokens up to its end
     partial page   copied before it is written; only the longest common prefix of its tokens is used
@@ -31,7 +31,7 @@ class PrefixHit(NamedTuple):
 
   Attributes:
     pages: full pages to share, in order.
-    copy_from: page whose first tokens are to be copied, None if there is none.
+    copy_from: page with further tokens to copy, None if there is none.
     num_tokens: positions covered by `pages` and the copy.
   """
 
@@ -89,7 +89,7 @@ class PrefixIndex:
     """Registers a sequence's computed prefix.
 
     Args:
-      tokens: all tokens from position 0 whose keys and values are written.
+      tokens: all tokens from position 0 with written keys and values.
       pages: the sequence's pages.
       owner: the only owner for which the prefix is found.
     """

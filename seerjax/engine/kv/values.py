@@ -4,7 +4,7 @@
     value  MAGIC, length of the header, CRC-32 of header and arrays, header (JSON), arrays
 
 The keys and values of tokens are a pure function of weights and numerics (DESIGN: the contract), so
-a process may read what another process wrote. Two processes whose weights differ in one bit use
+a process may read what another process wrote. Two processes with weights that differ in one bit use
 different store keys, even under the same policy_version.
 """
 
