@@ -37,7 +37,8 @@ def step_seconds(
   Args:
     engine: an engine without unfinished requests.
     sizes: pairs (requests, rows) over all instances; clipped to the last row bucket.
-    num_steps: steps of a visit; times are per visit. More than one only if each request has one row.
+    num_steps: steps of a visit; times are per visit. More than one only if each request has one
+      row.
     repeats: measurements per size.
     clock: clock in seconds; `time.process_time` if others use the machine too.
 
