@@ -58,7 +58,7 @@ class Line(Generic[Asker]):
     self.is_yielding = True
     with contextlib.suppress(OSError):  # The worker may have just ended.
       if self.process:
-        os.setpriority(os.PRIO_PROCESS, self.process, nice)
+        os.setpriority(os.PRIO_PROCESS, self.process, min(os.nice(0) + nice, 19))
 
   def put(self, asks: list[dict[str, Any]]) -> None:
     """Sends requests as far as the socket accepts them without blocking; see `flush`."""
