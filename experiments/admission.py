@@ -1,17 +1,17 @@
-"""What admission by expected tokens gives where memory holds few whole contexts.
+"""Measures admission by expected tokens when KV memory holds only a few whole contexts.
 
 Claim: with pages for 8 whole contexts, 64 requests without `max_tokens` (prompt and answer may fill
-the context) have the bits that they have alone, all finish, and at least 0.9 of the tokens/s that
-they have with pages for 64.
+the context) have the bits that they have alone, all finish, and reach at least 0.9 of their
+tokens/s with pages for 64.
 Command: bash launch/local.sh experiments.admission
   in a minute: --num_requests=16 --repetitions=1
 Hardware: 2 CPU cores, a few minutes. Numbers: docs/results/serving.md
 
-Lengths are log-normal: each request has a stop id that its answer meets first at about the length
-that was drawn for it, which the engine cannot know. Sides take turns in one process: ample pages,
-whole answers reserved on few pages (`EngineConfig.reserved_tokens=0`), and tokens reserved ahead on
-the same pages. Below stands what a model of real size is given: the sizes that an engine would
-take, from its shape alone.
+Lengths are log-normal: each request has a stop id that first occurs in its completion at about the
+drawn length, which the engine cannot know. Three configurations take turns in one process: ample
+pages, whole completions reserved on few pages (`EngineConfig.reserved_tokens=0`), and tokens
+reserved ahead on the same few pages. A second table lists the sizes that an engine would choose for
+a model of realistic size, computed from the model's shape alone.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from seerjax.run import command_line
 from seerjax.types import Completion, Request, SamplingParams
 
 RESERVED = (0, 1, 32, 128)
-PLANNED = ("qwen3-8b", 45, 40_960)  # A preset, GiB that are free, and a context.
+PLANNED = ("qwen3-8b", 45, 40_960)  # Preset, free GiB, context.
 
 
 class Outcome(NamedTuple):
-  """What one run of all requests came to.
+  """Outcome of one run of all requests.
 
   Attributes:
-    tokens: sampled.
-    seconds: of wall time.
-    displaced: times a running request gave up its pages.
-    computed_again: of these, those whose keys were dropped.
-    most_at_once: requests that had rows in one visit.
-    longest_pause: visits of a request between two of its tokens, at most.
+    tokens: sampled tokens.
+    seconds: wall time.
+    displaced: number of preemptions.
+    computed_again: preemptions after which the KV pages were recomputed.
+    most_at_once: maximum number of requests with rows in one engine call.
+    longest_pause: maximum number of engine calls between two tokens of a request.
   """
 
   tokens: int
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
 
   @property
   def rate(self) -> float:
-    """Tokens a second."""
+    """Returns tokens per second."""
     return self.tokens / self.seconds
 
 
@@ -81,7 +81,7 @@ def questions(model: Model, num_requests: int, context: int) -> list[Request]:
 
 
 def ended(request: Request, tokens: Sequence[int], length: int) -> Request:
-  """Returns a request that ends where its answer first says something new, from a length on."""
+  """Returns the request with a stop id: the first token at or after `length` that is new there."""
   seen = set(tokens[:length])
   new = next((token for token in tokens[length:] if token not in seen), None)
   stops = () if new is None else (new,)
@@ -90,8 +90,8 @@ def ended(request: Request, tokens: Sequence[int], length: int) -> Request:
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> tuple[dict[str, Completion], Outcome]:
-  """Answers all requests, submitted at once; returns the completions and what it took."""
-  # Pages of the run before are forgotten, so that every run writes its prompts.
+  """Runs all requests, submitted together; returns the completions and the outcome."""
+  # Drops pages of the previous run, so that every run prefills its prompts.
   engine.memory.forget_all()
   before = dataclasses.replace(engine.counters)
   last, pause, most = {one.request_id: 0 for one in requests}, 0, 0
@@ -130,7 +130,7 @@ def same(left: Completion, right: Completion) -> bool:
 
 
 def planned(name: str, gib: float, context: int) -> list[str]:
-  """Returns a line for each dtype: the sizes of an engine with so much free memory."""
+  """Returns one line per dtype: the sizes that an engine chooses with `gib` of free memory."""
   model, lines = presets.get(name), []
   for dtype in ("float32", "bfloat16"):
     numerics = NumericsConfig(implementation="tiled", reduction_shards=0, compute_dtype=dtype)
@@ -157,7 +157,7 @@ def main(argv: list[str]) -> None:
     pages = lambda contexts: contexts * -(-context // usual.page_size) + 1
     settings = {"ample": (args.num_requests, 0)}
     settings |= {f"few, {n or 'whole answers'}": (args.contexts, n) for n in RESERVED}
-    # All engines share their programs, of which the number of pages is a part.
+    # All engines share compiled programs; the number of pages is part of a program's key.
     mesh = seerjax.parallel.make_mesh()
     runner = runner_lib.Runner(model.config, model.numerics, mesh, max_programs=8)
     engines = {

@@ -1,6 +1,7 @@
-"""Cells of a table that takes days: a finished one is a line of JSON, and is not run again.
+"""Runs the cells of a long experiment and stores each finished cell as a line of JSON.
 
-Claim: none; `ttt_ablation` and `ttt_rivals` run and keep their cells so.
+Finished cells are not run again.
+Claim: none; used by `ttt_ablation` and `ttt_rivals`.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ FILE_NAME = "cells.jsonl"
 
 
 def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the finished cells of a file; none if it is not there, and not one that was torn.
+  """Returns the finished cells of a file; [] if it does not exist. Ignores an incomplete last line.
 
   Args:
-    path: of the file.
-    settings: that all cells of one table have in common.
+    path: the file.
+    settings: the settings that all cells of one table share.
 
   Raises:
-    ValueError: if they were made with other settings, or naming the line that is no cell.
+    ValueError: if the cells were made with other settings, or naming an invalid line.
   """
   text = path.read_text(encoding="utf-8") if path.is_file() else ""
   records = []
-  # What follows the last newline was being written when its process died.
+  # Text after the last newline was being written when the process died.
   for number, line in enumerate(text.split("\n")[:-1], 1):
     try:
       records.append(json.loads(line))
@@ -66,10 +67,10 @@ def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def append(path: pathlib.Path, record: dict[str, Any]) -> None:
-  """Adds a finished cell to a file, in the place of a torn one; on the disk when this returns.
+  """Appends a finished cell to a file and syncs it to disk; overwrites an incomplete last line.
 
   Raises:
-    OSError: if the disk is full; the cell is then run again.
+    OSError: if the disk is full; the cell will be run again.
   """
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,18 +91,18 @@ def completed(
   settings: dict[str, Any],
   measure: Callable[[Any, dict[Any, dict[str, Any]], dict[Any, Programs]], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-  """Returns the records of all cells, in their order; runs and keeps those that are missing.
+  """Returns the records of all cells in order; runs and stores the missing ones.
 
   Args:
-    cells: named tuples of one kind, whose fields every record has.
-    directory: of the file.
-    settings: that the cells have in common.
-    measure: runs a cell, given the records of those that are finished by cell, and the programs
-      that earlier cells compiled.
+    cells: named tuples of one type; every record has their fields.
+    directory: the directory of the file.
+    settings: the settings that the cells share.
+    measure: runs a cell, given the records of finished cells by cell, and the programs that earlier
+      cells compiled.
 
   Raises:
-    ValueError: if the file holds cells of other settings, or a cell is asked for twice.
-    stops.Interrupted: on Ctrl-C or SIGTERM, with how many cells are kept.
+    ValueError: if the file has cells of other settings, or a cell is listed twice.
+    stops.Interrupted: on Ctrl-C or SIGTERM; the message says how many cells are stored.
   """
   if len({*cells}) < len(cells):
     twice = next(cell for cell in cells if cells.count(cell) > 1)
@@ -117,7 +118,7 @@ def completed(
       found[cell] = measure(cell, found, programs)
       append(path, found[cell])
   except (KeyboardInterrupt, stops.Interrupted) as stop:
-    # What a cell's own run says of `--resume` is not true of a table.
+    # Replaces the message of the cell's own run, whose hint to use `--resume` is wrong for a table.
     count = len(read(path, settings))
     kept = (
       f"with {count} of {len(cells)} cells finished, which {path} keeps; the same command goes on"
@@ -130,10 +131,10 @@ def completed(
 
 
 def check_problems(problems: Sequence[str]) -> None:
-  """Refuses problems that the tiny policy cannot write edits for, before any cell is run.
+  """Rejects problems for which the tiny policy cannot write edits, before any cell runs.
 
   Raises:
-    ValueError: naming the first.
+    ValueError: naming the first such problem.
   """
   for name in problems:
     if names_lib.load(name).language is None:
@@ -145,15 +146,17 @@ def check_problems(problems: Sequence[str]) -> None:
 def discovered(
   config: DiscoverConfig, environment: Environment, programs: dict[Any, Programs]
 ) -> tuple[ttt.Discovery, list[dict[str, Any]]]:
-  """Returns a run of the tiny policy, and its metrics by step; first asks a model of a new shape.
+  """Runs the tiny policy; returns the discovery and its metrics by step.
+
+  For a model shape that is new in `programs`, it first checks batch invariance on this machine.
 
   Args:
-    config: of the run.
+    config: the run.
     environment: the problem.
-    programs: what earlier runs compiled, by shape; takes what this one compiles.
+    programs: compiled programs of earlier runs, by shape; this run's are added.
 
   Raises:
-    ValueError: if the bits of what a new shape says depend on company here.
+    ValueError: if results of a new shape depend on the rest of the batch.
   """
   policy, run = tiny_policy_lib.tiny_policy(config, environment), config.run(environment)
   shape = (policy.model, run.rollout.max_tokens)

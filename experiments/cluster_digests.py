@@ -1,9 +1,9 @@
-r"""One run of learning on every mesh, in several processes and on workers of a cluster: one digest.
+r"""Compares digests of one training run on several meshes, process counts and clusters.
 
-Claim: weights, optimiser, tokens and both log-probabilities of a run of GRPO are the same, to the
-bit, on meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, of a
-run that began on a cluster and went on as a slice, and of one whose processes, workers and pages
-met 40 faults and more (experiments/outside_faults.py).
+Claim: weights, optimiser, tokens and both log-probabilities of a GRPO run are bit-identical on
+meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, for a run
+that starts on a cluster and continues as a slice, and for one in which at least 40 faults hit
+processes, workers and pages (experiments/outside_faults.py).
 Command: bash launch/local.sh experiments.cluster_digests --workdir=runs/cluster_digests
   some of them:          --cells=1x1,2x4
   workers by Ray:        --config.cluster.address= (needs the extra seerjax[cluster])
@@ -12,8 +12,8 @@ Command: bash launch/local.sh experiments.cluster_digests --workdir=runs/cluster
   the portable path:     --config.numerics.implementation=tiled --workdir=runs/digests_tiled
 Hardware: 2 CPU cores, some minutes a cell. Numbers: docs/results/cluster.md
 
-A cell that has ended is a line of cells.jsonl and is not run again; one that was stopped goes on
-from its last checkpoint. What a process said is in the cell's directory.
+A finished cell is a line of cells.jsonl and is not run again; an interrupted one continues from its
+last checkpoint. The output of each process is in the cell's directory.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from seerjax.run.evaluation import EvaluationConfig
 from seerjax.tasks import loading
 
 DIGEST_FILE = "digest.json"
-PAGES = "pages"  # Directory of the store that workers share, in that of a cell with faults.
-# Where faults come: within so many seconds a worker has to answer, and a process stays stopped.
+PAGES = "pages"  # Directory of the workers' shared KV store, inside that of a cell with faults.
+# In cells with faults: how long a worker may take to respond, and how long a process stays stopped.
 PATIENCE_SECONDS, STOP_SECONDS = 90.0, 120.0
 
 
 class Phase(NamedTuple):
-  """A run, or the part of one before it goes on elsewhere.
+  """A run, or the part of it on one layout.
 
   Attributes:
-    num_processes: of the slice.
-    num_instances: of its mesh.
-    model_shards: of its mesh.
-    workers: that sample in the place of its own engine.
-    share: of all steps, after which it ends.
-    has_faults: whether its workers are processes of Ray, and meet `outside_faults`.
+    num_processes: processes of the slice.
+    num_instances: instances of the mesh.
+    model_shards: model shards of the mesh.
+    workers: cluster workers that sample instead of the run's own engine.
+    share: fraction of all steps after which the phase ends.
+    has_faults: whether workers are Ray processes and `outside_faults` injects faults.
   """
 
   num_processes: int = 1
@@ -90,19 +90,19 @@ PHASES: dict[str, tuple[Phase, ...]] = {
 
 
 class Cell(NamedTuple):
-  """A line of the table."""
+  """One line of the table."""
 
   name: str
 
 
 def default() -> RunConfig:
-  """Returns the run that every cell repeats: nano's, small."""
+  """Returns the configuration that every cell runs: a small run of nano."""
   main = presets.main_job()
   return dataclasses.replace(
     main,
     num_instances=1,
     checkpoint_every=5,
-    # Slabs for as many devices as a cell has, in every cell.
+    # Equal in every cell, and enough for the cell with the most devices.
     numerics=dataclasses.replace(main.numerics, reduction_shards=8),
     engine=engine_lib.EngineConfig(
       page_size=32, num_pages=64, max_sequences=16, max_context=256
@@ -116,13 +116,13 @@ def default() -> RunConfig:
 
 
 def config_of(config: RunConfig, phase: Phase, directory: pathlib.Path) -> RunConfig:
-  """Returns the run of a phase in a cell's directory."""
+  """Returns the configuration of a phase in a cell's directory."""
   if phase.has_faults:
     config = dataclasses.replace(
       config,
       checkpoint_every=1,
       cluster=cluster_config.ClusterConfig(patience_seconds=PATIENCE_SECONDS),
-      # Short chunks, whose pages go where a request continues.
+      # Short chunks: pages follow a request to the worker that continues it.
       scheduler=dataclasses.replace(config.scheduler, chunk_tokens=8),
       kv_pool=dataclasses.replace(config.kv_pool, disk=str((directory / PAGES).resolve())),
     )
@@ -135,11 +135,11 @@ def config_of(config: RunConfig, phase: Phase, directory: pathlib.Path) -> RunCo
   )
 
 
-# In the processes of a cell.
+# Code that runs in the processes of a cell.
 
 
 def learn(config: RunConfig, directory: pathlib.Path) -> None:
-  """Learns as one process of a phase; the first one leaves the weights' digest."""
+  """Trains as one process of a phase; the first process writes the digest of the weights."""
   resume = checkpoint.latest_step(directory / slices.CHECKPOINTS) is not None
   task = loading.load(
     config.task, path=config.task_path or None, options=config.task_options
@@ -155,7 +155,7 @@ def learn(config: RunConfig, directory: pathlib.Path) -> None:
 
 
 def _whole(leaf: Array) -> np.ndarray:
-  """Returns an array, of whose parts some may lie in other processes."""
+  """Returns the whole array; parts of it may be in other processes."""
   if leaf.is_fully_addressable:
     return np.asarray(jax.device_get(leaf))
   assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
@@ -163,11 +163,11 @@ def _whole(leaf: Array) -> np.ndarray:
   return np.asarray(jax.jit(lambda one: one, out_shardings=everywhere)(leaf))
 
 
-# In the process that starts them.
+# Code that runs in the process that starts them.
 
 
 def rollouts_digest(path: pathlib.Path) -> tuple[str, int]:
-  """Returns the digest of tokens and both log-probabilities in a journal, and how many tokens."""
+  """Returns (digest of tokens and both log-probabilities, number of tokens) of a journal."""
   digest, count = hashlib.sha256(), 0
   _, entries = journal_lib.read(path)
   for entry in sorted(entries, key=lambda one: (one.step, one.group, one.member)):
@@ -198,15 +198,15 @@ def run_cell(
   directory: pathlib.Path,
   fault_seed: int = 0,
 ) -> dict[str, Any]:
-  """Runs a cell in processes of its own, from where it was stopped.
+  """Runs a cell in separate processes; continues an interrupted one.
 
   Raises:
-    RuntimeError: if one of them fails, with the last of what it said.
-    AssertionError: if it ended before enough faults had come.
+    RuntimeError: if a process fails; the message has the end of its output.
+    AssertionError: if the cell ended before enough faults occurred.
   """
   own = directory / name
   if own.is_dir() and checkpoint.latest_step(own / slices.CHECKPOINTS) is None:
-    shutil.rmtree(own)  # It had not come to its first checkpoint.
+    shutil.rmtree(own)  # It was interrupted before its first checkpoint.
   own.mkdir(parents=True, exist_ok=True)
   faults: dict[str, int] = {}
   for index, phase in enumerate(PHASES[name]):
@@ -237,9 +237,9 @@ def run_cell(
 def _run_with_faults(
   own: pathlib.Path, command: list[str], config: RunConfig, fault_seed: int
 ) -> dict[str, int]:
-  """Runs a phase again and again until it has ended by itself; returns the faults that it met.
+  """Restarts a phase until it finishes by itself; returns the number of faults by kind.
 
-  They are drawn anew where a cell is continued, and counted from there.
+  When an interrupted cell is continued, faults are drawn anew and counted from zero.
   """
   rollouts = config.num_steps * config.rollout.groups_per_step * config.rollout.group_size
   journal = own / journal_lib.FILE_NAME
@@ -251,7 +251,7 @@ def _run_with_faults(
     if journal.is_file():
       with journal.open("rb") as file:
         file.seek(read)
-        lines = file.read().rpartition(b"\n")[0]  # Whole ones.
+        lines = file.read().rpartition(b"\n")[0]  # Complete lines only.
       found += lines.count(b'"kind":"rollout"')
       read += len(lines)
     return found
@@ -284,7 +284,7 @@ def _run_with_faults(
 
 
 def _events(journal: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the records of what a cluster's driver heard."""
+  """Yields the event records of a cluster's driver."""
   return (record for _, _, record in record_lines.scan(journal) if record["kind"] == "event")
 
 
@@ -312,16 +312,16 @@ def _failure(status: int, log: pathlib.Path) -> RuntimeError:
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-  """Returns what all cells have in common."""
+  """Returns the settings that all cells share."""
   return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-  """Returns the cells that are asked for, in the table's order: all that can be run, by default.
+  """Returns the requested cells in the table's order; by default all that can run here.
 
   Raises:
-    ValueError: naming one that there is not.
-    ImportError: if one is asked for that needs Ray, which is not installed.
+    ValueError: naming an unknown cell.
+    ImportError: if a requested cell needs Ray, which is not installed.
   """
   has_ray = ray_workers.is_installed()
   if WITH_FAULTS in names and not has_ray:
@@ -339,7 +339,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-  """Returns the table of the page of results."""
+  """Returns the table of docs/results/cluster.md."""
   lines = [
     "| system | weights and moments | tokens and log-probabilities | tokens | steps | KL |",
     "|---|---|---|---:|---:|---:|",
@@ -361,17 +361,17 @@ def run(
   directory: pathlib.Path,
   fault_seed: int = 0,
 ) -> list[dict[str, Any]]:
-  """Runs the cells that are missing; writes table.md.
+  """Runs the missing cells; writes table.md.
 
   Args:
     config: the run.
-    names: of the cells.
-    arguments: that make this config of the default one.
-    directory: takes all.
-    fault_seed: of the faults that a cell meets.
+    names: the cells.
+    arguments: command-line arguments that turn the default config into this one.
+    directory: the output directory.
+    fault_seed: seed of the injected faults.
 
   Raises:
-    AssertionError: if a bit differs, or too few faults came.
+    AssertionError: if a bit differs, or too few faults occurred.
     RuntimeError: if a process fails.
   """
   records = cells_lib.completed(

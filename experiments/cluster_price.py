@@ -1,15 +1,17 @@
-"""What a driver and its journal cost: a cluster of one worker against the same engine alone.
+"""Measures the overhead of a cluster's driver and journal against the same engine alone.
 
-Claim: a cluster of one worker gives at least 0.95 of the rollout's tokens/s on one engine (tiled;
-0.85 natively), and its driver and journal take at most 1 % of a chunk of 128 tokens (5 % natively).
+Claim: a cluster of one worker reaches at least 0.95 of the tokens/s of a rollout on one engine
+(tiled; 0.85 native), and its driver and journal take at most 1 % of the time of a chunk of 128
+tokens (5 % native).
 Command: bash launch/local.sh experiments.cluster_price --workdir=runs/cluster_price
   in a minute: --config.turns=2 --config.implementations="('native',)"
 Hardware: 2 CPU cores, some minutes. Numbers: docs/results/cluster.md
 
-nano answers word problems without an end, so that every chunk has its 128 tokens. Both rollouts
-keep a journal in --workdir, each chunk on disk before it counts, and take turns; seconds are of
-the process's CPU, all threads. The worker is an engine of this process, so that Ray's own calls
-are in neither. The driver's share is what is not within the worker: decisions, records, journal.
+nano answers word problems without stop tokens, so every chunk has its 128 tokens. Both rollouts
+write a journal in --workdir, syncing each chunk to disk before it counts, and take turns. Seconds
+are CPU seconds of the process, over all threads. The worker is an engine in this process, so
+neither side includes Ray's calls. The driver's share is the time outside the worker: decisions,
+records and journal.
 """
 
 from __future__ import annotations
@@ -39,22 +41,22 @@ from seerjax.rollout.journal import Journal
 from seerjax.run import command_line, presets
 from seerjax.types import Completion, Request
 
-# Aimed at: (tokens/s of the engine's at least, the driver's share of a chunk at most).
+# Targets: (minimum ratio of tokens/s to the engine alone, maximum driver share of a chunk).
 AIMS = {"tiled": (0.95, 0.01), "native": (0.85, 0.05)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterPriceConfig:
-  """What is answered, and how often.
+  """Workload and number of repetitions.
 
   Attributes:
-    implementations: of the model: "tiled", "native".
-    turns: pairs of rollouts; an interval needs two.
-    num_groups: word problems.
-    group_size: answers to each.
-    chunk_tokens: of a chunk.
-    num_chunks: of an answer.
-    seed: of problems and samples.
+    implementations: implementations of the model: "tiled", "native".
+    turns: pairs of rollouts; a confidence interval needs two.
+    num_groups: number of word problems.
+    group_size: completions per problem.
+    chunk_tokens: tokens per chunk.
+    num_chunks: chunks per completion.
+    seed: seed of problems and samples.
   """
 
   implementations: tuple[str, ...] = ("tiled", "native")
@@ -74,7 +76,7 @@ class ClusterPriceConfig:
 
   @property
   def asked(self) -> ClusterRolloutConfig:
-    """The same requests as a configuration of `cluster_rollout`."""
+    """Returns the same requests as a configuration of `cluster_rollout`."""
     return ClusterRolloutConfig(
       num_groups=self.num_groups,
       group_size=self.group_size,
@@ -88,7 +90,7 @@ class ClusterPriceConfig:
 
 @contextlib.contextmanager
 def new_journal(directory: pathlib.Path) -> Iterator[Journal]:
-  """Yields an empty journal in a directory, and removes it."""
+  """Yields an empty journal in a directory, and removes it afterwards."""
   with (
     tempfile.TemporaryDirectory(dir=directory) as own,
     Journal(pathlib.Path(own) / "journal.jsonl", fingerprint={}, settings={}) as journal,
@@ -100,7 +102,7 @@ def alone(
   engine: Engine, policy: policies.LongestGroupFirst, requests: Sequence[Request],
   directory: pathlib.Path,
 ) -> tuple[float, list[Completion]]:  # fmt: skip
-  """Returns the CPU seconds of a rollout on an engine, and its answers."""
+  """Returns (CPU seconds, completions) of a rollout on an engine."""
   with new_journal(directory) as journal:
     begin = time.process_time()
     rollout = DividedRollout(engine, policy, on_chunk=divided.keep_in(journal))
@@ -115,7 +117,7 @@ def on_worker(
   engine: Engine, policy: policies.LongestGroupFirst, requests: Sequence[Request],
   directory: pathlib.Path,
 ) -> tuple[float, float, list[Completion]]:  # fmt: skip
-  """Returns the same of a cluster of one worker, with the seconds within the worker second."""
+  """Returns (CPU seconds, of these inside the worker, completions) of a cluster of one worker."""
   with new_journal(directory) as journal:
     workers = cluster_rollout.Timed([EngineWorker(engine)])
     begin = time.process_time()
@@ -128,7 +130,7 @@ def on_worker(
 def measure(
   config: ClusterPriceConfig, implementation: str, directory: pathlib.Path, say: Any
 ) -> dict[str, Any]:
-  """Returns the record of an implementation.
+  """Measures one implementation; returns its record.
 
   Raises:
     AssertionError: if a bit differs.
@@ -145,7 +147,7 @@ def measure(
   ]
   ratios, shares, digests = [], [], set()
   for turn in range(config.turns + 1):
-    # The other one first in every second turn.
+    # Alternates which side runs first.
     if turn % 2:
       cluster, within, there = on_worker(engine, policy, requests, directory)
       one, here = alone(engine, policy, requests, directory)
@@ -153,7 +155,7 @@ def measure(
       one, here = alone(engine, policy, requests, directory)
       cluster, within, there = on_worker(engine, policy, requests, directory)
     digests |= {cluster_rollout.digest_of(here), cluster_rollout.digest_of(there)}
-    if turn:  # The first compiles.
+    if turn:  # The first turn compiles.
       ratios.append(one / cluster)
       shares.append(1 - within / cluster)
     say(f"  {implementation}: turn {turn} of {config.turns}")

@@ -1,16 +1,16 @@
-r"""One rollout on one engine and on clusters of workers, some of which die: one digest.
+r"""Compares digests of one rollout on one engine and on clusters of workers, some of which die.
 
-Claim: tokens and both log-probabilities of every answer are the same, to the bit, with one engine,
+Claim: tokens and both log-probabilities of every completion are bit-identical with one engine,
 with 1, 2 and 3 workers, and with workers that die in the middle of their chunks.
 Command: bash launch/local.sh experiments.cluster_rollout --workdir=runs/cluster_rollout
-  in processes of their own, one of them killed (kill -9): --config.processes=2
+  in separate processes, one of them killed (kill -9): --config.processes=2
 Hardware: 2 CPU cores, some minutes; `processes` needs the extra seerjax[cluster]
 Numbers: docs/results/cluster.md
 
-The second table is of drafts: siblings run wherever there is room, and draft from what the others
-have answered elsewhere, as far as orders bring it. Tokens a step are of one request.
+The second table is about drafts. Siblings of a group run on any worker and draft from the tokens of
+siblings on other workers, which arrive with the driver's orders. Tokens per step are per request.
 
-Seconds are of the process's CPU. The driver's share is all that is not within a worker's engine:
+Seconds are CPU seconds of the process. The driver's share is all time outside the workers' engines:
 decisions, records and bookkeeping.
 """
 
@@ -49,17 +49,17 @@ from seerjax.types import Completion, Request, SamplingParams
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterRolloutConfig:
-  """What is asked, and of which workers.
+  """Workload and workers.
 
   Attributes:
-    num_groups: word problems.
-    group_size: answers to each.
-    max_tokens: of an answer.
-    chunk_tokens: of a chunk.
-    num_pages: of a worker.
-    max_sequences: that a worker runs at once.
-    processes: workers in processes of their own, one of which is killed; 0 leaves them out.
-    seed: of problems and samples.
+    num_groups: number of word problems.
+    group_size: completions per problem.
+    max_tokens: maximum tokens of a completion.
+    chunk_tokens: maximum tokens of a chunk.
+    num_pages: KV pages of a worker.
+    max_sequences: concurrent sequences of a worker.
+    processes: workers in separate processes, one of which is killed; 0 skips this case.
+    seed: seed of problems and samples.
   """
 
   num_groups: int = 6
@@ -80,7 +80,7 @@ class ClusterRolloutConfig:
 
 
 class Mortal(EngineWorker):
-  """Ends with its third answer, which is lost."""
+  """A worker that dies at its third reply, which is lost."""
 
   num_calls = 0
 
@@ -95,7 +95,7 @@ class Mortal(EngineWorker):
 
 
 class Deaf(EngineWorker):
-  """Is told nothing of what siblings answer elsewhere."""
+  """A worker that does not receive the tokens of siblings on other workers."""
 
   def run(
     self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
@@ -104,7 +104,7 @@ class Deaf(EngineWorker):
 
 
 class Timed(LocalWorkers):
-  """Counts the CPU seconds that are spent within workers."""
+  """Local workers whose CPU seconds are counted."""
 
   seconds = 0.0
 
@@ -117,7 +117,7 @@ class Timed(LocalWorkers):
 
 @dataclasses.dataclass(frozen=True)
 class MakeWorker:
-  """Makes the worker of a process of its own."""
+  """Creates the worker in a separate process."""
 
   config: ClusterRolloutConfig
 
@@ -140,7 +140,7 @@ def make_engine(
 
 
 def requests_of(config: ClusterRolloutConfig, engine: Engine) -> list[Request]:
-  """Returns the groups' requests."""
+  """Returns the requests of all groups."""
   task, tokenizer = loading.load("word_problems"), engine.tokenizer
   assert tokenizer is not None
   sampling = SamplingParams(
@@ -164,7 +164,7 @@ def requests_of(config: ClusterRolloutConfig, engine: Engine) -> list[Request]:
 
 
 def digest_of(completions: Sequence[Completion]) -> str:
-  """Returns the digest of tokens and both log-probabilities of all answers."""
+  """Returns the digest of tokens and both log-probabilities of all completions."""
   digest = hashlib.sha256()
   for one in sorted(completions, key=lambda one: one.request_id):
     digest.update(repr((one.request_id, one.tokens, one.finish_reason)).encode())
@@ -173,7 +173,7 @@ def digest_of(completions: Sequence[Completion]) -> str:
 
 
 def run(config: ClusterRolloutConfig, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """Runs all systems; writes results.json, table.md and rollout.html.
+  """Runs all configurations; writes results.json, table.md and rollout.html.
 
   Raises:
     AssertionError: if a bit differs.
@@ -207,7 +207,7 @@ def run(config: ClusterRolloutConfig, directory: pathlib.Path) -> dict[str, dict
 
   for count in (1, 2, 3):
     on(f"{count} workers", Timed([EngineWorker(one) for one in engines[:count]]))
-  drafted = _drafted(config, engines, requests, note)  # Before one leaves requests in its engine.
+  drafted = _drafted(config, engines, requests, note)  # First: the dying worker leaves requests.
   dying = Timed([EngineWorker(engines[0]), Mortal(engines[1]), EngineWorker(engines[2])])
   shown = on("3 workers, one of which dies", dying)
   if config.processes:
@@ -224,7 +224,7 @@ def run(config: ClusterRolloutConfig, directory: pathlib.Path) -> dict[str, dict
 
 
 def counts_of(rollout: ClusterRollout) -> dict[str, int]:
-  """Returns what happened, by kind."""
+  """Returns the number of events by kind."""
   counts = rollout.counts
   return {
     "chunks": counts["ended"], "again": counts["again"], "moved": counts["moved"],
@@ -238,7 +238,7 @@ def _drafted(
   requests: Sequence[Request],
   note: Callable[..., None],
 ) -> str:
-  """Runs it with drafts on 1, 2 and 3 workers; returns the table of tokens a step."""
+  """Runs the rollout with drafts on 1, 2 and 3 workers; returns the table of tokens per step."""
   policy = policies.LongestGroupFirst(
     chunk_tokens=config.chunk_tokens, routing=policies.ByRoom()
   )
@@ -275,7 +275,7 @@ def _with_processes(
   requests: Sequence[Request],
   note: Callable[..., None],
 ) -> ClusterRollout:
-  """Runs it on actors of Ray, and kills the first of them when the first answer is there."""
+  """Runs the rollout on Ray actors; kills the first actor after the first completion."""
   workers = RayWorkers(MakeWorker(config), count=config.processes)
   try:
     victim = workers.process_ids()[0]
@@ -292,7 +292,7 @@ def _with_processes(
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-  """Returns the table of the page of results."""
+  """Returns the table of docs/results/cluster.md."""
   lines = [
     "| system | digest | tokens | chunks | moved | lost workers | run again | driver's share |",
     "|---|---|---|---|---|---|---|---|",

@@ -1,20 +1,21 @@
-"""What a cluster's bookkeeping costs as it grows: Kimi-K2's iteration from 32 to 1,024 devices.
+"""Estimates a cluster's bookkeeping cost for Kimi-K2's iteration on 32 to 1,024 devices.
 
-Claim: the scheduler, the pages that requests take from instance to instance, the weights that every
-engine gets, and the journal, each as a share of one iteration of Seer's largest workload.
+Claim: reports the cost of the scheduler, of KV pages that migrate with requests, of publishing
+weights to every engine, and of the journal, each as a share of one iteration of Seer's largest
+workload.
 Command: bash launch/local.sh experiments.cluster_simulation --workdir=runs/cluster_simulation
 Hardware: 1 CPU core, some minutes; no accelerator. Numbers: docs/results/cluster.md
 
-An instance of Kimi-K2 has 32 devices, and none fits 8. Instances and prompts grow together (100
-prompts of 8 answers an instance). The rollout is simulated by the cost model of `seer_simulation`
-with our own scheduler and chunks, and an iteration is a rollout with what the paper's baseline
-trains and moves beside it. Then, by resource, since each has its own:
+An instance of Kimi-K2 has 32 devices and does not fit on 8. Instances and prompts grow together
+(100 prompts of 8 completions per instance). The rollout is simulated with the cost model of
+`seer_simulation` and our own scheduler and chunks; an iteration is a rollout plus the training and
+transfer time of the paper's baseline. Each cost uses its own resource:
 
-  scheduler  decisions times the CPU seconds of one, measured here for so many instances; one core
+  scheduler  decisions times the CPU seconds of one, measured here for that many instances; one core
   pages      bytes pulled and spilled, over the instances' links
   weights    of one engine over its own links: all engines load at once
   journal    records and bytes, each measured here on a real journal, one disk and one core; chunks
-             that end while the driver waits for its disk wait for it together
+             that end while the driver waits for a disk sync share the next one
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ DEVICES = (32, 64, 128, 256, 512, 1024)
 
 
 class JournalCost(NamedTuple):
-  """What a chunk costs in a journal.
+  """Cost of one chunk in a journal.
 
   Attributes:
-    seconds: of its record and of the event of its end, until the system has them.
-    wait_seconds: until they are on disk, which those that end together share.
-    num_bytes: of both.
+    seconds: time to write its record and the event of its end to the operating system.
+    wait_seconds: time until they are on disk; chunks that end together share it.
+    num_bytes: size of both.
   """
 
   seconds: float
@@ -55,7 +56,7 @@ class JournalCost(NamedTuple):
 
 
 def journal_cost(directory: pathlib.Path, num_tokens: int, num_records: int = 64) -> JournalCost:
-  """Measures a journal with chunks of `num_tokens` tokens in a directory."""
+  """Measures the cost of chunks of `num_tokens` tokens in a journal in `directory`."""
   rng = np.random.default_rng(0)
   request = Request(
     request_id="0/0/0", prompt=tuple(range(256)), sampling=SamplingParams(), seed=0
@@ -86,11 +87,11 @@ def journal_cost(directory: pathlib.Path, num_tokens: int, num_records: int = 64
 
 
 def num_waits(ends: np.ndarray, cost: JournalCost) -> int:
-  """Returns how often a driver waits for its disk: once for all chunks that have ended meanwhile.
+  """Returns the number of disk syncs: one for all chunks that ended during the previous one.
 
   Args:
     ends: f64[n], seconds at which chunks ended.
-    cost: of each.
+    cost: cost of one chunk.
   """
   ends = np.sort(ends)
   clock, first, count = 0.0, 0, 0
@@ -103,10 +104,10 @@ def num_waits(ends: np.ndarray, cost: JournalCost) -> int:
 
 
 def grown(num_devices: int, groups_per_instance: int) -> workloads.Workload:
-  """Returns Kimi-K2's workload on so many devices.
+  """Returns Kimi-K2's workload on `num_devices` devices.
 
   Raises:
-    ValueError: if an instance does not go into them.
+    ValueError: if `num_devices` is not a multiple of an instance's devices.
   """
   base = workloads.KIMI_K2
   count, rest = divmod(num_devices, base.devices)
@@ -121,13 +122,13 @@ def grown(num_devices: int, groups_per_instance: int) -> workloads.Workload:
 def measured(
   num_devices: int, groups_per_instance: int, cost: JournalCost, seed: int
 ) -> dict[str, float]:
-  """Returns the row of a cluster."""
+  """Returns the table row of one cluster size."""
   workload = grown(num_devices, groups_per_instance)
   policy = seer_simulation.systems(seer_simulation.OUR_CHUNK)["ours"]
   sample, machines = workload.lengths(seed), workload.cluster()
   result = cluster.Simulation(machines, policy, sample, max_tokens=workload.max_tokens).run()
-  # Of the iteration that the paper's baseline takes, training is what is not its rollout; it grows
-  # with the prompts and with the devices alike.
+  # Training is the part of the paper's baseline iteration that is not rollout. It stays constant,
+  # because prompts and devices grow alike.
   iteration = result.total_seconds + baselines.training_seconds(workloads.KIMI_K2)
   decision = 1e-6 * seer_simulation.microseconds(
     policy, np.minimum(sample, 4096), workload.num_instances
@@ -160,7 +161,7 @@ def measured(
 
 
 def table(rows: list[dict[str, float]]) -> str:
-  """Returns markdown: a cluster a line."""
+  """Returns a Markdown table with one line per cluster."""
   lines = [
     "| devices | instances | requests | chunks | rollout, s | iteration, s | us a decision |"
     " scheduler | pages moved, TB | pages | weights | journal, GB | waits for it | journal |"
@@ -186,10 +187,10 @@ def run(
   """Measures and simulates all clusters; writes table.md and results.json.
 
   Raises:
-    ValueError: if an instance does not go into a number of devices.
+    ValueError: if a number of devices is not a multiple of an instance's devices.
   """
   for count in devices:
-    grown(count, groups_per_instance)  # Refused before any work.
+    grown(count, groups_per_instance)  # Raises before any work is done.
   directory.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=directory) as place:
     cost = journal_cost(pathlib.Path(place), seer_simulation.OUR_CHUNK)

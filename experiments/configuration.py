@@ -1,6 +1,6 @@
-"""Frozen dataclasses as flags, `--config.optimizer.learning_rate=1e-4`, and back.
+"""Converts frozen dataclasses to flags (`--config.optimizer.learning_rate=1e-4`) and back.
 
-Claim: none; every experiment's command line goes through here.
+Claim: none; every experiment's command line uses this module.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from seerjax.run import command_line
 
 T = TypeVar("T")
 
-flags.disclaim_key_flags()  # What is defined here is the experiment's, and stands in its --help.
+flags.disclaim_key_flags()  # Flags defined here belong to the experiment and appear in its --help.
 
 
 def to_flags(config: Any) -> ml_collections.ConfigDict:
-  """Returns a locked ConfigDict with the fields of a (nested) dataclass; it refuses other names.
+  """Returns a locked ConfigDict with the fields of a (nested) dataclass; it rejects other names.
 
-  A field that is a mapping has the names that it holds; see `name_entries` for those of a command.
+  A mapping field has the entries of its value; `name_entries` adds those of a command line.
   """
   values = {
     field.name: to_flags(value) if dataclasses.is_dataclass(value) else _flag_value(value)
@@ -38,10 +38,10 @@ def to_flags(config: Any) -> ml_collections.ConfigDict:
 
 
 def check_names(config: Any, arguments: Sequence[str]) -> None:
-  """Refuses `--config.field` on a command line if there is no such field.
+  """Rejects `--config.field` on a command line if there is no such field.
 
   Raises:
-    ValueError: naming the fields that there are.
+    ValueError: listing the existing fields.
   """
   for argument in arguments:
     name = argument.lstrip("-").partition("=")[0]
@@ -50,7 +50,7 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
     at, parts = config, name.split(".")[1:]
     for part in parts:
       if isinstance(at, Mapping) and part is parts[-1]:
-        break  # Whatever name is given.
+        break  # A mapping accepts any name.
       names = (
         [field.name for field in dataclasses.fields(at)] if dataclasses.is_dataclass(at) else []
       )
@@ -68,10 +68,10 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
 
 
 def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequence[str]) -> None:
-  """Gives flags for the entries that a command line names in fields that are mappings.
+  """Adds flags for the entries of mapping fields that a command line sets.
 
   Raises:
-    ValueError: for a value that is no text, number or truth value, and no tuple of these.
+    ValueError: for a value that is not a string, number, bool, or a tuple of these.
   """
   for argument in arguments:
     name, _, text = argument.lstrip("-").partition("=")
@@ -96,7 +96,7 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
 
 
 def given(arguments: Sequence[str], name: str, default: str) -> str:
-  """Returns the text that a command line gives a flag, the last of several; else the default."""
+  """Returns the value of a flag on a command line (the last one), or the default."""
   found = default
   for place, argument in enumerate(arguments):
     flag, has_value, value = argument.partition("=")
@@ -106,15 +106,15 @@ def given(arguments: Sequence[str], name: str, default: str) -> str:
 
 
 def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
-  """Defines `--preset`, whose values `--config` begins with, the first by default; and the others.
+  """Defines `--preset`, which selects the defaults of `--config`, and `define_flags`' flags.
 
-  Ends the program where the command line names a field that there is not.
+  The first preset is the default. Exits if the command line names an unknown field.
   """
   names = list(presets)
   flags.DEFINE_enum("preset", names[0], names, "What --config begins with.")
   with command_line.refusals():
     try:
-      flags.FLAGS(sys.argv, known_only=True)  # The others are not defined yet.
+      flags.FLAGS(sys.argv, known_only=True)  # Other flags are not defined yet.
     except flags.IllegalFlagValueError as error:
       raise ValueError(f"--preset: {error}; choose one of {names}.") from None
   define_flags(presets[flags.FLAGS.preset], workdir)
@@ -123,7 +123,7 @@ def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
 def define_flags(default: Any, workdir: str) -> None:
   """Defines `--config`, with the values of a dataclass, and `--workdir`.
 
-  Ends the program where the command line names a field that there is not.
+  Exits if the command line names an unknown field.
   """
   with command_line.refusals():
     check_names(default, sys.argv[1:])
@@ -135,7 +135,7 @@ def define_flags(default: Any, workdir: str) -> None:
 
 
 def define_slice_flags() -> None:
-  """Defines flags of processes that run one program together; see `slice_of_flags`."""
+  """Defines the flags of a multi-process slice; see `slice_of_flags`."""
   usual = parallel.SliceConfig()
   flags.DEFINE_integer(
     "num_processes", usual.num_processes, "Processes whose devices are one mesh; all run this."
@@ -149,10 +149,10 @@ def define_slice_flags() -> None:
 
 
 def slice_of_flags() -> parallel.SliceConfig:
-  """Returns what the flags of `define_slice_flags` say.
+  """Returns the configuration from the flags of `define_slice_flags`.
 
   Raises:
-    ValueError: if they cannot be.
+    ValueError: if the flags are inconsistent.
   """
   args = flags.FLAGS
   return parallel.SliceConfig(
@@ -164,9 +164,9 @@ def slice_of_flags() -> parallel.SliceConfig:
 
 
 def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
-  """Returns the dataclass that the flags describe; its own checks refuse what cannot be.
+  """Returns the dataclass with the values of the flags, validated by its own checks.
 
-  Infinity may also be written as strict JSON has it, "Infinity", so that a run's config.json reads.
+  Infinity may also be written as "Infinity", so that a run's config.json can be read.
 
   Raises:
     ValueError: for a name that the dataclass does not have.
@@ -194,7 +194,7 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
 
 
 def _kind_of(hint: Any, values: ml_collections.ConfigDict) -> Any:
-  """Returns the dataclass that a field of nested flags is; of several, the one with these names."""
+  """Returns the dataclass type of a nested field; of a union, the member with these field names."""
   kinds = typing.get_args(hint) or (hint,)
   names = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
   return next((kind for kind, own in zip(kinds, names) if own == set(values)), kinds[0])
@@ -203,5 +203,5 @@ def _kind_of(hint: Any, values: ml_collections.ConfigDict) -> Any:
 def _flag_value(value: Any) -> Any:
   if isinstance(value, Mapping):
     return ml_collections.ConfigDict(dict(value))
-  # A field that may be None takes a number on the command line.
+  # A field with the value None accepts a number on the command line.
   return config_dict.placeholder(float) if value is None else value

@@ -1,18 +1,18 @@
-"""A model of real size decodes on CPU: ours, llama.cpp and transformers, all in bfloat16.
+"""Compares decoding speed of a realistic model on CPU: ours, llama.cpp, transformers; bfloat16.
 
-Claim: natively a random Qwen3-0.6B decodes one sequence at 0.6 or more of (copy bandwidth of this
-machine / bytes of the weights), and 8 and 32 sequences faster than both peers.
+Claim: with native handlers a random Qwen3-0.6B decodes one sequence at 0.6 or more of (copy
+bandwidth of this machine / bytes of the weights), and 8 and 32 sequences faster than both peers.
 Command: bash launch/local.sh experiments.decode_speed --workdir=runs/decode_speed
-  peers need packages of their own, which `bash launch/peers.sh` installs; the script says which are
-  missing and measures the others
+  peers need additional packages, which `bash launch/peers.sh` installs; the script names missing
+  ones and measures the other peers
   in minutes: --batches=1 --decode_steps=4 --repetitions=1; --peers=native,llama-cpp names some
 Hardware: 2 CPU cores, 10 GiB, about 15 minutes. Numbers: docs/results/decode_speed.md
 
-The model's directory (1.2 GB) is made once, below --workdir, from random weights. Each side runs
-in a process of its own, one after the other, on both cores. Prompts are 8 random tokens; every
-token is the likeliest one, and answers have forced lengths. Decoding is the time of answers of
-1 + n tokens less that of answers of one token, so that neither prompts nor start-up count.
-Bandwidth is that of NumPy copying large arrays: bytes read and bytes written together, a second.
+The model's directory (1.2 GB) is created once, below --workdir, from random weights. The sides run
+one after the other, each in its own process, on both cores. Prompts are 8 random tokens; decoding
+is greedy, with forced lengths. Decoding time is the time of completions of 1 + n tokens minus that
+of one-token completions, which excludes prompts and start-up. Bandwidth is that of NumPy copying
+large arrays: bytes read plus bytes written, per second.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from seerjax.run import command_line
 
 ROOT = pathlib.Path(__file__).parents[1]
 PROMPT_TOKENS = 8
-BUFFER_BYTES = 2**29  # Of each array that is copied: no cache holds it.
-# Aimed at: natively, of what the bandwidth allows at batch 1; and at these, ahead of all peers.
+BUFFER_BYTES = 2**29  # Size of each copied array: larger than any cache.
+# Targets for native: minimum share of the bandwidth limit at batch 1; batches where it beats peers.
 LEAST_OF_BANDWIDTH, AHEAD_AT = 0.6, (8, 32)
 
 Say = Callable[[str], None]
-# What answers once: batch size and tokens of each answer.
+# Runs one batch: (batch size, tokens of each completion).
 Answer = Callable[[int, int], None]
 
 
 class Peer(NamedTuple):
-  """A label for people, and the kind of `engine_throughput.PEERS`, which names its packages."""
+  """A display label, and the kind in `engine_throughput.PEERS`, which determines the packages."""
 
   label: str
   kind: str
@@ -63,13 +63,13 @@ DEFAULT_PEERS = ("native", "llama-cpp", "transformers")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """What is timed.
+  """Configuration of the measurement.
 
   Attributes:
-    batches: sequences that decode together.
-    decode_steps: n, tokens of each that are timed.
-    repetitions: after one that is not counted.
-    num_threads: of both peers, and of the copies beside a single one.
+    batches: batch sizes.
+    decode_steps: n, the number of timed tokens per sequence.
+    repetitions: repetitions after one that is not counted.
+    num_threads: threads of both peers, and of the bandwidth test besides one thread.
   """
 
   batches: tuple[int, ...] = (1, 8, 32)
@@ -79,10 +79,10 @@ class Config:
 
 
 def write_random(directory: pathlib.Path, model: Any) -> None:
-  """Writes random bfloat16 weights, and nano's tokenizer, whose ids are the vocabulary's first.
+  """Writes random bfloat16 weights with nano's tokenizer, whose ids are the vocabulary's first.
 
   Args:
-    directory: to make.
+    directory: the directory to create.
     model: a `TransformerConfig`.
   """
   import jax
@@ -112,7 +112,7 @@ def write_random(directory: pathlib.Path, model: Any) -> None:
 
 
 def copy_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES, rounds: int = 5) -> float:
-  """Returns bytes/s, read and written together, of the fastest of several copies of an array."""
+  """Returns bytes/s, read plus written, of the fastest of several copies of an array."""
   source = np.ones(num_bytes // 8, np.float64)
   target = np.zeros_like(source)
   parts = list(zip(np.array_split(source, num_threads), np.array_split(target, num_threads)))
@@ -126,7 +126,7 @@ def copy_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES, rounds: i
 
 
 def prompts_of(batch: int, vocab_size: int) -> list[tuple[int, ...]]:
-  """Returns random prompts, all different."""
+  """Returns distinct random prompts."""
   random = np.random.default_rng(batch)
   return [tuple(map(int, random.integers(0, vocab_size, PROMPT_TOKENS))) for _ in range(batch)]
 
@@ -172,12 +172,12 @@ def our_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
 
 
 def gguf_file(directory: pathlib.Path) -> pathlib.Path:
-  """Returns the GGUF file of a model's directory, beside it; all of the name counts ("0.6b")."""
+  """Returns the path of the GGUF file next to a model's directory."""
   return directory.with_name(f"{directory.name}.gguf")
 
 
 def llama_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
-  """Returns llama.cpp on a GGUF in bfloat16, which is made beside the directory once."""
+  """Returns llama.cpp on a bfloat16 GGUF file, which is created once next to the directory."""
   del name
   file = gguf_file(directory)
   if not file.exists():
@@ -242,7 +242,7 @@ def decoding(answer: Answer, config: Config) -> dict[str, Any]:
     wall, cpu = [], []
     for repetition in range(config.repetitions + 1):
       short, long = seconds(batch, 1), seconds(batch, 1 + config.decode_steps)
-      if repetition:  # The first round compiles, and reads the weights.
+      if repetition:  # The first round compiles and loads the weights.
         wall.append(long[0] - short[0])
         cpu.append(long[1] - short[1])
     results[str(batch)] = dict(wall=wall, cpu=cpu)
@@ -250,21 +250,21 @@ def decoding(answer: Answer, config: Config) -> dict[str, Any]:
 
 
 def serve(name: str, directory: pathlib.Path, config: Config) -> None:
-  """A side's process: measures, and prints one line of JSON."""
+  """Runs one side in this process: measures, and prints one line of JSON."""
   reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What libraries print must not look like the reply.
+  os.dup2(2, 1)  # Output of libraries must not be mistaken for the reply.
   try:
     answer = BUILDERS[PEERS[name].kind](directory, config, name)
     batches = decoding(answer, config)
     record = dict(batches=batches, peak=engine_throughput.peak_memory())
     print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # Another library's failure is a finding, to be told with its name.
+  except Exception as error:  # A peer's failure is a result, reported under its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
     raise
 
 
 def measured(name: str, directory: pathlib.Path, config: Config, python: str) -> dict[str, Any]:
-  """Returns what a side's process says, or {"error": ...}."""
+  """Returns the record of a side's process, or {"error": ...}."""
   path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
   done = subprocess.run(
     [python, "-P", "-m", "experiments.decode_speed", "--serve"],
@@ -279,7 +279,7 @@ def measured(name: str, directory: pathlib.Path, config: Config, python: str) ->
 
 
 def rates(result: dict[str, Any], config: Config) -> dict[int, dict[str, float]]:
-  """Returns a side's decoded tokens/s, and tokens a CPU second, by batch; medians."""
+  """Returns a side's median tokens per second and per CPU second, by batch."""
   return {
     int(batch): dict(
       wall=int(batch) * config.decode_steps / float(np.median(seconds["wall"])),
@@ -292,7 +292,7 @@ def rates(result: dict[str, Any], config: Config) -> dict[int, dict[str, float]]
 def table(
   results: dict[str, Any], config: Config, bandwidths: dict[int, float], num_bytes: int
 ) -> str:
-  """Returns tokens/s, their share of what the bandwidth allows, and the aims as Markdown."""
+  """Returns tokens/s, their share of the bandwidth limit, and the targets as Markdown."""
   most = max(bandwidths.values())
   allowed = most / num_bytes
   copied = ", ".join(
@@ -335,15 +335,15 @@ def table(
 
 
 def weight_bytes(directory: pathlib.Path) -> int:
-  """Returns the size of a directory's weights."""
+  """Returns the size of a directory's weights in bytes."""
   return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def chosen_peers(names: list[str], interpreters: dict[str, str], say: Say) -> list[str]:
-  """Returns the sides of those named that can run here.
+  """Returns the named sides that can run here.
 
   Raises:
-    ValueError: if a name is not known.
+    ValueError: if a name is unknown.
   """
   if unknown := [name for name in names if name not in PEERS]:
     raise ValueError(

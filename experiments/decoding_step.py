@@ -1,7 +1,7 @@
-"""A step of the engine in which every row decodes: its program, and what it takes.
+"""Builds the program and inputs of an engine step in which every row decodes.
 
-One instance on one device. Each row is a sequence of its own, at the last position of its context.
-`engine_step` times it on a GPU; `gpu_step` compiles it for one, from shapes alone.
+It uses one instance on one device. Each row is a separate sequence at the last position of its
+context. `engine_step` times the step on a GPU; `gpu_step` compiles it for a GPU from shapes alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ PAGE_SIZE = 64
 def program(
   model: model_config.TransformerConfig, numerics: NumericsConfig
 ) -> Callable[..., Any]:
-  """Returns `runner.instance_step` of (weights, pages, inputs, key).
+  """Returns `runner.instance_step` as a function of (weights, pages, inputs, key).
 
-  As `Runner.step` has it of a backend that waits for predicates: copies are another program's, and
-  no row is special.
+  It equals the program of `Runner.step` for a backend on which predicates stall the host: page
+  copies are a separate program, and no row is special.
   """
   return functools.partial(
     runner.instance_step, config=model, numerics=numerics, axis=None, is_plain=True
@@ -38,20 +38,20 @@ def program(
 def inputs(
   model: model_config.TransformerConfig, rows: int, context: int, *, max_context: int = 0
 ) -> runner.StepInputs:
-  """Returns the inputs of one instance, made on the host.
+  """Returns the inputs of one instance, as host arrays.
 
   Args:
-    model: whose tokens there are.
-    rows: sequences that decode together, each in pages of its own from page 1 on.
-    context: positions that each of them sees.
-    max_context: positions that a sequence's table of pages has room for; `context` where less.
+    model: the model; provides the vocabulary size.
+    rows: number of sequences, each with its own pages, from page 1 on.
+    context: positions that each sequence attends to.
+    max_context: capacity of a sequence's page table in positions, at least `context`.
   """
   width = pages_of(context)
   row = np.arange(rows, dtype=np.int32)
   table = 1 + row[:, None] * width + np.arange(width, dtype=np.int32)
   last = np.full(rows, context - 1, np.int32)
   more = max(pages_of(max_context) - width, 0)
-  # Any: the records are typed as device arrays, and these are made on the host.
+  # Any: the records are typed as device arrays, but these are host arrays.
   batch: dict[str, Any] = dict(
     tokens=row % model.vocab_size,
     positions=last,
@@ -76,12 +76,12 @@ def inputs(
 
 
 def pages_of(context: int) -> int:
-  """Returns how many pages hold so many positions."""
+  """Returns the number of pages for `context` positions."""
   return -(-context // PAGE_SIZE)
 
 
 def weights(model: model_config.TransformerConfig, numerics: NumericsConfig) -> parameters.Params:
-  """Returns the shapes of the weights, in the layout and dtype that run."""
+  """Returns the shapes of the weights, in the layout and dtype used at run time."""
   masters = parameters.shapes(model, numerics.reduction_shards)
   return jax.eval_shape(lambda masters: parameters.compute_params(masters, numerics), masters)
 
@@ -89,5 +89,5 @@ def weights(model: model_config.TransformerConfig, numerics: NumericsConfig) -> 
 def pages(
   model: model_config.TransformerConfig, numerics: NumericsConfig, num_pages: int
 ) -> kv_layout.Pages:
-  """Returns empty pages; within `jax.eval_shape` no more than their shapes."""
+  """Returns empty pages; inside `jax.eval_shape`, only their shapes."""
   return kv_layout.empty_pages(model, numerics, num_pages=num_pages, page_size=PAGE_SIZE)

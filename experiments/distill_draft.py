@@ -1,16 +1,17 @@
-"""Distils a draft model from its target's own answers, and writes it in INT8.
+"""Distils a draft model from its target's completions, and writes it in INT8.
 
-Claim: 0.14 M parameters learn enough of nano's answers in 5 million tokens (half an hour on two CPU
-cores) to guess more than one token of each step right. `nano-draft`, which this package ships, was
-made by the command below; its card (seerjax/models/nano_draft/README.md) has the numbers.
+Claim: with 0.14 M parameters, 5 million tokens of nano's completions (half an hour on two CPU
+cores) suffice to draft more than one accepted token per step. `nano-draft`, which this package
+ships, was made by the command below; its card (seerjax/models/nano_draft/README.md) has the
+numbers.
 Command: bash launch/local.sh experiments.distill_draft --workdir=runs/nano_draft
 Hardware: 2 CPU cores, about 45 minutes in all. Results: the model's card
 
-  target -- answers to problems of the train splits, temperature 1 --> answers.npz
-  target -- what it might have said at each place -->                  likely.npz
-  draft  -- learns from both (seerjax.trainer.distill) -->             model/, INT8
+  target -- completions of train problems, temperature 1 -->   answers.npz
+  target -- likely tokens at each position -->                 likely.npz
+  draft  -- trained on both (seerjax.trainer.distill) -->      model/, INT8
 
-Each part is kept in --workdir and not made again; training resumes from its last checkpoint.
+Each part is kept in --workdir and reused; training resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ STEPS_PER_CHECKPOINT = 100
 
 
 def problems(seed: int, split: str = "train") -> Iterator[Problem]:
-  """Yields problems of a split without end, in nano's corpus' mixture."""
+  """Yields problems of a split without end, in the mixture of nano's corpus."""
   draws = Draws("distill", seed)
   words, numbers = word_problems.WordProblems(), countdown.Countdown()
   while True:
@@ -58,9 +59,9 @@ def problems(seed: int, split: str = "train") -> Iterator[Problem]:
 def answered(
   target: loading.Model, num_problems: int, asked: Iterator[Problem]
 ) -> distill.Answers:
-  """Returns the target's answers to `num_problems` problems, at temperature 1.
+  """Returns the target's completions of `num_problems` problems, at temperature 1.
 
-  A request's seed is its number.
+  A request's seed is its index.
   """
   tokenizer = target.tokenizer
   assert tokenizer is not None
@@ -88,7 +89,7 @@ def answered(
 
 
 def kept(path: pathlib.Path, record: type, make: Callable[[], Any]) -> Any:
-  """Returns a record of arrays from a file, which is made if it is not there."""
+  """Returns a record of arrays from a file; creates the file with `make` if it does not exist."""
   if not path.exists():
     partial = path.with_suffix(".partial.npz")
     np.savez(partial, **make()._asdict())
@@ -103,7 +104,7 @@ def distilled(
   config: distill.DistillConfig,
   directory: pathlib.Path,
 ) -> parameters.Params:
-  """Returns the draft's weights after the budget; resumes what is in `directory`."""
+  """Trains the draft to the end of the budget and returns its weights; resumes in `directory`."""
   numerics = distill.numerics_for(config.lengths[0])
   optimizer = distill.make_optimizer(config)
   params = parameters.init(numerics_lib.key(config.seed), draft, numerics)

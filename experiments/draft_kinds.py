@@ -1,17 +1,19 @@
-"""Two kinds of draft, of equally many tokens: a small model of its own, and a layer on hidden rows.
+"""Compares a separate draft model with a draft layer on the target's hidden states.
 
-Claim: what a draft knows of its target's last hidden row (EAGLE's idea) is worth, or is not, what a
-model of its own knows after the same tokens of the target's answers. Both learn what was said, by
-the same optimiser from the same batches; then each drafts chains along held-out answers, with the
-target's own noise, so that a token holds where it is what was said.
+Claim: measures whether a draft layer that reads the target's last hidden state (EAGLE's idea)
+accepts more tokens than a separate draft model trained on the same tokens of the target's
+completions. Both are trained on these tokens with the same optimiser and batches; then each drafts
+chains along held-out completions, with the target's noise, so that a drafted token is accepted if
+it equals the completion's token.
 Command: bash launch/local.sh experiments.draft_kinds --workdir=runs/draft_kinds
 Hardware: 2 CPU cores, about 10 minutes. Numbers: docs/results/speculation_models.md
 
-  target -- answers, temperature 1, train and held-out --> answers.npz, heldout.npz
-  model  -- learns (trainer.distill)        -->  kept, tokens a step, by position
-  layer  -- learns (trainer.feature_draft)  -->  the same; its second token on reads its own rows
+  target -- completions, temperature 1, train and held-out --> answers.npz, heldout.npz
+  model  -- trained (trainer.distill)        -->  acceptance by position, tokens per step
+  layer  -- trained (trainer.feature_draft)  -->  the same; from the second token on it reads its
+                                                  own hidden states
 
-Each part is kept in --workdir and not made again; a table is printed and written there.
+Each part is kept in --workdir and reused; a table is printed and written there.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from seerjax.models import flax_module, huggingface, loading, parameters, preset
 from seerjax.run import command_line, presets as run_presets
 from seerjax.trainer import distill, feature_draft
 
-# Tokens of a chain; documents that are drafted for together, padded to so many tokens.
+# Tokens of a chain; documents per batch; tokens to which documents are padded.
 LENGTH, ROWS, PADDED = 8, 16, 128
 
-# (tokens [b, t], last known place i32[b], noise f32[b, t, v]) -> ids i32[b, LENGTH] behind it.
+# (tokens [b, t], last known position i32[b], noise f32[b, t, v]) -> next ids i32[b, LENGTH].
 Drafts = Callable[[Array, Array, Array], Array]
 
 
 class Found(NamedTuple):
-  """What a draft's chains gave.
+  """Acceptance counts of a draft's chains.
 
   Attributes:
-    steps: of the target, one for each chain.
-    said: tokens of all answers.
-    reached: by position, chains that came so far.
-    held: and those of them whose token held there.
+    steps: verification steps of the target, one per chain.
+    said: generated tokens of all completions.
+    reached: by position, chains whose earlier tokens were all accepted.
+    held: by position, chains whose token was accepted there.
   """
 
   steps: int
@@ -58,7 +60,7 @@ class Found(NamedTuple):
 
 
 def noise_of(seeds: Array, vocab_size: int) -> Array:
-  """Returns the target's noise f32[b, t, v] for the token at each place, as its engine has it."""
+  """Returns the engine's sampling noise f32[b, t, v] for the token at each position."""
   key = numerics_lib.key(0)
 
   def draw(seed: Array, place: Array) -> Array:
@@ -70,9 +72,10 @@ def noise_of(seeds: Array, vocab_size: int) -> Array:
 
 
 def of_model(params: parameters.Params, model: Any) -> Drafts:
-  """Returns the drafts of a model of its own.
+  """Returns the drafter of a separate draft model.
 
-  Beyond the first token that does not hold they do not count, so that what was said is read.
+  The model reads the completion's tokens instead of its own drafts: both are equal up to the first
+  rejected token, and later tokens do not count.
   """
 
   @jax.jit
@@ -80,7 +83,7 @@ def of_model(params: parameters.Params, model: Any) -> Drafts:
     logits = flax_module.logits_of(
       params, tokens, config=model, numerics=distill.numerics_for(PADDED)
     )
-    drawn = jnp.argmax(logits[:, :-1] + noise[:, 1:], axis=-1)  # Of the token at place + 1.
+    drawn = jnp.argmax(logits[:, :-1] + noise[:, 1:], axis=-1)  # The token at position + 1.
     places = jnp.minimum(last[:, None] + jnp.arange(LENGTH)[None], PADDED - 2)
     return jnp.take_along_axis(drawn, places, axis=1)
 
@@ -88,7 +91,10 @@ def of_model(params: parameters.Params, model: Any) -> Drafts:
 
 
 def of_layer(draft: parameters.Params, target: parameters.Params, model: Any) -> Drafts:
-  """Returns the drafts of a layer on the target's rows, which are known before the last token's."""
+  """Returns the drafter of a draft layer.
+
+  The target's hidden states are known for all positions before the last token.
+  """
 
   @jax.jit
   def drafts(tokens: Array, last: Array, noise: Array) -> Array:
@@ -109,7 +115,7 @@ def of_layer(draft: parameters.Params, target: parameters.Params, model: Any) ->
 
 
 def chains(drafts: Drafts, answers: distill.Answers, vocab_size: int) -> Found:
-  """Follows each answer step by step with a draft's chains; a document's number is its seed."""
+  """Replays each completion step by step with a draft's chains; a document's index is its seed."""
   counts, prompts = np.diff(answers.starts), answers.prompt_lengths
   fitting = [index for index in range(len(answers)) if counts[index] < PADDED]
   reached, held = np.zeros(LENGTH, np.int64), np.zeros(LENGTH, np.int64)
@@ -128,7 +134,7 @@ def chains(drafts: Drafts, answers: distill.Answers, vocab_size: int) -> Found:
     while (last < end).any():
       found = np.asarray(drafts(jnp.asarray(tokens), jnp.asarray(last), noise))
       for row in np.flatnonzero(last < end):
-        most = min(LENGTH, int(end[row] - last[row]) - 1)  # The last one is said anyway.
+        most = min(LENGTH, int(end[row] - last[row]) - 1)  # The target always adds the last token.
         place = 0
         while place < most:
           reached[place] += 1
@@ -142,13 +148,18 @@ def chains(drafts: Drafts, answers: distill.Answers, vocab_size: int) -> Found:
 
 
 def heldout_answers(target: loading.Model, count: int) -> distill.Answers:
-  """Returns the target's answers to held-out problems; a request's seed is its number."""
+  """Returns the target's completions of held-out problems; a request's seed is its index."""
   problems = distill_draft.problems(1, "heldout")
   return distill_draft.answered(target, count, problems)
 
 
 def table(found: dict[str, tuple[Found, int, float]], num_tokens: int) -> str:
-  """Returns a row for each kind: (chains, own parameters, last share of answers' tokens right)."""
+  """Returns a table with one row per kind.
+
+  Args:
+    found: by kind, (acceptance counts, the draft's parameters, its last training accuracy).
+    num_tokens: tokens of the training completions.
+  """
   lines = [
     f"Each of {num_tokens:,} tokens of the target's answers; chains of {LENGTH}, temperature 1.",
     "",

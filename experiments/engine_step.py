@@ -1,14 +1,14 @@
-"""The engine's own step at its own shapes: milliseconds, launches, bytes of weights a millisecond.
+"""Times the engine's decoding step on a GPU: milliseconds, launches, weight bytes per millisecond.
 
-Claim: on an H100 or H200 a decoding step of Qwen3-8B by the kernels takes at most 1.5 times as long
-as its bytes (weights, and keys and values of the context) take to be copied; not measured yet.
+Claim: on an H100 or H200 a decoding step of Qwen3-8B with the kernels takes at most 1.5 times as
+long as copying its bytes (weights, and keys and values of the context); not measured yet.
 Command: bash launch/gpu_check.sh --part=5
   one implementation: python -m experiments.engine_step --implementation=pallas --rows=1,64
-  on a CPU, to see that it goes: python -m experiments.engine_step --dry_run
+  a check on a CPU: python -m experiments.engine_step --dry_run
 Hardware: an H100 or H200; 16 GB of weights and 9 to 20 GB of pages. Numbers: none yet
 
-The step is that of `decoding_step` at the end of `--context` positions; weights are random. Steps
-follow one another, each with the pages of the one before; a time is the median of several turns of
+The step is that of `decoding_step` at the end of `--context` positions, with random weights. Each
+step uses the pages of the previous one; a time is the median over several turns of consecutive
 steps. Launches are counted in the compiled program.
 """
 
@@ -36,7 +36,7 @@ from seerjax.ops import rotary
 from seerjax.run import command_line
 
 TURNS = 5
-# What a dry run steps through: the least that the kernels take.
+# The model of a dry run: the smallest that the kernels support.
 SMALL = model_config.TransformerConfig(
   vocab_size=128,
   hidden_size=64,
@@ -52,22 +52,22 @@ SMALL = model_config.TransformerConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-  """What was seen of one number of rows.
+  """Measurements for one number of rows.
 
   Attributes:
-    device: that ran it.
-    implementation: of the forward.
-    xla_flags: of the process.
-    model: by name.
-    rows: sequences that decode together.
-    context: positions that each of them sees.
+    device: the device.
+    implementation: implementation of the forward pass.
+    xla_flags: XLA flags of the process.
+    model: name of the model.
+    rows: number of sequences.
+    context: positions that each sequence attends to.
     compile_seconds: lowering and compilation.
-    milliseconds: of a step; the median, the least and the most of the turns.
-    kernels: launches of our kernels in a step; of a loop of unknown length, those of one round.
-    others: launches of what XLA makes, likewise.
+    milliseconds: time of a step: median, minimum and maximum over the turns.
+    kernels: launches of our kernels in a step; a loop of unknown length counts one iteration.
+    others: launches of XLA's kernels, counted in the same way.
     host_reads: places at which the host waits for a predicate.
-    weight_bytes: of all layers and the head.
-    page_bytes: of the keys and values that a step reads.
+    weight_bytes: bytes of all layers and the head.
+    page_bytes: bytes of the keys and values that a step reads.
   """
 
   device: str
@@ -85,7 +85,7 @@ class Timed:
   page_bytes: int
 
   def line(self, copy_bandwidth: float) -> str:
-    """Returns one line for people; `copy_bandwidth` is in bytes a second, 0 where unknown."""
+    """Returns a readable line; `copy_bandwidth` is in bytes per second, 0 if unknown."""
     median, least, most = self.milliseconds
     text = (
       f"{self.model} {self.implementation} {self.rows:4d} rows: {median:9.3f} ms ({least:.3f} to"
@@ -103,7 +103,7 @@ class Timed:
 def random_weights(
   model: model_config.TransformerConfig, numerics: NumericsConfig
 ) -> parameters.Params:
-  """Returns weights in the layout and dtype that run, drawn where they lie."""
+  """Returns random weights in the layout and dtype used at run time, drawn on the device."""
   @functools.partial(jax.jit, static_argnums=1)
   def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(key, shape, numerics.dtype, -0.03, 0.03)
@@ -128,7 +128,7 @@ def timed(
   steps: int,
   turns: int,
 ) -> Timed:
-  """Compiles the step of so many rows and times turns of so many steps, after one more."""
+  """Compiles the step for `rows` rows; times `turns` turns of `steps` steps after a warm-up."""
   inputs = jax.tree.map(jnp.asarray, decoding_step.inputs(model, rows, context))
   num_pages = 1 + rows * decoding_step.pages_of(context)
   pages = decoding_step.pages(model, numerics, num_pages)
@@ -175,7 +175,7 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     model, name, context, steps = presets.get(args.preset), args.preset, args.context, args.steps
-    # Any: what a flag holds, which NumericsConfig refuses where it is no implementation.
+    # Any: the flag is a string, which NumericsConfig validates.
     implementation: Any = args.implementation
     turns = TURNS
     if args.dry_run:
@@ -203,7 +203,7 @@ def main(argv: list[str]) -> None:
         name, model, numerics, params, int(rows), context=context, steps=steps, turns=turns
       )
       print(found.line(bandwidth), flush=True)
-      with out.open("a") as file:  # As they come: a later one may hang.
+      with out.open("a") as file:  # Written at once, because a later measurement may hang.
         file.write(json.dumps({"copy_bandwidth": bandwidth, **dataclasses.asdict(found)}) + "\n")
 
 

@@ -1,19 +1,20 @@
-"""One grouped, long-tailed workload: this engine against transformers and llama.cpp.
+"""Compares throughput with transformers and llama.cpp on one grouped, long-tailed workload.
 
-Claim: on the same two cores the native implementation, several decode steps a visit, gives at least
-4x the useful tokens/s of the tiled one, 10x those of a static batch of `transformers.generate`, 4x
-those of batches sorted by length, and 3x those of llama.cpp; every answer is still invariant.
+Claim: on the same two cores the native implementation, with several decode steps per engine call,
+reaches at least 4x the useful tokens/s of the tiled one, 10x those of a static batch of
+`transformers.generate`, 4x those of batches sorted by length, and 3x those of llama.cpp; every
+completion is still batch-invariant.
 Command: bash launch/local.sh experiments.engine_throughput --workdir=runs/engine_throughput
-  peers need packages of their own, which `bash launch/peers.sh` installs; the script says which are
-  missing and measures the others
+  peers need additional packages, which `bash launch/peers.sh` installs; the script names missing
+  ones and measures the other peers
   in a minute: --num_prompts=2 --max_tokens=64 --repetitions=1
 Hardware: 2 CPU cores, about 15 minutes. Numbers: docs/results/engine_throughput.md
 
-The workload: 16 prompts x 8 answers whose lengths are forced, log-normal and alike within a group,
-clipped at 512. Useful tokens are those asked for; what a static batch computes beyond an answer's
-length is not. Every peer runs in a process of its own (its peak memory and its CPU seconds are its
-own too), warms up once on the whole workload, and then the peers take turns. CPU seconds count
-every thread of a process: where a machine is busy they tell more than wall seconds do.
+The workload: 16 prompts x 8 completions with forced log-normal lengths, similar within a group and
+clipped at 512. Useful tokens are the requested ones; tokens that a static batch computes beyond a
+completion's length do not count. Every peer runs in its own process (so peak memory and CPU seconds
+are its own), warms up once on the whole workload, and then the peers take turns. CPU seconds count
+every thread of a process; on a busy machine they are more informative than wall seconds.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is asked.
+  """The workload.
 
   Attributes:
     model: "nano" or a Hugging Face directory.
-    num_prompts: groups.
-    group_size: answers to each prompt.
-    max_tokens: the longest answer; longer draws are clipped.
-    seed: of problems and lengths.
-    num_instances: of our engine; one virtual CPU device each.
-    num_threads: of torch, and of llama.cpp.
+    num_prompts: number of groups.
+    group_size: completions per prompt.
+    max_tokens: maximum length; longer draws are clipped.
+    seed: seed of problems and lengths.
+    num_instances: instances of our engine, one virtual CPU device each.
+    num_threads: threads of torch and of llama.cpp.
   """
 
   model: str = "nano"
@@ -64,13 +65,13 @@ class Workload:
 
 
 class Peer(NamedTuple):
-  """Who answers.
+  """An engine to measure.
 
   Attributes:
-    label: for people.
+    label: display name.
     kind: "ours", "transformers" or "llama.cpp".
-    settings: of ours, fields of `NumericsConfig`; of others, how they batch.
-    engine: of ours, fields of `EngineConfig`.
+    settings: for ours, fields of `NumericsConfig`; for others, how they batch.
+    engine: for ours, fields of `EngineConfig`.
   """
 
   label: str
@@ -113,7 +114,7 @@ PEERS = {
   "hf-continuous": Peer(
     "transformers continuous batching", "transformers", dict(is_continuous=True)
   ),
-  # Its best of flash attention on, off and its own choice, and of f16 and f32 keys and values.
+  # The fastest setting: flash attention on, off or automatic, with f16 or f32 keys and values.
   "llama-cpp": Peer(
     "llama.cpp, float32, a stream a sequence, slots by length, which it is told",
     "llama.cpp",
@@ -121,15 +122,15 @@ PEERS = {
   ),
 }
 BASELINE = "hf-static"
-# What must give how many times the useful tokens/s of what.
+# AIMED has to reach this multiple of each peer's useful tokens/s.
 AIMED = "native-k"
 AIMS = {"tiled-8": 4.0, "hf-static": 10.0, "hf-sorted-32": 4.0, "llama-cpp": 3.0}
-# Packages of the kinds that need some.
+# Additional packages by kind.
 PACKAGES = {"transformers": ("torch", "transformers"), "llama.cpp": (llama_cpp.PACKAGE,)}
 
 
 def forced_lengths(workload: Workload) -> np.ndarray:
-  """Returns i32[p, g], log-normal lengths whose logarithms share half their variance in a group."""
+  """Returns log-normal lengths, i32[p, g]; half the variance of their logarithms is per group."""
   rng = np.random.default_rng(workload.seed)
   shape = (workload.num_prompts, workload.group_size)
   logarithm = 4.35 + 0.62 * rng.normal(size=(shape[0], 1)) + 0.62 * rng.normal(size=shape)
@@ -137,8 +138,8 @@ def forced_lengths(workload: Workload) -> np.ndarray:
 
 
 def prompts(workload: Workload) -> list[tuple[int, ...]]:
-  """Returns one prompt a group: word problems as user turns."""
-  # JAX stays out of the peers that do not need it.
+  """Returns one prompt per group: word problems as user turns."""
+  # Imported here so that peers which do not need JAX do not import it.
   from seerjax.models import loading as model_loading, tokenizer as tokenizer_lib
   from seerjax.rollout import groups
   from seerjax.tasks import loading
@@ -153,14 +154,14 @@ def prompts(workload: Workload) -> list[tuple[int, ...]]:
   return [groups.prompt_tokens(task.problem("train", index), tokenizer) for index in indices]
 
 
-# What a peer is: a function that answers everything once and returns how many tokens it gave.
+# A peer: runs the whole workload once and returns the number of generated tokens.
 Answer = Callable[[], int]
 
 
 def our_answer(
   workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
 ) -> Answer:
-  """Returns a peer that is this engine."""
+  """Returns the peer for this engine."""
   from seerjax import numerics as numerics_lib, parallel
   from seerjax.engine import engine as engine_lib
   from seerjax.models import parameters
@@ -177,7 +178,7 @@ def our_answer(
     num_pages=num_sequences * -(-longest // page_size) + 1,
     max_sequences=num_sequences,
     max_context=longest,
-    # Small buckets serve the tail; for the tiled path they only save memory.
+    # Small buckets help in the tail; on the tiled path they only save memory.
     row_buckets=tuple(sorted({8, 32, num_sequences, max(256, num_sequences)})),
     **peer.engine,
   )
@@ -200,7 +201,7 @@ def our_answer(
   ]
 
   def answer() -> int:
-    # Pages of the run before are forgotten, so that every run prefills.
+    # Drops pages of the previous run, so that every run prefills.
     engine.set_params(parameters.compute_params(policy.params, numerics), policy_version=0)
     return sum(len(completion.tokens) for completion in engine.generate(requests))
 
@@ -210,10 +211,10 @@ def our_answer(
 def their_answer(
   workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
 ) -> Answer:
-  """Returns a peer that is Hugging Face transformers on torch.
+  """Returns the peer for Hugging Face transformers on torch.
 
-  Static batches are padded on the left and run until their longest answer is there; no token ends
-  an answer. Continuous batching is told every length beforehand.
+  Static batches are left-padded and run until the longest completion is done; no token ends a
+  completion. Continuous batching gets every length in advance.
   """
   settings = peer.settings
   import torch  # pyright: ignore[reportMissingImports]
@@ -279,7 +280,7 @@ def their_answer(
         result = manager.get_result(timeout=1)
         if result is None:
           if not manager.is_running():
-            break  # It stopped by itself: `fault` misses the tokens.
+            break  # It stopped by itself: `fault` reports the missing tokens.
         elif result.is_finished():
           finished += 1
           given += len(result.generated_tokens)
@@ -291,7 +292,7 @@ def their_answer(
 def llama_answer(
   workload: Workload, texts: list[tuple[int, ...]], lengths: np.ndarray, peer: Peer
 ) -> Answer:
-  """Returns a peer that is llama.cpp, on a GGUF of the same weights in float32."""
+  """Returns the peer for llama.cpp, on a float32 GGUF file of the same weights."""
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "model.gguf")
     peer_models.write_gguf(workload.model, file)
@@ -310,25 +311,24 @@ BUILDERS = {"ours": our_answer, "transformers": their_answer, "llama.cpp": llama
 
 
 def peak_memory() -> int:
-  """Returns the most bytes that this process has held since its program began.
+  """Returns the peak resident memory of this process since exec, in bytes.
 
-  Linux hands the parent's peak down with `ru_maxrss`, through fork and exec alike, so that a small
-  peer of a parent that once held much would seem as large. The address space's own mark is new with
-  each program.
+  On Linux `ru_maxrss` is inherited through fork and exec, so a small child of a large parent would
+  seem as large. VmHWM starts anew with each program.
   """
   status = pathlib.Path("/proc/self/status")
-  if not status.exists():  # macOS, where `ru_maxrss` has bytes.
+  if not status.exists():  # macOS, where `ru_maxrss` is in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
   return int(kibibytes) * 1024
 
 
 def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
-  """A peer's process: answers once for each line on stdin, one JSON line each."""
+  """Runs a peer in this process: for each line on stdin, runs once and prints one JSON line."""
   lengths = forced_lengths(workload)
   peer = PEERS[name]
   reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What libraries print must not look like a reply.
+  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
   try:
     answer = BUILDERS[peer.kind](workload, texts, lengths, peer)
     for _ in sys.stdin:
@@ -339,13 +339,13 @@ def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
         seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak_memory()
       )
       print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # Another library's failure is a finding, to be told with its name.
+  except Exception as error:  # A peer's failure is a result, reported under its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
     raise
 
 
 class Process:
-  """A peer in a process of its own."""
+  """A peer in a separate process."""
 
   def __init__(
     self,
@@ -367,7 +367,7 @@ class Process:
     print(arguments, file=self._process.stdin, flush=True)
 
   def answer(self) -> dict[str, Any]:
-    """Answers the workload once; {"error": ...} if the peer cannot."""
+    """Runs the workload once and returns the record; {"error": ...} if the peer fails."""
     assert self._process.stdin is not None
     assert self._process.stdout is not None
     try:
@@ -378,7 +378,7 @@ class Process:
     return json.loads(line) if line else dict(error="its process ended")
 
   def close(self) -> None:
-    """Lets the process end."""
+    """Ends the process."""
     assert self._process.stdin is not None
     assert self._process.stdout is not None
     self._process.stdin.close()
@@ -387,12 +387,12 @@ class Process:
 
 
 def missing_packages(kind: str, python: str) -> list[str]:
-  """Returns which packages that peers of a kind need a Python does not find."""
+  """Returns the packages of a kind of peer that a Python interpreter lacks."""
   return missing_of(PACKAGES.get(kind, ()), python)
 
 
 def missing_of(packages: Sequence[str], python: str) -> list[str]:
-  """Returns which packages a Python does not find."""
+  """Returns the packages that a Python interpreter lacks."""
   program = (
     "import importlib.util, sys;"
     " print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
@@ -402,11 +402,11 @@ def missing_of(packages: Sequence[str], python: str) -> list[str]:
 
 
 def pythons(torch_python: str) -> dict[str, str]:
-  """Returns the Python of each kind of peer.
+  """Returns the Python interpreter of each kind of peer.
 
   Args:
-    torch_python: of transformers; if empty, this one where it has torch, else that of .venv-3.11
-      if there is one (torch's CPU build is locked for Python 3.11 alone).
+    torch_python: interpreter for transformers; if empty, this one if it has torch, else that of
+      .venv-3.11 if it exists (torch's CPU build is only locked for Python 3.11).
   """
   beside = ROOT / ".venv-3.11" / "bin" / "python"
   if not torch_python:
@@ -416,7 +416,7 @@ def pythons(torch_python: str) -> dict[str, str]:
 
 
 def fault(reply: dict[str, Any], num_tokens: int) -> str:
-  """Returns why a peer's answer does not count, "" if it does."""
+  """Returns why a peer's result does not count, "" if it does."""
   if "error" in reply:
     return reply["error"]
   if reply["tokens"] != num_tokens:
@@ -431,7 +431,7 @@ def measure(
   say: Callable[[str], None],
   interpreters: dict[str, str],
 ) -> dict[str, Any]:
-  """Returns, by peer, its seconds, tokens/s and peak memory, or why it has none."""
+  """Returns, by peer, its seconds, tokens/s and peak memory, or its error."""
   texts = prompts(workload)
   useful = int(forced_lengths(workload).sum())
   results: dict[str, Any] = {}
@@ -453,7 +453,7 @@ def measure(
         say(f"{PEERS[name].label}: warmed up in {first['seconds']:.1f} s")
         results[name] = dict(seconds=[], cpu_seconds=[], warmup_seconds=first["seconds"])
     for repetition in range(repetitions):
-      # Backwards every second time: what the machine does meanwhile then hits all peers alike.
+      # Alternates the order, so that other load on the machine affects all peers alike.
       for name in list(processes)[:: 1 if repetition % 2 == 0 else -1]:
         if reply := answer(name):
           results[name]["seconds"].append(reply["seconds"])
@@ -502,7 +502,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def aims(results: dict[str, Any]) -> str:
-  """Returns the ratios that are aimed at as Markdown, and which of them hold."""
+  """Returns the target ratios as Markdown, and which of them are met."""
   ours = results.get(AIMED, {})
   if "tokens_per_second" not in ours:
     return f"{PEERS[AIMED].label} was not measured, and so no aim."
@@ -524,7 +524,7 @@ def aims(results: dict[str, Any]) -> str:
 
 
 def costs(results: dict[str, Any]) -> str:
-  """Returns sentences on the price of determinism: extra time of the tiled path."""
+  """Returns sentences on the cost of determinism: the extra time of the tiled path."""
   plain = results.get("untiled-1", {}).get("tokens_per_second")
   sentences = []
   for name, slabs in (("tiled-1", "1 slab"), ("tiled-8", "8 slabs")):
@@ -566,15 +566,15 @@ def picture(results: dict[str, Any], path: pathlib.Path) -> None:
 def chosen_peers(
   names: list[str], missing: dict[str, list[str]], say: Callable[[str], None]
 ) -> list[str]:
-  """Returns the peers that can run here, of those that are named, or of all if none is.
+  """Returns the named peers (all if none is named) that can run here.
 
   Args:
-    names: of peers.
+    names: names of peers.
     missing: by kind, the packages that are not installed.
-    say: is told which kinds are left out.
+    say: receives a line for each kind that is left out.
 
   Raises:
-    ValueError: if a name is not known.
+    ValueError: if a name is unknown.
   """
   if unknown := [name for name in names if name not in PEERS]:
     raise ValueError(

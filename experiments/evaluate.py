@@ -1,12 +1,13 @@
 """Evaluates a model directory on a task: accuracy, mean reward, pass@k, with their errors.
 
-Claim: none; a run's own evaluations give the same numbers for the same weights.
+Claim: none; a run's evaluations give the same numbers for the same weights.
 Command: bash launch/local.sh experiments.evaluate --config.model=runs/grpo/model
   another task:    --config.task=gsm8k --config.task_path=DIRECTORY
   pass@k:          --config.evaluation.num_samples=8 --config.evaluation.pass_at="(1, 4)" \
                      --config.evaluation.temperature=1
   further sets:    --config.evaluation.sets.math=math=DIRECTORY
-Hardware: 2 CPU cores, a minute for nano. The numbers are in --workdir/evaluation.json too.
+Hardware: 2 CPU cores, a minute for nano. The numbers are also written to
+--workdir/evaluation.json.
 """
 
 from __future__ import annotations

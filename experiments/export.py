@@ -1,11 +1,11 @@
 """Writes a saved step of a run, or a model, as a model directory, a GGUF file or adapters.
 
-Claim: none; the latest step's directory has the bytes that the run itself exported.
+Claim: none; for the latest step the directory has the same bytes as the run's own export.
 Command: bash launch/local.sh experiments.export --run=runs/grpo --step=10 --out=runs/step-10
-  adapters alone:  --adapter (of a run with --config.lora_rank), as PEFT reads them
+  adapters alone:  --adapter (of a run with --config.lora_rank), in PEFT's format
   for llama.cpp:   --gguf=Q8_0 --out=step-10.gguf, with tokenizer and chat template
   another model:   --model=MODEL.gguf --dtype=float32 --out=DIR (or a directory and --gguf)
-Hardware: 2 CPU cores, seconds for nano; memory as for the run's masters and moments, or the model.
+Hardware: 2 CPU cores, seconds for nano; memory for the run's masters and moments, or the model.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from seerjax.run import command_line, policy as policy_lib, programs as programs
 
 
 class Target(NamedTuple):
-  """What is written, and how.
+  """Output format and location.
 
   Attributes:
-    out: is made: a directory, or a GGUF file if `gguf` is given.
-    dtype: of a directory's tensors, "bfloat16" or "float32".
-    gguf: kind of a GGUF file's matrices, of `gguf_write.KINDS`; "" for a directory.
-    pre: the pre-tokenizer that llama.cpp is to use, where it has none that cuts as the tokenizer.
-    overwrite: replace what an export wrote there before.
+    out: the path to create: a directory, or a GGUF file if `gguf` is set.
+    dtype: dtype of a directory's tensors, "bfloat16" or "float32".
+    gguf: type of a GGUF file's matrices, of `gguf_write.KINDS`; "" for a directory.
+    pre: the llama.cpp pre-tokenizer to use if none splits text as this tokenizer does.
+    overwrite: whether to replace the output of an earlier export.
   """
 
   out: pathlib.Path
@@ -55,11 +55,11 @@ def write(
   config: model_config.TransformerConfig,
   tokenizer: tokenizer_lib.Tokenizer | None,
 ) -> str:
-  """Writes a model; returns what was written, for people.
+  """Writes a model; returns a readable description of the output.
 
   Raises:
-    FileExistsError: if `target.out` holds something.
-    ValueError: naming what the format does not hold.
+    FileExistsError: if `target.out` exists and is not empty.
+    ValueError: naming what the format cannot represent.
   """
   if not target.gguf:
     huggingface.save(
@@ -84,12 +84,12 @@ def write(
 
 
 def export_model(model: str, target: Target) -> str:
-  """Writes a model by its name, directory or GGUF file; returns what was written, for people.
+  """Exports a model by name, directory or GGUF file; returns a readable description of the output.
 
   Raises:
-    FileExistsError: if `target.out` holds something.
+    FileExistsError: if `target.out` exists and is not empty.
     FileNotFoundError: if there is no such model.
-    ValueError: naming what is wrong in the model's files, or what the format does not hold.
+    ValueError: naming an error in the model's files, or what the format cannot represent.
   """
   source = loading.path_of(model)
   params, config = huggingface.load(source, numerics_lib.NumericsConfig(reduction_shards=0))
@@ -99,16 +99,16 @@ def export_model(model: str, target: Target) -> str:
 def export(
   run: pathlib.Path, step: int | None, target: Target, *, is_adapter: bool = False
 ) -> tuple[int, str]:
-  """Writes a step that a run saved; returns which, and what was written, for people.
+  """Exports a saved step of a run; returns (step, readable description of the output).
 
   Args:
     run: the run's directory.
-    step: one that is saved; None is the latest.
-    target: takes the model, with the run's tokenizer and its adapters merged.
+    step: a saved step; None is the latest.
+    target: output of the model, with the run's tokenizer and merged adapters.
     is_adapter: write the adapters instead, in float32.
 
   Raises:
-    FileExistsError: if `target.out` holds something.
+    FileExistsError: if `target.out` exists and is not empty.
     ValueError: if there is no such run or step, or it has no adapters.
   """
   path = run / "config.json"
@@ -129,7 +129,7 @@ def export(
     programs_lib.abstract_state(config, policy, mesh=parallel.make_mesh()),
     fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
     step=step,
-    accept_new_numerics=True,  # Weights are what they are.
+    accept_new_numerics=True,  # Exported weights do not depend on the numerics.
   )
   if is_adapter:
     peft.save(
@@ -146,7 +146,7 @@ def export(
 
 
 def main(argv: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
   args = flags.FLAGS
   with command_line.refusals():
     command_line.check_arguments(argv)

@@ -1,7 +1,7 @@
-"""Streams one answer, or chats: `seerjax.generate` from a checkout.
+"""Streams one completion, or chats: `seerjax.generate` from a checkout.
 
-Claim: the text is a function of (weights, prompt, sampling parameters, seed) alone; ask twice, get
-the same bits.
+Claim: the text is a function of (weights, prompt, sampling parameters, seed) only; repeating a
+command gives the same bits.
 Command: bash launch/local.sh experiments.generate --prompt="Tom has 3 apples and buys 4. How many?"
   from the wheel: python -m seerjax.generate
 Hardware: 2 CPU cores, a few seconds and one compilation. Text goes to stdout, numbers to stderr.

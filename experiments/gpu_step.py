@@ -1,12 +1,12 @@
-"""The engine's step and a train step, compiled for an H200 without one: launches, waits, roofline.
+"""Compiles the engine step and a train step for an H200, without one: launches, waits, roofline.
 
-Claim: a layer of the engine's step launches at most 10 of our kernels and 12 of XLA's at 64 rows;
+Claim: a layer of the engine step launches at most 10 of our kernels and 12 of XLA's at 64 rows;
 the host reads nothing within a step; the step of 36 layers compiles in 3 CPU minutes.
 Command: bash launch/gpu_compile.sh --only=step
 Hardware: 2 CPU cores, minutes; no GPU. Numbers: docs/results/gpu_compile.md
 
-A layer's launches are those of a step of two layers without those of a step of one. Nothing here is
-measured on a GPU: the roofline is computed (`pallas_kernels/roofline.py`).
+A layer's launches are the difference between a step of two layers and a step of one. Nothing here
+is measured on a GPU: the roofline is computed (`pallas_kernels/roofline.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from seerjax.models import config as model_config, presets
 from seerjax.trainer import step as trainer_step
 
 MODEL = "qwen3-8b"
-# Rows of a step, each the last position of a sequence of `CONTEXT`: 256 of them fit the memory.
+# Rows of a step, each the last position of a sequence of `CONTEXT` tokens: 256 fit in memory.
 ENGINE_ROWS = (1, 64, 256, 1024)
 ROOFLINE_ROWS = (1, 64, 256)
 TRAIN_ROWS = (64, 1024)
@@ -41,7 +41,7 @@ FLAT_LAYERS = (2, 8, 36)
 CONTEXT = 2048
 NUM_PAGES = 2048
 MAX_CONTEXT = 8192
-# What a step may have; see the claim.
+# Limits of a step; see the claim.
 MOST_OURS, MOST_OTHERS, MOST_SECONDS = 10, 12, 180.0
 CLAIMED_ROWS = 64
 
@@ -52,7 +52,7 @@ def counted(number: int, what: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """A compiled step of `num_layers` layers and `num_rows` rows; `error` says why there is none."""
+  """A compiled step of `num_layers` layers and `num_rows` rows, or the `error` of compiling it."""
 
   kind: str
   num_rows: int
@@ -75,26 +75,26 @@ class Step:
     return sum(start.num_times for start in self.starts if start.is_ours == is_ours)
 
 
-# ----- what is compiled
+# ----- compilation
 
 
 def model(num_layers: int) -> model_config.TransformerConfig:
-  """Returns the model with that many of its layers."""
+  """Returns the model cut to `num_layers` layers."""
   return dataclasses.replace(presets.get(MODEL), num_layers=num_layers)
 
 
 def numerics() -> numerics_lib.NumericsConfig:
-  """Returns those of a GPU."""
+  """Returns the numerics of a GPU."""
   return numerics_lib.NumericsConfig(implementation="pallas", compute_dtype="bfloat16")
 
 
 def shapes_of(tree: Any) -> Any:
-  """Returns the shapes of arrays on the host."""
+  """Returns the shapes and dtypes of host arrays."""
   return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """Returns the step of `decoding_step`, and its arguments' shapes."""
+  """Returns the step of `decoding_step` and the shapes of its arguments."""
   config = model(num_layers)
   inputs = decoding_step.inputs(config, num_rows, CONTEXT, max_context=MAX_CONTEXT)
   pages = jax.eval_shape(lambda: decoding_step.pages(config, numerics(), NUM_PAGES))
@@ -104,9 +104,9 @@ def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tup
 
 
 def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """Returns the gradient of a micro-batch's scores, and its arguments' shapes."""
+  """Returns the gradient of a micro-batch's scores and the shapes of its arguments."""
   config = model(num_layers)
-  # Rows as those of a step that decodes, in segments of a tile's positions.
+  # As many rows as a decoding step, in segments of `query_tile` positions.
   step = shapes_of(decoding_step.inputs(config, num_rows, CONTEXT, max_context=MAX_CONTEXT))
   num_segments = -(-num_rows // numerics().query_tile)
   segments = jax.ShapeDtypeStruct((num_segments,), jnp.int32)
@@ -153,7 +153,7 @@ def compiled(kind: str, num_rows: int, num_layers: int) -> Step:
     made = sass.compile_for_hopper(
       call, *arguments, donated=(1,) if kind == "engine step" else ()
     )
-  # Whatever a step raises is what the report says of it.
+  # The report shows any error of a step.
   except Exception as error:
     lines = str(error).strip().splitlines() or ["no message"]
     return dataclasses.replace(step, error=f"{type(error).__name__}: {lines[0]}"[:300])
@@ -172,7 +172,7 @@ def compiled(kind: str, num_rows: int, num_layers: int) -> Step:
 
 
 def wanted() -> list[tuple[str, int, int]]:
-  """Returns the steps of the report; the slowest to compile come first."""
+  """Returns the steps of the report, slowest to compile first."""
   flat = [("engine step", CLAIMED_ROWS, layers) for layers in reversed(FLAT_LAYERS)]
   train = [("train step", rows, 1) for rows in reversed(TRAIN_ROWS)]
   engine = [("engine step", rows, 1) for rows in reversed(ENGINE_ROWS)]
@@ -180,11 +180,11 @@ def wanted() -> list[tuple[str, int, int]]:
   return [*flat, *train, *engine]
 
 
-# ----- what is refused
+# ----- limits
 
 
 def of_layer(steps: Sequence[Step], num_rows: int) -> tuple[int, int] | None:
-  """Returns the launches of one layer, ours and others; None without steps of one and two."""
+  """Returns one layer's launches (ours, others); None unless steps of one and two layers exist."""
   of = {s.num_layers: s for s in steps if (s.kind, s.num_rows) == ("engine step", num_rows)}
   if not {1, 2} <= of.keys() or of[1].error or of[2].error:
     return None
@@ -193,7 +193,7 @@ def of_layer(steps: Sequence[Step], num_rows: int) -> tuple[int, int] | None:
 
 
 def complaints(steps: Sequence[Step]) -> list[str]:
-  """Returns what is wrong with compiled steps, as sentences."""
+  """Returns the violated limits of compiled steps, as sentences."""
   found = compile_report.complaints([result_of(step) for step in steps])
   for step in steps:
     where = f"{step.kind}: {step.name}"
@@ -217,7 +217,7 @@ def complaints(steps: Sequence[Step]) -> list[str]:
 def result_of(step: Step) -> compile_report.Result:
   """Returns a step as a case of the kernels' report.
 
-  It has no family: few rows take other programs for a contraction and for attention than many do.
+  It has no family, because contractions and attention use different programs for few rows and many.
   """
   return compile_report.Result(
     step.kind,
@@ -238,7 +238,7 @@ def table(header: Sequence[str], lines: Iterator[Sequence[Any]]) -> str:
 
 
 def steps_table(steps: Sequence[Step]) -> str:
-  """Returns what each step launches and where the host waits."""
+  """Returns a table of the launches of each step and of where the host waits."""
   header = (
     "step", "ours", "others", "loops of unknown length", "host reads", "temporaries, MiB",
     "lowering, CPU s", "compiling, CPU s",
@@ -264,10 +264,9 @@ def steps_table(steps: Sequence[Step]) -> str:
 
 
 def works(steps: Sequence[Step], num_rows: int) -> list[tuple[roofline.Work, int]]:
-  """Returns the launches of the whole model's step, with their numbers.
+  """Returns the launches of the whole model's step with their counts; equal launches are merged.
 
-  Equal launches are one line. What a step of two layers has more than a step of one, each other
-  layer has too.
+  Every further layer adds the difference between a step of two layers and a step of one.
   """
   num_layers = presets.get(MODEL).num_layers
   counts: dict[int, collections.Counter[roofline.Work]] = {}
@@ -304,7 +303,7 @@ def peers(num_rows: int) -> Sequence[tuple[roofline.Work, int]]:
 
 
 def roofline_table(launches: Sequence[tuple[roofline.Work, int]], least_seconds: float) -> str:
-  """Returns the launches of a step, and their sum; those below `least_seconds` are one line."""
+  """Returns a table of launches and their sum; those below `least_seconds` share one line."""
   header = (
     "launch", "largest operand", "a step", "MB", "GFLOP", "multiprocessors", "at least, µs",
     "of the step, µs",
@@ -356,7 +355,7 @@ def markdown(steps: Sequence[Step]) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-  """Returns the exit status: 1 if something is refused."""
+  """Returns the exit status: 1 if a limit is violated."""
   parser = argparse.ArgumentParser(prog="python -m experiments.gpu_step")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/gpu_compile"))
   parser.add_argument("--rows", default="", help="only engine steps of these rows, 1 and 2 layers")

@@ -1,15 +1,15 @@
-"""What a gradient costs: forward and gradient of the main job's micro-batch, tiled and native.
+"""Times forward and gradient of the main job's micro-batch, tiled and native.
 
-Claim: natively a gradient takes at most 4x its forward's time, and the forward is at least 2.5x as
-fast as the tiled one's.
+Claim: natively a gradient takes at most 4x the time of a forward pass, and the forward pass is at
+least 2.5x as fast as the tiled one.
 Command: bash launch/local.sh experiments.gradient_cost --workdir=runs/gradient_cost
   in a minute: --groups=1 --repetitions=1
 Hardware: 2 CPU cores, about 3 minutes. Numbers: docs/results/gradient_cost.md
 
-The micro-batch: word problems, each answered by 8 members of forced lengths with random tokens, on
+The micro-batch has word problems with 8 completions each, of forced lengths and random tokens, on
 one device, in the shapes that the main job derives for the model. Both implementations run in one
-process and take turns. A forward scores the batch as the gradient program does (`Trainer.scores`),
-which a gradient contains (`Trainer.gradient`). CPU seconds count every thread.
+process and take turns. A forward pass scores the batch (`Trainer.scores`) in the same way as the
+gradient program, which contains it (`Trainer.gradient`). CPU seconds count every thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from seerjax.types import (
 
 MEMBERS = 8
 IMPLEMENTATIONS = ("tiled", "native")
-# What is aimed at: native's gradient over its forward at most, its forward over tiled's at least.
+# Targets: maximum of native gradient / forward time; minimum speed-up of native over tiled forward.
 MOST_OF_FORWARD, LEAST_OF_TILED = 4.0, 2.5
 
 Say = Callable[[str], None]
@@ -52,7 +52,7 @@ Say = Callable[[str], None]
 def job(
   model: str, implementation: str, model_shards: int = 1
 ) -> tuple[Any, run_config.RunConfig]:
-  """Returns a policy, and the main job on one instance as the policy's model decides it."""
+  """Returns a policy, and the main job on one instance with the sizes derived for its model."""
   policy, _ = generate.load(model)
   main = presets.main_job()
   numerics = dataclasses.replace(main.numerics, implementation=implementation)
@@ -63,7 +63,7 @@ def job(
 
 
 def answered(policy: Any, num_groups: int, longest: int) -> list[RolloutGroup]:
-  """Returns groups of word problems with random answers of 16 to `longest` tokens."""
+  """Returns groups of word problems with random completions of 16 to `longest` tokens."""
   random = np.random.default_rng(0)
   task = loading.load("word_problems", path=None)
   groups = []
@@ -98,7 +98,7 @@ def answered(policy: Any, num_groups: int, longest: int) -> list[RolloutGroup]:
 def calls(
   model: str, implementation: str, num_groups: int, model_shards: int = 1
 ) -> tuple[TrainBatch, dict[str, Callable[[], Any]]]:
-  """Returns a packed batch, and what is timed: "forward" and "gradient" of it.
+  """Returns a packed batch, and the functions to time: its "forward" and "gradient".
 
   Raises:
     ValueError: if the groups fill more than one micro-batch.
@@ -133,7 +133,7 @@ def measure(model: str, num_groups: int, repetitions: int, say: Say) -> dict[str
   wall: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
   cpu: dict[tuple[str, str], list[float]] = {key: [] for key in timed}
   for repetition in range(repetitions + 1):
-    # Backwards every second time: what the machine does meanwhile then hits all alike.
+    # Alternates the order, so that other load on the machine affects all alike.
     for key in list(timed)[:: 1 if repetition % 2 else -1]:
       begin, cpu_begin = time.perf_counter(), time.process_time()
       timed[key]()
@@ -152,7 +152,7 @@ def measure(model: str, num_groups: int, repetitions: int, say: Say) -> dict[str
 
 
 def table(results: dict[str, Any]) -> str:
-  """Returns the seconds and what they are aimed at as Markdown."""
+  """Returns the seconds and the targets as Markdown."""
   seconds = results["seconds"]
   lines = [
     f"{results['rows']:,} rows; medians of wall seconds (range), CPU seconds.\n",
