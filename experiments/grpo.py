@@ -1,14 +1,14 @@
-r"""THE MAIN JOB: a small reasoning model learns word problems by reinforcement.
+r"""The main job: trains a small reasoning model on word problems with reinforcement learning.
 
 Claim: within ten minutes on 2 CPU cores, installation included, held-out accuracy rises by ten
-points or more, while the log-probabilities that sampled are, to the bit, those of the trainer's own
-packed program under `value_and_grad`: KL and gap exactly 0.0 in every step.
+points or more, while the sampler's log-probabilities equal, to the bit, those of the trainer's
+packed program under `value_and_grad`: KL and gap are exactly 0.0 in every step.
 Command: bash launch/local.sh
   another model and task:  bash launch/local.sh experiments.grpo --config.model=PATH_OR_HUB_ID \
                              --config.task=gsm8k --config.task_path=DIRECTORY
   your own task or reward: --config.task=my_module:MyTask, or --config.task=my_module:reward
                              --config.task_path=prompts.jsonl
-  carry on after a kill:   the same command with --resume
+  continue after a kill:   the same command with --resume
 Hardware: 2 CPU cores, 3 GiB. Numbers: docs/results/grpo.md
 """
 
@@ -52,15 +52,15 @@ from seerjax.run.programs import Programs
 from seerjax.tasks import loading
 from seerjax.types import Task
 
-# Train prompts read beforehand; a longer one that comes later is refused when it comes.
+# Train prompts that are checked in advance; a later one that is too long raises when it is used.
 MOST_CHECKED = 10_000
 
 
 def say_memory(config: RunConfig, name: str) -> None:
-  """Prints what memory a run of a model takes, whose shape is known before its weights are read.
+  """Prints the planned memory of a run, from the model's shape, before weights are read.
 
   Raises:
-    ValueError: with the figures, if that does not fit.
+    ValueError: with the figures, if the run does not fit.
   """
   directory, published = pathlib.Path(name).expanduser(), name.rpartition("/")[2].lower()
   if gguf_file.is_named(directory) or (directory / "config.json").is_file():
@@ -68,14 +68,14 @@ def say_memory(config: RunConfig, name: str) -> None:
   elif published in presets.CONFIGS:
     model = presets.get(published)
   else:
-    return  # A Hub id that we do not know: its run says it.
+    return  # An unknown Hub id: the run reports its memory after the download.
   if line := config_lib.chosen(config, config_lib.for_model(config, model)):
     print(line)
   print(memory_lib.memory_plan(config, model).describe(), flush=True)
 
 
 def on_these_devices(config: RunConfig) -> RunConfig:
-  """Returns the config with no more instances than there are devices; says so if it has fewer."""
+  """Returns the config with at most as many instances as devices; prints a line if it has fewer."""
   found = len(jax.devices()) // config.model_shards
   if config.num_instances <= max(found, 1):
     return config
@@ -87,13 +87,13 @@ def on_these_devices(config: RunConfig) -> RunConfig:
 
 
 def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
-  """Refuses prompts that leave no room for an answer, which the run would meet much later.
+  """Rejects prompts that leave no room for a completion before the run starts.
 
   Raises:
-    ValueError: if a split has no problem, or naming the longest prompt.
+    ValueError: if a split has no problems, or naming the longest prompt.
   """
   asked = config.num_steps * config.rollout.groups_per_step * config.trainer.max_rounds
-  # What may be too short for prompt and answer together, and for those that learn.
+  # Limits on prompt plus completion, in evaluation and in training.
   engine = (config.engine.max_context, "EngineConfig.max_context")
   model = (policy.model.max_context, "the model's max_context")
   of_model = config_lib.for_model(config, policy.model).trainer
@@ -119,19 +119,19 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
 def prepare(
   config: RunConfig, directory: pathlib.Path, *, resume: bool, bitwise: bool
 ) -> tuple[Task, Policy]:
-  """Returns the task and the policy of a run, and says whether rows are invariant here.
+  """Returns the task and the policy of a run; prints whether rows are invariant on this machine.
 
   Raises:
     ValueError: if the directory, the task, its prompts, the model or, with `bitwise`, this backend
-      will not do.
-    FileNotFoundError: if the task's file is not there.
+      cannot be used.
+    FileNotFoundError: if the task's file does not exist.
   """
   directory_lib.check_directory(directory, resume=resume)
   task = loading.load(
     config.task, path=config.task_path or None, options=config.task_options
   )
   if config.model != "nano":
-    say_memory(config, config.model)  # Before gigabytes are read.
+    say_memory(config, config.model)  # Before gigabytes are loaded.
   policy = policy_lib.load_policy(config.model, config.numerics)
   if policy.require_tokenizer().ignored_generation:
     print(policy_lib.ignored_settings(policy.require_tokenizer()), flush=True)
@@ -153,18 +153,18 @@ def check_model(
   bitwise: bool = True,
   learns: bool = True,
 ) -> None:
-  """Says whether the run's own model, buckets and trainer are invariant here.
+  """Checks and prints whether the run's model, buckets and trainer are invariant on this machine.
 
   Args:
-    config: the run, or what discovery shares with one.
-    policy: what is going to be sampled.
-    programs: of the run, which compile here.
-    say: takes one line for people.
-    bitwise: whether to refuse what is not invariant.
-    learns: whether the trainer is asked too.
+    config: the run, or a discovery run's configuration of the same fields.
+    policy: the policy to sample.
+    programs: programs of the run; the check compiles them.
+    say: receives one line of output.
+    bitwise: whether to raise if they are not invariant.
+    learns: whether to check the trainer too.
 
   Raises:
-    ValueError: with `bitwise`, if they are not.
+    ValueError: with `bitwise`, if they are not invariant.
   """
   config = config_lib.for_model(config, policy.model)
   params = policy_lib.first_params(config.weights, policy)
@@ -182,7 +182,7 @@ def check_model(
 
 
 def saved(rows: Sequence[Mapping[str, float]]) -> str:
-  """Returns one line on what the scheduler and drafts did in the rows of metrics.jsonl."""
+  """Returns one line on the effect of scheduler and drafts, from the rows of metrics.jsonl."""
   total = {
     name: sum(int(row.get(f"schedule/{name}", 0)) for row in rows)
     for name in (
@@ -198,7 +198,7 @@ def saved(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def example(result: rl.Result) -> str:
-  """Returns the first held-out problem with its answers before and after, for people."""
+  """Returns a readable text: the first held-out problem with its answers before and after."""
   lines = [f"one held-out problem, the first: {result.after.problem.prompt!r}"]
   for when, answer in (("before", result.before), ("after", result.after)):
     word = "right" if answer.verdict.correct else "wrong"
@@ -206,7 +206,7 @@ def example(result: rl.Result) -> str:
   return "\n".join(lines)
 
 
-# What scripts of launch/ add to the arguments of a run, and its next run has no use for.
+# Arguments that the scripts of launch/ add to a run; they are left out of suggested commands.
 OF_SLICE = ("num_processes", "process_id", "coordinator")
 OF_CLUSTER = (
   "config.cluster.workers", "config.cluster.address", "config.kv_pool.mooncake",
@@ -215,7 +215,7 @@ OF_CLUSTER = (
 
 
 def begun_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
-  """Returns what started a run on one machine, script and options, and the run's own arguments."""
+  """Returns (launch script with its options, the run's own arguments)."""
   given = dict(one.lstrip("-").split("=", 1) for one in arguments if "=" in one)
   own = lambda names: [one for one in arguments if one.lstrip("-").split("=")[0] not in names]
   if given.get("coordinator", "").startswith("127.0.0.1:"):
@@ -226,10 +226,10 @@ def begun_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
-  """Returns three commands to try after a run that was begun with `arguments`."""
+  """Returns three commands to try after a run that was started with `arguments`."""
   script, own = begun_with(arguments)
   own = [one for one in own if one != "--resume"]
-  # Of a flag that is given twice the last counts.
+  # If a flag is given twice, the last one counts.
   more = shlex.join([*own, "--resume", f"--config.num_steps={2 * config.num_steps}"])
   question = "Tom has 3 apples and buys 4. How many?"
   return "\n".join(
@@ -245,14 +245,14 @@ def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequenc
 
 
 def main(argv: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
-  # Later refusals too: what was finished is in --workdir, and --resume goes on from it.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file of a checkpoint.
+  # Errors during the run are printed in one line too; --resume continues from --workdir.
   with command_line.refusals():
     learn(argv)
 
 
 def learn(argv: list[str]) -> None:
-  """Runs what the flags say, and prints what came of it."""
+  """Runs the configuration of the flags and prints the result."""
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
   command_line.check_arguments(argv)
@@ -267,12 +267,12 @@ def learn(argv: list[str]) -> None:
 
 
 def run(config: RunConfig, directory: pathlib.Path) -> None:
-  """Runs the config in a directory, and prints what came of it."""
+  """Runs a configuration in a directory and prints the result."""
   args = flags.FLAGS
   say = functools.partial(print, flush=True)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
     task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
-  # Before the run, whose programs it compiles.
+  # Checked before the run, with the programs that the run will use.
   begun = directory_lib.as_begun(config, directory) if args.resume else config
   programs = programs_lib.make_programs(begun, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
@@ -297,7 +297,7 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
       learnt,
       policy.model,
       tokenizer=policy.tokenizer,
-      overwrite=True,  # A resumed run's.
+      overwrite=True,  # A resumed run replaces its earlier export.
     )
     page = run_report.render(directory)
   for name in (
@@ -306,7 +306,7 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
     "tokens_per_second", "length_mean", "length_p99", "seconds", "compile_seconds",
     "peak_memory_gib", "optimizer_steps",
   ):  # fmt: skip
-    if name in result.summary:  # An older run, resumed, had no mean reward at its beginning.
+    if name in result.summary:  # A resumed run of an older version may lack the first mean reward.
       print(f"{name:24s} {result.summary[name]}")
   if "joules" in result.summary:
     print(f"{'joules':24s} {result.summary['joules']:.0f}")
@@ -317,7 +317,7 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-  # nano's sizes and learning rate are its own: another model begins with others.
+  # nano's sizes and learning rate apply to nano only: other models have other defaults.
   model = configuration.given(sys.argv[1:], "config.model", RunConfig().model)
   configuration.define_flags(run_presets.of_model(model), "runs/grpo")
   configuration.define_slice_flags()

@@ -1,8 +1,8 @@
-"""What the text of a compiled program says of its loops and of its compiler's estimates.
+"""Reads loops and the compiler's cycle estimates from the text of a compiled XLA program.
 
-The text is XLA's, after every pass (`Compiled.as_text()`). A loop's trip count is known where the
-condition compares a counter with a constant. TPU programs write an estimate of cycles beside what
-takes any; it is the compiler's own, by which it chooses tilings, and no measurement.
+The text is `Compiled.as_text()`, after all passes. A loop's trip count is known if its condition
+compares a counter with a constant. TPU programs contain a cycle estimate for instructions that take
+time; it is the compiler's own, used to choose tilings, and not a measurement.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Loop:
   """One loop of a program.
 
   Attributes:
-    body: name of what it repeats.
-    trips: how often, None where the compiler does not know.
+    body: name of the loop body.
+    trips: trip count, None if the compiler does not know it.
   """
 
   body: str
@@ -33,7 +33,7 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-  """An instruction: its name, its opcode, and the text from its operands on."""
+  """An instruction: name, opcode, and the text from its operands on."""
 
   name: str
   opcode: str
@@ -45,7 +45,7 @@ class _Line:
     return _NAME.findall(self.rest.partition(")")[0])
 
   def named(self, attribute: str) -> list[str]:
-    """Returns the computations that an attribute names."""
+    """Returns the names of computations in an attribute."""
     found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.rest)
     return _NAME.findall(found.group(1)) if found else []
 
@@ -55,8 +55,8 @@ class Program:
   """A compiled program.
 
   Attributes:
-    computations: the instructions of each, by its name.
-    entry: name of the one that the program begins with.
+    computations: instructions by name of computation.
+    entry: name of the entry computation.
   """
 
   computations: Mapping[str, tuple[_Line, ...]]
@@ -72,13 +72,12 @@ class Program:
     ]
 
   def cycles(self, unknown_trips: int) -> int:
-    """Returns the compiler's estimate of one run, in cycles of the device.
+    """Returns the compiler's estimate of one run, in device cycles.
 
     Args:
-      unknown_trips: how often a loop of unknown length is taken to run.
+      unknown_trips: assumed trip count of loops of unknown length.
 
-    Of the branches of a condition the dearest counts. What the compiler gives no estimate for
-    counts nothing.
+    A conditional counts its most expensive branch. Instructions without an estimate count zero.
     """
     return self._cycles(self.entry, unknown_trips)
 
@@ -100,13 +99,13 @@ class Program:
     return total
 
   def _trips(self, condition: str) -> int | None:
-    """Returns the constant that a loop's counter is compared with, or None.
+    """Returns the constant with which a loop's counter is compared, or None.
 
-    A counter begins at zero and grows by one: such are all loops of ours.
+    It assumes that the counter starts at zero and grows by one, which holds for all our loops.
     """
     lines = {line.name: line for line in self.computations[condition]}
     root = next(line for line in lines.values() if line.is_root)
-    # The comparison may have been fused; its operands have not.
+    # The comparison may be fused; its operands are not.
     if root.opcode not in ("compare", "fusion"):
       return None
     for name in root.operands:
@@ -118,10 +117,10 @@ class Program:
 
 
 def parsed(text: str) -> Program:
-  """Returns a program read from its text.
+  """Parses the text of a program.
 
   Raises:
-    ValueError: if the text has no entry, as that of a program does.
+    ValueError: if the text has no entry computation.
   """
   computations: dict[str, tuple[_Line, ...]] = {}
   entry, name, lines = "", "", []

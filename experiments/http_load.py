@@ -1,9 +1,9 @@
-"""Clients that ask a server over HTTP and take little of the processor themselves.
+"""HTTP clients for load tests that use little CPU themselves.
 
-Claim: none; `serving` measures servers by them.
+Claim: none; `serving` measures servers with them.
 
-A connection is kept and asks one thing at a time. While an answer comes only its end is looked for;
-what it says is read (`said`) once the clock has stopped.
+A connection is kept alive and sends one request at a time. While a response arrives, the client
+only looks for its end; the content is parsed (`said`) after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class Reply(NamedTuple):
-  """An answer as it came.
+  """A raw response.
 
   Attributes:
-    status: of HTTP.
-    body: without the framing of chunks.
-    first: seconds until its first byte of a body.
-    whole: seconds until its last.
+    status: HTTP status.
+    body: body without chunk framing.
+    first: seconds until the first byte of the body.
+    whole: seconds until the last byte.
   """
 
   status: int
@@ -36,12 +36,12 @@ class Reply(NamedTuple):
 
 
 class Said(NamedTuple):
-  """What an answer says.
+  """Parsed content of a response.
 
   Attributes:
-    text: all of it.
-    logprobs: of each token, where it has them.
-    count: of tokens; 0 where the answer does not say.
+    text: the whole text.
+    logprobs: log-probability of each token, if the response has them.
+    count: number of tokens; 0 if the response does not report it.
   """
 
   text: str
@@ -50,7 +50,7 @@ class Said(NamedTuple):
 
 
 class Connection(asyncio.Protocol):
-  """One connection, kept as long as the server keeps it; see `ask`."""
+  """One keep-alive connection; see `ask`."""
 
   def __init__(self):
     self._transport: asyncio.Transport | None = None
@@ -88,15 +88,15 @@ class Connection(asyncio.Protocol):
       self._done.set_result(None)
 
   async def ask(self, url: str, path: str, body: bytes) -> Reply:
-    """Asks, and returns the answer.
+    """Sends a request and returns the response.
 
     Args:
-      url: of the server, the same for all that one connection asks.
-      path: of the route.
+      url: address of the server, the same for all requests of a connection.
+      path: path of the route.
       body: JSON.
 
     Raises:
-      OSError: if there is no server, or it hangs up.
+      OSError: if the server cannot be reached or closes the connection.
     """
     place = urllib.parse.urlsplit(url)
     head = (
@@ -108,7 +108,7 @@ class Connection(asyncio.Protocol):
     try:
       await self._exchange(place, head.encode() + body)
     except ConnectionError:
-      # A server may hang up on a connection that it kept, at any time but within an answer.
+      # A server may close an idle keep-alive connection at any time, but not within a response.
       if not was_open or self._data:
         raise
       self._transport = None
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
     return Reply(status, found if self._end else _joined(found), self._first - begin, whole)
 
   async def _exchange(self, place: urllib.parse.SplitResult, message: bytes) -> None:
-    """Sends a message and waits for the end of the answer."""
+    """Sends a message and waits for the end of the response."""
     loop = asyncio.get_running_loop()
     if self._transport is None:
       await loop.create_connection(lambda: self, place.hostname or "", place.port or 80)
@@ -132,14 +132,14 @@ class Connection(asyncio.Protocol):
     await self._done
 
   def close(self) -> None:
-    """Hangs up."""
+    """Closes the connection."""
     if self._transport is not None:
       self._transport.abort()
       self._transport = None
 
 
 def _joined(data: bytes) -> bytes:
-  """Returns a body without the sizes of its chunks."""
+  """Returns a chunked body without its chunk sizes."""
   found, place = [], 0
   while True:
     end = data.index(b"\r\n", place)
@@ -151,11 +151,10 @@ def _joined(data: bytes) -> bytes:
 
 
 def said(reply: Reply) -> Said:
-  """Returns what an answer of OpenAI's protocol says, whole or in pieces, as our server and
-  llama.cpp's write it.
+  """Parses a response in OpenAI's protocol, whole or streamed, from our server or llama.cpp's.
 
   Raises:
-    ValueError: if the server did not answer, quoting what it said.
+    ValueError: if the response is an error, quoting it.
   """
   text = reply.body.decode()
   if reply.status != 200:
@@ -179,7 +178,7 @@ def said(reply: Reply) -> Said:
 
 
 def _logprobs(found: dict[str, Any]) -> list[float]:
-  """Returns the log-probabilities of a completion, or, as llama.cpp writes them, of a chat."""
+  """Returns the log-probabilities, in the form of completions or of llama.cpp's chats."""
   if "content" in found:
     return [row["logprob"] for row in found["content"]]
   return found.get("token_logprobs") or []
@@ -188,10 +187,10 @@ def _logprobs(found: dict[str, Any]) -> list[float]:
 async def in_turn(
   url: str, path: str, bodies: Sequence[bytes], num_clients: int
 ) -> tuple[list[Reply], float]:
-  """Lets clients ask, each the next body as soon as it has its answer.
+  """Sends all bodies with `num_clients` clients; each sends the next body after its response.
 
   Returns:
-    replies in the order of the bodies, and the seconds that all took.
+    replies in the order of the bodies, and the total seconds.
   """
   replies: list[Reply | None] = [None] * len(bodies)
   places = iter(range(len(bodies)))

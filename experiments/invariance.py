@@ -1,11 +1,11 @@
-"""Does a batch change what is sampled? The Thinking Machines experiments at our scale.
+"""Tests whether the batch changes samples: the Thinking Machines experiments at our scale.
 
-Claim: on the tiled path 1,000 completions of one prompt inside random batches are one completion,
-to the last bit of every log-probability, greedy or sampled; on-policy KL is flat 0.0. On plain XLA
-(untiled) bits differ, and KL is not 0. Natively the price is less than nothing: at least 1.5x the
+Claim: on the tiled path 1,000 completions of one prompt inside random batches are identical, to the
+last bit of every log-probability, greedy or sampled, and on-policy KL is 0.0 throughout. On plain
+XLA (untiled) bits differ, and KL is not 0. The native path is not slower: at least 1.5x the
 tokens/s of untiled with fitting buckets at 1, 8 and 64 rows, and 4x those of tiled at 1.
 Command: bash launch/local.sh experiments.invariance --workdir=runs/invariance
-  one part:      --part=a,d          (a greedy, b sampled, c on-policy training, d the price)
+  some parts:    --part=a,d          (a greedy, b sampled, c on-policy training, d the cost)
   (d) in a minute: --part=d --batch_sizes=1,8 --repetitions=2
   another model: --model=PATH_OR_HUB_ID (a Qwen3 with the article's own prompt, for example), with
                  --prompt="Tell me about Richard Feynman" --max_tokens=1000
@@ -49,11 +49,11 @@ from seerjax.types import Completion, Request, SamplingParams
 
 PARTS = ("a", "b", "c", "d")
 FEYNMAN = "Tell me about Richard Feynman"
-# Engines whose batches differ in shape as well: (most sequences, row buckets).
+# Engines whose batches also differ in shape: (maximum sequences, row buckets).
 ENGINES = ((8, (1, 2, 8, 64)), (64, (16, 64, 256)))
-CANDIDATES = 64  # Held-out problems of which (a) and (b) ask the longest answered.
+CANDIDATES = 64  # Held-out problems from which (a) and (b) choose the one with the longest answer.
 
-# What native is to give in part (d), by batch size: times untiled's tokens/s, and times tiled's.
+# Targets of native in part (d), by batch size: multiples of untiled's and of tiled's tokens/s.
 UNTILED_AIMS = {1: 1.5, 8: 1.5, 64: 1.5}
 LEAST_OF_UNTILED = 1.0
 TILED_AIMS = {1: 4.0}
@@ -67,16 +67,16 @@ class InvarianceConfig:
 
   Attributes:
     model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    prompt: of (a) and (b); if empty, the word problem that `longest_answered` chooses.
-    completions: of the one prompt, for each path and part.
-    max_tokens: longest completion in (a) and (b).
-    temperature: of (b).
+    prompt: prompt of (a) and (b); if empty, the word problem chosen by `longest_answered`.
+    completions: completions of that prompt, for each path and part.
+    max_tokens: maximum tokens of a completion in (a) and (b).
+    temperature: temperature of (b).
     rl_steps: optimiser steps of (c).
-    rl_groups: problems of a step of (c).
-    batch_sizes: of (d); each is the row bucket too.
-    decode_steps: timed at once in (d).
-    repetitions: of (d), the paths taking turns.
-    seed: of prompts, batches and samples.
+    rl_groups: problems per step in (c).
+    batch_sizes: batch sizes of (d), which are also the row buckets.
+    decode_steps: decode steps per timing in (d).
+    repetitions: repetitions in (d), with the paths taking turns.
+    seed: seed of prompts, batches and samples.
   """
 
   model: str = "nano"
@@ -93,7 +93,7 @@ class InvarianceConfig:
 
 
 def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
-  """Returns the numerics that are compared: tiled, with one slab, and plain XLA."""
+  """Returns the numerics to compare: tiled, with one slab, and plain XLA."""
   _, numerics = generate.load(config.model)
   numerics = dataclasses.replace(numerics, implementation="tiled")
   one = dataclasses.replace(numerics, reduction_shards=1)
@@ -105,12 +105,12 @@ def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
 
 
 def priced_paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
-  """Returns what part (d) times: the paths that are compared, and the native one."""
+  """Returns the numerics that part (d) times: those of `paths`, and native."""
   compared = paths(config)
   return compared | {"native": dataclasses.replace(compared["tiled"], implementation="native")}
 
 
-# (a) and (b): one prompt in random company.
+# (a) and (b): one prompt in random batches.
 
 
 def engine_of(
@@ -122,7 +122,7 @@ def engine_of(
   max_context: int,
   row_buckets: tuple[int, ...],
 ) -> engine_lib.Engine:
-  """Returns an engine with pages for all its sequences at their longest; it reuses none."""
+  """Returns an engine with pages for all sequences at full length, without prefix reuse."""
   page_size = min(32, numerics.kv_split)
   return engine_lib.Engine(
     Model(
@@ -151,7 +151,7 @@ def probe(
   temperature: float,
   name: str,
 ) -> Request:
-  """Returns a request for a prompt as (a) and (b) ask it: of one seed, whatever its name."""
+  """Returns the request of (a) and (b) for a prompt; its seed does not depend on its name."""
   sampling = SamplingParams(
     temperature=temperature,
     max_tokens=config.max_tokens,
@@ -163,11 +163,12 @@ def probe(
 def longest_answered(
   config: InvarianceConfig, temperature: float
 ) -> tuple[tuple[int, ...], int]:
-  """Chooses the word problem of (a) or (b): a short answer would end before any path could part.
+  """Chooses the word problem of (a) or (b) with the longest answer.
 
-  Of the first `CANDIDATES` held-out problems in the seed's order, each asked on the tiled path as
-  the part asks its one prompt (temperature, seed), the one whose answer is longest among those that
-  end by themselves within `max_tokens` (the longest of all if none does); of equals, the first.
+  A short answer could end before any path diverges. The candidates are the first `CANDIDATES`
+  held-out problems in the seed's order, each answered on the tiled path with the temperature and
+  seed of the part. The choice is the longest answer among those that end by themselves within
+  `max_tokens` (the longest of all if none does), the first one of equal lengths.
 
   Returns:
     (the prompt's tokens, the length of that answer in tokens).
@@ -206,7 +207,7 @@ def random_batches(
   name: str,
   say: Say,
 ) -> list[Completion]:
-  """Returns the one prompt's completions, each sampled while random others were running."""
+  """Returns completions of the prompt, each sampled in a batch of random other requests."""
   policy = policy_lib.load_policy(config.model, numerics)
   engines = [
     engine_of(
@@ -233,18 +234,18 @@ def in_company(
   name: str,
   say: Say,
 ) -> list[Completion]:
-  """Returns `count` completions of one request, each sampled while random others were running.
+  """Returns `count` completions of one request, each sampled in a batch of random other requests.
 
-  An engine, the number of probes, the others' prompts, lengths and parameters, and the steps at
-  which everything arrives are drawn anew for each batch.
+  For each batch the engine, the number of probes, the prompts, lengths and parameters of the other
+  requests, and all arrival steps are drawn anew.
 
   Args:
-    asked: makes the request of a name; only the name differs.
-    engines: to choose from, with a tokenizer; nothing may run in them.
-    count: of completions.
+    asked: makes the request with a given name; only the name differs.
+    engines: engines to choose from, with a tokenizer and without running requests.
+    count: number of completions.
     rng: draws the batches.
-    name: of the path, for people.
-    say: takes a line at least every ten seconds or batch.
+    name: display name of the path.
+    say: receives a line at least every ten seconds or every batch.
   """
   first, tokenizer = asked("probe"), engines[0].tokenizer
   assert tokenizer is not None
@@ -285,10 +286,10 @@ def in_company(
 
 
 def differences(completions: list[Completion]) -> dict[str, Any]:
-  """Returns how many different completions there are, and where they first part.
+  """Returns the number of distinct completions and where they first differ.
 
-  Keys: completions, distinct_tokens (token sequences), most_common (how often the most frequent of
-  them came), first_divergence (first token index at which any two differ, None if none does),
+  Keys: completions, distinct_tokens (token sequences), most_common (count of the most frequent
+  one), first_divergence (first token index at which any two differ, None if none does),
   distinct_bits (patterns of both log-probabilities and tokens), first_bit_divergence.
   """
   tokens = [completion.tokens for completion in completions]
@@ -318,7 +319,7 @@ def differences(completions: list[Completion]) -> dict[str, Any]:
 
 
 def _first_difference(rows: list[np.ndarray]) -> int | None:
-  """Returns the first index at which any array differs from the first one (or ends), else None."""
+  """Returns the first index at which an array differs from the first one or ends, else None."""
   first = rows[0]
   found = []
   for other in rows[1:]:
@@ -332,7 +333,7 @@ def _first_difference(rows: list[np.ndarray]) -> int | None:
 
 
 def one_prompt(config: InvarianceConfig, part: str, say: Say) -> dict[str, Any]:
-  """Parts (a), greedy, and (b), sampled with one seed, on the tiled and the untiled path."""
+  """Runs part (a), greedy, or (b), sampled with one seed, on the tiled and the untiled path."""
   temperature = 0.0 if part == "a" else config.temperature
   if config.prompt:
     policy, _ = generate.load(config.model)
@@ -359,7 +360,7 @@ def one_prompt(config: InvarianceConfig, part: str, say: Say) -> dict[str, Any]:
 def compared_runs(
   config: InvarianceConfig, directory: pathlib.Path
 ) -> dict[str, tuple[RunConfig, pathlib.Path]]:
-  """Returns the run of part (c) on each path, and where it goes."""
+  """Returns the run of part (c) and its directory, by path."""
   runs = {}
   for name, numerics in paths(config).items():
     if name == "tiled, 1 slab":
@@ -390,7 +391,7 @@ def compared_runs(
 
 
 def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> dict[str, Any]:
-  """Part (c): a short run on each path; KL and largest log-probability gap of every step."""
+  """Runs part (c): a short run per path, with KL and largest log-probability gap of every step."""
   results = {}
   for name, (run, place) in compared_runs(config, directory).items():
     policy = policy_lib.load_policy(config.model, run.numerics)
@@ -406,13 +407,13 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
   return results
 
 
-# (d): the price.
+# (d): the cost.
 
 
 def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
-  """Part (d): decoded tokens/s by batch size and path; the paths take turns, medians are kept.
+  """Runs part (d): median decoded tokens/s by batch size and path, with the paths taking turns.
 
-  Every sequence decodes from the same position on, so that no path gains by raggedness.
+  All sequences decode from the same position, so that no path gains from ragged lengths.
   """
   prompt_length, context = 32, 128
   results: dict[str, Any] = {name: {} for name in priced_paths(config)}
@@ -429,7 +430,7 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
           max_sequences=size,
           max_context=context,
           row_buckets=(size, 2 * max(size, 64)),
-          steps_per_visit=1,  # Steps are timed one by one.
+          steps_per_visit=1,  # Steps are timed individually.
         ),
         key=numerics_lib.key(config.seed),
       )
@@ -460,7 +461,7 @@ def _time_decoding(
     places = range(prompt_length)
     prompt = tuple((7 * index + 3 * place) % engine.model.vocab_size for place in places)
     engine.submit(Request(request_id=str(index), prompt=prompt, sampling=sampling, seed=index))
-  while len(engine.step()) < size:  # Until every prompt is in.
+  while len(engine.step()) < size:  # Until every prompt is prefilled.
     pass
   begin = time.perf_counter()
   for _ in range(config.decode_steps):
@@ -471,7 +472,7 @@ def _time_decoding(
   return elapsed
 
 
-# What is told.
+# Reports.
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -535,7 +536,7 @@ def price_table(results: dict[str, Any]) -> str:
 
 
 def aims(results: dict[str, Any]) -> str:
-  """Returns what native is to reach at each batch size that was timed, and whether it does."""
+  """Returns the targets of native at each timed batch size, and whether they are met."""
   lines = ["| native, times | batch | aimed at | measured | holds |", "|---|---|---|---|---|"]
   for other, aim_of in (("untiled", UNTILED_AIMS), ("tiled", TILED_AIMS)):
     for size in results["native"]:
@@ -551,7 +552,7 @@ def _place(index: int | None) -> str:
 
 
 def picture(results: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws one panel for each part: distinct bits (a, b), gaps (c), tokens/s (d)."""
+  """Draws one panel per part: distinct bits (a, b), gaps (c), tokens/s (d)."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -599,7 +600,7 @@ def run(
   """Runs parts; writes results.json, table.md and invariance.png after each.
 
   Raises:
-    ValueError: for a part that is none, or for what part (c) could not run.
+    ValueError: for an unknown part, or if part (c) cannot run.
   """
   unknown = [part for part in parts if part not in PARTS]
   if unknown or not parts:
@@ -608,7 +609,7 @@ def run(
       " --part=a,d runs two."
     )
   for job, place in compared_runs(config, directory).values() if "c" in parts else ():
-    # Now, and not after parts that take minutes.
+    # Checked now rather than after parts that take minutes.
     directory_lib.check_directory(place, resume=False)
     policy = policy_lib.load_policy(config.model, job.numerics)
     grpo.check_prompts(job, loading.load(job.task, path=None), policy)
@@ -634,7 +635,7 @@ def run(
 
 def main(argv: list[str]) -> None:
   args = flags.FLAGS
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
   with command_line.refusals():
     command_line.check_arguments(argv)
     config = InvarianceConfig(

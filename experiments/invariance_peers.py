@@ -1,8 +1,8 @@
-"""One question in random company, asked of `transformers` or of llama.cpp's server.
+"""Samples one prompt in random batches with `transformers` or llama.cpp's server.
 
-Claim: none; `real_invariance` runs this in a process of its own, since a peer has another Python or
-would share its threads with ours. A line of JSON on stdin says what is asked, the last line on
-stdout what was answered. Nothing of SeerJAX is imported but what starts llama.cpp.
+Claim: none; `real_invariance` runs this in a separate process, because a peer may need another
+Python and should not share threads with us. Stdin has the request as one line of JSON, the last
+line of stdout the completions. Of SeerJAX it imports only the code that starts llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import sys
 from typing import Any
 import urllib.request
 
-SLOTS = 8  # Answers at once.
+SLOTS = 8  # Concurrent completions.
 
 
 def of_transformers(request: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the question's completions from `generate`, batch by batch, padded on the left."""
+  """Returns the prompt's completions from `generate`, in left-padded batches."""
   torch: Any = importlib.import_module("torch")
   transformers: Any = importlib.import_module("transformers")
   torch.set_num_threads(os.cpu_count() or 1)
@@ -59,7 +59,7 @@ def of_transformers(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def of_llama(request: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the question's completions from llama.cpp's server, `SLOTS` clients at once."""
+  """Returns the prompt's completions from llama.cpp's server, with `SLOTS` concurrent clients."""
   library: Any = importlib.import_module("xllamacpp")
   parameters = library.CommonParams()
   parameters.model.path = request["model"]
@@ -98,11 +98,11 @@ def of_llama(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
   reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What libraries print must not look like a reply.
+  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
   request = json.loads(sys.stdin.readline())
   found = of_transformers(request) if request["path"] == "transformers" else of_llama(request)
   print(json.dumps(found), file=reply, flush=True)
-  os._exit(0)  # llama.cpp's threads would wait for more.
+  os._exit(0)  # llama.cpp's threads would keep the process alive.
 
 
 if __name__ == "__main__":

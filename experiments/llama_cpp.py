@@ -1,13 +1,14 @@
-"""llama.cpp, called through the C interface that the package xllamacpp carries.
+"""Calls llama.cpp through the C interface in the package xllamacpp.
 
-Claim: none; `engine_throughput` and `decode_speed` measure it beside us.
+Claim: none; `engine_throughput` and `decode_speed` compare us with it.
 
 The wheel on PyPI is built for every x86 processor with AVX2, and uses no AVX-512. Its extension
-module exports llama.cpp's C functions; no header comes with it, so `_parameters` compares the
-defaults that it returns with those that the layout used here was read from, and refuses others.
+module exports llama.cpp's C functions but comes without a header, so `_parameters` compares the
+default parameters with those of the version from which the layout here was taken, and rejects
+others.
 
-A sequence has a stream of its own in the cache (`kv_unified` is off): in a unified cache every
-sequence attends to everybody's keys.
+Each sequence has its own stream in the cache (`kv_unified` is off): in a unified cache every
+sequence attends to the keys of all sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 PACKAGE = "xllamacpp"
-# In words of 32 bits, of `llama_context_params`; with the defaults of the locked version.
+# Fields of `llama_context_params`: (offset in 32-bit words, default in the locked version).
 CONTEXT_WORDS = {
   "n_ctx": (0, 512),
   "n_batch": (1, 2048),
@@ -31,22 +32,22 @@ CONTEXT_WORDS = {
   "flash_attn_type": (13, 2**32 - 1),
   "type_k": (26, 1),
   "type_v": (27, 1),
-  # embeddings, offload_kqv, no_perf, op_offload; swa_full, kv_unified: a byte each.
+  # embeddings, offload_kqv, no_perf, op_offload; swa_full, kv_unified: one byte each.
   "flags": (34, 0x01010100),
   "more_flags": (35, 0x00000001),
 }
-# Kinds of the cache's tensors.
+# Types of the cache's tensors.
 KV_KINDS = {"f32": 0, "f16": 1, "bf16": 30}
 
 
 class _Parameters(ctypes.Structure):
-  """A record that is handed over by value; longer than those of llama.cpp, whose ends are read."""
+  """A parameter record passed by value; longer than llama.cpp's, which read its beginning."""
 
   _fields_ = [("words", ctypes.c_uint32 * 128)]
 
 
 class _Batch(ctypes.Structure):
-  """`llama_batch`: one row a token."""
+  """`llama_batch`: one row per token."""
 
   _fields_ = [
     ("n_tokens", ctypes.c_int32),
@@ -60,12 +61,12 @@ class _Batch(ctypes.Structure):
 
 
 def is_installed() -> bool:
-  """Returns whether the package is there."""
+  """Returns whether the package is installed."""
   return importlib.util.find_spec(PACKAGE) is not None
 
 
 def library() -> ctypes.CDLL:
-  """Returns llama.cpp with the types of what is called.
+  """Returns the llama.cpp library with the types of the functions used here.
 
   Raises:
     ModuleNotFoundError: if it is not installed.
@@ -101,16 +102,16 @@ def library() -> ctypes.CDLL:
     "llama_model_free": (None, [pointer]),
   }
   for name, (result, arguments) in types.items():
-    function = getattr(library, name)  # Kept by the library, unlike library[name].
+    function = getattr(library, name)  # Cached by the library, unlike library[name].
     function.restype, function.argtypes = result, arguments
   return library
 
 
 def check_defaults(words: list[int]) -> None:
-  """Compares a record of default parameters with the layout that is used here.
+  """Compares a record of default parameters with the layout used here.
 
   Raises:
-    RuntimeError: if it is another version's.
+    RuntimeError: if they differ, as in another version.
   """
   for name, (place, expected) in CONTEXT_WORDS.items():
     if words[place] != expected:
@@ -121,15 +122,15 @@ def check_defaults(words: list[int]) -> None:
 
 
 class Model:
-  """A model and a cache of so many streams.
+  """A model with a KV cache of `num_sequences` streams.
 
   Args:
     path: a GGUF file.
     num_sequences: streams of the cache.
-    context: positions of each.
-    num_threads: that compute.
-    flash: whether attention is fused; None lets llama.cpp decide.
-    kv: kind of the cached keys and values, of `KV_KINDS`.
+    context: positions per stream.
+    num_threads: compute threads.
+    flash: whether to use flash attention; None lets llama.cpp decide.
+    kv: type of the cached keys and values, of `KV_KINDS`.
   """
 
   def __init__(
@@ -180,7 +181,7 @@ class Model:
     self._memory = self._library.llama_get_memory(self._context)
 
   def encode(self, text: str) -> list[int]:
-    """Returns the ids of a text, in which special tokens are themselves; nothing is added."""
+    """Returns the ids of a text; special tokens in it are parsed, and none are added."""
     content = text.encode()
     ids = np.empty(len(content) + 8, np.int32)
     count = self._library.llama_tokenize(
@@ -199,19 +200,19 @@ class Model:
   def forward(
     self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, is_read: np.ndarray
   ) -> np.ndarray:
-    """Computes rows, at most 2,048 of them, and appends their keys to their streams.
+    """Computes up to 2,048 rows and appends their keys and values to their streams.
 
     Args:
       tokens: i32[n].
-      positions: i32[n], of each stream the next ones.
+      positions: i32[n], the next positions of each stream.
       sequences: i32[n].
-      is_read: bool[n], whose logits are wanted.
+      is_read: bool[n], whether to return a row's logits.
 
     Returns:
-      f32[k, v], the logits of the k rows that are read, in order; valid until the next call.
+      f32[k, v], the logits of the k rows with `is_read`, in order; valid until the next call.
 
     Raises:
-      RuntimeError: if llama.cpp refuses the rows.
+      RuntimeError: if llama.cpp rejects the rows.
     """
     rows = [np.ascontiguousarray(values, np.int32) for values in (tokens, positions, sequences)]
     one = np.ones(len(tokens), np.int32)
@@ -231,13 +232,13 @@ class Model:
     return np.ctypeslib.as_array(logits, (count, self.vocab_size))
 
   def close(self) -> None:
-    """Gives the memory back."""
+    """Frees the memory."""
     self._library.llama_free(self._context)
     self._library.llama_model_free(self._model)
 
 
 def sample(logits: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Draws i32[n] from the softmax of f32[n, v]: the first of exponential clocks to ring."""
+  """Draws i32[n] from the softmax of f32[n, v], as the minimum of exponential variables."""
   weights = np.exp(logits - logits.max(axis=1, keepdims=True))
   clocks = rng.standard_exponential(logits.shape, dtype=np.float32)
   return np.argmax(weights / clocks, axis=1).astype(np.int32)
@@ -257,20 +258,20 @@ def answer(
   lengths: np.ndarray,
   rng: np.random.Generator | None,
 ) -> list[list[int]]:
-  """Answers prompts with answers of given lengths, all at once.
+  """Generates completions of given lengths for all prompts concurrently.
 
   A prompt is computed once, and its stream is copied to the other members of its group. Streams
-  are in the order of their lengths, the longest first: llama.cpp computes in one go only what lies
-  in neighbouring streams, and so the living stay neighbours.
+  are sorted by length, longest first: llama.cpp batches only neighbouring streams, and in this
+  order the unfinished ones stay neighbours.
 
   Args:
-    model: with a stream for each answer, and 2,048 at most.
-    prompts: of each group.
-    lengths: i32[g, m] at least 1, of the members' answers.
-    rng: of the samples; None takes the likeliest token.
+    model: a model with a stream for each completion, at most 2,048.
+    prompts: one prompt per group.
+    lengths: i32[g, m] at least 1, lengths of the members' completions.
+    rng: random generator for sampling; None decodes greedily.
 
   Returns:
-    tokens of the answers, a group's members together.
+    tokens of the completions, with a group's members together.
   """
 
   def choose(logits: np.ndarray) -> np.ndarray:
@@ -278,7 +279,7 @@ def answer(
 
   num_members = lengths.shape[1]
   wanted = lengths.reshape(-1)
-  order = np.argsort(-wanted, kind="stable")  # The stream's answer.
+  order = np.argsort(-wanted, kind="stable")  # The completion of each stream.
   stream_of = np.argsort(order)
   model.forget()
   first = np.empty((len(wanted), model.vocab_size), np.float32)

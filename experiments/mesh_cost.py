@@ -1,16 +1,16 @@
-"""What equal bits cost on a mesh: a gradient over the model axis, and its sums as a tree.
+"""Measures the cost of equal bits on a mesh: tree sums in a gradient over the model axis.
 
-Claim: adding the partial sums of devices as one tree over logical slabs takes at most 10 % of a
-gradient more than `psum`, which would follow the number of devices.
+Claim: adding partial sums as one tree over logical slabs takes at most 10 % of a gradient's time
+more than `psum`, whose rounding depends on the number of devices.
 Command: bash launch/local.sh experiments.mesh_cost --workdir=runs/mesh_cost
   in a minute: --groups=1 --repetitions=1 --implementations=native
-Hardware: 2 CPU cores, some minutes; the devices are virtual ones of this CPU, which share its
-cores, so that no mesh is faster than one device here. Numbers: docs/results/cluster.md
+Hardware: 2 CPU cores, some minutes. The devices are virtual devices of this CPU and share its
+cores, so no mesh is faster than one device here. Numbers: docs/results/cluster.md
 
 The micro-batch is that of `gradient_cost`, on 1, 2, 4 and 8 devices of the model axis, which take
-turns. What a layer adds over its slabs, f32[slabs, rows, hidden], is also timed alone: added as
-a tree (`parallel.sum_slabs`), as the forward and the backward do twice a layer each, and by `psum`
-of each device's own sum. Seconds are of the process's CPU, all threads.
+turns. The sum of a layer over its slabs, f32[slabs, rows, hidden], is also timed alone: as a tree
+(`parallel.sum_slabs`), which forward and backward each do twice per layer, and as `psum` of each
+device's local sum. Seconds are CPU seconds of the process, over all threads.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from seerjax.run import command_line
 
 MESHES = (1, 2, 4, 8)
 MOST_OF_GRADIENT = 0.10
-# A sum's share of a turn is too short for a clock.
+# Sums per timing: one is too short to time.
 SUMS_A_TURN = 20
 
 
 def sums(num_slabs: int, num_rows: int, width: int, devices: int) -> dict[str, Callable[[], Any]]:
-  """Returns what adds f32[r, n, d] over the slabs of a mesh: "tree" and "psum"."""
+  """Returns functions that add f32[r, n, d] over the slabs of a mesh: "tree" and "psum"."""
   mesh = parallel.make_mesh(model_shards=devices)
   spread = jax.sharding.NamedSharding(mesh, jax.P(parallel.MODEL_AXIS))
   drawn = np.random.default_rng(0).standard_normal((num_slabs, num_rows, width), np.float32)
@@ -72,7 +72,7 @@ def sums(num_slabs: int, num_rows: int, width: int, devices: int) -> dict[str, C
 def measure(
   model: str, implementation: str, num_groups: int, repetitions: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-  """Returns a record of each mesh.
+  """Returns one record per mesh.
 
   Raises:
     AssertionError: if a gradient's bits differ between two meshes.
@@ -91,7 +91,7 @@ def measure(
     for name, call in sums(num_slabs, num_rows, shape.hidden_size, devices).items():
       timed[devices, name] = call
   for devices in meshes:
-    # A mesh has an axis of instances, of which there is one.
+    # The instance axis of each mesh has size one.
     pairs = zip(
       jax.tree.leaves(gradients[1]), jax.tree.leaves(gradients[devices]), strict=True
     )
@@ -104,7 +104,7 @@ def measure(
       if repetition:  # The first round compiles.
         seconds[key].append(time.process_time() - begin)
     say(f"  {implementation}: round {repetition} of {repetitions}")
-  # Each layer adds the outputs of attention and MLP, and their inputs' gradients on the way back.
+  # Each layer sums the outputs of attention and MLP, and in the backward pass the input gradients.
   num_sums = 4 * shape.num_layers
   found = []
   for devices in meshes:

@@ -1,10 +1,10 @@
-"""The nano model's tokenizer and the text it is pretrained on.
+"""The nano model's tokenizer and pretraining text.
 
-Claim: none; `experiments/pretrain_nano.py` reads this. Run by itself it trains a tokenizer as
-nano's was and prints token lengths of the main task:
+Claim: none; used by `experiments/pretrain_nano.py`. Run as a program it trains a tokenizer like
+nano's and prints token lengths of the main task:
   python -m experiments.nano_corpus --workdir=runs/tokenizer
-CPU, about 20 seconds. (The shipped tokenizer is older than today's templates; it is kept, since
-weights and tokenizer belong together.)
+CPU, about 20 seconds. (The shipped tokenizer is older than the current templates; it is kept
+because weights and tokenizer belong together.)
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ COUNTDOWN_RATE = 0.15
 BRIEF_RATE = 0.25
 LARGE_RATE = 0.3
 LARGE = word_problems.WordProblemsConfig(max_operand=99, max_total=400)
-VOCAB_SIZE = 512  # All of it: no padded id that a model could ever sample.
+VOCAB_SIZE = 512  # All ids are used: there is no padding id that a model could sample.
 TRAINING_DOCUMENTS = 20_000
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# A word or a run of signs with the space before it, one digit, or white space.
+# A word or a run of symbols with the preceding space, one digit, or white space.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"
 
 CHAT_TEMPLATE = (
@@ -51,12 +51,12 @@ def documents(
 ) -> Iterator[tuple[str, str]]:
   """Yields (prompt, solution) without end; equal seeds give equal texts.
 
-  A document to learn from is `chat(prompt) + solution + "<|im_end|>"`. Problems come from the
-  tasks' "pretrain" splits, which nothing else reads. A share `large_rate` of the word problems has
-  operands up to 99, so that no digit is new in any place; reinforcement learning trains on operands
-  up to 40 and the held-out problems go further. A share `brief_rate` of the word problems is
-  answered by its last line alone, as people do who calculate in their heads: both ways are there to
-  choose from, and which of them pays is for reinforcement learning to find out.
+  A training document is `chat(prompt) + solution + "<|im_end|>"`. Problems come from the tasks'
+  "pretrain" splits, which are used nowhere else. A share `large_rate` of the word problems has
+  operands up to 99, so that every digit occurs at every place; reinforcement learning trains on
+  operands up to 40, and held-out problems have larger ones. A share `brief_rate` of the word
+  problems is answered with the last line only, so that the model knows both ways and reinforcement
+  learning can choose the better one.
   """
   draws = Draws("nano_corpus", seed)
   words = word_problems.WordProblems()
@@ -75,7 +75,7 @@ def documents(
 def train_tokenizer(
   directory: str | pathlib.Path, *, seed: int = 0, num_documents: int = TRAINING_DOCUMENTS
 ) -> tokenizer_lib.Tokenizer:
-  """Trains nano's byte-level BPE, writes its two files and returns it as read back."""
+  """Trains nano's byte-level BPE, writes its two files and returns the tokenizer read from them."""
   backend = tokenizers.Tokenizer(models.BPE())
   backend.pre_tokenizer = pre_tokenizers.Sequence(
     [
@@ -95,7 +95,7 @@ def train_tokenizer(
     for index, (prompt, solution) in enumerate(documents(seed)):
       if index == num_documents:
         return
-      # The roles of the template, so that each is one token.
+      # Includes the template's roles, so that each becomes one token.
       yield f"user\n{prompt}"
       yield f"assistant\n{solution}"
 
@@ -120,7 +120,7 @@ def train_tokenizer(
 def lengths(
   tokenizer: tokenizer_lib.Tokenizer, split: str, count: int = 3000
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (prompt, solution) lengths i64[count] in tokens, chat and end token included."""
+  """Returns (prompt, solution) lengths, i64[count] each, in tokens with chat and end tokens."""
   task = word_problems.WordProblems()
   stride = task.num_problems(split) // count
   problems = [task.problem(split, index * stride) for index in range(count)]

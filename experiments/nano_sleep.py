@@ -1,31 +1,31 @@
-r"""Teaches nano to sleep: to leave true facts of a context, and to answer from them in few tokens.
+r"""Trains nano for sleep-time compute: to write true facts of a context and to answer from them.
 
-Claim: a warm start teaches nano to leave true facts and to answer from them in a third of the
-tokens; what reinforcement on the sleeper's verdict adds is measured in the end.
-How `nano-sleep`, which this package ships, was made is on its card
-(seerjax/models/nano_sleep/README.md), with its numbers.
+Claim: a warm start teaches nano to write true facts and to answer from them in a third of the
+tokens; the effect of reinforcement learning on the sleeper's verdict is measured at the end.
+The model card (seerjax/models/nano_sleep/README.md) documents how the shipped `nano-sleep` was made,
+and its numbers.
 Command: bash launch/local.sh experiments.nano_sleep --workdir=runs/nano_sleep
 Hardware: 2 CPU cores, about an hour. Results: the model's card, docs/results/sleep.md
 
   nano --documents below--> warm/model --GRPO (seerjax.rl) on the sleeper's verdict--> rl/model
 
-| share | a document asks                     | and answers                                 |
+| share | prompt                              | answer                                      |
 |-------|-------------------------------------|---------------------------------------------|
 | 0.50  | what does each have now?            | equations and facts: a sleeper's notes      |
 | 0.20  | a question after the facts          | the last step, if there is one, the answer  |
 | 0.03  | a question after context and facts  | the same                                    |
 | 0.27  | a question after the context        | all steps, or the last 0, 1 or 2, as asked  |
 
-All of it is of the split "train", which has neither the people nor the verbs nor the stories of the
-split "test" (seerjax/tasks/stateful.py). In each document people have other names, about half of
-them invented: who learns from so many can only copy. Three people of the training split are in no
-document, which shows on "heldout" whether copying was learnt. Some stories are "branches", where
-each is compared with anybody before, and some sentences have another adverb or none.
+All documents are of the split "train", which has none of the people, verbs and stories of the split
+"test" (seerjax/tasks/stateful.py). In each document people get new names, about half of them
+invented, so that the model has to learn to copy names. Three people of the training split appear in
+no document; results for them on "heldout" show whether copying was learnt. Some stories are
+"branches", where each person is compared with any earlier one, and in some sentences the adverb is
+changed or dropped.
 
-The vectors of nano's things are nearly one (a cosine of 0.97), since no answer of it ever said
-which: the warm start begins by spreading them, or --keeps_embeddings leaves all vectors as they
-are. Each part is kept in --workdir and not made again; both trainings resume from their last
-checkpoint.
+nano's embeddings of things are nearly equal (a cosine of 0.97), because its answers never name
+them: the warm start first spreads them, unless --keeps_embeddings leaves all embeddings as they
+are. Each part is kept in --workdir and reused; both trainings resume from their last checkpoint.
 """
 
 from __future__ import annotations
@@ -56,31 +56,30 @@ from seerjax.tasks.draws import Draws
 from seerjax.tasks.stateful import Sleeper, StatefulConfig, StatefulWordProblems
 from seerjax.types import Problem, Verdict
 
-# Shares of documents, in hundredths.
+# Shares of documents, in percent.
 KINDS = {"sleep": 50, "wake": 20, "both": 3, "test": 27}
-# People of the split "train" whom no document tells of by this name: a probe of copying that leaves
-# the split "test" unread. Heldout contexts tell of them.
+# Names of the split "train" that occur in no document but in heldout contexts: they test copying
+# without using the split "test".
 PROBE_NAMES = ("Kim", "Mia", "Omar")
 LEARNT_NAMES = tuple(name for name in stateful.TRAIN_NAMES if name not in PROBE_NAMES)
-# Invented names begin as people's names do, those of the probe and of the split "test" too, and go
-# on with an ending. Nano's tokenizer has a token for each part: to write "Tomora" is to copy "Tom"
-# and "ora".
+# Invented names start like existing names, including those of the probe and of the split "test",
+# and get an ending. Nano's tokenizer has a token for each part: "Tomora" is "Tom" and "ora".
 BEGINNINGS = (*stories.NAMES, "A", "E", "I", "L", "M", "N", "T")
 ENDINGS = (
   "a", "an", "ar", "as", "da", "el", "en", "er", "es", "i", "ia", "im", "in", "ir", "na", "o", "or",
   "ora", "os", "th", "va", "y",
 )  # fmt: skip
 KNOWN_RATE = 0.6
-# Of a hundred questions, how many are asked at each length; see `stateful.LENGTHS`.
+# Percent of questions by requested length; see `stateful.LENGTHS`.
 LENGTHS = {0: 10, 1: 12, 2: 13, None: 65}
-BRANCH_RATE = 0.12  # Of contexts in which each is compared with anybody before.
-VARIED_RATE = 0.2  # Of sentences that get another adverb, or lose theirs.
-LARGE_RATE = 0.3  # Of contexts with operands up to 99, as in nano's corpus.
-LONG_RATE = 0.1  # Of contexts with four to eight events.
+BRANCH_RATE = 0.12  # Contexts in which each person is compared with any earlier one.
+VARIED_RATE = 0.2  # Sentences whose adverb is added, changed or dropped.
+LARGE_RATE = 0.3  # Contexts with operands up to 99, as in nano's corpus.
+LONG_RATE = 0.1  # Contexts with four to eight events.
 PLAIN = StatefulConfig(num_questions=4)
 LARGE = dataclasses.replace(PLAIN, max_operand=99, max_total=400)
 ADVERB = re.compile(r"(Then|Later|Now|At first|In the end,) ")
-# Sentences that belong to "test", or to "heldout" of nano's own task.
+# Sentences reserved for "test", or for "heldout" of nano's own task.
 UNTOLD = re.compile(
   "|".join(
     re.sub(r"\\\{([a-z])\\\}", lambda found: {"n": r"\d+", "k": r"\d+"}.get(found[1], r"\w+"), form)
@@ -91,7 +90,7 @@ UNTOLD = re.compile(
 
 
 def steps_after(problem: Problem, notes: str) -> Problem:
-  """Returns the problem with those steps of its solution alone that are not among notes."""
+  """Returns the problem with only those steps of its solution that are not in the notes."""
   *steps, answer = problem.solution.split("\n")
   known = set(notes.split("\n"))
   left = [step for step in steps if step not in known]
@@ -106,11 +105,11 @@ def steps_after(problem: Problem, notes: str) -> Problem:
 
 
 def new_names(draws: Draws, count: int) -> tuple[str, ...]:
-  """Returns different names for people of a document, known and invented.
+  """Returns distinct names for the people of a document, known and invented.
 
   Args:
-    draws: that decide.
-    count: of names, at most as many as there are `BEGINNINGS`.
+    draws: source of random numbers.
+    count: number of names, at most `len(BEGINNINGS)`.
   """
   found: list[str] = []
   for beginning in draws.sample(BEGINNINGS, count):
@@ -125,20 +124,20 @@ def new_names(draws: Draws, count: int) -> tuple[str, ...]:
 
 
 def new_people(draws: Draws) -> dict[str, str]:
-  """Returns a drawn name for everybody of the split "train"."""
+  """Returns a new name for each person of the split "train"."""
   people = stateful.TRAIN_NAMES
   return dict(zip(people, new_names(draws, len(people)), strict=True))
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-  """Returns a text with every name for which another is given in its place."""
+  """Returns the text with names replaced according to `names`."""
   return re.sub(r"\b[A-Z][a-z]+\b", lambda found: names.get(found[0], found[0]), text)
 
 
 def varied(text: str, draws: Draws) -> str:
-  """Returns a text in which some sentences have another adverb or none, and mean the same.
+  """Returns the text with adverbs added, changed or dropped in some sentences; its meaning stays.
 
-  No sentence of the split "test" comes about.
+  It never creates a sentence of the split "test".
   """
 
   def vary(sentence: str) -> str:
@@ -200,10 +199,10 @@ def documents(seed: int) -> Iterator[tuple[str, str]]:
 
 
 def spread(start: str, directory: pathlib.Path, seed: int) -> None:
-  """Writes a model like `start` whose vectors of things and of names' parts can be told apart.
+  """Writes a copy of the model `start` with distinguishable embeddings of things and name parts.
 
-  Those of things are nearly one in nano, and those of most endings were never trained. Each gets a
-  drawn direction of length 1, and what it has beyond length 1 is taken off.
+  In nano the embeddings of things are nearly equal, and those of most endings were never trained.
+  Each is scaled to length 1 if it is longer, and a random direction of length 1 is added.
   """
   numerics = pretrain_nano.numerics_for(pretrain_nano.LENGTHS[0])
   params, model = huggingface.load(start, numerics)
@@ -224,7 +223,7 @@ def spread(start: str, directory: pathlib.Path, seed: int) -> None:
 
 
 def warm_start(start: str, directory: pathlib.Path, config: pretrain_nano.PretrainConfig) -> None:
-  """Trains a model on `documents`, and writes `directory`/model; resumes what is there."""
+  """Trains a model on `documents` and writes `directory`/model; resumes an earlier call."""
   start = str(loading.path_of(start))
   if not config.keeps_embeddings:
     if not (directory / "spread").exists():
@@ -235,21 +234,21 @@ def warm_start(start: str, directory: pathlib.Path, config: pretrain_nano.Pretra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lessons:
-  """What reinforcement asks: three sleepers' prompts of four, and a question after the facts.
+  """The task of reinforcement learning: three sleep prompts and one question per context.
 
-  Problem i of a split is of context i // 4. In "train" each problem tells of people whose names are
-  drawn for it, as in `documents`.
+  Problem i of a split belongs to context i // 4; the question is asked after the context's facts.
+  In "train" each problem has newly drawn names, as in `documents`.
   """
 
   stateful: StatefulWordProblems = StatefulWordProblems()
   name: str = "nano_sleep"
 
   def num_problems(self, split: str) -> int:
-    """Returns four times as many as the split has contexts, of which three are one."""
+    """Returns four problems per context; three of them are the same sleep prompt."""
     return 4 * len(self.stateful.contexts(split))
 
   def problem(self, split: str, index: int) -> Problem:
-    """Returns a sleep prompt, or a question whose context is told by its facts alone."""
+    """Returns a sleep prompt, or a question that is given the facts instead of the context."""
     place, number = divmod(index, 4)
     names = new_people(Draws(self.name, split, index)) if split == "train" else {}
     if number < 3:
@@ -273,14 +272,14 @@ class Lessons:
     )
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
-    """Judges notes by their facts, and an answer by its number."""
+    """Returns the verdict: notes are judged by their facts, answers by their number."""
     if problem.problem_id.startswith("sleep-"):
       return Sleeper(stateful=self.stateful).verdict(problem, text)
     return self.stateful.verdict(problem, text)
 
 
 def reinforcement(model: str, *, num_steps: int, seed: int) -> RunConfig:
-  """Returns the main job's settings on `Lessons`, with notes' length in the place of answers'."""
+  """Returns the main job's settings for `Lessons`, with the length limit of notes."""
   main_job = run_presets.main_job()
   return dataclasses.replace(
     main_job,
@@ -295,7 +294,7 @@ def reinforcement(model: str, *, num_steps: int, seed: int) -> RunConfig:
 
 
 def reinforce(config: RunConfig, directory: pathlib.Path) -> None:
-  """Trains a model by GRPO, and writes `directory`/model; resumes what is there."""
+  """Trains a model with GRPO and writes `directory`/model; resumes an earlier call."""
   policy = policy_lib.load_policy(config.model, config.numerics)
   is_begun = checkpoint.latest_step(directory / "checkpoints") is not None
   say = functools.partial(print, flush=True)
@@ -311,14 +310,14 @@ def reinforce(config: RunConfig, directory: pathlib.Path) -> None:
 def stated(
   model: str, split: str, num_contexts: int, seed: int, temperature: float = 1.0
 ) -> list[dict[str, bool]]:
-  """Returns, of each context, whether a sleeper states each person's fact.
+  """Returns, for each context, whether the model's notes state each person's fact.
 
   Args:
-    model: of the sleeper.
-    split: of the contexts.
-    num_contexts: the split's first ones.
-    seed: of what is sampled.
-    temperature: 1 is that of the rollouts.
+    model: the sleep model.
+    split: split of the contexts.
+    num_contexts: how many contexts, from the first on.
+    seed: sampling seed.
+    temperature: sampling temperature; rollouts use 1.
   """
   task = StatefulWordProblems()
   contexts = task.contexts(split)[:num_contexts]
@@ -345,12 +344,12 @@ def stated(
 
 
 def right_facts(found: Sequence[Mapping[str, bool]]) -> np.ndarray:
-  """Returns which share of each context's facts a sleeper states: f64[contexts]."""
+  """Returns the share of each context's facts that are stated, f64[contexts]."""
   return np.array([np.mean([*facts.values()]) for facts in found])
 
 
 def compare(warm: str, after: str, split: str, num_contexts: int, seed: int) -> str:
-  """Returns one line: right facts before and after reinforcement, and the paired difference."""
+  """Returns one line: correct facts before and after RL, and the paired difference."""
   found = [stated(model, split, num_contexts, seed) for model in (warm, after)]
   first, last = map(right_facts, found)
   gain = 100 * (last - first)

@@ -1,13 +1,13 @@
-"""Faults that a run on a cluster meets from outside, while it runs.
+"""Injects faults into a running run on a cluster, from outside.
 
     kill      kill -9 of a worker's process
-    forget    the pages of all requests go from the store, and a worker with them (kill -9)
-    damage    a bit of every page set in the store flips, and a worker goes (kill -9)
-    stop      SIGSTOP of a worker's process, for longer than it is waited for; then it goes on
+    forget    removes all page sets from the store and kills a worker (kill -9)
+    damage    flips a bit of every page set in the store and kills a worker (kill -9)
+    stop      SIGSTOP of a worker's process, for longer than its timeout; then SIGCONT
     driver    kill -9 of the run itself, which the same command continues
 
-Each comes at a drawn number of finished rollouts, and a moment of chance later; one that could
-befall nothing then waits, and others come before it.
+Each fault is injected a random time after a drawn number of finished rollouts. A fault that has no
+target then is postponed, and later ones are injected before it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-# How often each is tried; what costs pages kills a worker too, so that another one asks for them.
+# Attempts by kind. Faults that lose pages also kill a worker, so that another one requests them.
 COUNTS = {"kill": 30, "forget": 5, "damage": 5, "stop": 2, "driver": 4}
-LEAST = 40  # Faults that have to come: there may be no page set in the store when it is tried.
-WORKER = "ray::_Actor"  # What Ray calls the processes of workers.
-POLL_SECONDS = 0.005  # Page sets of short answers lie in the store for tenths of a second.
+LEAST = 40  # Faults that have to occur; an attempt fails if the store has no page set.
+WORKER = "ray::_Actor"  # Ray's name of worker processes.
+POLL_SECONDS = 0.005  # Page sets of short completions are in the store for tenths of a second.
 
 
 class Fault(NamedTuple):
-  """A fault and its moment.
+  """A fault and its time.
 
   Attributes:
     kind: one of `COUNTS`.
-    rollouts: finished ones of the run before it.
-    seconds: that it waits then.
+    rollouts: number of finished rollouts of the run after which it is due.
+    seconds: additional delay.
   """
 
   kind: str
@@ -47,12 +47,12 @@ class Fault(NamedTuple):
 
 
 def drawn(seed: int, num_rollouts: int, counts: dict[str, int] = COUNTS) -> list[Fault]:
-  """Returns faults in the order of their moments.
+  """Returns faults in order of time.
 
   Args:
-    seed: of the draw.
-    num_rollouts: of the run; the first tenth of them and the last meet none.
-    counts: how often each kind comes.
+    seed: seed of the draw.
+    num_rollouts: rollouts of the run; the first and the last tenth have no faults.
+    counts: number of faults by kind.
   """
   rng = np.random.default_rng((seed, 40))
   margin = max(num_rollouts // 10, 1)
@@ -66,7 +66,7 @@ def drawn(seed: int, num_rollouts: int, counts: dict[str, int] = COUNTS) -> list
 
 
 def processes_below(pid: int, name: str) -> list[int]:
-  """Returns the ids of the processes that a process has started, through others too, by name."""
+  """Returns the ids of all descendants of a process with a given name."""
   found = subprocess.run(
     ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
   )
@@ -83,7 +83,7 @@ def processes_below(pid: int, name: str) -> list[int]:
 
 
 def flip(path: pathlib.Path, rng: np.random.Generator) -> bool:
-  """Flips a bit of a file where it lies; False if it is no longer there."""
+  """Flips a bit of a file in place; returns False if the file no longer exists."""
   try:
     with path.open("rb+") as file:
       place = int(rng.integers(max(path.stat().st_size, 1)))
@@ -97,10 +97,11 @@ def flip(path: pathlib.Path, rng: np.random.Generator) -> bool:
 
 
 class Outsider:
-  """Brings faults to a run, one after another.
+  """Injects faults into a run, one after another.
 
   Attributes:
-    met: what came, by kind; "page sets forgotten" and "page sets damaged" are of files.
+    met: number of injected faults by kind; "page sets forgotten" and "page sets damaged" count
+      files.
   """
 
   def __init__(
@@ -113,26 +114,26 @@ class Outsider:
     num_rollouts: Callable[[], int],
     is_resumable: Callable[[], bool],
   ):
-    """Takes faults.
+    """Takes the faults and how to observe the run.
 
     Args:
-      faults: in their order.
-      seed: of which worker meets which.
-      pages: directory of the store that the workers share.
-      stop_seconds: that a stopped process stays so.
-      num_rollouts: returns how many the run has finished.
-      is_resumable: returns whether the run, killed now, could be continued.
+      faults: faults in order.
+      seed: seed for the choice of workers.
+      pages: directory of the workers' shared store.
+      stop_seconds: how long a stopped process stays stopped.
+      num_rollouts: returns the number of rollouts that the run has finished.
+      is_resumable: returns whether the run could be resumed if it were killed now.
     """
     self.met: collections.Counter[str] = collections.Counter()
     self._faults = list(faults)
-    self._since: dict[int, float] = {}  # When rollouts were as many as a fault waits for.
+    self._since: dict[int, float] = {}  # By fault: when its number of rollouts was reached.
     self._rng = np.random.default_rng((seed, 41))
     self._pages, self._stop_seconds = pages, stop_seconds
     self._num_rollouts, self._is_resumable = num_rollouts, is_resumable
-    self._stopped: dict[int, float] = {}  # By process: when it goes on.
+    self._stopped: dict[int, float] = {}  # By process: when to continue it.
 
   def accompany(self, run: subprocess.Popen) -> int | None:
-    """Brings a run its faults until it ends; returns its status, None if it was killed here."""
+    """Injects faults until the run ends; returns its exit status, None if killed by a fault."""
     try:
       while (status := run.poll()) is None:
         self._wake(time.monotonic())
@@ -163,7 +164,7 @@ class Outsider:
         os.kill(process, signal.SIGCONT)
 
   def _bring(self, kind: str, run: subprocess.Popen) -> bool:
-    """Brings a fault; False if there is nothing yet that it could befall."""
+    """Injects a fault; returns False if it has no target yet."""
     if kind == "driver":
       if self._is_resumable():
         run.kill()
@@ -183,7 +184,7 @@ class Outsider:
     return False
 
   def _spoil(self, kind: str) -> bool:
-    """Removes or damages every page set that lies in the store now; False if there is none."""
+    """Removes or damages every page set in the store; returns False if there is none."""
     count = 0
     for path in sorted(self._pages.glob("*/*.kv")):
       if kind == "damage":

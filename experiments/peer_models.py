@@ -1,8 +1,7 @@
-"""A model as the files that other programs read, written in processes of their own.
+"""Writes a model in the formats of other programs, in separate processes.
 
-Claim: none; the experiments that measure llama.cpp and transformers beside us give them these.
-
-What such a process takes is not in the memory of the one that is measured.
+Claim: none; used by experiments that compare us with llama.cpp and transformers. Separate processes
+keep the memory of the conversion out of the measured process.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
-# By which llama.cpp cuts texts where it has no pre-tokenizer that cuts as the model's own (nano's).
+# The llama.cpp pre-tokenizer to use if none splits text as the model's own does (nano's).
 NEAREST_CUT = "qwen2"
 
 
@@ -22,23 +21,23 @@ def write_gguf(model: str | os.PathLike[str], path: pathlib.Path, kind: str = "F
 
   Args:
     model: a name, a directory or a GGUF file.
-    path: of the file, which is made.
-    kind: of its matrices.
+    path: the file to create.
+    kind: type of its matrices.
 
   Raises:
-    ValueError: with what that process said, if it could not.
+    ValueError: with the output of the process, if it failed.
   """
   _export(model, path, f"--gguf={kind}", f"--gguf_pre={NEAREST_CUT}")
 
 
 def as_directory(model: str, workdir: pathlib.Path) -> str:
-  """Returns a model's name for programs that read no GGUF files as we do.
+  """Returns a model name for programs that cannot read GGUF files as we do.
 
-  Of a GGUF file it is a directory of the same numbers in float32, written once; of others their
-  own.
+  For a GGUF file this is a directory with the same values in float32, written once; for others the
+  name itself.
 
   Raises:
-    ValueError: with what the process that writes it said, if it could not.
+    ValueError: with the output of the writing process, if it failed.
   """
   path = pathlib.Path(model)
   if path.suffix.lower() != ".gguf":

@@ -1,16 +1,16 @@
 """Pretrains the nano model on synthetic word problems and countdown.
 
 Claim: 1.1 M parameters, from scratch, reach 35-65 % on held-out word problems and end nearly every
-answer by themselves, within a budget of tokens that two CPU cores take in about half an hour; what
-is left to learn is left to reinforcement learning.
-Command: the two that the model card (seerjax/models/nano/README.md) gives, one after the other.
+answer by themselves, within a budget of tokens that two CPU cores process in about half an hour.
+The remaining problems are left to reinforcement learning.
+Command: the two commands of the model card (seerjax/models/nano/README.md), one after the other.
 Hardware: 2 CPU cores, 15 to 30 minutes each. Numbers: docs/results/nano.md
 
-`--grow_from` begins with what a smaller model says (`models.growth`), where random weights of the
-larger size would take hours.
+`--grow_from` starts from a smaller model (`models.growth`); random weights of the larger size would
+take hours.
 
-Runs `untiled`, since nothing here is compared bit by bit. Documents are batched by length, one a
-row, so that a position means the same here as it does in the engine.
+Runs `untiled`, since nothing here is compared bit by bit. Documents are batched by length, one per
+row, so that positions are the same as in the engine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from seerjax.run import command_line
 
 STEPS_PER_CHECKPOINT = 25
 STEPS_PER_LINE = 10
-LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents are left out: below one in a thousand.
+LENGTHS = (64, 96, 128, 192, 256, 384)  # Longer documents (fewer than 0.1 %) are left out.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,17 +54,17 @@ class PretrainConfig:
   """Budget and optimiser.
 
   Attributes:
-    num_tokens: tokens of all batches together, padding included: the stated budget.
+    num_tokens: tokens of all batches together, padding included.
     tokens_per_batch: rows of a batch times their length.
     learning_rate: peak, after a linear warm-up over the first 2 %; cosine to a tenth of it.
     prompt_weight: weight of prompt tokens in the loss; answer tokens weigh 1.
-    brief_rate: share of word problems answered by their last line alone.
+    brief_rate: share of word problems answered with the last line only.
     large_rate: share of word problems with operands up to 99.
-    keeps_embeddings: whether the tokens' vectors stay as they are: a word that a later training
-      does not have keeps its meaning.
-    keeps_unseen: whether the vector of a token stays as it is in each step whose batch does not
-      have it; Adam would move it as far as any other, since no answer is that token.
-    seed: of weights and documents.
+    keeps_embeddings: whether to freeze the embeddings, so that words absent from a later training
+      keep their meaning.
+    keeps_unseen: whether a step leaves the embeddings of tokens absent from its batch unchanged;
+      Adam would move them as far as others, because the loss lowers their probability.
+    seed: seed of weights and documents.
   """
 
   num_tokens: int = 14_000_000
@@ -98,14 +98,14 @@ class PretrainConfig:
         )
 
 
-# Prompts with what is answered to them.
+# (prompt, answer) pairs.
 Documents = Iterator[tuple[str, str]]
 
 
 def batches(
   tokenizer: tokenizer_lib.Tokenizer, config: PretrainConfig, documents: Documents
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-  """Yields (tokens i32[b, t], weights f32[b, t] of each token as a target) of documents."""
+  """Yields batches of documents: (tokens i32[b, t], loss weights f32[b, t] of the tokens)."""
   waiting: dict[int, list[tuple[list[int], int]]] = collections.defaultdict(list)
   end = tokenizer.encode(nano_corpus.END)
   for prompt, solution in documents:
@@ -126,7 +126,7 @@ def batches(
 
 
 def numerics_for(length: int) -> numerics_lib.NumericsConfig:
-  """Returns plain XLA with one segment a row."""
+  """Returns the numerics of plain XLA with one segment per row."""
   tile = 1 << (length - 1).bit_length()
   return numerics_lib.with_row_tile(
     numerics_lib.NumericsConfig(
@@ -143,7 +143,7 @@ def make_step(
 ):
   """Returns the compiled `(params, opt_state, tokens, weights) -> (params, opt_state, metrics)`.
 
-  With `keeps_unseen`, rows of `embed` whose token is not among `tokens` are not updated.
+  With `keeps_unseen`, rows of `embed` for tokens outside `tokens` are not updated.
   """
 
   def loss(params, tokens, weights):
@@ -184,20 +184,20 @@ def pretrain(
   documents: Documents | None = None,
   grow_from: str = "",
 ) -> None:
-  """Trains on `num_tokens` tokens and writes `directory`/model; resumes what is there.
+  """Trains on `num_tokens` tokens and writes `directory`/model; resumes an earlier call.
 
   Args:
     config: budget and optimiser.
-    model: shape of random weights.
-    start: a model's directory to carry on from in their place, or "".
-    directory: takes checkpoints and the result.
-    documents: without end; nano's corpus if None.
-    grow_from: a smaller model, by name or directory, which is grown to the shape, or "".
+    model: shape of the model.
+    start: a model directory to start from instead of random weights, or "".
+    directory: output directory of checkpoints and the result.
+    documents: endless documents; nano's corpus if None.
+    grow_from: a smaller model, by name or directory, to grow to the shape, or "".
 
   Raises:
     FileNotFoundError: if there is no model to grow from.
-    ValueError: if the result is there already, the smaller model does not grow to the shape, or it
-      is given with `start`.
+    ValueError: if the result already exists, the smaller model cannot grow to the shape, or both
+      `grow_from` and `start` are given.
   """
   if start and grow_from:
     raise ValueError(

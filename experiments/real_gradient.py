@@ -1,21 +1,21 @@
-"""A gradient of a model of real size: ours beside torch's, on the same micro-batch.
+"""Compares the gradient of a realistic model with torch's, on the same micro-batch.
 
-Claim: natively, on a CPU, a gradient of a 135M model takes at least 1.3 times as many rows a second
-as torch's, in float32 and in bfloat16, within the memory that the trainer plans.
+Claim: natively, on a CPU, the gradient of a 135M model processes at least 1.3 times as many rows
+per second as torch's, in float32 and in bfloat16, within the memory that the trainer plans.
 Command: bash launch/local.sh experiments.real_gradient --model=DIR --workdir=runs/real_gradient
-  torch and transformers need packages of their own (`bash launch/peers.sh`); where they lie
-  elsewhere, --torch_python names their Python
-  --seconds=200 ends after the cell that is being measured then; the same command goes on
-  in a minute, to see that everything runs: --model=nano-directory --rounds=1 --lengths=64
+  torch and transformers are installed by `bash launch/peers.sh`; --torch_python names another
+  Python that has them
+  --seconds=200 ends after the cell that is running then; the same command continues
+  a check in a minute: --model=nano-directory --rounds=1 --lengths=64
 Hardware: 2 CPU cores, 14 GiB; about 40 minutes. Numbers: docs/results/real/gradient.md
 
-The micro-batch: sequences of random tokens and of one length, the first quarter of each a prompt
-that has no loss; so neither side pads. The loss is that of a first optimiser step on answers with
-advantages of 1 and -1 by turns: the sum over the answers' tokens of -advantage * ratio, divided by
-their number, where the ratio of probabilities is 1 and its gradient is the log-probability's. Each
-side is a process of its own; sides take turns within a round, and the first gradient of a process,
-which compiles, is not counted. Loss and norm of the gradients are compared. Peak memory is the most
-that the process holds while it computes further ones, less what it holds between two.
+The micro-batch has sequences of random tokens of equal length, so neither side pads; the first
+quarter of each is a prompt without loss. The loss is that of a first optimiser step on completions
+with alternating advantages of 1 and -1: the sum over completion tokens of -advantage * ratio,
+divided by their number, where the ratio is 1 and its gradient is that of the log-probability. Each
+side runs in its own process; sides take turns within a round, and the first gradient of a process,
+which compiles, is not counted. Losses and gradient norms are compared. Peak memory is the maximum
+while the process computes further gradients, minus what it holds between two.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from seerjax import host_memory
 from seerjax.run import command_line
 
 DTYPES = ("float32", "bfloat16")
-# Aimed at: our rows a second over torch's, each at the better of its settings.
+# Target: ratio of our rows per second to torch's, each with its better setting.
 LEAST_OF_TORCH = 1.3
-# Two sides compute one gradient: their losses and norms differ by rounding alone.
+# Tolerances: both sides compute the same gradient, up to rounding.
 NEAR = {"float32": 1e-3, "bfloat16": 0.05}
 
 Say = Callable[[str], None]
-# What computes a gradient once, its loss and its leaves; and what lets go of what it left.
+# Computes a gradient once and returns (loss, leaves); and a function that frees its memory.
 Gradient = Callable[[], tuple[float, list[Any]]]
 Forget = Callable[[], None]
 
 
 class Side(NamedTuple):
-  """A label for people, what builds it, and whether layers are computed again."""
+  """A display label, the kind of builder, and whether layers are recomputed."""
 
   label: str
   kind: str
@@ -67,13 +67,13 @@ SIDES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """What is timed.
+  """Configuration of the measurement.
 
   Attributes:
     model: a Hugging Face directory.
-    lengths: rows of a sequence, by dtype.
-    sequences: of a micro-batch, by dtype.
-    num_threads: of torch.
+    lengths: rows per sequence, by dtype.
+    sequences: sequences per micro-batch, by dtype.
+    num_threads: threads of torch.
   """
 
   model: str
@@ -85,12 +85,12 @@ class Config:
     return self.lengths[dtype] * self.sequences[dtype]
 
   def num_prompt(self, dtype: str) -> int:
-    """Tokens of a sequence that have no loss."""
+    """Returns the number of prompt tokens of a sequence, which have no loss."""
     return self.lengths[dtype] // 4
 
 
 class Cell(NamedTuple):
-  """One gradient."""
+  """One timed gradient."""
 
   dtype: str
   side: str
@@ -98,7 +98,7 @@ class Cell(NamedTuple):
 
 
 def tokens_of(config: Config, dtype: str, vocab_size: int) -> np.ndarray:
-  """Returns i64[sequences, length + 1]: what is read, and behind it the last target."""
+  """Returns i64[sequences, length + 1]: the inputs, followed by the last target."""
   random = np.random.default_rng(0)
   return random.integers(3, vocab_size, (config.sequences[dtype], config.lengths[dtype] + 1))
 
@@ -108,7 +108,7 @@ def advantages(count: int) -> np.ndarray:
 
 
 def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, Forget, int]:
-  """Returns the trainer's gradient, as a run of the model has it, and the bytes that it plans."""
+  """Returns the trainer's gradient, as in a run of the model, and its planned bytes."""
   import jax
 
   from seerjax.models import parameters
@@ -157,7 +157,7 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
 
 
 def their_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, Forget, int]:
-  """Returns torch's gradient of transformers' model; it plans nothing."""
+  """Returns torch's gradient of the transformers model; planned bytes are 0."""
   import torch  # pyright: ignore[reportMissingImports]
   import transformers  # pyright: ignore[reportMissingImports]
 
@@ -191,9 +191,9 @@ BUILDERS = {"ours": our_gradient, "transformers": their_gradient}
 
 
 def serve(side: str, dtype: str, config: Config) -> None:
-  """A side's process: one line of JSON when it is ready, and one for each line that it is sent."""
+  """Runs a side: prints one line of JSON when ready, then one for each line on stdin."""
   reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What libraries print must not look like the reply.
+  os.dup2(2, 1)  # Output of libraries must not be mistaken for the reply.
   try:
     gradient, forget, plan = BUILDERS[SIDES[side].kind](config, dtype, SIDES[side].is_again)
     loss, leaves = gradient()
@@ -201,7 +201,7 @@ def serve(side: str, dtype: str, config: Config) -> None:
     del leaves
     forget()
     held = int(host_memory.resident_bytes())
-    # What compilers took is no part of the peak from here on.
+    # Resets the peak, so that it excludes memory used by compilation.
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     print(json.dumps(dict(loss=loss, norm=norm, held=held, plan=plan)), file=reply, flush=True)
     for _ in sys.stdin:
@@ -210,13 +210,13 @@ def serve(side: str, dtype: str, config: Config) -> None:
       seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
       record = dict(seconds=seconds, cpu=cpu, peak=engine_throughput.peak_memory())
       print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # Another library's failure is a finding, to be told with its name.
+  except Exception as error:  # A peer's failure is a result, reported under its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
     raise
 
 
 class Process:
-  """A side in a process of its own, which is ready when this returns."""
+  """A side in a separate process, which is ready when the constructor returns."""
 
   def __init__(self, side: str, dtype: str, config: Config, python: str):
     path = os.pathsep.join([str(engine_throughput.ROOT), os.environ.get("PYTHONPATH", "")])
@@ -228,10 +228,10 @@ class Process:
     self.ready = self.ask(json.dumps([side, dtype, dataclasses.asdict(config)]))
 
   def ask(self, line: str = "go") -> dict[str, Any]:
-    """Returns the reply to a line.
+    """Sends a line and returns the reply.
 
     Raises:
-      RuntimeError: if the side says an error, or its process ended.
+      RuntimeError: if the side reports an error, or its process ended.
     """
     assert self._process.stdin is not None and self._process.stdout is not None
     print(line, file=self._process.stdin, flush=True)
@@ -248,7 +248,7 @@ class Process:
 
 
 def table(records: Sequence[dict[str, Any]], config: Config) -> str:
-  """Returns medians by dtype and side, and the aims, as Markdown."""
+  """Returns medians by dtype and side, and the targets, as Markdown."""
   lines = [
     "| dtype | side | rounds | seconds (range) | CPU seconds | rows/s | peak, MiB | planned, MiB |",
     "|---|---|---|---|---|---|---|---|",
@@ -289,12 +289,12 @@ def table(records: Sequence[dict[str, Any]], config: Config) -> str:
 
 
 def differing(ready: dict[tuple[str, str], dict[str, Any]]) -> str:
-  """Returns how far losses and norms of the sides are apart; "" if they agree."""
+  """Returns a line on differing losses or norms of the sides; "" if they agree."""
   found = []
   for dtype in DTYPES:
     for what in ("loss", "norm"):
       values = [one[what] for key, one in ready.items() if key[0] == dtype]
-      # A loss of advantages of either sign may be zero, but for rounding.
+      # With advantages of both signs the loss may be zero up to rounding.
       near = NEAR[dtype] * max([1.0, *map(abs, values)])
       if values and max(values) - min(values) > near:
         found.append(f"{dtype} {what}: {values}")
@@ -312,10 +312,10 @@ def run(
   torch_python: str = "",
   seconds: float = np.inf,
 ) -> list[dict[str, Any]]:
-  """Measures what is missing, prints, and writes table.md; the cells are kept one by one.
+  """Measures missing cells, storing each at once; prints, and writes table.md.
 
   Raises:
-    ValueError: if a name is not known, or two sides compute different gradients.
+    ValueError: if a name is unknown, or two sides compute different gradients.
   """
   for flag, names, known in (("--sides", sides, tuple(SIDES)), ("--dtypes", dtypes, DTYPES)):
     if unknown := [name for name in names if name not in known]:

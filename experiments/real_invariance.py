@@ -1,21 +1,20 @@
-"""Does a batch change what a pretrained model answers? One question in company, on real weights.
+"""Tests whether the batch changes the completions of a pretrained model.
 
-Claim: natively every completion of "Tell me about Richard Feynman" that arrives among random other
-requests is one text and one pattern of bits, greedy or sampled, in float32 and bfloat16; plain XLA
-(untiled) in bfloat16 answers with several texts. `transformers` and llama.cpp's server are asked
-beside them.
+Claim: natively all completions of "Tell me about Richard Feynman" among random other requests have
+the same text and bits, greedy or sampled, in float32 and bfloat16; plain XLA (untiled) in bfloat16
+produces several texts. `transformers` and llama.cpp's server are measured for comparison.
 Command: bash launch/local.sh experiments.real_invariance --model=models/smollm2-135m-instruct \
            --workdir=runs/real_invariance
   one path:       --paths=native,untiled --dtypes=bfloat16 --temperatures=0
   a quick look:   --completions=20 --max_tokens=100
   the peers:      --paths=transformers --python=.venv-3.11/bin/python (see launch/peers.sh)
                   --paths=llama.cpp --gguf=FILE
-  carry on after a kill: the same command; a finished cell is not run again
+  continue after a kill: the same command; a finished cell is not run again
 Hardware: 2 CPU cores. Numbers: docs/results/real/invariance.md
 
-A cell is `BLOCK` completions of one path, dtype, temperature and seed; its batches are drawn by its
-number alone. The table compares all completions of a path, dtype and temperature that were asked
-with the same seed.
+A cell is `BLOCK` completions of one path, dtype, temperature and seed; its batches depend only on
+its block number, temperature and seed. The table compares all completions of a path, dtype and
+temperature with the same seed.
 
 Source: He et al. 2025, Defeating Nondeterminism in LLM Inference (Thinking Machines).
 """
@@ -46,20 +45,20 @@ OURS = ("native", "untiled")
 PEERS = ("transformers", "llama.cpp")
 DTYPES = ("bfloat16", "float32")
 BLOCK = 20  # Completions of a cell.
-SEEDS = 5  # Of sampled completions, asked in turn.
-# (most sequences, row buckets), one drawn for each batch: quiet company and a crowd.
+SEEDS = 5  # Seeds of sampled completions, used in turn.
+# (maximum sequences, row buckets), drawn for each batch: low load and high load.
 ENGINES = ((4, (1, 4, 64)), (16, (1, 4, 16, 64)))
 ROOT = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """What all cells have in common.
+  """Settings that all cells share.
 
   Attributes:
     model: a Hugging Face directory, or another name of a model.
-    prompt: the one question.
-    max_tokens: longest completion.
+    prompt: the prompt.
+    max_tokens: maximum tokens of a completion.
   """
 
   model: str
@@ -68,14 +67,14 @@ class Settings:
 
 
 class Cell(NamedTuple):
-  """Completions that are asked together.
+  """A block of completions.
 
   Attributes:
     path: one of `OURS` or `PEERS`.
-    dtype: of weights and activations.
+    dtype: dtype of weights and activations.
     temperature: 0 is greedy.
-    seed: of the question.
-    block: which of the blocks with these; draws the company.
+    seed: seed of the request.
+    block: index of the block; determines the other requests of its batches.
   """
 
   path: str
@@ -86,11 +85,11 @@ class Cell(NamedTuple):
 
 
 class Peers(NamedTuple):
-  """Where the peers are.
+  """Locations of the peers.
 
   Attributes:
-    python: that has `transformers`.
-    gguf: a file with the model's weights, for llama.cpp.
+    python: a Python interpreter with `transformers`.
+    gguf: a GGUF file of the model, for llama.cpp.
   """
 
   python: str = ""
@@ -100,7 +99,7 @@ class Peers(NamedTuple):
 def cells_of(
   paths: Sequence[str], dtypes: Sequence[str], temperatures: Sequence[float], completions: int
 ) -> list[Cell]:
-  """Returns the cells of a table, block by block, so that all paths grow together."""
+  """Returns the cells of a table, ordered by block so that all paths progress together."""
   found = []
   for block in range(-(-completions // BLOCK)):
     for temperature in temperatures:
@@ -114,7 +113,7 @@ def cells_of(
 def _engines(
   settings: Settings, path: str, dtype: str
 ) -> tuple[policy_lib.Policy, list[engine_lib.Engine]]:
-  """Returns the policy and the engines of one of our paths, which its cells share."""
+  """Returns the policy and the engines of one of our paths; its cells share them."""
   asked = numerics_lib.NumericsConfig(
     implementation="untiled" if path == "untiled" else "native",
     compute_dtype=dtype,
@@ -138,7 +137,7 @@ def _engines(
 
 
 def ours(settings: Settings, cell: Cell, say: invariance.Say) -> list[Completion]:
-  """Returns the completions of a cell of one of our paths."""
+  """Returns the completions of a cell on one of our paths."""
   policy, engines = _engines(settings, cell.path, cell.dtype)
   config = invariance.InvarianceConfig(
     model=settings.model, max_tokens=settings.max_tokens, seed=cell.seed
@@ -154,16 +153,16 @@ def ours(settings: Settings, cell: Cell, say: invariance.Say) -> list[Completion
 
 
 def rng_of(cell: Cell) -> np.random.Generator:
-  """Returns what draws a cell's company: the same on every path."""
+  """Returns the generator that draws a cell's other requests; it is the same on every path."""
   return np.random.default_rng((cell.seed, cell.block, int(1000 * cell.temperature)))
 
 
 def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
-  """Returns the completions of a peer, which runs in a process of its own.
+  """Returns the completions of a peer, which runs in a separate process.
 
   Raises:
-    ValueError: if it is not said where the peer is.
-    RuntimeError: with the end of what it printed, if it fails.
+    ValueError: if the peer's location is not given.
+    RuntimeError: with the end of its output, if it fails.
   """
   needed, flag = (peers.python, "python") if cell.path == "transformers" else (peers.gguf, "gguf")
   if not needed:
@@ -182,7 +181,7 @@ def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
     max_tokens=settings.max_tokens,
     temperature=cell.temperature,
     seed=cell.seed,
-    # Batches of up to 8: which of them are the question, and what the others ask.
+    # Prompts of batches of up to 8, some of which are the prompt under test.
     batches=peer_batches(rng, question, policy.require_tokenizer().vocab_size),
   )
   python = peers.python if cell.path == "transformers" else sys.executable
@@ -210,7 +209,7 @@ def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
 def peer_batches(
   rng: np.random.Generator, question: list[int], vocab_size: int, count: int = BLOCK
 ) -> list[list[list[int]]]:
-  """Returns prompts by batch of 1 to 8, `count` of which in all are the question."""
+  """Returns batches of 1 to 8 prompts, in which the tested prompt occurs `count` times in all."""
   batches: list[list[list[int]]] = []
   left = count
   while left:
@@ -225,7 +224,7 @@ def peer_batches(
 
 
 def patterns(completions: Sequence[Completion]) -> list[dict[str, Any]]:
-  """Returns each distinct completion once, with how often it came: JSON that keeps all bits."""
+  """Returns each distinct completion with its count, as JSON that keeps all bits."""
   found: dict[str, dict[str, Any]] = {}
   for one in completions:
     record = dict(
@@ -238,7 +237,7 @@ def patterns(completions: Sequence[Completion]) -> list[dict[str, Any]]:
 
 
 def completions_of(records: Sequence[dict[str, Any]]) -> list[Completion]:
-  """Returns what `patterns` was given, but for names and order."""
+  """Returns the completions given to `patterns`, up to names and order."""
   return [
     Completion(
       request_id="probe",
@@ -286,9 +285,10 @@ def measure(
 
 
 def rows_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Returns one row for each path, dtype and temperature, over all its seeds and blocks.
+  """Returns one row per path, dtype and temperature, over all seeds and blocks.
 
-  Distinct texts and patterns are added over seeds, and the least place of a difference is taken.
+  Numbers of distinct texts and bit patterns are summed over seeds; the position of the first
+  difference is the minimum.
   """
   groups: dict[tuple[str, str, float], dict[int, list[Completion]]] = {}
   seconds: dict[tuple[str, str, float], float] = {}
@@ -348,7 +348,7 @@ def run(
   peers: Peers,
   say: invariance.Say = print,
 ) -> str:
-  """Runs the cells that are missing; returns the table of all that are finished, wanted or not."""
+  """Runs the missing cells of `wanted`; returns the table of all finished cells."""
   kept = dataclasses.asdict(settings)
   measuring: Callable[..., dict[str, Any]] = functools.partial(measure, settings, peers, say)
   try:
@@ -361,7 +361,7 @@ def run(
 
 
 def check(paths: Sequence[str], dtypes: Sequence[str]) -> None:
-  """Refuses paths and dtypes that there are not.
+  """Rejects unknown paths and dtypes.
 
   Raises:
     ValueError: naming the flag.

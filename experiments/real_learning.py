@@ -1,16 +1,16 @@
-"""Does a reward rise on real weights? GRPO of a pretrained model on tasks of reasoning-gym.
+"""Trains a pretrained model with GRPO on tasks of reasoning-gym.
 
-Claim: in 40 steps of 8 x 8 answers SmolLM2-135M-Instruct learns sums of two numbers, with all its
-weights and with adapters, beyond the interval of its held-out accuracy before; KL and gap of engine
-and trainer are exactly 0.0 in every step.
+Claim: in 40 steps of 8 x 8 completions SmolLM2-135M-Instruct learns sums of two numbers, with all
+weights and with adapters: its held-out accuracy rises above the initial confidence interval. KL and
+gap between engine and trainer are exactly 0.0 in every step.
 Command: bash launch/local.sh experiments.real_learning --model=models/smollm2-135m-instruct
   one arm, one seed:     --arms=full --seeds=0
   the second task:       --generator=products --arms=full --seeds=0
-  carry on after a kill: the same command; a cell that was begun goes on from its last checkpoint
+  continue after a kill: the same command; an unfinished cell continues from its last checkpoint
   the table alone:       --nosteps
-Hardware: 2 CPU cores, 6 GiB. Numbers: none yet; the claim is what the runs are to show.
+Hardware: 2 CPU cores, 6 GiB. Numbers: none yet; the claim is a hypothesis.
 
-A cell is one run: a generator, an arm and a seed; it has a directory of its own in --workdir.
+A cell is one run: a generator, an arm and a seed, with its own directory in --workdir.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from seerjax.tasks import loading
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
 
-# Learning rate and rank of the adapters, 0 where all weights learn, by arm.
+# By arm: learning rate, and rank of the adapters (0 trains all weights).
 ARMS = {"full": (1e-5, 0), "lora": (5e-4, 8)}
-# Options of the generators, with which the model begins between 10 and 60 %.
+# Options of the generators, chosen so that the model's initial accuracy is between 10 and 60 %.
 GENERATORS = {
   "basic_arithmetic": dict(
     min_terms=2, max_terms=2, min_digits=1, max_digits=2, operators=("+", "-"),
@@ -51,17 +51,17 @@ Z = 1.96
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """What all cells have in common.
+  """Settings that all cells share.
 
   Attributes:
     model: a Hugging Face directory.
-    num_steps: of a run.
-    groups_per_step: problems of a step.
-    group_size: answers of each.
-    max_tokens: longest answer.
+    num_steps: steps of a run.
+    groups_per_step: problems per step.
+    group_size: completions per problem.
+    max_tokens: maximum tokens of a completion.
     heldout: problems of an evaluation, each answered once at temperature 1.
     every: steps between evaluations.
-    compute_dtype: of engine and trainer.
+    compute_dtype: compute dtype of engine and trainer.
   """
 
   model: str
@@ -75,7 +75,7 @@ class Settings:
 
 
 class Cell(NamedTuple):
-  """One run: on what, what learns, and the seed."""
+  """One run: generator, arm and seed."""
 
   generator: str
   arm: str
@@ -88,7 +88,7 @@ def load_task(generator: str) -> Task:
 
 
 def config_of(settings: Settings, cell: Cell) -> RunConfig:
-  """Returns the run of a cell."""
+  """Returns the run configuration of a cell."""
   rate, rank = ARMS[cell.arm]
   return RunConfig(
     model=settings.model,
@@ -121,7 +121,7 @@ def measure(
   finished: Any,
   programs: dict[Any, Any],
 ) -> dict[str, Any]:
-  """Runs a cell to its end, from its last checkpoint if there is one; returns its record."""
+  """Runs a cell, from its last checkpoint if there is one; returns its record."""
   del finished
   config, place = config_of(settings, cell), directory / "-".join(map(str, cell))
   say = functools.partial(print, flush=True)
@@ -138,7 +138,7 @@ def measure(
 
 
 def found_in(place: pathlib.Path) -> dict[str, Any]:
-  """Returns what a run's metrics.jsonl holds, whether it has ended or not."""
+  """Returns the results in a run's metrics.jsonl, whether or not the run has ended."""
   path = place / metrics.FILE_NAME
   rows = metrics.read(path) if path.is_file() else []
   number = lambda row, name: float(metrics.decode_number(row[name]))
@@ -154,14 +154,14 @@ def found_in(place: pathlib.Path) -> dict[str, Any]:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-  """Returns the 95 % interval of Wilson for a share of `count`."""
+  """Returns the 95 % Wilson interval for a share of `count`."""
   centre = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
   half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
   return centre - half, centre + half
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-  """Returns runs as Markdown, those that have not ended too."""
+  """Returns a Markdown table of runs, including unfinished ones."""
   lines = [
     "| task | what learns | seed | steps | held-out before | after | mean reward of the first and"
     " last 5 steps | largest KL | largest gap |",
@@ -186,7 +186,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def picture(records: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
-  """Draws rewards by step and held-out accuracy with its intervals, a panel for each arm."""
+  """Draws rewards by step and held-out accuracy with intervals, one panel per arm."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -220,7 +220,7 @@ def picture(records: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
 
 
 def records_of(settings: Settings, directory: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns what all runs in a directory have so far, those that were evaluated once at least."""
+  """Returns the records so far of all runs in a directory that were evaluated at least once."""
   found = []
   for generator in GENERATORS:
     for arm in ARMS:
