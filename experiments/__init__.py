@@ -1,1 +1,1 @@
-"""One file, one claim."""
+"""Experiments: each file measures one claim."""

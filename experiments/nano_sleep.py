@@ -2,7 +2,7 @@ r"""Trains nano for sleep-time compute: to write true facts of a context and to 
 
 Claim: a warm start teaches nano to write true facts and to answer from them in a third of the
 tokens; the effect of reinforcement learning on the sleeper's verdict is measured at the end.
-The model card (seerjax/models/nano_sleep/README.md) documents how the shipped `nano-sleep` was made,
+The model card (seerjax/models/nano_sleep/README.md) documents how `nano-sleep` was made,
 and its numbers.
 Command: bash launch/local.sh experiments.nano_sleep --workdir=runs/nano_sleep
 Hardware: 2 CPU cores, about an hour. Results: the model's card, docs/results/sleep.md

@@ -1,20 +1,20 @@
-"""A model of real size, side by side: decoding and prefill of ours, llama.cpp and transformers.
+"""Compares decoding and prefill speed of a realistic model with llama.cpp and transformers.
 
-Claim: natively, on a CPU, one sequence decodes 1.1 times as fast as llama.cpp's on weights of the
-same type and at 0.6 or more of what memory allows; 8 and 32 sequences 2.5 times as fast as
-llama.cpp's in float32 and 1.5 times as fast as transformers' in both types; a prompt of 512 tokens
-is read 1.2 times as fast as by either; and two cores are worth 1.7 of one.
+Claim: natively, on a CPU, decoding one sequence is 1.1 times as fast as llama.cpp with weights of
+the same type, and at least 0.6 of the memory limit; 8 and 32 sequences are 2.5 times as fast as
+llama.cpp in float32 and 1.5 times as fast as transformers in both types; prefill of 512 tokens is
+1.2 times as fast as either; and two cores are 1.7 times as fast as one.
 Command: bash launch/local.sh experiments.real_speed --model=DIR --workdir=runs/real_speed
-  peers need packages of their own (`bash launch/peers.sh`); the script says which are missing
-  --seconds=200 ends after the cell that is being measured then; the same command goes on
+  peers need additional packages (`bash launch/peers.sh`); the script names missing ones
+  --seconds=200 ends after the cell that is running then; the same command continues
 Hardware: 2 CPU cores, 12 GiB; about 25 minutes. Numbers: docs/results/real/speed.md
 
-Every side is a process of its own, which holds its model; the sides of a cell (a dtype, and what is
-timed) take turns, `--rounds` times, so that a slow minute of the machine meets all of them. Waiting
-processes use no processor. Decoding is the time of answers of 1 + n tokens less that of answers of
-one token; prompts are 16 random tokens, every token the likeliest, lengths forced. Prefill is one
-prompt of 512 tokens and its first answered token. What memory allows is the faster of NumPy's copy
-(read and written bytes) and its dot product (read bytes), by both cores, measured in the same run.
+Every side runs in its own process with its own model. The sides of a cell (a dtype and a kind of
+work) take turns, `--rounds` times, so that other load affects all of them; waiting processes use no
+CPU. Decoding time is the time of completions of 1 + n tokens minus that of one-token completions;
+prompts are 16 random tokens, decoding is greedy, lengths are forced. Prefill is one prompt of 512
+tokens and the first generated token. The memory limit is the faster of NumPy's copy (bytes read and
+written) and its dot product (bytes read), on both cores, measured in the same run.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from experiments import (
 from seerjax.run import command_line
 
 PROMPT_TOKENS, PREFILL_TOKENS = 16, 512
-# Tokens of each sequence that are timed, by batch size.
+# Timed tokens per sequence, by batch size.
 DECODED = {1: 32, 8: 16, 32: 8}
 KINDS = ("decode 1", "decode 8", "decode 32", "prefill")
 DTYPES = ("float32", "bfloat16")
 MOST = 32
 
 Say = Callable[[str], None]
-# What answers a batch of prompts of so many tokens with so many tokens each, in so many cores.
+# Runs a batch once: (number of prompts, tokens per prompt, tokens per completion).
 Answer = Callable[[int, int, int], None]
 
 
 class Side(NamedTuple):
-  """A label for people, what builds it, and on how many cores it runs."""
+  """A display label, the kind of builder, and the number of cores."""
 
   label: str
   kind: str
@@ -70,21 +70,21 @@ SIDES = {
 
 
 class Cell(NamedTuple):
-  """What the sides are compared in: a dtype of the weights, and one of `KINDS`."""
+  """One comparison of the sides: a dtype of the weights, and one of `KINDS`."""
 
   dtype: str
   kind: str
 
 
 class Aim(NamedTuple):
-  """What a row of the table of aims says: a label, and which ratio of which cells.
+  """A target: a minimum ratio in some cells.
 
   Attributes:
-    label: for people.
-    kinds: of the cells.
-    dtypes: of the cells.
-    rival: the side that ours is compared with, or "memory".
-    least: the least ratio that is aimed at.
+    label: display label.
+    kinds: kinds of the cells.
+    dtypes: dtypes of the cells.
+    rival: the side to compare with, or "memory".
+    least: minimum ratio.
   """
 
   label: str
@@ -106,7 +106,7 @@ AIMS = (
 
 
 def work_of(kind: str) -> tuple[int, int, int]:
-  """Returns what a kind times: sequences, tokens of each prompt, and answered tokens that count."""
+  """Returns (sequences, tokens per prompt, timed tokens per completion) of a kind."""
   if kind == "prefill":
     return 1, PREFILL_TOKENS, 0
   batch = int(kind.split()[1])
@@ -114,7 +114,7 @@ def work_of(kind: str) -> tuple[int, int, int]:
 
 
 def prompts_of(batch: int, length: int, vocab_size: int) -> list[tuple[int, ...]]:
-  """Returns random prompts, all different, and others at every call."""
+  """Returns distinct random prompts, different at every call."""
   random = np.random.default_rng()
   return [tuple(map(int, random.integers(0, vocab_size, length))) for _ in range(batch)]
 
@@ -144,7 +144,7 @@ def our_answer(directory: pathlib.Path, dtype: str) -> Answer:
 
 
 def llama_answer(directory: pathlib.Path, dtype: str) -> Answer:
-  """Returns llama.cpp on a GGUF of this type, which is made beside the directory once."""
+  """Returns llama.cpp on a GGUF file of this type, created once next to the directory."""
   kind = {"float32": "F32", "bfloat16": "BF16"}[dtype]
   file = directory.with_name(f"{directory.name}-{kind.lower()}.gguf")
   if not file.exists():
@@ -192,14 +192,14 @@ BUILDERS = {"ours": our_answer, "llama.cpp": llama_answer, "transformers": their
 
 
 def set_cores(count: int) -> None:
-  """Binds all threads of this process to the last `count` of its machine's cores."""
+  """Binds all threads of this process to the last `count` cores of the machine."""
   cores = sorted(range(os.cpu_count() or 1))[-count:]
   for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), cores)
 
 
 def seconds_of(answer: Answer, kind: str) -> float:
-  """Returns the seconds of what a kind times, once."""
+  """Runs the work of a kind once; returns the seconds."""
 
   def seconds(count: int) -> float:
     begin = time.perf_counter()
@@ -214,15 +214,15 @@ def seconds_of(answer: Answer, kind: str) -> float:
 
 
 def tokens_of(kind: str) -> int:
-  """Returns how many tokens a kind times."""
+  """Returns the number of tokens that a kind times."""
   batch, length, counted = work_of(kind)
   return batch * counted if counted else length
 
 
 def serve(kind: str, directory: pathlib.Path, dtype: str) -> None:
-  """A side's process: a line of JSON for each line of stdin, [kind, cores]."""
+  """Runs a side: prints a line of JSON for each line [kind, cores] on stdin."""
   reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What libraries print must not look like a reply.
+  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
   try:
     answer = BUILDERS[kind](directory, dtype)
     for line in sys.stdin:
@@ -231,13 +231,13 @@ def serve(kind: str, directory: pathlib.Path, dtype: str) -> None:
       seconds = seconds_of(answer, timed)
       record = dict(seconds=seconds, peak=engine_throughput.peak_memory())
       print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # Another library's failure is a finding, to be told with its name.
+  except Exception as error:  # A peer's failure is a result, reported under its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
     raise
 
 
 class Process:
-  """A side in a process of its own."""
+  """A side in a separate process."""
 
   def __init__(self, kind: str, directory: pathlib.Path, dtype: str, python: str):
     path = [str(decode_speed.ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
@@ -251,7 +251,7 @@ class Process:
     )  # fmt: skip
 
   def time(self, timed: str, cores: int) -> dict[str, Any]:
-    """Returns the seconds of a kind and the peak of memory, or {"error": ...}."""
+    """Returns the seconds of a kind and the peak memory, or {"error": ...}."""
     assert self._process.stdin is not None
     assert self._process.stdout is not None
     try:
@@ -262,7 +262,7 @@ class Process:
     return json.loads(line) if line else dict(error="its process ended")
 
   def close(self) -> None:
-    """Lets the process end."""
+    """Ends the process."""
     assert self._process.stdin is not None
     assert self._process.stdout is not None
     self._process.stdin.close()
@@ -285,7 +285,7 @@ def read_bandwidth(num_threads: int, *, num_bytes: int = 2**29, rounds: int = 5)
 
 
 def bytes_per_step(directory: pathlib.Path, dtype: str) -> int:
-  """Returns the bytes of weights that a step reads: all of them in this type, a tied head once."""
+  """Returns the weight bytes that a step reads: all weights in this dtype, a tied head once."""
   from seerjax.models import huggingface
 
   config = huggingface.load_config(directory)
@@ -300,12 +300,12 @@ def bytes_per_step(directory: pathlib.Path, dtype: str) -> int:
 def measured(
   cell: Cell, processes: dict[str, Process], names: Sequence[str], rounds: int
 ) -> dict[str, Any]:
-  """Returns a cell's record: tokens/s of every round by side, and each side's peak of memory."""
+  """Measures a cell; returns tokens/s of every round by side, and each side's peak memory."""
   rates: dict[str, list[float]] = {name: [] for name in names}
   peaks: dict[str, int] = {}
   faults: dict[str, str] = {}
   begin = os.getloadavg()[0]
-  for number in range(rounds + 1):  # The first round compiles, and is not counted.
+  for number in range(rounds + 1):  # The first round compiles and is not counted.
     for name in names:
       if name in faults:
         continue
@@ -320,14 +320,14 @@ def measured(
 
 
 def middle(values: Sequence[float]) -> str:
-  """Returns median and range as text."""
+  """Returns the median and range as text."""
   if not values:
     return "-"
   return f"{np.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
 
 
 def ratio(record: dict[str, Any], rival: str, allowed: float) -> float | None:
-  """Returns how many times a rival's median rate ours is; None if one of the two is missing."""
+  """Returns the ratio of our median rate to a rival's; None if one of them is missing."""
   ours = record["rates"].get("native", [])
   theirs = [allowed] if rival == "memory" else record["rates"].get(rival, [])
   return float(np.median(ours) / np.median(theirs)) if ours and theirs else None
@@ -337,7 +337,7 @@ def table(
   records: Sequence[dict[str, Any]], names: Sequence[str], bandwidth: dict[str, float],
   weights: dict[str, int],
 ) -> str:  # fmt: skip
-  """Returns tokens/s, and the aims beside what was found, as Markdown."""
+  """Returns tokens/s, and the targets with the measured ratios, as Markdown."""
   said = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in bandwidth.items())
   most = max(bandwidth.values())
   lines = [
@@ -364,15 +364,15 @@ def table(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """What is timed.
+  """Configuration of the measurement.
 
   Attributes:
     model: a Hugging Face directory.
-    names: sides, of `SIDES`.
-    dtypes: of `DTYPES`.
-    kinds: of `KINDS`.
-    rounds: after one that is not counted.
-    seconds: after which no further cell begins.
+    names: sides, keys of `SIDES`.
+    dtypes: weight dtypes, of `DTYPES`.
+    kinds: kinds of work, of `KINDS`.
+    rounds: rounds after one that is not counted.
+    seconds: time after which no further cell starts.
   """
 
   model: pathlib.Path
@@ -392,7 +392,7 @@ class Config:
 
 
 def run(config: Config, directory: pathlib.Path, say: Say, torch_python: str = "") -> str:
-  """Measures the cells that are missing, until the time is over; writes and returns the table."""
+  """Measures missing cells until the time is over; writes and returns the table."""
   begin = time.monotonic()
   interpreters = engine_throughput.pythons(torch_python)
   names = []

@@ -1,16 +1,16 @@
-"""What does a step of GRPO cost on real weights, beside TRL's GRPOTrainer? Seconds of each phase.
+"""Times the phases of a GRPO step on real weights, compared with TRL's GRPOTrainer.
 
-Claim: a step of ours takes at most 1 / 1.5 of the seconds of TRL's at equal lengths, and the
-log-probabilities of its sampler and trainer are equal where TRL's are not.
+Claim: our step takes at most 1 / 1.5 of the seconds of TRL's at equal lengths, and the
+log-probabilities of sampler and trainer are equal, while TRL's are not.
 Command: bash launch/local.sh experiments.real_step --model=models/smollm2-135m-instruct \
            --python=.venv-3.11/bin/python   (`bash launch/peers.sh` makes it)
   ours alone:             --sides=ours
-  carry on after a kill:  the same command; a finished side is not run again
-Hardware: 2 CPU cores, 8 GiB, nothing else running. Numbers: none yet; the claim is an aim.
+  continue after a kill:  the same command; a finished side is not run again
+Hardware: 2 CPU cores, 8 GiB, nothing else running. Numbers: none yet; the claim is a target.
 
-Both sides have the same model, problems, reward, batch, loss (DAPO's) and Adam; they sample with
-noise of their own, so that lengths are equal on average alone, and seconds are told by token too.
-The first step compiles on our side and is left out of the means on both.
+Both sides have the same model, problems, reward, batch, loss (DAPO's) and Adam. They sample with
+different noise, so lengths are equal only on average; seconds are therefore reported per token too.
+The first step, which compiles on our side, is left out on both.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Cell(NamedTuple):
-  """One side, and its repetition."""
+  """A side and the index of its repetition."""
 
   side: str
   round: int
 
 
 def reward(prompt: str, text: str, row: Mapping[str, Any]) -> float:
-  """Returns 1.0 if the last number of a text is the row's answer, else 0.0; as in `trl_peer`."""
+  """Returns 1.0 if the last number of a text is the row's answer, else 0.0, as in `trl_peer`."""
   del prompt
   found = NUMBER.findall(text)
   return float(bool(found) and float(found[-1].replace(",", "")) == float(row["answer"]))
 
 
 def write_problems(path: pathlib.Path) -> None:
-  """Writes problems as JSON lines, which both sides read, unless they are there."""
+  """Writes the problems of both sides as JSON lines, unless the file exists."""
   if path.is_file():
     return
   task = real_learning.load_task(GENERATOR)
@@ -73,7 +73,7 @@ def write_problems(path: pathlib.Path) -> None:
 def ours(
   settings: real_learning.Settings, problems: pathlib.Path, place: pathlib.Path
 ) -> dict[str, Any]:
-  """Returns the numbers of our steps, and the peak of this process's memory."""
+  """Runs our steps; returns their numbers and the peak memory of this process."""
   config = real_learning.config_of(settings, real_learning.Cell(GENERATOR, "full", 0))
   config = dataclasses.replace(
     config,
@@ -103,11 +103,11 @@ def ours(
 
 
 def of_trl(settings: real_learning.Settings, problems: pathlib.Path, python: str) -> dict[str, Any]:
-  """Returns the numbers of TRL's steps.
+  """Runs TRL's steps; returns their numbers.
 
   Raises:
-    ValueError: without a Python that has TRL.
-    RuntimeError: with the end of what it printed, if it fails.
+    ValueError: if `python` is empty.
+    RuntimeError: with the end of TRL's output, if it fails.
   """
   if not python:
     raise ValueError(
@@ -145,7 +145,7 @@ def measure(
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
-  """Returns medians over all steps but the first of each record, by side, as Markdown."""
+  """Returns medians by side, over all steps but the first of each record, as Markdown."""
   lines = [
     "| side | steps | seconds a step, median (range) | sampling | learning | tokens a step |"
     " ms a sampled token | largest gap of a log-probability | peak GiB |",

@@ -1,25 +1,25 @@
-"""Computes any sampled token of a run again, from its journal, and compares bits.
+"""Recomputes any sampled token of a run from its journal, and compares bits.
 
-Claim: equal bits, for every token of every run, on any machine of the run's kind; where they are
-not equal, the first layer that differs is named.
+Claim: equal bits for every token of every run, on any machine of the run's kind; if they are not
+equal, the first layer that differs is named.
 Command: bash launch/local.sh experiments.replay --run=runs/grpo --request=STEP/GROUP/MEMBER
   one token:     --token=K
   see it fail:   --perturb=LAYER flips the highest mantissa bit of one weight of that layer
-Hardware: 2 CPU cores, a few seconds and one compilation; see below for what is between checkpoints.
-Exit code: 0 equal bits, 1 other bits, 2 it cannot be told.
+Hardware: 2 CPU cores, a few seconds and one compilation; more between checkpoints (see below).
+Exit code: 0 equal bits, 1 other bits, 2 not decidable.
 
-A token follows from (prompt and the tokens before it, sampling parameters, request seed, the run's
-key, the weights of its policy version). The run sampled it one row at a time among strangers; here
-the whole answer is one piece of prefill.
+A token is a function of (prompt and preceding tokens, sampling parameters, request seed, the run's
+key, the weights of its policy version). The run sampled it one row at a time in batches with other
+requests; here the whole completion is one prefill.
 
-The weights are those of the latest checkpoint that is kept at or before that version (of the start,
-the model itself). What lies between is learnt again from the journal's rollouts and rewards, by the
-code of the run, one line a step: about the seconds that the run learnt for (train/seconds), and
-nothing is sampled or judged. So the task must still be there to pose its problems, and all these
-steps must have been learnt under this machine's numerics.
+The weights come from the latest stored checkpoint at or before that version (at the start, from the
+model). Steps after the checkpoint are trained again with the run's code from the journal's rollouts
+and rewards, which prints one line per step and takes about as long as in the run (train/seconds);
+nothing is sampled or judged. This needs the task, to pose its problems, and all these steps must
+have been trained under this machine's numerics.
 
-If the bits are not those of the journal, the answer is computed a second time, token by token and
-with the weights as they were found, and the hidden rows of the two are compared layer by layer.
+If the bits differ from the journal's, the completion is computed a second time, token by token and
+with unperturbed weights, and the hidden states of the two computations are compared layer by layer.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ PAGE_SIZE = 32
 
 
 class Recorded(NamedTuple):
-  """What a run left of one request.
+  """One request of a run, as recorded.
 
   Attributes:
-    config: of the run, on one device: several change no bit.
-    rollout: from the journal.
+    config: the run's configuration, on one device (the number of devices changes no bit).
+    rollout: the rollout from the journal.
   """
 
   config: RunConfig
@@ -77,13 +77,13 @@ class Recorded(NamedTuple):
 
 
 class Finding(NamedTuple):
-  """What came out.
+  """Result of a replay.
 
   Attributes:
-    is_equal: every compared token and log-probability has the journal's bits.
-    text: for people.
+    is_equal: whether every compared token and log-probability has the journal's bits.
+    text: readable result.
     layer: the first layer whose rows differ between the two computations (0 is the embedding), None
-      if none does or none was looked for.
+      if none does or the comparison was not made.
   """
 
   is_equal: bool
@@ -92,7 +92,7 @@ class Finding(NamedTuple):
 
 
 def read_config(directory: pathlib.Path) -> RunConfig:
-  """Returns a run's settings.
+  """Returns a run's configuration.
 
   Raises:
     ValueError: if there is no run.
@@ -109,14 +109,14 @@ def read_config(directory: pathlib.Path) -> RunConfig:
 
 
 def _frozen(value: Any) -> Any:
-  """Returns JSON with tuples where it has lists, as the dataclasses have them."""
+  """Returns a JSON value with lists converted to tuples, as in the dataclasses."""
   if isinstance(value, dict):
     return {name: _frozen(part) for name, part in value.items()}
   return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def place_of(request: str) -> tuple[int, int, int]:
-  """Returns (step, group, member) of "STEP/GROUP/MEMBER".
+  """Parses "STEP/GROUP/MEMBER"; returns (step, group, member).
 
   Raises:
     ValueError: if it is not three numbers.
@@ -135,7 +135,7 @@ def find(directory: pathlib.Path, request: str) -> Recorded:
   """Reads one request of a run.
 
   Raises:
-    ValueError: if the run or the request is not there, or belongs to other numerics than this
+    ValueError: if the run or the request does not exist, or belongs to other numerics than this
       machine's.
   """
   config = read_config(directory)
@@ -179,9 +179,9 @@ def masters_of(
   version: int,
   say: Callable[[str], Any],
 ) -> tuple[Any, str]:
-  """Returns the f32 masters of a policy version, and where they were found, for people.
+  """Returns the f32 master weights of a policy version, and a readable description of their source.
 
-  Of all weights, or of adapters: `TrainState.params` of the run after `version` steps.
+  They are `TrainState.params` of the run after `version` steps: all weights, or the adapters.
 
   Raises:
     ValueError: if no checkpoint or journal leads to that version under this machine's numerics.
@@ -196,7 +196,7 @@ def masters_of(
       programs_lib.abstract_state(config, policy),
       fingerprint=here,
       step=start,
-      # Weights are what they are; it is what follows them that these numerics must have computed.
+      # Weights do not depend on numerics; only the steps after them must have used these numerics.
       accept_new_numerics=True,
     )
     state = restored.state
@@ -234,7 +234,7 @@ def masters_of(
     learn,
     config,
     loading.load(config.task, path=config.task_path or None, options=config.task_options),
-    policy.with_chat(config.chat).require_tokenizer(),  # Prompts have to be the journal's.
+    policy.with_chat(config.chat).require_tokenizer(),  # Prompts must equal the journal's.
     state,
     steps,
     rollout_of,
@@ -246,12 +246,12 @@ def masters_of(
 
 @functools.lru_cache(maxsize=2)
 def _trainer(config: RunConfig, model: model_config.TransformerConfig) -> step_lib.Trainer:
-  # Kept, so that several requests of a run compile once.
+  # Cached, so that several requests of a run compile once.
   return programs_lib.make_programs(config, model).trainer
 
 
 def running(config: RunConfig, policy: Policy, masters: Any) -> parameters.Params:
-  """Returns the weights that sample, adapters attached."""
+  """Returns the weights used for sampling, with adapters attached."""
   base = programs_lib.base_weights(config, policy)
   return policy_lib.running_weights(config.weights, masters, base)
 
@@ -259,7 +259,7 @@ def running(config: RunConfig, policy: Policy, masters: Any) -> parameters.Param
 def running_perturbed(
   config: RunConfig, policy: Policy, masters: Any, layer: int
 ) -> parameters.Params:
-  """Returns `running` of weights whose layer is `perturbed`; under adapters, the frozen one."""
+  """Returns `running` with a `perturbed` layer; with adapters, the frozen weight is perturbed."""
   if config.lora_rank:
     policy = dataclasses.replace(policy, params=perturbed(policy.params, layer))
     return running(config, policy, masters)
@@ -270,7 +270,7 @@ def perturbed(master: parameters.Params, layer: int) -> parameters.Params:
   """Returns the weights with the highest mantissa bit of one entry flipped.
 
   Args:
-    master: f32.
+    master: f32 master weights.
     layer: 1 to the number of layers; the largest entry of its last matrix is changed.
   """
   layers = master["layers"]
@@ -281,21 +281,21 @@ def perturbed(master: parameters.Params, layer: int) -> parameters.Params:
   return {**master, "layers": [*layers[: layer - 1], changed, *layers[layer:]]}
 
 
-# Two ways to compute one sequence.
+# Two ways to compute a sequence.
 
 
 def whole_batch(
   tokens: np.ndarray, numerics: numerics_lib.NumericsConfig, page_size: int
 ) -> tuple[TokenBatch, int]:
-  """Returns the rows of one whole sequence (numpy), and the number of pages."""
+  """Returns the rows of one whole sequence (numpy) and the number of pages."""
   batch, num_pages = flax_module.sequences_batch(1, len(tokens), numerics, page_size)
-  # Any: the records are typed as device arrays, and this one is made on the host.
+  # Any: the records are typed as device arrays, but this is a host array.
   rows: Any = tokens.astype(np.int32)
   return batch._replace(tokens=rows), num_pages
 
 
 def row_batch(batch: TokenBatch, position: int) -> TokenBatch:
-  """Returns one row of a whole sequence's batch, over the same pages."""
+  """Returns one row of a whole sequence's batch, with the same pages."""
   row = slice(position, position + 1)
   fields: dict[str, Any] = dict(
     tokens=batch.tokens[row],
@@ -316,7 +316,7 @@ def _forward(model: model_config.TransformerConfig, numerics: numerics_lib.Numer
 
 
 def _shortened(params: parameters.Params, depth: int) -> parameters.Params:
-  """Returns the weights of the first `depth` layers: their forward ends with that layer's rows."""
+  """Returns the weights of the first `depth` layers; the forward pass returns that layer's rows."""
   return {**params, "layers": params["layers"][:depth]}
 
 
@@ -326,7 +326,7 @@ def in_one_piece(
   params: parameters.Params,
   tokens: np.ndarray,
 ) -> np.ndarray:
-  """Returns f[t, d], hidden rows of a sequence that is prefilled whole."""
+  """Returns f[t, d], the hidden states of a sequence computed in one prefill."""
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
@@ -341,7 +341,7 @@ def token_by_token(
   params: parameters.Params,
   tokens: np.ndarray,
 ) -> np.ndarray:
-  """Returns f[t, d], hidden rows of a sequence that is decoded from its first token on."""
+  """Returns f[t, d], the hidden states of a sequence decoded token by token."""
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
@@ -365,8 +365,8 @@ def first_differing_layer(
   """Compares `params` in one piece with `other_params` token by token.
 
   Returns:
-    (layer, position) of the first rows that differ, layer 0 being the embedding and layer l the
-    output of the l-th; None if all are equal.
+    (layer, position) of the first rows that differ, where layer 0 is the embedding and layer l the
+    output of the l-th layer; None if all are equal.
   """
   params, other_params = parameters.unstacked(params), parameters.unstacked(other_params)
   for depth in range(len(params["layers"]) + 1):
@@ -388,7 +388,7 @@ def sample_again(
   params: parameters.Params,
   positions: range,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Samples the tokens at some places of the answer, each after the journal's tokens before it.
+  """Samples the tokens at some positions of the completion, each after the journal's tokens.
 
   Returns:
     (tokens i32[n], log-probabilities f32[n], raw ones f32[n]).
@@ -431,14 +431,14 @@ def replay(
   """Recomputes one token of a request, or all of them.
 
   Args:
-    directory: of the run.
+    directory: directory of the run.
     request: "STEP/GROUP/MEMBER".
-    token: index in the answer; all if None.
-    perturb: flips a bit of this layer's weights first.
-    say: takes a line for each step that is learnt again.
+    token: index in the completion; None for all.
+    perturb: a layer in whose weights a bit is flipped first.
+    say: receives a line for each step that is trained again.
 
   Raises:
-    ValueError: if it cannot be told; see `find` and `masters_of`.
+    ValueError: if the replay is impossible; see `find` and `masters_of`.
   """
   recorded = find(directory, request)
   config, completion = recorded.config, recorded.rollout.completion
@@ -499,7 +499,7 @@ def replay(
 def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
   del argv
   args = flags.FLAGS
-  logging.set_verbosity(logging.WARNING)  # Orbax tells of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
   try:
     xla_flags.pin(say)
     finding = replay(

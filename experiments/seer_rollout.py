@@ -1,16 +1,16 @@
-r"""One rollout under memory pressure: the baseline, then Seer's parts one after the other.
+r"""Runs a rollout under memory pressure: the baseline, then with Seer's parts added one by one.
 
-Claim: the same texts, to the bit, in 0.59 of the baseline's steps and 0.06 of its tail's, by chunks
-and pages that move, longest groups first, drafts from sibling texts; no request is preempted.
+Claim: chunks and migrating pages, longest groups first, and drafts from sibling texts give the same
+texts, to the bit, in 0.59 of the baseline's steps and 0.06 of its tail's steps, without preemption.
 Command: bash launch/local.sh experiments.seer_rollout --workdir=runs/seer_rollout
 Hardware: 2 CPU cores (four virtual devices), about 10 minutes
 Numbers: docs/results/seer_rollout.md
 
-The workload: word problems, answers by nano whose ends are told: log-normal lengths, alike within a
-group. A scheduler does not know them, only `max_tokens`. All systems have the same pages, slots and
-rows of a step; of pages so few that the first baseline preempts about once a request. Steps are
-counted, for they do not depend on the machine; drafts are made wherever a group's texts suggest
-one, without a budget, for the same reason. Seconds stand next to them.
+The workload: word problems, with completions by nano of prescribed log-normal lengths, similar
+within a group. Schedulers only know `max_tokens`. All systems have the same pages, slots and rows
+per step, with so few pages that the first baseline preempts about once per request. Results are in
+steps, which do not depend on the machine; for the same reason drafts are made wherever a group's
+texts suggest one, without a budget. Seconds are listed too.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ from seerjax.speculation.suffix_tree import SpeculationArgs
 from seerjax.tasks import loading
 from seerjax.types import Completion, Request, SamplingParams
 
-# A bias that forbids a token: answers end where they are told to.
+# A bias that forbids a token: completions end at their prescribed lengths.
 FORBIDDEN = -1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is asked, and of how much memory.
+  """The workload and its memory.
 
   Attributes:
     model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    num_groups: word problems.
-    group_size: answers to each.
-    mean_tokens: of the log-normal, before it is clipped.
-    sigma: of its logarithm.
-    correlation: of the logarithms within a group.
-    max_tokens: the longest answer, which is all that a scheduler knows.
+    num_groups: number of word problems.
+    group_size: completions per problem.
+    mean_tokens: mean of the log-normal length before clipping.
+    sigma: standard deviation of the logarithm of the length.
+    correlation: correlation of the logarithms within a group.
+    max_tokens: maximum length, the only length that schedulers know.
     num_instances: virtual devices.
-    page_size: positions of a page.
-    num_pages: of an instance.
-    max_sequences: that an instance runs at once.
-    rows: of a step, for each instance.
-    chunk_tokens: of the divided systems.
-    paths: most of a draft.
-    seed: of problems, lengths and samples.
+    page_size: positions per page.
+    num_pages: pages per instance.
+    max_sequences: concurrent sequences per instance.
+    rows: rows per step and instance.
+    chunk_tokens: chunk length of the divided systems.
+    paths: maximum number of paths of a draft.
+    seed: seed of problems, lengths and samples.
   """
 
   model: str = "nano"
@@ -98,7 +98,7 @@ class Workload:
 
 
 class EndsWhereTold(engine_lib.Engine):
-  """An engine whose answers end at told lengths, which nothing but their end shows."""
+  """An engine whose completions end at prescribed lengths that schedulers cannot see."""
 
   lengths: dict[str, int] = {}
 
@@ -109,7 +109,7 @@ class EndsWhereTold(engine_lib.Engine):
 
 
 def lengths(workload: Workload) -> np.ndarray:
-  """Returns i64[g, m], told lengths."""
+  """Returns the prescribed lengths, i64[g, m]."""
   rng = np.random.default_rng(workload.seed)
   shape = (workload.num_groups, workload.group_size)
   group, member = rng.standard_normal((shape[0], 1)), rng.standard_normal(shape)
@@ -120,7 +120,7 @@ def lengths(workload: Workload) -> np.ndarray:
 
 
 def requests(workload: Workload, policy: Policy) -> list[Request]:
-  """Returns the groups' requests, none of which can end by itself."""
+  """Returns the requests of all groups; none can end by itself."""
   task = loading.load("word_problems")
   sampling = SamplingParams(
     max_tokens=workload.max_tokens,
@@ -144,7 +144,7 @@ def requests(workload: Workload, policy: Policy) -> list[Request]:
 
 
 def systems(workload: Workload) -> dict[str, tuple[Any, bool]]:
-  """Returns by name the scheduling policy and whether drafts are made, in the order they run."""
+  """Returns, by name and in running order, the scheduling policy and whether drafts are made."""
   chunk, pull = workload.chunk_tokens, workload.page_size
   context = policies.ContextAware(chunk_tokens=chunk, min_pull_tokens=pull)
   ours = policies.LongestGroupFirst(chunk_tokens=chunk, min_pull_tokens=pull)
@@ -213,7 +213,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def rollouts_page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
-  """Returns the systems' charts as one HTML page."""
+  """Returns the charts of all systems as one HTML page."""
   sections = []
   for name, rollout in rollouts.items():
     body = gantt.section(0, rollout.trace, workload.num_pages - 1)
@@ -229,7 +229,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   """Runs every system and writes results.json, table.md and rollouts.html.
 
   Raises:
-    ValueError: if two systems say other bits.
+    ValueError: if two systems produce different bits.
   """
   numerics = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
   print(self_test.describe(numerics), flush=True)
@@ -267,7 +267,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     f" {workload.num_pages - 1} pages of {workload.page_size} positions",
     flush=True,
   )
-  # Compiles too, which no system should pay for.
+  # Also compiles, so that no system's time includes compilation.
   self_test.check_model(policy.model, weights, numerics=numerics, config=config, runner=runner)
   timing.step_seconds(make_engine(), [(1, 1)])
   results, rollouts, first = {}, {}, {}

@@ -1,12 +1,12 @@
-r"""THE PAPER'S CLUSTER ON PAPER: Seer's tables next to ours, from the scheduler that really runs.
+r"""Simulates the cluster of the Seer paper with the real scheduler, and compares its tables.
 
-Claim: the simulator, with its free parameters fitted to the published baseline alone, shows how
-much of the published gains follows from scheduling and drafting as described, and where it does
-not; `LongestGroupFirst` takes at most a hundredth longer than plain divided rollout on drawn
-workloads, in the mean of their samples, and less in the mean of each kind.
+Claim: the simulator, with free parameters fitted only to the published baseline, shows how much of
+the published gains follows from scheduling and drafting as described, and where it does not.
+`LongestGroupFirst` takes at most 1 % longer than plain divided rollout on randomly drawn workloads,
+in the mean of their samples, and less in the mean of each kind of workload.
 Command: bash launch/local.sh experiments.seer_simulation --workdir=runs/seer_simulation
-  one part of it:       --parts=paper      (paper, chunks, sweep, drawn, rivals, decisions)
-  a public trace:       --trace=lengths.jsonl    (JSON lines, either form of PolyTrace's)
+  some parts:           --parts=paper      (paper, chunks, sweep, drawn, rivals, decisions)
+  a public trace:       --trace=lengths.jsonl    (JSON lines, in either format of PolyTrace)
   fit the baseline:     --parts=fit
 Hardware: 1 CPU core, about 15 minutes; no accelerator. Numbers: docs/results/seer_simulation.md
 """
@@ -42,13 +42,13 @@ from seerjax.simulate import (
 from seerjax.simulate.speculation import SpeculationConfig
 
 PARTS = ("paper", "chunks", "sweep", "drawn", "rivals", "decisions")
-PAPER_CHUNK = 8192  # As two notes on the paper say; the paper does not.
+PAPER_CHUNK = 8192  # From two notes on the paper; the paper does not state it.
 OUR_CHUNK = policies.LongestGroupFirst().chunk_tokens
 RHOS = (0.05, 0.3, 0.7, 0.9)
 BY_ROOM = policies.ByRoom()
-# Of the seeds below 1000 some were looked at when `LongestGroupFirst` was made.
+# Some seeds below 1000 were used when `LongestGroupFirst` was designed.
 DRAWN = range(1000, 1200)
-LIKENESS = ((0.0, 0.3), (0.3, 0.6), (0.6, 1.0))  # Bands of rho in the table of drawn workloads.
+LIKENESS = ((0.0, 0.3), (0.3, 0.6), (0.6, 1.0))  # Ranges of rho in the table of drawn workloads.
 
 Report = Callable[[str], None]
 Policy = policies.SchedulerConfig
@@ -63,7 +63,7 @@ def systems(chunk: int) -> dict[str, Policy]:
     "+ context": policies.ContextAware(chunk_tokens=chunk),
     "oracle": policies.Oracle(chunk_tokens=chunk),
     "ours": policies.LongestGroupFirst(chunk_tokens=chunk),
-    # The same order as `oracle`, but placed as ours: the bound that ours is held against.
+    # The order of `oracle` with our routing: the bound to which ours is compared.
     "oracle, by room": policies.Oracle(chunk_tokens=chunk, routing=BY_ROOM),
   }
 
@@ -76,7 +76,7 @@ def simulate(
   machines: cluster.ClusterConfig | None = None,
   speculation: SpeculationConfig | None = None,
 ) -> dict[str, float]:
-  """Returns what a policy takes, mean over samples of lengths i64[g, n]."""
+  """Returns a policy's results, averaged over samples of lengths i64[g, n]."""
   found = []
   for sample in samples:
     start = time.process_time()
@@ -102,7 +102,7 @@ def simulate(
 
 
 def paper(seeds: Sequence[int], report: Report) -> dict[str, Any]:
-  """Returns the paper's columns, ours next to them, by workload and policy."""
+  """Returns the paper's columns and ours, by workload and policy."""
   found: dict[str, Any] = {}
   for workload in workloads.WORKLOADS:
     samples = [workload.lengths(seed) for seed in seeds]
@@ -125,7 +125,7 @@ def paper(seeds: Sequence[int], report: Report) -> dict[str, Any]:
 
 
 def chunks(seeds: Sequence[int], report: Report) -> dict[str, Any]:
-  """Returns gains over the baseline by the chunk's length, which the paper does not say."""
+  """Returns gains over the baseline by chunk length, which the paper does not state."""
   found: dict[str, Any] = {}
   for workload in workloads.WORKLOADS:
     samples = [workload.lengths(seed) for seed in seeds]
@@ -143,10 +143,10 @@ def chunks(seeds: Sequence[int], report: Report) -> dict[str, Any]:
 
 
 def sweep(seeds: Sequence[int], report: Report) -> list[dict[str, Any]]:
-  """Returns throughput over the baseline by likeness, bound and group size.
+  """Returns throughput over the baseline by correlation of lengths, KV bound and group size.
 
-  A quarter of Qwen2-VL-72B: 4 instances, 2400 requests; not KV-bound has a twentieth of the KV a
-  token, and 100 places an instance.
+  The workload is a quarter of Qwen2-VL-72B: 4 instances, 2400 requests. The variant that is not
+  KV-bound has a twentieth of the KV per token, and 100 slots per instance.
   """
   found = []
   for is_kv_bound in (True, False):
@@ -182,12 +182,12 @@ def sweep(seeds: Sequence[int], report: Report) -> list[dict[str, Any]]:
 def drawn(
   seeds: Sequence[int], report: Report, workload_seeds: Sequence[int] = DRAWN
 ) -> list[dict[str, Any]]:
-  """Returns each drawn workload with throughput over plain divided rollout, by sample of lengths.
+  """Returns, for each drawn workload, throughput over plain divided rollout by sample of lengths.
 
   Args:
-    seeds: of samples of a workload's lengths.
-    report: hears of each workload.
-    workload_seeds: of the draws.
+    seeds: seeds of the samples of a workload's lengths.
+    report: receives a line per workload.
+    workload_seeds: seeds of the workloads.
   """
   found = []
   for seed in workload_seeds:
@@ -219,7 +219,7 @@ def _drawn_line(row: dict[str, Any]) -> str:
 
 
 def rival_steps(seeds: Sequence[int], report: Report) -> dict[str, Any]:
-  """Returns seconds a step of training, and the age of its data, for those that wait less."""
+  """Returns seconds per training step and the age of its data, for the off-policy baselines."""
   found: dict[str, Any] = {}
   for workload in workloads.WORKLOADS:
     baseline, ours = policies.GroupFCFS(), policies.LongestGroupFirst()
@@ -228,7 +228,7 @@ def rival_steps(seeds: Sequence[int], report: Report) -> dict[str, Any]:
       "one step off, baseline": [
         baselines.one_step_off(workload, baseline, seed) for seed in seeds
       ],
-      # The first steps begin with nothing left over, so that they are not counted.
+      # The first steps start without leftover requests and are not counted.
       "partial, baseline": baselines.partial(workload, baseline, range(3 + len(seeds)))[3:],
       "synchronous, ours": [baselines.synchronous(workload, ours, seed) for seed in seeds],
     }
@@ -244,7 +244,7 @@ def rival_steps(seeds: Sequence[int], report: Report) -> dict[str, Any]:
 
 
 def decisions(report: Report, num_groups: int = 10_000, group_size: int = 16) -> dict[str, Any]:
-  """Returns microseconds of CPU time a decision, by policy, with 64 instances."""
+  """Returns CPU microseconds per decision, by policy, with 64 instances."""
   rng = np.random.default_rng(0)
   sample = np.clip(rng.lognormal(6.5, 0.8, (num_groups, group_size)), 1, 4096).astype(int)
   found = {}
@@ -258,7 +258,7 @@ def decisions(report: Report, num_groups: int = 10_000, group_size: int = 16) ->
 
 
 def microseconds(policy: Policy, sample: np.ndarray, num_instances: int = 64) -> float:
-  """Returns microseconds of CPU time a decision, of a rollout of lengths i64[g, n]."""
+  """Returns CPU microseconds per decision in a rollout of lengths i64[g, n]."""
   rng = random.Random(0)
   buffer = buffer_lib.Buffer()
   for (group, member), _ in np.ndenumerate(sample):
@@ -292,7 +292,7 @@ def microseconds(policy: Policy, sample: np.ndarray, num_instances: int = 64) ->
 
 
 def trace(path: str, report: Report) -> dict[str, Any]:
-  """Returns gains on the lengths of a public trace, on Moonlight's machines, 64 requests each."""
+  """Returns gains on a public trace's lengths, on Moonlight's machines with 64 requests each."""
   sample = lengths_lib.read_trace(path)
   workload = dataclasses.replace(
     workloads.MOONLIGHT,
@@ -309,10 +309,10 @@ def trace(path: str, report: Report) -> dict[str, Any]:
 
 
 def paper_tables(found: dict[str, Any]) -> str:
-  """Returns markdown: published next to simulated, with the ratio, and whether it lies within 10 %.
+  """Returns Markdown: published and simulated values, their ratio, and whether it is within 10 %.
 
   Args:
-    found: of `paper`.
+    found: the result of `paper`.
   """
   lines = [
     "| workload | column | published | simulated | ratio | within 10 % |",
@@ -347,7 +347,7 @@ def paper_tables(found: dict[str, Any]) -> str:
 
 
 def policy_table(found: dict[str, Any]) -> str:
-  """Returns markdown: every policy of the three workloads."""
+  """Returns Markdown: every policy on the three workloads."""
   lines = [
     "| workload | policy | s | gain | tail, s | preemptions | idle | tokens a step | moved, TB |",
     "|---|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -364,7 +364,7 @@ def policy_table(found: dict[str, Any]) -> str:
 
 
 def chunk_table(found: dict[str, Any]) -> str:
-  """Returns markdown: gains over the baseline by the chunk's length."""
+  """Returns Markdown: gains over the baseline by chunk length."""
   names = list(next(iter(next(iter(found.values())).values())))
   lines = [f"| workload | chunk | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
   for workload, rows in found.items():
@@ -375,7 +375,7 @@ def chunk_table(found: dict[str, Any]) -> str:
 
 
 def sweep_table(found: list[dict[str, Any]]) -> str:
-  """Returns markdown: the sweep, with ours as parts of the oracle and of plain divided rollout."""
+  """Returns Markdown: the sweep, with ours relative to the oracle and to plain divided rollout."""
   names = list(found[0]["gains"])
   lines = [
     f"| what binds | group | rho | {' | '.join(names)} | ours / oracle, by room | ours / divided |",
@@ -393,7 +393,7 @@ def sweep_table(found: list[dict[str, Any]]) -> str:
 
 
 def drawn_table(found: list[dict[str, Any]]) -> str:
-  """Returns markdown: ours as part of plain divided rollout by kind, and every miss."""
+  """Returns Markdown: ours relative to plain divided rollout by kind, and every missed target."""
   lines = [
     "| what binds | rho | workloads | mean | least workload | workloads < 0.99 | replays | least"
     " replay | replays < 0.99 | replays > 1.01 |",
@@ -417,7 +417,7 @@ def drawn_table(found: list[dict[str, Any]]) -> str:
 
 
 def baseline_table(found: dict[str, Any]) -> str:
-  """Returns markdown: what a step costs, and how old its data is."""
+  """Returns Markdown: the cost of a step and the age of its data."""
   lines = [
     "| workload | loop | s a step | stale tokens | mean length |",
     "|---|---|---:|---:|---:|",
@@ -432,13 +432,13 @@ def baseline_table(found: dict[str, Any]) -> str:
 
 
 def decision_table(found: dict[str, float]) -> str:
-  """Returns markdown: microseconds a decision."""
+  """Returns Markdown: microseconds per decision."""
   lines = ["| policy | us a decision |", "|---|---:|"]
   return "\n".join(lines + [f"| {name} | {value:.1f} |" for name, value in found.items()])
 
 
 def picture(found: dict[str, Any], path: pathlib.Path) -> None:
-  """Draws published and simulated gains of the three workloads."""
+  """Draws the published and simulated gains of the three workloads."""
   from matplotlib import figure
 
   names = ("divided", "+ context", "+ drafts")
@@ -472,7 +472,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
 def run(
   parts: Sequence[str], num_seeds: int, directory: pathlib.Path, report: Report
 ) -> dict[str, Any]:
-  """Runs parts; writes `results.json`, `tables.md` and, of the paper's part, `gains.png`.
+  """Runs parts; writes `results.json`, `tables.md` and, for the part "paper", `gains.png`.
 
   Raises:
     ValueError: if a part is unknown, or there is no seed.
@@ -513,7 +513,7 @@ def run(
 
 
 def fit(seeds: Sequence[int], report: Report) -> None:
-  """Fits the free parameters to the baseline again, and says what comes out."""
+  """Fits the free parameters to the baseline again, and reports the result."""
   for workload in workloads.WORKLOADS:
     best = calibration.fit(
       workload, seeds, on_step=lambda now, columns: report(f"{now.fitted} -> {columns}")

@@ -1,19 +1,19 @@
-"""Servers beside one another: one question's bits under load, tokens/s, time to the first token.
+"""Compares servers: bits of one prompt under load, tokens/s, time to first token.
 
-Claim: one question asked 1,000 times beside others has one answer and one bit pattern of
-log-probabilities here; 64 clients get at least 0.9 of the tokens/s that the engine gives alone to
-the same requests; and 8 and 64 clients get more than from llama.cpp's server.
+Claim: with our server, one prompt sent 1,000 times under load has one completion and one bit
+pattern of log-probabilities; 64 clients get at least 0.9 of the tokens/s of the engine alone on the
+same requests; and 8 and 64 clients get more than from llama.cpp's server.
 Command: bash launch/local.sh experiments.serving --workdir=runs/serving
-  peers need packages of their own, which `bash launch/peers.sh` installs; the script says which are
-  missing and measures the others. A run that was killed goes on where it was.
-  in a minute, to see that everything runs: --askings=20 --repetitions=1 --requests_per_client=1
+  peers need additional packages, which `bash launch/peers.sh` installs; the script names missing
+  ones and measures the others. A killed run continues with the same command.
+  a check in a minute: --askings=20 --repetitions=1 --requests_per_client=1
 Hardware: 2 CPU cores, about 10 minutes. Numbers: docs/results/serving.md
 
-(a) The question is asked again and again beside random others: prompts, lengths and seeds drawn,
-1 to 32 at once in a drawn order, half of them streamed. (b) Every client asks the next request once
-it has its answer; lengths are forced and log-normal, and no token ends an answer. Servers have
-processes of their own and take turns, and so does the engine alone, which has the server's sizes.
-The clients (one process) share the two cores with whom they ask.
+(a) The prompt is sent repeatedly among random other requests: prompts, lengths and seeds are drawn,
+1 to 32 at once in random order, half of them streamed. (b) Every client sends its next request
+after each response; lengths are forced and log-normal, and no token ends a completion. Servers run
+in separate processes and take turns, and so does the engine alone, which has the server's sizes.
+The clients (one process) share the two cores with the server.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ async def same(
   ends: Sequence[int],
   on_asked: Callable[[int], None],
 ) -> dict[str, Any]:
-  """Asks one question again and again beside others.
+  """Sends one request repeatedly among others.
 
   Returns:
-    how many distinct answers and bit patterns of log-probabilities it got, and beside what.
+    the numbers of distinct completions and of bit patterns of log-probabilities, and the load.
   """
   rng = random.Random(f"{settings.seed}/{question.temperature}")
   texts: dict[str, int] = {}
@@ -98,7 +98,7 @@ async def same(
     return await connection.ask(url, PATH, sent)
 
   while asked < settings.askings:
-    # Alone at first: continuous batching of transformers samples all as it was asked first.
+    # First alone: continuous batching in transformers keeps the sampling settings of its first use.
     size = rng.randint(1, MOST_AT_ONCE) if asked else 1
     is_it = [rng.random() < 0.5 for _ in range(size)]
     is_it[rng.randrange(size)] = True
@@ -135,10 +135,10 @@ async def same(
 def timed(
   server: Server, peer: Peer, settings: Settings, cell: Timed, ends: Sequence[int]
 ) -> dict[str, Any]:
-  """Returns what a server gave to so many clients.
+  """Measures a server with the clients of a cell.
 
   Raises:
-    ValueError: if an answer is not as long as it should be.
+    ValueError: if a completion does not have its forced length.
   """
   questions = timed_questions(settings, cell.clients)
   bodies = [
@@ -168,7 +168,7 @@ def timed(
 
 
 class Fleet:
-  """The servers of a run, each started when it is first needed, and kept: their warm-up is long."""
+  """The servers of a run. Each is started on first use and kept, because warm-up takes long."""
 
   def __init__(self, settings: Settings, directory: pathlib.Path, interpreters: dict[str, str]):
     self._settings, self._directory, self._interpreters = settings, directory, interpreters
@@ -199,7 +199,7 @@ class Fleet:
       engine = self._engine
       run = lambda: engine.answer(cell.clients)
     else:
-      # llama.cpp has a slot for each client; more would cost it.
+      # llama.cpp gets one slot per client; more would slow it down.
       slots = cell.clients if peer.kind == "llama.cpp" else max(CLIENTS)
       server = self.server(cell.peer, slots)
       run = lambda: timed(server, peer, self._settings, cell, self.ends)
@@ -221,12 +221,12 @@ class Fleet:
     )
 
   def stop(self, name: str) -> None:
-    """Ends a peer's servers."""
+    """Stops a peer's servers."""
     for key in [key for key in self._servers if key[0] == name]:
       self._servers.pop(key).close()
 
   def close(self) -> None:
-    """Ends all."""
+    """Stops all servers."""
     for name in PEERS:
       self.stop(name)
     if self._engine is not None:
@@ -234,14 +234,14 @@ class Fleet:
 
 
 def all_cells(names: Sequence[str], repetitions: int) -> Iterator[Same | Timed]:
-  """Returns what is measured, in its order: in part (b) peers take turns."""
+  """Yields the cells in order of measurement; in part (b) peers take turns."""
   for name in names:
     for temperature in (1.0, 0.0):
       if PEERS[name].kind != "engine":
         yield Same(name, temperature)
   for repetition in range(repetitions):
     for clients in CLIENTS:
-      # Backwards every second time: what the machine does meanwhile then hits all peers alike.
+      # Alternates the order, so that other load on the machine affects all peers alike.
       for name in list(names)[:: 1 if repetition % 2 == 0 else -1]:
         if PEERS[name].is_timed:
           yield Timed(repetition, name, clients, False)
@@ -250,7 +250,7 @@ def all_cells(names: Sequence[str], repetitions: int) -> Iterator[Same | Timed]:
 
 
 def key_of(record: dict[str, Any]) -> Same | Timed:
-  """Returns the cell that a record is of."""
+  """Returns the cell of a record."""
   kind = Timed if "clients" in record else Same
   return kind(*(record[field] for field in kind._fields))
 
@@ -263,7 +263,7 @@ def measure(
   interpreters: dict[str, str],
   say: Callable[[str], None],
 ) -> dict[Same | Timed, dict[str, Any]]:
-  """Returns what was measured by cell; what an earlier run measured is not measured again."""
+  """Measures missing cells; returns all records by cell."""
   directory.mkdir(parents=True, exist_ok=True)
   path, kept = directory / cells_lib.FILE_NAME, dataclasses.asdict(settings)
   found = {key_of(record): record for record in cells_lib.read(path, kept)}
@@ -285,7 +285,7 @@ def measure(
         line = f"temperature {cell.temperature:g}: {measured['answers']} distinct answers"
         if measured["patterns"] is not None:
           line += f", {measured['patterns']} bit patterns"
-        if peer.kind in ("transformers", "llama.cpp"):  # A slot a client, or a way to sample.
+        if peer.kind in ("transformers", "llama.cpp"):  # Fixed slots or sampling settings.
           fleet.stop(cell.peer)
       else:
         measured = fleet.timed(cell)
@@ -301,11 +301,10 @@ def measure(
 
 
 def chosen(names: Sequence[str], interpreters: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-  """Returns the peers that can run here, of those that are named, or of all if none is; and of the
-  others which packages they miss.
+  """Returns the named peers (all if none) that can run here, and missing packages of the others.
 
   Raises:
-    ValueError: if a name is not known.
+    ValueError: if a name is unknown.
   """
   if unknown := [name for name in names if name not in PEERS]:
     raise ValueError(
@@ -355,7 +354,7 @@ def main(argv: list[str]) -> None:
       return
   with command_line.refusals():
     command_line.check_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Servers end with who started them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Exits normally, stopping servers.
     settings = Settings(
       model=peer_models.as_directory(args.model, pathlib.Path(args.workdir)),
       askings=args.askings,

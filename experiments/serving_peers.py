@@ -1,4 +1,4 @@
-"""The servers that `experiments.serving` compares, each in a process of its own."""
+"""The servers that `experiments.serving` compares, each in a separate process."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ START_SECONDS = 600
 
 
 class Peer(NamedTuple):
-  """Who answers.
+  """A server to measure.
 
   Attributes:
-    label: for people.
+    label: display label.
     kind: "ours", "engine", "llama.cpp" or "transformers".
-    has_logprobs: whether its answers have them.
+    has_logprobs: whether its responses have log-probabilities.
     is_timed: whether part (b) measures it.
   """
 
@@ -56,7 +56,7 @@ PEERS = {
     "transformers serve, continuous batching", "transformers", has_logprobs=False, is_timed=False
   ),
 }
-# What each kind needs besides our own packages.
+# Additional packages by kind.
 PACKAGES = {
   "llama.cpp": (llama_cpp.PACKAGE,),
   "transformers": ("torch", "transformers", "fastapi", "openai"),
@@ -67,19 +67,19 @@ class Server:
   """A server's process.
 
   Attributes:
-    url: where it listens.
+    url: address of the server.
   """
 
   def __init__(self, command: Sequence[str], log: pathlib.Path, url: str = ""):
-    """Starts it, and waits until it listens.
+    """Starts the server and waits until it accepts connections.
 
     Args:
-      command: to run.
-      log: takes what it prints.
-      url: where it will listen; "" if it says so itself ("serving at URL").
+      command: the command to run.
+      log: file for its output.
+      url: its address; "" if it prints the address itself ("serving at URL").
 
     Raises:
-      RuntimeError: if it ends, or does not listen in time; with the last that it said.
+      RuntimeError: if it ends or does not listen in time; with the end of its output.
     """
     self._log = log
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
@@ -107,16 +107,16 @@ class Server:
     raise RuntimeError(f"{self._log}: got no server ({last}), expected one that listens; read it.")
 
   def said(self) -> str:
-    """Returns what it has printed."""
+    """Returns the server's output."""
     return self._log.read_text(errors="replace")
 
   def cpu_seconds(self) -> float:
-    """Returns what its threads have computed so far, in seconds."""
+    """Returns the CPU seconds of all its threads so far."""
     fields = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
   def close(self) -> None:
-    """Ends it."""
+    """Stops the server."""
     self._process.terminate()
     try:
       self._process.wait(30)
@@ -126,7 +126,7 @@ class Server:
 
 
 def free_port() -> int:
-  """Returns a port where nothing listens."""
+  """Returns an unused port."""
   with socket.socket() as found:
     found.bind(("127.0.0.1", 0))
     return found.getsockname()[1]
@@ -136,11 +136,11 @@ def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: 
   """Starts a server.
 
   Args:
-    kind: of the peer.
-    settings: what is asked.
-    slots: answers at once.
-    log: takes what it prints.
-    python: of its environment.
+    kind: kind of the peer.
+    settings: the workload.
+    slots: concurrent completions.
+    log: file for its output.
+    python: Python interpreter of its environment.
   """
   if kind == "ours":
     return Server(
@@ -167,10 +167,10 @@ def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: 
 
 
 def serve_llama(settings: Settings, slots: int) -> None:
-  """Is llama.cpp's server: a slot for each client with a stream of its own in the cache.
+  """Runs llama.cpp's server with one slot per client, each with its own stream in the cache.
 
-  Flash attention and the dtype of its cache are those with which `experiments.engine_throughput`
-  found it fastest.
+  Flash attention and the cache's dtype are the fastest settings found by
+  `experiments.engine_throughput`.
   """
   library: Any = importlib.import_module(llama_cpp.PACKAGE)
   with tempfile.TemporaryDirectory() as directory:
@@ -191,7 +191,7 @@ def serve_llama(settings: Settings, slots: int) -> None:
 
 
 class EngineAlone:
-  """Our engine without a server, in a process of its own."""
+  """Our engine without a server, in a separate process."""
 
   def __init__(self, settings: Settings, slots: int, log: pathlib.Path):
     self._settings, self._log = settings, log
@@ -205,10 +205,10 @@ class EngineAlone:
       )  # fmt: skip
 
   def answer(self, clients: int) -> dict[str, Any]:
-    """Answers what so many clients ask.
+    """Runs the requests of `clients` clients; returns the record.
 
     Raises:
-      RuntimeError: if it ends.
+      RuntimeError: if the process ends.
     """
     assert self._process.stdin is not None and self._process.stdout is not None
     try:
@@ -221,7 +221,7 @@ class EngineAlone:
     return json.loads(line)
 
   def close(self) -> None:
-    """Ends it."""
+    """Ends the process."""
     assert self._process.stdin is not None and self._process.stdout is not None
     self._process.stdin.close()
     self._process.wait()
@@ -229,14 +229,14 @@ class EngineAlone:
 
 
 def serve_engine(settings: Settings, slots: int) -> None:
-  """Is the engine alone: a line on stdin is how many clients ask, a line on stdout what it took."""
+  """Runs the engine alone: for each number of clients on stdin, prints one line of results."""
   from seerjax import numerics as numerics_lib
   from seerjax.engine.engine import Engine, EngineConfig
   from seerjax.models import loading
   from seerjax.types import Request, SamplingParams
 
   reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # What libraries print must not look like a reply.
+  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
   model = loading.load_model(settings.model)
   assert model.tokenizer is not None
   bias = tuple((token, NO_END) for token in model.tokenizer.eos_ids)
@@ -262,8 +262,7 @@ def serve_engine(settings: Settings, slots: int) -> None:
 
 
 def in_turn(engine: Any, requests: Sequence[Any], clients: int) -> dict[str, Any]:
-  """Lets an engine answer as many requests at once as there are clients, each the next as soon as
-  one is answered."""
+  """Runs requests on an engine, `clients` at once; the next one starts when one finishes."""
   waiting, begun = iter(requests), {}
   first: list[float] = []
   whole: list[float] = []

@@ -1,4 +1,4 @@
-"""What `experiments.serving` asks: prompts, lengths, seeds, and the body that each server takes."""
+"""Workload of `experiments.serving`: prompts, lengths, seeds, and each server's request body."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 
 from experiments import engine_throughput
 
-CONTEXT = 768  # Positions of a prompt and its answer.
-NO_END = -1e6  # A bias that no token survives.
+CONTEXT = 768  # Positions of prompt and completion.
+NO_END = -1e6  # A bias that excludes a token.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """What is asked.
+  """The workload.
 
   Attributes:
     model: "nano" or a Hugging Face directory.
-    askings: of the question of part (a).
-    requests_per_client: of part (b); 8 together at least.
-    max_tokens: the longest answer.
-    seed: of all that is drawn.
-    num_threads: of llama.cpp.
+    askings: repetitions of the prompt of part (a).
+    requests_per_client: requests per client in part (b), at least 8 in all.
+    max_tokens: maximum length.
+    seed: seed of all draws.
+    num_threads: threads of llama.cpp.
   """
 
   model: str = "nano"
@@ -42,10 +42,10 @@ class Question(NamedTuple):
 
   Attributes:
     prompt: token ids.
-    text: the same, as text.
-    max_tokens: of the answer.
+    text: the same as text.
+    max_tokens: maximum tokens of the completion.
     temperature: 0 is greedy.
-    seed: of its noise.
+    seed: sampling seed.
   """
 
   prompt: tuple[int, ...]
@@ -68,7 +68,7 @@ def prompts(settings: Settings, count: int) -> list[tuple[tuple[int, ...], str]]
 
 
 def timed_questions(settings: Settings, clients: int) -> list[Question]:
-  """Returns what so many clients ask."""
+  """Returns the requests of `clients` clients."""
   count = max(8, settings.requests_per_client * clients)
   rng = np.random.default_rng([settings.seed, clients])
   lengths = np.clip(np.rint(np.exp(rng.normal(4.35, 0.88, count))), 1, settings.max_tokens)
@@ -89,16 +89,16 @@ def body(
   is_forced: bool,
   ends: Sequence[int],
 ) -> bytes:
-  """Returns a request's body, as each server is asked for the same.
+  """Returns the body of an equivalent request for each kind of server.
 
   Args:
-    kind: of the peer.
-    question: what is asked.
+    kind: kind of the peer.
+    question: the request.
     model: "nano" or a Hugging Face directory.
-    is_streamed: whether the answer comes in pieces.
-    is_forced: whether the answer has its length, and no log-probabilities are asked for; else it
-      ends as it likes, and they are.
-    ends: ids that end an answer.
+    is_streamed: whether to stream the response.
+    is_forced: whether the completion has a forced length and no log-probabilities; else it may stop
+      by itself and has them.
+    ends: ids that end a completion.
   """
   fields: dict[str, Any] = dict(
     max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed
@@ -114,14 +114,14 @@ def body(
     if is_streamed:
       fields["stream_options"] = {"include_usage": True}
   elif kind == "llama.cpp":
-    # No filter: what it does by default it need not do here.
+    # Turns off the filters that llama.cpp applies by default.
     fields |= dict(
       prompt=question.prompt, top_k=0, top_p=1, min_p=0, samplers=["temperature"],
       ignore_eos=is_forced,
     )  # fmt: skip
     if not is_forced:
       fields["logprobs"] = 1
-  else:  # It takes text alone, and how to sample from a configuration of its own.
+  else:  # transformers: takes only text, and sampling settings in its own configuration.
     is_sampled = question.temperature > 0
     how = dict(do_sample=is_sampled, max_new_tokens=question.max_tokens, eos_token_id=[*ends])
     if is_sampled:
@@ -140,7 +140,7 @@ def directory_of(model: str) -> str:
 
 
 def same_questions(settings: Settings, temperature: float) -> tuple[Question, list[Question]]:
-  """Returns the question, and those that are asked beside it."""
+  """Returns the repeated request of part (a), and the other requests."""
   found = prompts(settings, 65)
   rng = random.Random(settings.seed)
   others = [

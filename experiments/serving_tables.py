@@ -1,4 +1,4 @@
-"""What `experiments.serving` writes: cells, their tables, what was aimed at, and a picture."""
+"""Output of `experiments.serving`: cells, tables, targets, and a picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from experiments.serving_peers import PEERS
 
 CLIENTS = (1, 8, 64)
-# (who, times whom, at how many clients, at least).
+# (peer, peer to compare with, number of clients, minimum ratio).
 AIMS = (
   ("ours", "engine", 64, 0.9),
   ("ours", "llama-cpp", 8, 1.0),
@@ -35,15 +35,15 @@ class Same(NamedTuple):
 
 
 class Summary(NamedTuple):
-  """A peer at so many clients, over all repetitions.
+  """Results of a peer with a number of clients, over all repetitions.
 
   Attributes:
-    rate: tokens/s, median.
-    lowest: of one repetition.
-    highest: of one repetition.
-    by_cpu: tokens a second of its own CPU time, median.
-    first: seconds to a first token, median and 95th percentile; None if there is none to see.
-    whole: seconds to a whole answer, alike.
+    rate: median tokens/s.
+    lowest: minimum over repetitions.
+    highest: maximum over repetitions.
+    by_cpu: median tokens per second of its own CPU time.
+    first: seconds to the first token, median and 95th percentile; None if it is not observable.
+    whole: seconds to the whole completion, median and 95th percentile.
   """
 
   rate: float
@@ -57,7 +57,7 @@ class Summary(NamedTuple):
 def summary(
   found: dict[Same | Timed, dict[str, Any]], name: str, clients: int, is_streamed: bool
 ) -> Summary | None:
-  """Returns what a peer did; None if that was not measured."""
+  """Returns the results of a peer; None if it was not measured."""
   records = [
     record
     for cell, record in found.items()
@@ -127,7 +127,7 @@ def _pair(seconds: tuple[float, float] | None) -> str:
 
 
 def aims(found: dict[Same | Timed, dict[str, Any]]) -> str:
-  """Returns what is aimed at as Markdown, and what of it holds."""
+  """Returns the targets as Markdown, and which of them are met."""
   lines = [
     "| tokens/s of our server, answers whole, times those of | clients | aimed at | a wall second |"
     " a second of their CPU | holds (wall) |",
@@ -147,7 +147,7 @@ def aims(found: dict[Same | Timed, dict[str, Any]]) -> str:
 
 
 def picture(found: dict[Same | Timed, dict[str, Any]], path: pathlib.Path) -> None:
-  """Draws tokens/s for each peer at each number of clients."""
+  """Draws tokens/s by peer and number of clients."""
   import matplotlib
 
   matplotlib.use("Agg")

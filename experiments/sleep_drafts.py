@@ -1,14 +1,14 @@
-r"""What rewrites, and answers made ahead of time, are worth as drafts of their context's questions.
+r"""Measures rewrites, and answers made in advance, as drafts for questions about their context.
 
-Claim: both raise the tokens of a verifying step, and no bit of an answer differs.
+Claim: both raise the tokens per verification step, and no bit of an answer differs.
 Command: bash launch/local.sh experiments.sleep_drafts
 Hardware: any; tokens and steps are counted, no clock is read. Results: docs/results/sleep_engine.md
 
-A runner sleeps for contexts of `StatefulWordProblems`; then each question is asked alone, from the
-rewrite: without drafts from sleep, with the rewrite in the suffix tree of its context's questions,
-and with answers to likely questions there too. In all arms a question drafts from its own prompt
-(where the rewrite stands) and answer, and from those of its context's questions before it:
-`--num_questions=1` asks one of each context, which has none before it.
+A runner sleeps for contexts of `StatefulWordProblems`; then each question is answered alone, from
+the rewrite: without drafts from sleep, with the rewrite in the suffix tree of its context's
+questions, and with answers to likely questions in it too. In all arms a question drafts from its
+own prompt (which contains the rewrite) and answer, and from earlier questions of its context:
+`--num_questions=1` asks one question per context, which has no earlier ones.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from seerjax.tasks.stateful import StatefulWordProblems
 from seerjax.types import Request, SamplingParams
 
 SPACE = "experiment"
-# Of each arm: whether rewrites are drafts, and how many likely questions are answered.
+# By arm: whether rewrites are used as drafts, and how many likely questions are answered.
 ARMS = {"none from sleep": (False, 0), "rewrites": (True, 0), "rewrites and answers": (True, 8)}
 
 
 class Count(NamedTuple):
-  """What questions took.
+  """Counts over the questions of an arm.
 
   Attributes:
-    questions: asked.
-    tokens: of their answers.
-    steps: in which these were sampled.
-    drafted: tokens that were verified.
-    accepted: of these.
+    questions: number of questions.
+    tokens: tokens of their answers.
+    steps: steps in which these were sampled.
+    drafted: verified draft tokens.
+    accepted: accepted draft tokens.
     answers: by question, tokens and log-probabilities.
   """
 
@@ -57,12 +57,12 @@ class Count(NamedTuple):
 
   @property
   def acceptance(self) -> float:
-    """Tokens of a step, the bonus token included."""
+    """Returns tokens per step, the bonus token included."""
     return self.tokens / self.steps
 
 
 class Silent(Runner):
-  """A runner whose rewrites are no drafts."""
+  """A runner that does not use rewrites as drafts."""
 
   def _seed_drafts(self, context, job, notes):
     pass
@@ -80,18 +80,18 @@ def ask(
   verbosity: int,
   temperature: float,
 ) -> Count:
-  """Returns what the questions of the first contexts take in one arm.
+  """Returns the counts of the first contexts' questions in one arm.
 
   Args:
-    model: with a tokenizer.
-    arm: of `ARMS`.
-    num_contexts: of the split.
-    num_questions: of each, the first ones.
-    split: of the task.
-    config: of the engine, of one step a visit, so that each may be one of drafts.
-    max_tokens: of a sleeper and of an answer.
-    verbosity: of answers.
-    temperature: of answers.
+    model: the model, with a tokenizer.
+    arm: a key of `ARMS`.
+    num_contexts: how many contexts of the split.
+    num_questions: how many questions per context, from the first on.
+    split: split of the task.
+    config: configuration of the engine, with one step per call so that every step may draft.
+    max_tokens: maximum tokens of a rewrite and of an answer.
+    verbosity: verbosity of answers.
+    temperature: temperature of answers.
   """
   has_rewrites, num_anticipated = ARMS[arm]
   task = StatefulWordProblems()
@@ -114,7 +114,7 @@ def ask(
         answer_tokens=max_tokens,
         verbosity=verbosity,
       ),
-      planner_config=PlannerConfig(num_trials=10**9),  # Sleeps for all, to see.
+      planner_config=PlannerConfig(num_trials=10**9),  # Sleeps for every context.
     )
     assert model.tokenizer is not None
     for number, told in enumerate(task.contexts(split)[:num_contexts]):
@@ -157,7 +157,7 @@ def ask(
 
 
 def line(arm: str, count: Count) -> str:
-  """Returns a line of the table."""
+  """Returns one line of the table."""
   return (
     f"| {arm} | {count.questions} | {count.tokens} | {count.steps} | {count.drafted} |"
     f" {count.accepted} | {count.acceptance:.2f} |"

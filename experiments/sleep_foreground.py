@@ -1,24 +1,25 @@
-r"""What a full queue of sleepers costs those who wait, in a clock that the step-time table keeps.
+r"""Measures how much a full queue of sleep jobs slows down foreground requests.
 
-Claim: no step takes more than 1.05x of what its rows in front take alone, and first tokens at most
-1.05x plus one visit; in a real run the mean step at most 1.10x, first rows in the next step.
+Claim: by the step-time table, no step takes more than 1.05x of its foreground rows alone, and first
+tokens take at most 1.05x plus one engine call; in a real run the mean step takes at most 1.10x, and
+foreground requests have rows in the next step.
 Command: bash launch/local.sh experiments.sleep_foreground
   bash launch/local.sh experiments.sleep_foreground --num_turns=20 --clock=cpu
-Hardware: any; the table is measured first, and `--step_seconds` takes one that was. Results:
+Hardware: any; the table is measured first, or given by `--step_seconds`. Results:
 docs/results/sleep_engine.md
 
-Every visit moves a virtual clock on by what the table says of its rows. The same requests are
-served with nobody asleep, and with so many sleepers that there is always one more: what is compared
-is the engine's own schedule, without the machine's noise. So many clients ask, each again as soon
-as it is answered; or, with `--arrivals=drawn`, requests come at drawn moments. Steps that take 5 %
-longer then let more of them be there at once, a fifth at 0.7 of what is served, and dearer steps
-are more of all. A column compares each step with what its own rows in front would take: that is
-what the engine bounds.
+Every engine call advances a virtual clock by the table's time for its rows. The same requests are
+served without sleep jobs and with an inexhaustible queue of them, so the comparison shows the
+engine's schedule without noise of the machine. Each client sends its next request as soon as the
+previous one is finished; with `--arrivals=drawn`, requests arrive at random times instead. Steps
+that take 5 % longer then increase the number of concurrent requests (by a fifth at a load of 0.7),
+and so the share of expensive steps. A column compares each step with the time of its own foreground
+rows, which is what the engine bounds.
 
-`--num_turns` measures a real run in its place: pairs of turns, with sleepers and without, in which
-so many requests in front come at once after sleepers have had the engine for a while. The table is
-measured by the same clock as the turns: of wall seconds on a busy machine it is noise, by which
-rows are given away that are not free.
+`--num_turns` measures a real run instead: pairs of turns, with and without sleep jobs, in which all
+foreground requests arrive at once after sleep jobs have used the engine for a while. The table is
+measured with the same clock as the turns: wall seconds on a busy machine would be noise, and the
+engine would give away rows that are not free.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ LOAD = 0.7
 
 
 class Work(NamedTuple):
-  """What the last visit was.
+  """The last engine call.
 
   Attributes:
-    requests: of the fullest instance.
-    rows: of the fullest instance.
-    num_front: requests of all instances that somebody waits for.
-    front_rows: of these, of the fullest instance.
+    requests: requests on the fullest instance.
+    rows: rows on the fullest instance.
+    num_front: foreground requests on all instances.
+    front_rows: foreground rows on the fullest instance.
   """
 
   requests: int
@@ -62,7 +63,7 @@ class Work(NamedTuple):
 
 
 class WatchedEngine(Engine):
-  """An engine that says what a visit was."""
+  """An engine that records its last call."""
 
   work = Work(0, 0, 0, 0)
 
@@ -79,12 +80,12 @@ class WatchedEngine(Engine):
     return super()._inputs(scheduled)
 
   def begun(self) -> set[str]:
-    """Returns the unfinished requests of which something is written."""
+    """Returns the unfinished requests that have computed tokens."""
     return {name for name, sequence in self._requests.live.items() if sequence.num_written}
 
 
 class Arrival(NamedTuple):
-  """A request and the virtual second at which it comes."""
+  """A request and its arrival time in virtual seconds."""
 
   seconds: float
   request: Request
@@ -95,17 +96,17 @@ ARRIVALS = ("answered", "drawn")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-  """What became of arrivals.
+  """Results of serving arrivals in virtual time.
 
   Attributes:
-    steps: f64[s], virtual seconds of each step with a row of who is waited for.
-    ratios: f64[s], of each of them to what its rows in front take alone.
-    first: f64[r], from each arrival to its first token.
-    longest_visit: virtual seconds of the longest visit of sleepers alone.
-    sleep_tokens: sampled for sleepers.
-    seconds: virtual, in all.
-    waits: requests that waited for pages, visit by visit.
-    tokens: by request: of its answer.
+    steps: f64[s], virtual seconds of each step with a foreground row.
+    ratios: f64[s], ratio of each such step to the time of its foreground rows alone.
+    first: f64[r], seconds from each arrival to its first token.
+    longest_visit: virtual seconds of the longest engine call with only sleep jobs.
+    sleep_tokens: tokens sampled for sleep jobs.
+    seconds: total virtual seconds.
+    waits: requests waiting for pages, summed over engine calls.
+    tokens: tokens of the completion, by request.
   """
 
   steps: np.ndarray
@@ -129,19 +130,19 @@ def arrivals(
   answer: int,
   seed: int,
 ) -> list[Arrival]:
-  """Returns requests that come so fast that about `crowd` of them are there at once.
+  """Returns requests at a rate that keeps about `crowd` of them in the engine.
 
-  They come at `LOAD` of what is served, since a queue that grows makes anything of a ratio.
+  The rate is `LOAD` of the service rate: with a growing queue ratios would mean nothing.
 
   Args:
-    crowd: at once, on average.
-    num_requests: of all.
+    crowd: mean number of concurrent requests.
+    num_requests: number of requests.
     step: virtual seconds of a step of `crowd` requests.
-    reading: virtual seconds of a prompt.
-    vocab_size: of the model.
-    prompt: tokens of a prompt on average.
-    answer: tokens of an answer on average.
-    seed: of the draws.
+    reading: virtual seconds to prefill a prompt.
+    vocab_size: vocabulary size of the model.
+    prompt: mean tokens of a prompt.
+    answer: mean tokens of a completion.
+    seed: seed of the draws.
   """
   rng = np.random.default_rng(seed)
   served = answer * step / crowd + reading
@@ -168,14 +169,15 @@ def serve(
   num_sleepers: int,
   num_clients: int = 0,
 ) -> Served:
-  """Serves arrivals in virtual time, with a queue of sleepers that never ends.
+  """Serves arrivals in virtual time, with an inexhaustible queue of sleep jobs.
 
   Args:
-    engine: without requests.
-    times: what the clock goes by, and the engine's own table.
-    coming: in order.
-    num_sleepers: in the queue; 0 for none.
-    num_clients: that ask one request after the other, whatever moments are drawn; 0 goes by these.
+    engine: an engine without requests.
+    times: the step-time table of the clock and of the engine.
+    coming: arrivals in order.
+    num_sleepers: sleep jobs in the queue; 0 for none.
+    num_clients: clients that send one request after the other, ignoring arrival times; 0 uses the
+      arrival times.
   """
   engine.step_times = times
   coming = list(coming)
@@ -245,7 +247,7 @@ def serve(
 
 
 def _seconds(times: StepTimes, engine: WatchedEngine, num_steps: int) -> float:
-  """Returns the virtual seconds of the visit that was."""
+  """Returns the virtual seconds of the last engine call."""
   instances, work = engine.num_instances, engine.work
   if num_steps > 1:
     return num_steps * times.decode(instances * work.requests)
@@ -253,9 +255,9 @@ def _seconds(times: StepTimes, engine: WatchedEngine, num_steps: int) -> float:
 
 
 def _seconds_alone(times: StepTimes, engine: WatchedEngine, num_steps: int) -> float:
-  """Returns the virtual seconds of the visit that was, without its rows in background.
+  """Returns the virtual seconds of the last engine call without its background rows.
 
-  Its requests in front are taken to be on the fullest instance, as with one instance they are.
+  It assumes that foreground requests are on the fullest instance, which holds for one instance.
   """
   instances, work = engine.num_instances, engine.work
   if num_steps > 1:
@@ -263,20 +265,20 @@ def _seconds_alone(times: StepTimes, engine: WatchedEngine, num_steps: int) -> f
   return times.step(work.num_front, instances * work.front_rows)
 
 
-# A real run.
+# Real runs.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-  """What a crowd in front took in a real run.
+  """Results of a turn of foreground requests in a real run.
 
   Attributes:
-    seconds: of a step on average, of those with a row in front.
-    late: visits between all requests' submission and the one with the last one's first row.
-    waits: requests that waited for pages, visit by visit.
-    sleep_tokens: sampled for sleepers meanwhile.
-    total: seconds, in all.
-    tokens: by request: of its answer.
+    seconds: mean seconds of a step with a foreground row.
+    late: engine calls from submission until the last request has its first row.
+    waits: requests waiting for pages, summed over engine calls.
+    sleep_tokens: tokens sampled for sleep jobs meanwhile.
+    total: total seconds.
+    tokens: tokens of the completion, by request.
   """
 
   seconds: float
@@ -300,16 +302,16 @@ def real_turn(
   clock: str,
   seed: int,
 ) -> Turn:
-  """Serves a crowd that comes at once, beside sleepers that had the engine before, or none.
+  """Serves foreground requests that arrive at once, with or without sleep jobs already running.
 
   Args:
-    engine: without requests, with its table.
-    crowd: requests in front, each of which may be a row of the first step.
-    num_sleepers: in the queue; 0 for none.
-    prompt: tokens of a prompt on average.
-    answer: tokens of an answer.
-    clock: of `CLOCKS`.
-    seed: of prompts.
+    engine: an engine without requests, with its step-time table.
+    crowd: number of foreground requests; the first step has room for all of them.
+    num_sleepers: sleep jobs in the queue; 0 for none.
+    prompt: mean tokens of a prompt.
+    answer: tokens of a completion.
+    clock: a key of `CLOCKS`.
+    seed: seed of the prompts.
   """
   rng = np.random.default_rng(seed)
   read, context, slept = CLOCKS[clock], engine.config.max_context, 0
@@ -368,12 +370,12 @@ def real_turn(
 
 
 def upper_bound(ratios: Sequence[float]) -> float:
-  """Returns the upper end of the 95 % interval of a mean, two-sided, by the normal law."""
+  """Returns the upper end of the two-sided 95 % normal interval of a mean."""
   return float(np.mean(ratios) + 1.96 * np.std(ratios, ddof=1) / math.sqrt(len(ratios)))
 
 
 def real_line(crowd: int, pairs: Sequence[tuple[Turn, Turn]]) -> str:
-  """Returns a line of the real run's table: pairs without sleepers and with."""
+  """Returns one line of the real run's table, from pairs (without sleep jobs, with)."""
   assert all(one.tokens == other.tokens for one, other in pairs), "sleepers changed an answer"
   ratios = [beside.seconds / alone.seconds for alone, beside in pairs]
   alone, beside = (1e3 * float(np.mean([pair[i].seconds for pair in pairs])) for i in (0, 1))
@@ -390,13 +392,13 @@ def real_line(crowd: int, pairs: Sequence[tuple[Turn, Turn]]) -> str:
 def real_run(
   engine: WatchedEngine, num_turns: int, *, crowds: Sequence[int] = CROWDS, **settings
 ) -> None:
-  """Prints the real run's table: pairs of turns, of which every other begins with sleepers.
+  """Prints the real run's table from pairs of turns; every other pair starts with sleep jobs.
 
   Args:
-    engine: without requests, with its table.
-    num_turns: pairs of each crowd.
-    crowds: numbers of requests in front.
-    settings: of `real_turn`.
+    engine: an engine without requests, with its step-time table.
+    num_turns: pairs per number of foreground requests.
+    crowds: numbers of foreground requests.
+    settings: arguments of `real_turn`.
 
   Raises:
     ValueError: for fewer than two turns.
@@ -421,13 +423,13 @@ def real_run(
         )
         for count in order
       }
-      if turn:  # The first one warms.
+      if turn:  # The first turn is a warm-up.
         pairs.append((found[0], found[num_sleepers]))
     print(real_line(crowd, pairs), flush=True)
 
 
 def line(crowd: int, without: Served, beside: Served) -> str:
-  """Returns a line of the table: both, side by side."""
+  """Returns one line of the table, with both results."""
   assert without.tokens == beside.tokens, "sleepers changed an answer"
   cells = [str(crowd)]
   for field in ("steps", "first"):
@@ -444,7 +446,7 @@ def line(crowd: int, without: Served, beside: Served) -> str:
 
 
 def crowds_of(values: Sequence[str]) -> list[int]:
-  """Returns numbers of requests in front; ValueError for none, or what is no such number."""
+  """Parses numbers of foreground requests; raises ValueError if there is none or one is invalid."""
   if not values or not all(value.isdecimal() and int(value) for value in values):
     raise ValueError(
       f"--crowds: got {','.join(values)!r}, expected numbers of at least 1; write 1,4."
@@ -464,7 +466,7 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--{name}: got {value}, expected at least {least}; raise it.")
     crowds = crowds_of(args.crowds)
     model = seerjax.load_model(args.model)
-    # What one run finds in memory is not to be what the two differ in.
+    # Without prefix reuse, because cached pages would be a further difference between the runs.
     config = seerjax.EngineConfig(max_context=512, max_sequences=32, reuse_prefixes=False)
     engine = WatchedEngine(model, config=config)
     if args.step_seconds:

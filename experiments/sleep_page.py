@@ -1,6 +1,6 @@
-"""The page of curves of sleep-time compute, and its picture.
+"""HTML page and picture of the curves of sleep-time compute.
 
-Claim: none; `experiments/sleep_time.py` writes them.
+Claim: none; used by `experiments/sleep_time.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Curve(NamedTuple):
   """A curve of a chart.
 
   Attributes:
-    label: of it.
+    label: label of the curve.
     x, y: f64[n] each, x ascending.
   """
 
@@ -31,10 +31,10 @@ class Curves(NamedTuple):
   """A chart of up to three curves.
 
   Attributes:
-    title: above it.
-    x_label: of its x axis.
-    note: what the numbers are.
-    curves: one to three.
+    title: title of the chart.
+    x_label: label of the x axis.
+    note: explanation of the numbers.
+    curves: one to three curves.
     is_percent: whether y is a share.
   """
 
@@ -46,7 +46,7 @@ class Curves(NamedTuple):
 
 
 def figure(found: Curves) -> str:
-  """Returns a chart as a figure of a page."""
+  """Returns a chart as an HTML figure."""
   every_x = np.concatenate([curve.x for curve in found.curves])
   every_y = np.concatenate([curve.y for curve in found.curves])
   low, high = min(0.0, float(every_y.min())), float(every_y.max())
@@ -74,7 +74,7 @@ def figure(found: Curves) -> str:
 
 
 def html_table(markdown: str) -> str:
-  """Returns a Markdown table as one of a page."""
+  """Returns a Markdown table as an HTML table."""
   head, _, *lines = markdown.strip().split("\n")
 
   def cells(line: str, tag: str) -> str:
@@ -96,7 +96,7 @@ def html(
   """Returns the page.
 
   Args:
-    tiles: (value, label, unit) at its head.
+    tiles: (value, label, unit) shown at the top.
     curves: charts.
     tables: (title, Markdown).
   """
@@ -109,7 +109,7 @@ def html(
 
 
 def draw(curves: Sequence[Curves], path: pathlib.Path) -> None:
-  """Draws the charts side by side, as a picture."""
+  """Draws the charts side by side into a picture."""
   import matplotlib
 
   matplotlib.use("Agg")

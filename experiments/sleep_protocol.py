@@ -1,14 +1,14 @@
-r"""Sleep-time compute by its protocol, asked of a model or of any OpenAI-style endpoint.
+r"""Runs the protocol of sleep-time compute with a model or any OpenAI-style endpoint.
 
-Claim: none; it measures what is asked of it, arm by arm (seerjax/sleep/protocol.py).
+Claim: none; it measures the requested arms (seerjax/sleep/protocol.py).
 Command: bash launch/local.sh experiments.sleep_protocol --num_contexts=20
   another model: --model=PATH_OR_HUB_ID
   an endpoint:   --endpoint=http://127.0.0.1:8000 --model=NAME [--key_variable=MY_KEY]
   own problems:  --task=stateful_gsm_symbolic_p2.jsonl, a folder of templates, or a git repository
 Hardware: 2 CPU cores for nano; a minute for 20 contexts.
 
-Each call is a line of --journal: what was killed goes on there, and pays nothing twice. Accuracy
-has the standard error over contexts, since questions of one context are no independent draws.
+Each call is a line of --journal, so a killed run continues and pays for no call twice. Standard
+errors of the accuracy are over contexts, because questions of one context are not independent.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from seerjax.tasks import stateful_files, swe_features
 from seerjax.tasks.stateful import StatefulConfig, StatefulTask, StatefulWordProblems
 
 STORIES = "stateful_word_problems"
-TAUGHT = ("nano", "nano-sleep")  # Models that are asked as the stories were taught.
+TAUGHT = ("nano", "nano-sleep")  # Models that get the prompts on which the stories were taught.
 
 
 class Line(NamedTuple):
-  """What an arm came to, at one verbosity, number of rewrites and limit.
+  """Results of an arm at one verbosity, number of rewrites and limit.
 
   Attributes:
-    arm, verbosity, num_parallel, max_tokens: as of its rows.
-    num_rows: questions that have an answer.
-    num_marked: those that have none.
+    arm, verbosity, num_parallel, max_tokens: as in its rows.
+    num_rows: questions with an answer.
+    num_marked: questions without an answer.
     accuracy: mean reward.
-    error: standard error of it over contexts, NaN for one.
-    num_tokens: mean, of an answer.
-    num_sleep_tokens: mean, of a question's share.
-    cost: mean price of a question, in tokens of sleep.
+    error: standard error of the accuracy over contexts, NaN for one context.
+    num_tokens: mean tokens of an answer.
+    num_sleep_tokens: mean sleep tokens per question.
+    cost: mean price of a question, in sleep tokens.
   """
 
   arm: str
@@ -70,8 +70,8 @@ def lines_of(rows: Iterable[Row], latency_price: float) -> list[Line]:
   """Returns a line for each arm, verbosity, number of rewrites and limit, in that order.
 
   Args:
-    rows: of any number of contexts.
-    latency_price: of a token for which a user waits.
+    rows: rows of any number of contexts.
+    latency_price: price of a token for which a user waits.
   """
   groups: dict[tuple[int, int, int, int], list[Row]] = {}
   for row in rows:
@@ -124,15 +124,15 @@ def table(lines: Sequence[Line], latency_price: float) -> str:
 
 
 def load_task(name: str, config: StatefulConfig) -> StatefulTask:
-  """Returns our stories, problems of a file or folder, or commits of a repository.
+  """Returns the task: our stories, problems of a file or folder, or commits of a repository.
 
   Args:
     name: `STORIES`, or a path.
-    config: of the stories.
+    config: configuration of the stories.
 
   Raises:
-    FileNotFoundError: if the path is not there.
-    ValueError: as the task that reads it.
+    FileNotFoundError: if the path does not exist.
+    ValueError: as raised by the task that reads it.
   """
   if name == STORIES:
     return StatefulWordProblems(config=config)
@@ -143,7 +143,7 @@ def load_task(name: str, config: StatefulConfig) -> StatefulTask:
 
 
 def prompts_for(task: StatefulTask, *, follows_orders: bool) -> Prompts:
-  """Returns how a model is asked: a model that was taught our stories has its own way."""
+  """Returns the prompts for a model; models trained on our stories have their own."""
   if isinstance(task, StatefulWordProblems):
     if follows_orders:
       return prompts_lib.ordered(task, rule=task.by_rule)
@@ -152,10 +152,10 @@ def prompts_for(task: StatefulTask, *, follows_orders: bool) -> Prompts:
 
 
 def thinker_of(args: flags.FlagValues) -> tuple[Ask, dict[str, str]]:
-  """Returns who answers, and what a journal calls it.
+  """Returns the function that answers calls, and its description for the journal.
 
   Raises:
-    ValueError: for an endpoint that cannot be asked; or a model that cannot be loaded.
+    ValueError: for an invalid endpoint, or a model that cannot be loaded.
   """
   if args.endpoint:
     config = EndpointConfig(url=args.endpoint, model=args.model, key_variable=args.key_variable)

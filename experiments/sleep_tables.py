@@ -1,9 +1,9 @@
-"""What the rows of sleep-time compute say: intervals by context, curves, and prices.
+"""Statistics over the rows of sleep-time compute: intervals over contexts, curves, and prices.
 
-Claim: none; `experiments/sleep_time.py` prints what is computed here.
+Claim: none; used by `experiments/sleep_time.py`.
 
-Questions of one context are no independent draws: every interval is over contexts, that of a mean
-by its standard error and that of anything else by a bootstrap that draws whole contexts.
+Questions of one context are not independent, so every interval is over contexts: for means from the
+standard error, otherwise from a bootstrap that draws whole contexts.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from seerjax.sleep import planner
 from seerjax.sleep.planner import PlannerConfig, Seen
 from seerjax.sleep.protocol import Row
 
-NUM_DRAWS = 1000  # Of a bootstrap.
-PRICES = (1.0, 2.0, 10.0)  # t, of a token for which a user waits.
+NUM_DRAWS = 1000  # Draws of a bootstrap.
+PRICES = (1.0, 2.0, 10.0)  # t, the price of a token for which a user waits.
 MAX_QUESTIONS = 10
-STEP_EDGES = (1, 2, 3, 5, 7, 10)  # Least steps of each bin.
-WHOLE = 3  # The verbosity of a whole answer, the last of a taught model's four lengths.
+STEP_EDGES = (1, 2, 3, 5, 7, 10)  # Minimum steps of each bin.
+WHOLE = 3  # The verbosity of a whole answer, the last of a trained model's four lengths.
 
 
 class About(NamedTuple):
-  """What is known of a question besides its rows.
+  """Properties of a question.
 
   Attributes:
-    part: of the run that asks it.
-    problem_id, context_id: of it.
-    seed: of that part.
-    num_steps: of reasoning of its own solution.
-    context_steps: that all facts of its context need.
-    context_tokens: of its context.
+    part: name of the part of the run.
+    problem_id, context_id: ids of the question and its context.
+    seed: seed of the part.
+    num_steps: reasoning steps of its solution.
+    context_steps: reasoning steps for all facts of its context.
+    context_tokens: tokens of its context.
     logprob: mean log-probability of its tokens after the context, nats; NaN if not scored.
   """
 
@@ -49,40 +49,40 @@ class About(NamedTuple):
 
 
 class Arm(NamedTuple):
-  """What is told apart: an arm with its budget."""
+  """An arm with its budget."""
 
   arm: str
   verbosity: int = WHOLE
   num_parallel: int = 0
-  cut: int = 0  # Limit of the answer, 0 for the largest one.
+  cut: int = 0  # Token limit of the answer; 0 is the largest limit.
 
 
 WAKE, TEST = Arm("wake", num_parallel=1), Arm("test")
 
 
 class Interval(NamedTuple):
-  """A number and its 95 % interval."""
+  """A number with its 95 % interval."""
 
   value: float
   low: float
   high: float
 
   def text(self, scale: float = 1.0, digits: int = 1) -> str:
-    """Returns "1.2 (0.3 to 2.1)"."""
+    """Returns text such as "1.2 (0.3 to 2.1)"."""
     value, low, high = (f"{scale * one:.{digits}f}" for one in self)
     return f"{value} ({low} to {high})"
 
 
 class Cells:
-  """Rows of one model as arrays of questions, contexts in a row.
+  """Rows of one model as arrays over questions, grouped by context.
 
   Attributes:
-    about: of each question, those of a context in a row.
-    starts: i64[contexts], where each begins.
+    about: properties of each question, grouped by context.
+    starts: i64[contexts], index of each context's first question.
   """
 
   def __init__(self, rows: Iterable[Row], about: Sequence[About]):
-    """Sorts rows.
+    """Sorts rows by question.
 
     Raises:
       ValueError: if an arm lacks one of the questions.
@@ -110,39 +110,39 @@ class Cells:
         )
 
   def some(self, is_chosen: Callable[[About], bool]) -> Cells:
-    """Returns the same rows of some questions, whole contexts of them."""
+    """Returns the rows of the chosen questions; contexts are chosen as a whole."""
     rows = [row for found in self._rows.values() for row in found.values()]
     return Cells(rows, [one for one in self.about if is_chosen(one)])
 
   @property
   def arms(self) -> tuple[Arm, ...]:
-    """All that have rows."""
+    """The arms that have rows."""
     return tuple(self._rows)
 
   def of(self, arm: Arm, value: Callable[[Row], float]) -> np.ndarray:
-    """Returns a value f64[questions] of an arm's rows."""
+    """Returns a value of each row of an arm, f64[questions]."""
     rows = self._rows[arm]
     return np.array([value(rows[one.problem_id]) for one in self.about], np.float64)
 
   def right(self, arm: Arm) -> np.ndarray:
-    """Returns rewards f64[questions]."""
+    """Returns the rewards, f64[questions]."""
     return self.of(arm, lambda row: row.reward)
 
   def tokens(self, arm: Arm) -> np.ndarray:
-    """Returns tokens generated after the question f64[questions]."""
+    """Returns the tokens generated after the question, f64[questions]."""
     return self.of(arm, lambda row: row.num_tokens)
 
   def sleep(self, arm: Arm) -> np.ndarray:
-    """Returns tokens generated before f64[questions], a context's in each of its questions."""
+    """Returns the sleep tokens of each question's context, f64[questions]."""
     return self.of(arm, lambda row: row.num_sleep_tokens)
 
   def sums(self, values: np.ndarray) -> np.ndarray:
-    """Returns sums f64[contexts]."""
+    """Returns the sums over each context, f64[contexts]."""
     return np.add.reduceat(values, self.starts)
 
 
 def mean(cells: Cells, values: np.ndarray) -> Interval:
-  """Returns the mean over questions, with the standard error of contexts' means."""
+  """Returns the mean over questions, with an interval from the standard error of context means."""
   counts = np.diff([*cells.starts, len(values)])
   means = cells.sums(values) / counts
   value = float(values.mean())
@@ -157,13 +157,13 @@ def bootstrap(
   *,
   seed: int = 0,
 ) -> Interval:
-  """Returns a statistic of means, with the interval of a bootstrap over contexts.
+  """Returns a statistic of column means, with a bootstrap interval over contexts.
 
   Args:
-    cells: whose contexts are drawn.
+    cells: the questions and their contexts.
     columns: f64[questions] each.
-    statistic: of the columns' means.
-    seed: of the draws.
+    statistic: function of the columns' means.
+    seed: seed of the draws.
   """
   counts = np.diff([*cells.starts, len(cells.about)]).astype(np.float64)
   sums = {name: cells.sums(values) for name, values in columns.items()}
@@ -184,16 +184,15 @@ def bootstrap(
 def gain_at_equal_tokens(
   cells: Cells, base: Cells, wake: Arm, tests: Sequence[Arm]
 ) -> Interval:
-  """Returns how much more often "wake" is right than "test" within as many test tokens.
+  """Returns the accuracy gain of "wake" over "test" at equal test tokens.
 
-  Between budgets the baseline is interpolated, and it never falls with more tokens: both are in its
-  favour.
+  The baseline is interpolated between budgets and made non-decreasing in tokens; both favour it.
 
   Args:
     cells: rows of the arm with sleep.
-    base: rows of the arms without, which may be another model's.
+    base: rows of the arms without sleep, which may be another model's.
     wake: the arm with sleep.
-    tests: arms without, at several budgets.
+    tests: arms without sleep, at several budgets.
   """
   columns = {"right": cells.right(wake), "tokens": cells.tokens(wake)}
   for i, arm in enumerate(tests):
@@ -211,13 +210,13 @@ def gain_at_equal_tokens(
 
 
 class Steps(NamedTuple):
-  """What questions of so many steps take.
+  """Results of the questions in a bin of step counts.
 
   Attributes:
-    name: of the bin.
-    count: of questions.
-    test, wake: how often each arm is right.
-    test_tokens, wake_tokens: of each arm.
+    name: name of the bin.
+    count: number of questions.
+    test, wake: accuracy of each arm.
+    test_tokens, wake_tokens: mean test tokens of each arm.
   """
 
   name: str
@@ -229,12 +228,12 @@ class Steps(NamedTuple):
 
   @property
   def ratio(self) -> float:
-    """Test tokens without sleep to those with."""
+    """Returns the ratio of test tokens without sleep to those with sleep."""
     return self.test_tokens / self.wake_tokens
 
 
 def by_steps(test_cells: Cells, cells: Cells, steps: Callable[[About], int]) -> list[Steps]:
-  """Returns the bins that have questions; the baseline may be another model's."""
+  """Returns the non-empty bins; the baseline may be another model's."""
   counts = np.array([steps(one) for one in cells.about])
   found = []
   for least, after in zip(STEP_EDGES, (*STEP_EDGES[1:], 10**9), strict=True):
@@ -246,7 +245,7 @@ def by_steps(test_cells: Cells, cells: Cells, steps: Callable[[About], int]) -> 
 
 
 def where_test_is_long(test_cells: Cells, cells: Cells, least: int) -> Steps:
-  """Returns the questions whose answer without sleep took `least` tokens or more."""
+  """Returns the results of questions whose answer without sleep took `least` tokens or more."""
   chosen = test_cells.tokens(TEST) >= least
   return _steps(test_cells, cells, f"T_B takes {least} tokens or more", chosen)
 
@@ -269,7 +268,7 @@ def _steps(test_cells: Cells, cells: Cells, name: str, chosen: np.ndarray) -> St
 
 
 def price(cells: Cells, arm: Arm, latency_price: float, num_questions: int) -> float:
-  """Returns the mean price of a question in tokens of sleep, with so many questions a context."""
+  """Returns the mean price of a question in sleep tokens, with `num_questions` per context."""
   tokens, sleep = cells.tokens(arm).mean(), cells.sleep(arm).mean()
   return latency_price * float(tokens) + float(sleep) / num_questions
 
@@ -277,10 +276,10 @@ def price(cells: Cells, arm: Arm, latency_price: float, num_questions: int) -> f
 def crossing(
   base: Cells, cells: Cells, test: Arm, wake: Arm, latency_price: float
 ) -> float:
-  """Returns with how many questions a context sleep pays, as seen: infinity if it never does.
+  """Returns the observed break-even number of questions per context; infinity if sleep never pays.
 
-  What is compared are prices of the first one, two, ... questions of each context, with a straight
-  line between two numbers of them, and through 0 with none.
+  It compares the prices of the first one, two, ... questions of each context, with linear
+  interpolation between the numbers of questions, from 0 for none.
   """
   counts = np.diff([*cells.starts, len(cells.about)])
   most = int(counts.min())
@@ -297,14 +296,14 @@ def crossing(
 def foreseen(
   base: Cells, cells: Cells, test: Arm, wake: Arm, others: Cells
 ) -> planner.Estimate:
-  """Returns the mean of what the planner expects of other contexts, whose lengths it knows.
+  """Returns the mean of the planner's estimates for other contexts, of which it knows the lengths.
 
   Args:
-    base: rows without sleep that it has seen, which may be another model's.
+    base: rows without sleep from which the planner learns, which may be another model's.
     cells: rows with sleep of the same contexts.
     test: the arm without sleep.
-    wake: with it.
-    others: of which lengths of contexts are read alone.
+    wake: the arm with sleep.
+    others: the other contexts; only their lengths are read.
   """
   full, short, sleep = base.tokens(test), cells.tokens(wake), cells.sleep(wake)
   seen = Seen()
@@ -314,7 +313,7 @@ def foreseen(
     for place in range(start, end):
       seen = planner.saw_answer(seen, kind, int(full[place]), has_slept=False)
       seen = planner.saw_answer(seen, kind, int(short[place]), has_slept=True)
-  # Of no more contexts than were seen, so that there is always an estimate.
+  # At most the number of contexts seen, so that there is always an estimate.
   config = PlannerConfig(num_trials=min(PlannerConfig.num_trials, len(cells.starts)))
   kinds = [planner.kind_of(others.about[start].context_tokens) for start in others.starts]
   found = [planner.estimate(seen, kind, config) for kind in kinds]
@@ -323,12 +322,12 @@ def foreseen(
 
 
 class Planned(NamedTuple):
-  """What contexts cost in all, in tokens of sleep, under three ways to decide.
+  """Total cost of all contexts in sleep tokens, under three policies.
 
   Attributes:
-    planner: as `sleep.planner` decides, learning what contexts take as they come.
-    always, never: without a planner.
-    num_slept: contexts that the planner slept for.
+    planner: cost with the decisions of `sleep.planner`, which learns from earlier contexts.
+    always, never: cost of always or never sleeping.
+    num_slept: contexts for which the planner chose sleep.
   """
 
   planner: float
@@ -338,7 +337,7 @@ class Planned(NamedTuple):
 
   @property
   def excess(self) -> float:
-    """By what share the planner is dearer than the better of both."""
+    """Returns the relative extra cost of the planner over the better of always and never."""
     return self.planner / min(self.always, self.never) - 1
 
 
@@ -352,18 +351,19 @@ def planned(
   *,
   seed: int = 0,
 ) -> Planned:
-  """Lets the planner decide context by context, in their order.
+  """Simulates the planner's decisions, context by context in order.
 
-  How many of its questions a context gets is drawn from a geometric law, cut at all of them.
+  The number of questions per context is drawn from a geometric distribution, truncated at the
+  context's number of questions.
 
   Args:
     base: rows without sleep, which may be another model's.
-    cells: rows with it.
+    cells: rows with sleep.
     test: the arm without sleep.
-    wake: with it.
-    latency_price: t.
-    mean_questions: of the law before it is cut.
-    seed: of the draws.
+    wake: the arm with sleep.
+    latency_price: t, the price of a token for which a user waits.
+    mean_questions: mean of the distribution before truncation.
+    seed: seed of the draws.
   """
   config = PlannerConfig(latency_price=latency_price)
   rng = np.random.default_rng(seed)
@@ -392,12 +392,12 @@ def planned(
 
 
 class Predicted(NamedTuple):
-  """How the gain goes with a question's predictability.
+  """Dependence of the gain on a question's predictability.
 
   Attributes:
-    edges: f64[6], nats a token, from the least predictable quintile's least on.
-    gains: of each quintile.
-    slope: of the gain, a nat a token.
+    edges: f64[6], quintile edges of log p(q|c) in nats per token, ascending.
+    gains: gain in each quintile.
+    slope: slope of the gain per nat per token.
   """
 
   edges: tuple[float, ...]
@@ -406,7 +406,7 @@ class Predicted(NamedTuple):
 
 
 def by_predictability(cells: Cells, test: Arm, wake: Arm) -> Predicted:
-  """Returns gains over quintiles of log p(q|c), and their slope over questions."""
+  """Returns the gains by quintile of log p(q|c), and their slope over questions."""
   x = np.array([one.logprob for one in cells.about])
   gain = cells.right(wake) - cells.right(test)
   edges = np.quantile(x, np.linspace(0, 1, 6))

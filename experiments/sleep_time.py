@@ -1,16 +1,17 @@
-r"""Sleep-time compute with nano: what is thinking ahead worth, arm by arm and token by token?
+r"""Measures sleep-time compute with nano, arm by arm and token by token.
 
-Claim: nano-sleep, from its own notes, is ahead of all else that it can do with as many tokens, at
-a third of the test tokens, and about three points behind nano without sleep: docs/results/sleep.md.
+Claim: nano-sleep, answering from its own notes, is more accurate than with any other use of as many
+tokens, at a third of the test tokens, and about three points less accurate than nano without sleep:
+docs/results/sleep.md.
 Command: bash launch/local.sh experiments.sleep_time
   less, sooner:  --num_contexts=10
   the people of its training:  --split=heldout
-Hardware: 2 CPU cores. Numbers, and what is missed: docs/results/sleep.md
+Hardware: 2 CPU cores. Numbers, including missed targets: docs/results/sleep.md
 
-Each of three seeds asks ten questions about each of its own contexts of the split "test", whose
-people, verbs and stories nano-sleep was not trained on. What is fixed below was fixed on "heldout".
-Every call is a line of --workdir/MODEL.jsonl: what was killed goes on there, and pays nothing
-twice. The models of --rivals are asked in whole answers alone: they know no other length.
+Each of three seeds has its own contexts of the split "test", with ten questions each; nano-sleep
+was not trained on their people, verbs and stories. The settings below were chosen on "heldout".
+Every call is a line of --workdir/MODEL.jsonl, so a killed run continues and pays for no call twice.
+The models of --rivals only give whole answers, because they were not trained on other lengths.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from seerjax.sleep.thinkers import Ask
 from seerjax.tasks.stateful import StatefulConfig, StatefulTask, StatefulWordProblems
 
 CONTEXT = 512  # Positions of a sequence.
-# Places of the split: each seed has a range of its own, and the knob's contexts come after them.
-# The first of each range were read while all this was made, and are left alone.
+# Indices in the split: each seed has its own range, followed by the contexts of the knob. The first
+# indices of each range were used during development and are left out.
 PLACES_A_SEED, FIRST_PLACE, FIRST_OF_KNOB = 1000, 300, 5300
 MAX_CONTEXTS = PLACES_A_SEED - FIRST_PLACE
 
@@ -61,7 +62,7 @@ CUTS = dataclasses.replace(
   BASE, arms=("test", "wake"), verbosities=(WHOLE,), parallel=(1,), cuts=(8, 12, 24, 40)
 )
 BOTH = dataclasses.replace(BASE, arms=("both",), verbosities=(0, WHOLE), parallel=(1,))
-# What a model is asked that was taught to sleep, and one that was not, by parts.
+# Configurations by part, for models trained for sleep and for other models.
 TAUGHT = {"main": (WHOLES,), "curves": (LENGTHS, CUTS, BOTH)}
 PLAIN = {
   "main": (dataclasses.replace(WHOLES, arms=("test", "cache")),),
@@ -75,15 +76,15 @@ EXPONENTS = (0.0, 1.0, 2.0, 3.0)
 
 
 class Part(NamedTuple):
-  """Some contexts, and what is asked about them.
+  """Some contexts with the protocol configurations to run on them.
 
   Attributes:
-    name: of the rows.
-    task: whose contexts they are.
-    split: of the task.
-    places: of the contexts in the split.
-    seed: of the run.
-    configs: of the protocol, one after the other.
+    name: name of the rows.
+    task: the task of the contexts.
+    split: split of the task.
+    places: indices of the contexts in the split.
+    seed: seed of the run.
+    configs: protocol configurations, in order.
   """
 
   name: str
@@ -104,10 +105,9 @@ def parts(
   is_taught: bool,
   split: str = "test",
 ) -> list[Part]:
-  """Returns what a model is asked.
+  """Returns the parts of a model.
 
-  Of each seed's contexts the first are asked about at each length and with hard cuts too, and with
-  several rewrites.
+  The first contexts of each seed are also used for every length, hard cuts, and several rewrites.
   """
   usual = TAUGHT if is_taught else PLAIN
   found = []
@@ -129,7 +129,7 @@ def parts(
 
 
 def rows_of(part: Part, prompts: Prompts, ask: Ask) -> Iterator[tuple[Row, ...]]:
-  """Yields the rows of each context under each of the part's configs."""
+  """Yields the rows of each context, for each configuration of the part."""
   items = protocol.items(part.task, part.split, part.places)
   for config in part.configs:
     config = dataclasses.replace(config, seed=part.seed)
@@ -143,7 +143,7 @@ def predictability(
 ) -> float:
   """Returns log p(question | context), the mean of the question's tokens in nats.
 
-  The tokens are those of the prompt that both stand in; the end of the turn is not counted.
+  The tokens are those of the prompt with both; the end of the turn is not counted.
   """
 
   def ids(text: str) -> list[int]:
@@ -151,7 +151,7 @@ def predictability(
 
   whole, alone = ids(task.wake_prompt(asked, context, "")), ids(context)
   start = next(i for i, (one, two) in enumerate(zip(whole, alone, strict=False)) if one != two)
-  # Both end alike.
+  # Both have the same end.
   num_after = next(
     i for i, (one, two) in enumerate(zip(whole[::-1], alone[::-1], strict=False)) if one != two
   )
@@ -161,7 +161,7 @@ def predictability(
 
 
 def about(part: Part, scorer: Scorer, tokenizer: Tokenizer) -> list[About]:
-  """Returns what is known of the questions of a part besides their answers."""
+  """Returns the properties of a part's questions."""
   found = []
   for item in protocol.items(part.task, part.split, part.places):
     num_tokens = len(tokenizer.encode(item.context.text))
@@ -187,12 +187,12 @@ def about(part: Part, scorer: Scorer, tokenizer: Tokenizer) -> list[About]:
 def known(
   path: pathlib.Path, found: Sequence[Part], scorer_of: Callable[[], tuple[Scorer, Tokenizer]]
 ) -> dict[str, list[About]]:
-  """Returns what is known of the questions of parts, by the parts' names.
+  """Returns the properties of the questions of all parts, by the parts' names.
 
   Args:
-    path: of what was found out before; parts that are missing there are added.
+    path: file of properties computed before; missing parts are added.
     found: the parts.
-    scorer_of: loads who scores, if there is need.
+    scorer_of: loads the scorer, if it is needed.
   """
   lines = path.read_text().splitlines() if path.exists() else []
   before = {
@@ -215,7 +215,7 @@ def known(
 def asked(
   name: str, found: Sequence[Part], workdir: pathlib.Path, progress: rich.progress.Progress
 ) -> dict[str, list[Row]]:
-  """Asks a model all that its parts want, and returns the rows by the parts' names."""
+  """Runs all parts of a model; returns the rows by the parts' names."""
   model = seerjax.load_model(name)
   config = EngineConfig(page_size=16, max_sequences=64, max_context=CONTEXT)
   thinker = EngineThinker(Engine(model, config=config))
@@ -234,16 +234,11 @@ def asked(
   return rows
 
 
-# What came of it.
+# Reports.
 
 
 class Section(NamedTuple):
-  """A table of the report.
-
-  Attributes:
-    title: of it.
-    text: Markdown.
-  """
+  """A section of the report: its title, and its text in Markdown."""
 
   title: str
   text: str
@@ -255,18 +250,18 @@ def _table(names: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 
 def percent(value: float) -> str:
-  """Returns a share as "53.3"."""
+  """Returns a share as a percentage, such as "53.3"."""
   return f"{100 * value:.1f}"
 
 
 class Main(NamedTuple):
-  """The main part's rows.
+  """Rows of a part.
 
   Attributes:
-    own: of the model that was taught to sleep.
-    base: of the model that is right most often without sleep.
-    base_name: its name.
-    rows: by model.
+    own: rows of the model trained for sleep.
+    base: rows of the baseline: the model that is most accurate without sleep.
+    base_name: name of the baseline.
+    rows: rows by model.
   """
 
   own: Cells
@@ -283,31 +278,31 @@ def main_of(
   part: str = "main",
   base_name: str = "",
 ) -> Main:
-  """Returns a part; its baseline is `base_name`, or the better one if that is ""."""
+  """Returns the rows of a part; the baseline is `base_name`, or the most accurate model if ""."""
   cells = {name: Cells(of[part], about) for name, of in rows.items()}
   best = base_name or max(cells, key=lambda name: float(cells[name].right(TEST).mean()))
   return Main(cells[model], cells[best], best, {name: of[part] for name, of in rows.items()})
 
 
 def of_rows(about: Sequence[About], rows: Sequence[Row]) -> list[About]:
-  """Returns what is known of the questions that have rows."""
+  """Returns the properties of the questions that have rows."""
   ids = {row.problem_id for row in rows}
   return [one for one in about if one.problem_id in ids]
 
 
 def of_seed(main: Main, seed: int) -> tuple[Cells, Cells]:
-  """Returns (own, base) with a seed's contexts alone."""
+  """Returns (own, base) with only the contexts of a seed."""
   return main.own.some(lambda one: one.seed == seed), main.base.some(lambda one: one.seed == seed)
 
 
 def ratio(own: Cells, base: Cells) -> sleep_tables.Interval:
-  """Returns test tokens with sleep over those without, with its interval."""
+  """Returns the ratio of test tokens with sleep to those without, with its interval."""
   columns = {"wake": own.tokens(WAKE), "test": base.tokens(TEST)}
   return sleep_tables.bootstrap(own, columns, lambda means: means["wake"] / means["test"])
 
 
 def against(main: Main) -> Section:
-  """T_b(q, c') against every other way to spend tokens."""
+  """Compares T_b(q, c') with every other way to spend tokens."""
   own, base = main.own, main.base
   seeds = sorted({one.seed for one in own.about})
 
@@ -339,7 +334,7 @@ def against(main: Main) -> Section:
 
 
 def budgets(main: Main) -> Section:
-  """Gains at equal test tokens, where budgets are lengths, and where they are hard cuts.
+  """Reports gains at equal test tokens, with requested lengths and with hard cuts as budgets.
 
   Args:
     main: the part "curves".
@@ -362,7 +357,7 @@ def budgets(main: Main) -> Section:
 
 
 def steps(main: Main) -> Section:
-  """By the number of steps."""
+  """Reports results by the number of reasoning steps."""
   of_context = sleep_tables.by_steps(main.base, main.own, lambda one: one.context_steps)
   of_question = sleep_tables.by_steps(main.base, main.own, lambda one: one.num_steps)
   long = sleep_tables.where_test_is_long(main.base, main.own, 55)
@@ -381,7 +376,7 @@ def steps(main: Main) -> Section:
 
 
 def prices(main: Main) -> Section:
-  """Cost of a question."""
+  """Reports the price of a question."""
   found = []
   for latency_price in sleep_tables.PRICES:
     without = sleep_tables.price(main.base, TEST, latency_price, 1)
@@ -396,9 +391,9 @@ def prices(main: Main) -> Section:
 
 
 def break_even(main: Main) -> Section:
-  """Predicted by the planner from the first seed's contexts, realised on the others'.
+  """Compares break-even predicted from the first seed's contexts with that on the other seeds'.
 
-  Of the others the planner knows how long their contexts are, and nothing else.
+  The planner knows only the lengths of the other seeds' contexts.
   """
   seeds = sorted({one.seed for one in main.own.about})
   is_first: Callable[[About], bool] = lambda one: one.seed == seeds[0]
@@ -423,7 +418,7 @@ def break_even(main: Main) -> Section:
 
 
 def planning(main: Main) -> Section:
-  """The planner's choice."""
+  """Reports the cost with the planner's decisions."""
   found = []
   for latency_price in sleep_tables.PRICES:
     for mean_questions in (1.2, 2.0, 3.0, 5.0):
@@ -442,7 +437,7 @@ def planning(main: Main) -> Section:
 
 
 def predicted(main: Main, curves: Main | None) -> Section:
-  """Gain over quintiles of log p(q|c)."""
+  """Reports the gain by quintile of log p(q|c)."""
   found, edges = [], ""
   for verbosity, cells in ((WHOLE, main.own), *(((0, curves.own),) if curves else ())):
     one = sleep_tables.by_predictability(cells, Arm("test", verbosity), Arm("wake", verbosity, 1))
@@ -455,7 +450,7 @@ def predicted(main: Main, curves: Main | None) -> Section:
 
 
 def several(rows: Sequence[Row], about: Sequence[About]) -> Section:
-  """Several rewrites of a context, side by side."""
+  """Reports results with several rewrites of a context in the prompt."""
   cells = Cells(rows, of_rows(about, rows))
   found = []
   for count in SEVERAL.parallel:
@@ -474,7 +469,7 @@ def several(rows: Sequence[Row], about: Sequence[About]) -> Section:
 
 
 def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Section:
-  """Gain under each exponent of Zipf."""
+  """Reports the gain for each Zipf exponent of the questions."""
   found = []
   for name in rows:
     if not name.startswith("knob"):
@@ -495,10 +490,10 @@ def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Sec
 
 
 def curves(main: Main, short: Main) -> list[Curves]:
-  """The charts of the page.
+  """Returns the charts of the page.
 
   Args:
-    main: whose prices are drawn.
+    main: the part whose prices are drawn.
     short: the part "curves".
   """
   own, base = short.own, short.base
@@ -542,7 +537,7 @@ def report(
   about: Mapping[str, list[About]],
   workdir: pathlib.Path,
 ) -> None:
-  """Prints the tables, and writes them, the page and its picture."""
+  """Prints the tables, and writes tables, page and picture."""
   main = main_of(model, rows, about["main"])
   sections = [
     Section(f"Arms of {name}", sleep_protocol.table(sleep_protocol.lines_of(found, 10), 10))
@@ -610,7 +605,8 @@ def main(argv: list[str]) -> None:
     with rich.progress.Progress(*columns) as progress:
       rows = {name: asked(name, plain, workdir, progress) for name in args.rivals}
       rows[args.model] = asked(args.model, own, workdir, progress)
-    scored = [part for part in own if part.name not in ("curves", "several")]  # In "main" too.
+    # The contexts of these two parts are in "main" too.
+    scored = [part for part in own if part.name not in ("curves", "several")]
     found = known(workdir / "questions.jsonl", scored, scorer_of)
   report(args.model, rows, found, workdir)
 

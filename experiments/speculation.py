@@ -1,25 +1,25 @@
-"""A draft model against none: how much faster its target says the same bits, cell by cell.
+"""Measures the speed-up of a draft model at equal bits, by batch and shape of drafts.
 
-Claim: a draft of an eighth of nano's size, at every batch from 1 to 128, as chains and as combs:
-what it gives in tokens a step, what it costs, and what is left of it in tokens/s; beside that what
-Leviathan's model foretells of the same numbers, and the "alpha" of an article on "SpecInfer". A
-budget, which knows what drafts cost and learns what held, drafts by the model, from a text's own
+Claim: reports, for a draft model of an eighth of nano's size, at batches from 1 to 128, with chains
+and combs: tokens per step, the cost of drafting, and the net change in tokens/s, next to the
+speed-up predicted by Leviathan's model and the "alpha" of an article on "SpecInfer". A budget,
+which knows the cost of drafts and learns their acceptance, drafts with the model, from a text's own
 past (`hybrid_drafter`), or not at all.
 Command: bash launch/local.sh experiments.speculation --workdir=runs/speculation
 Hardware: 2 CPU cores, 2 GiB, under 20 minutes. Numbers: docs/results/speculation_models.md
 
 A cell is a target, its draft, a task, a batch and a shape of draft: `length` tokens ahead, each
-with `width` - 1 siblings that end (a comb; 1 is a chain). In each of its turns two engines answer
-the same held-out problems, one with drafts and one in its own best visits of plain decoding. They
-take a step in turn, each on its own clock, so that what else the machine does hits both alike; then
-all tokens and log-probabilities are compared. Prompts are read within the time. A finished cell is
-kept in --workdir, and the same command continues after the last one. report.html there shows what
-was drafted for one answer of each shape, step by step, and what held.
+with `width` - 1 leaf siblings (a comb; width 1 is a chain). In each turn two engines answer the
+same held-out problems, one with drafts and one with plain decoding in its fastest mode. Their steps
+alternate, each on its own clock, so that other load on the machine affects both alike; then all
+tokens and log-probabilities are compared. Prefill is included in the time. A finished cell is
+stored in --workdir, and the same command continues after the last one. report.html there shows the
+drafts of one completion of each shape, step by step, with the accepted tokens.
 
-  a        drafted tokens that held / those that might have (all before them held)
-  c        a position of a draft / a step of plain decoding, both measured beforehand at this batch
-  E        (1 - a^(N + 1)) / (1 - a), tokens a step
-  priced   E V / (D + T): the same with the rows paid for, by the table that budgets reckon with
+  a        accepted draft tokens / draft tokens whose predecessors were all accepted
+  c        time of one draft position / of a step of plain decoding, measured before at this batch
+  E        (1 - a^(N + 1)) / (1 - a), tokens per step
+  priced   E V / (D + T): the speed-up including the cost of rows, from the table used by budgets
 """
 
 from __future__ import annotations
@@ -57,31 +57,34 @@ from seerjax.types import Completion, Problem, Request, SamplingParams, Task
 ROW_BUCKETS = (64, 512)
 BUDGET = "budget"
 MAX_LENGTH = sources.SourceConfig.max_length
-# Answers of a turn at least: those of one slot last too short a time for a clock.
+# Minimum completions per turn: with one slot, fewer would be too short to time.
 LEAST_REQUESTS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is asked.
+  """The workload.
 
   Attributes:
-    targets: "nano", a Hugging Face directory, a GGUF file, or a Hub id each.
-    drafts: of each target in turn, likewise.
-    tasks: names, as the main job's: "word_problems", "countdown", "sudoku", "puzzles"; and what
-      reads a file or directory: "gsm8k=PATH", "code=", "math=", "mmlu=", "commonsense_qa=".
-    batches: requests at once.
-    lengths: tokens ahead, 1 to 16, or "budget": at most 8, and none where that does not pay.
-    widths: children of each place of a draft, the one that goes on included; of a budget, at most.
-    turns: of a cell; an interval needs two, and one to be quoted some twenty. A batch above 8 has
-      half as many, of so many more answers.
-    temperature: of all answers.
-    max_tokens: of an answer.
+    targets: target models: "nano", a Hugging Face directory, a GGUF file, or a Hub id each.
+    drafts: the draft model of each target.
+    tasks: names, as in the main job: "word_problems", "countdown", "sudoku", "puzzles"; and tasks
+      that read a file or directory: "gsm8k=PATH", "code=", "math=", "mmlu=", "commonsense_qa=".
+    batches: numbers of concurrent requests.
+    lengths: draft lengths, 1 to 16, or "budget": at most 8, and none if drafting does not pay.
+    widths: children per position of a draft, including the one that continues; with a budget, the
+      maximum.
+    turns: turns of a cell; an interval needs two, and about twenty to be quotable. A batch above 8
+      has half as many turns, with more completions each.
+    temperature: sampling temperature.
+    max_tokens: maximum tokens of a completion.
     max_context: positions of a request.
-    implementation: of the target: "auto" (native where it runs), "native" or "tiled".
-    clock: "wall", or "cpu": seconds of the process, on a machine that has other work.
-    untiled: also by plain XLA, with other bits, row buckets that fit and visits of its own.
-    seed: of problems and samples.
+    implementation: implementation of the target: "auto" (native where it runs), "native" or
+      "tiled".
+    clock: "wall", or "cpu": CPU seconds of the process, for machines with other load.
+    untiled: whether to also measure plain XLA, with other bits, fitting row buckets and its own
+      number of steps per engine call.
+    seed: seed of problems and samples.
   """
 
   targets: tuple[str, ...] = ("nano",)
@@ -130,18 +133,18 @@ class Workload:
     return [Cell(*pair, task, batch, length, width) for pair, task, batch, width, length in grid]
 
   def turns_of(self, batch: int) -> int:
-    """Returns how many turns a cell has."""
+    """Returns the number of turns of a cell with this batch."""
     return self.turns if batch <= 8 else max(2, self.turns // 2)
 
   @property
   def settings(self) -> dict[str, Any]:
-    """What all cells have in common: everything but which of them there are."""
+    """Returns the settings that all cells share: everything except the lists of cells."""
     grid = ("targets", "drafts", "tasks", "batches", "lengths", "widths")
     return {name: value for name, value in vars(self).items() if name not in grid}
 
 
 class Cell(NamedTuple):
-  """One entry of the table: see `Workload`."""
+  """One entry of the table; see `Workload`."""
 
   target: str
   draft: str
@@ -156,11 +159,11 @@ class Cell(NamedTuple):
 
 
 class Timed:
-  """A drafter, and the seconds spent in it.
+  """A drafter whose time is measured.
 
   Attributes:
-    seconds: in `draft`.
-    drafts: of every request; None keeps none.
+    seconds: seconds spent in `draft`.
+    drafts: recorded drafts by request; None records nothing.
   """
 
   def __init__(self, drafter: Drafter, clock: Callable[[], float]):
@@ -169,7 +172,7 @@ class Timed:
     self._drafter, self._clock = drafter, clock
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Sequence[Sequence[int]]]:
-    """Returns the drafter's paths."""
+    """Returns the drafter's paths, and measures the time."""
     begin = self._clock()
     found = self._drafter.draft(queries)
     self.seconds += self._clock() - begin
@@ -182,28 +185,28 @@ class Timed:
   def observe(
     self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
   ) -> None:
-    """Tells the drafter what came of a draft."""
+    """Forwards the outcome of a draft to the drafter."""
     self._drafter.observe(request_id, group_id, num_drafted, num_accepted)
 
   def finish(
     self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
   ) -> None:
-    """Tells the drafter that a request is over."""
+    """Forwards the end of a request to the drafter."""
     self._drafter.finish(request_id, group_id, tokens, num_prompt)
 
 
 class Pair:
-  """A target with two engines, plain and drafting, and its draft."""
+  """A target model with two engines, plain and drafting, and its draft model."""
 
   def __init__(self, workload: Workload, target: str, draft: str):
-    """Loads both, compares what the target says alone and in company, and measures its steps.
+    """Loads both models, checks the target's batch invariance, and measures its step times.
 
     Raises:
-      FileNotFoundError: if there is no such model, or it is a shape without weights.
-      ValueError: if the draft does not fit the target, or the target's bits depend on company.
+      FileNotFoundError: if a model does not exist, or is a shape without weights.
+      ValueError: if the draft does not fit the target, or the target is not batch-invariant.
     """
     self.workload, self._clock = workload, speculation_pays.CLOCKS[workload.clock]
-    implementation: Any = workload.implementation  # Refused by its own record.
+    implementation: Any = workload.implementation  # Validated by NumericsConfig.
     numerics = dataclasses.replace(
       run_presets.main_job().numerics, implementation=implementation
     )
@@ -224,13 +227,13 @@ class Pair:
       model.config, model.params, numerics=model.numerics, config=config, runner=runner
     )
     self.times = step_times.measure(self.plain, seconds=math.inf)
-    # The kernels of suffix trees are compiled when first called, which is in no turn then.
+    # Compiles the suffix trees' kernels now, so that no turn includes it.
     SuffixDrafter(budget=None).draft([DraftQuery("warm", "", [1, 2, 1, 2, 1], 3, 4)])
     self._programs: dict[int, Any] = {}
     self._costs: dict[int, DraftTimes] = {}
 
   def _untiled(self, target: str, config: engine_lib.EngineConfig) -> engine_lib.Engine:
-    """Returns an engine of plain XLA."""
+    """Returns an engine on plain XLA."""
     numerics = dataclasses.replace(run_presets.main_job().numerics, implementation="untiled")
     config = dataclasses.replace(
       config,
@@ -240,7 +243,7 @@ class Pair:
     return engine_lib.Engine(models.load_model(target, numerics), config=config)
 
   def drafter(self, width: int) -> ModelDrafter:
-    """Returns a drafter that remembers nothing; of one width all have one program."""
+    """Returns a drafter without history; drafters of one width share a compiled program."""
     made = ModelDrafter(
       self.draft,
       context=draft_loading.context_of(self.drafting),
@@ -257,14 +260,14 @@ class Pair:
     return made
 
   def costs(self, width: int) -> DraftTimes:
-    """Returns the seconds of drafts of a width; measured when first asked for."""
+    """Returns the draft times of a width, measured on first use."""
     if width not in self._costs:
       model = self.drafter(width)
       self._costs[width] = step_times.measure_model(model, self.drafting, MAX_LENGTH)
     return self._costs[width]
 
   def planned(self, model: ModelDrafter) -> HybridDrafter:
-    """Returns a drafter that drafts by a model, from a text's own past, or not at all."""
+    """Returns a budgeted drafter that uses the model, a text's own past, or no draft."""
     width = model.config.width
     budget = sources.SourceBudget(
       self.times,
@@ -284,9 +287,9 @@ def load_task(name: str) -> Task:
 def requests_of(
   workload: Workload, task: Task, model: models.Model, batch: int, turn: int
 ) -> list[tuple[Problem, Request]]:
-  """Returns what a turn asks: half as many again as there are slots, of held-out problems.
+  """Returns the requests of a turn: held-out problems, 1.5 times as many as slots.
 
-  At most 16 more, since a turn of 128 slots lasts long enough as it is.
+  The surplus is at most 16, because a turn of 128 slots is long enough.
   """
   assert model.tokenizer is not None
   sampling = SamplingParams(
@@ -309,7 +312,7 @@ def requests_of(
 
 
 def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str, Any]:
-  """Returns the record of a cell.
+  """Measures a cell; returns its record.
 
   Raises:
     ValueError: if drafts change a bit.
@@ -329,7 +332,7 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   num_answers = 0
   shown: draft_report.Transcript | None = None
   timed.drafts = {}
-  # The last turn's problems first, which no other turn asks: it compiles, and a budget learns.
+  # A warm-up turn on problems of no other turn: it compiles, and a budget learns.
   num_turns = workload.turns_of(cell.batch)
   for turn in (num_turns, *range(num_turns)):
     asked = requests_of(workload, task, pair.model, cell.batch, turn)
@@ -380,7 +383,7 @@ def transcript(
   answer: Completion,
   drafts: Mapping[str, Sequence[Drafted]],
 ) -> draft_report.Transcript:
-  """Returns an answer with what was drafted for it."""
+  """Returns a completion with its drafts."""
   problem, request = asked
   tokenizer = pair.model.tokenizer
   assert tokenizer is not None
@@ -394,22 +397,22 @@ def transcript(
 def num_correct(
   task: Task, asked: Sequence[tuple[Problem, Request]], answers: Sequence[Completion]
 ) -> int:
-  """Returns how many answers a task calls right."""
+  """Returns the number of correct completions."""
   pairs = zip(asked, answers, strict=True)
   return sum(task.verdict(problem, answer.text).correct for (problem, _), answer in pairs)
 
 
 def priced(pair: Pair, cell: Cell) -> dict[str, float] | None:
-  """Returns seconds at a cell's batch, of what Leviathan's model knows and of what it does not.
+  """Returns step times at a cell's batch, those in Leviathan's model and others.
 
   Returns:
-    "plain", a step of plain decoding; "position", one of a draft; "draft" and "verify", of a step
-    that drafts. None for a budget, which has many lengths.
+    seconds of "plain", a step of plain decoding; "position", one draft position; "draft" and
+    "verify", the parts of a step with drafts. None for a budget, which has many lengths.
   """
   if cell.length == BUDGET:
     return None
   batch, length, of_draft = cell.batch, int(cell.length), pair.costs(cell.width)
-  # What a step has no rows for is not verified.
+  # Drafted tokens beyond a step's rows are not verified.
   rows = min(batch * (1 + length * cell.width), ROW_BUCKETS[-1])
   return {
     "plain": pair.times.decode(batch),
@@ -422,14 +425,14 @@ def priced(pair: Pair, cell: Cell) -> dict[str, float] | None:
 def joules(
   engines: Sequence[engine_lib.Engine], asked: Sequence[tuple[Problem, Request]], batch: int
 ) -> list[float] | None:
-  """Returns the joules a token of each engine, one after the other; None if nothing can be read."""
+  """Returns the joules per token of each engine, run one after the other; None without a meter."""
   meter = energy.Meter()
   if meter.read() is None:
     return None
   requests = [request for _, request in asked]
   found = []
   for engine in engines:
-    # Counters tick by the millisecond and are of the whole machine: a run, not a step.
+    # Counters have millisecond resolution and cover the whole machine: measures runs, not steps.
     before = meter.read() or 0.0
     (answered,) = speculation_pays.answers([engine], requests, batch, clock=lambda: 0.0)
     found.append(((meter.read() or 0.0) - before) / answered.num_tokens)
@@ -440,7 +443,7 @@ def joules(
 
 
 def hold_rate(drafted_at: Sequence[int], accepted_at: Sequence[int]) -> float:
-  """Returns a: of the drafted tokens before which all held, the share that held; 0 for none."""
+  """Returns a: accepted tokens / draft tokens whose predecessors were accepted; 0 for none."""
   tried = [min(a, b) for a, b in zip(drafted_at, [*drafted_at[:1], *accepted_at])]
   return sum(accepted_at) / max(sum(tried), 1)
 
@@ -451,11 +454,11 @@ def cell_of(record: Mapping[str, Any]) -> Cell:
 
 
 def tables(records: Sequence[dict[str, Any]], price_per_hour: float = 0.0) -> str:
-  """Returns the cells as Markdown, a section for each pair and task.
+  """Returns the cells as Markdown, one section per pair and task.
 
   Args:
-    records: of cells.
-    price_per_hour: of the machine; 0 says no price.
+    records: records of cells.
+    price_per_hour: price of the machine; 0 omits prices.
   """
   sections: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
   for record in records:
@@ -529,7 +532,7 @@ def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> st
 
 
 def _foretold(cell: Cell, record: dict[str, Any]) -> list[str]:
-  """Returns a, c, Leviathan's speed-up, the same with rows paid for, and the article's."""
+  """Returns a, c, Leviathan's speed-up, the speed-up including row costs, and the article's."""
   a = hold_rate(record["drafted_at"], record["accepted_at"])
   costs = record["costs"]
   if costs is None:
@@ -546,7 +549,7 @@ def _or_none(count: int, value: float) -> str:
 
 
 def _positions_table(records: Sequence[dict[str, Any]]) -> str:
-  """Returns what held by position, of each shape of draft over all batches."""
+  """Returns acceptance by position for each shape of draft, over all batches."""
   totals: dict[str, Acceptance] = {}
   for record in records:
     cell = cell_of(record)
@@ -563,7 +566,7 @@ def _positions_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0) -> str:
-  """Measures the cells that are not finished; writes table.md and report.html; returns the tables.
+  """Measures unfinished cells; writes table.md and report.html; returns the tables.
 
   Raises:
     ValueError: if drafts change a bit, or the directory holds cells of another workload.
@@ -574,14 +577,14 @@ def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0
   def measure(cell: Cell, *_: Any) -> dict[str, Any]:
     names = cell[:2]
     if names not in pairs:
-      pairs.clear()  # One pair's pages at a time.
+      pairs.clear()  # Keeps the KV pages of only one pair in memory.
       pairs[names] = Pair(workload, *names)
     return measured(workload, pairs[names], found_tasks[cell.task], cell)
 
   records = cells_lib.completed(workload.cells(), directory, workload.settings, measure)
   text = tables(records, price_per_hour)
   (directory / "table.md").write_text(text + "\n")
-  shown: dict[tuple[str, ...], Any] = {}  # Of each shape the first cell's.
+  shown: dict[tuple[str, ...], Any] = {}  # The first cell of each shape.
   for record in records:
     shown.setdefault((*cell_of(record)[:3], cell_of(record).shape), record.get("transcript"))
   found = [draft_report.read(one) for one in shown.values() if one]

@@ -1,22 +1,22 @@
-"""Drafts against none on the same engine: never slower, and much faster in a rollout's tail.
+"""Compares an engine with and without drafts: never slower, and much faster in a rollout's tail.
 
-Claim: with a budget, drafting loses at no batch size up to 64 (the lower 95 % bound of paired
-ratios of speed is at least 0.95); when siblings have answered and few are left, it is at least 1.5x
-as fast as plain decoding by the same implementation in its best visits. Beside it stands plain XLA
-(untiled), with row buckets that fit and visits of as many steps.
+Claim: with a budget, drafting is not slower at any batch size up to 64 (the lower 95 % bound of
+paired speed ratios is at least 0.95). When siblings have finished and few requests are left, it is
+at least 1.5x as fast as plain decoding by the same implementation in its fastest mode. Plain XLA
+(untiled), with fitting row buckets and several steps per engine call, is measured for comparison.
 Command: bash launch/local.sh experiments.speculation_pays --workdir=runs/speculation_pays
 Hardware: 2 CPU cores, about half an hour. Numbers: docs/results/speculation.md
 
-Nano answers word problems at temperature 1. A pair asks the same questions with drafts and without.
-Both engines take a step in turn, each on its own clock, so that what else the machine does hits
-both alike; both say the same bits, so the ratio of tokens/s is that of seconds. No question comes
-twice, so that no tree knows an answer from an earlier pair.
+Nano answers word problems at temperature 1. A pair runs the same requests with drafts and without.
+The steps of both engines alternate, each on its own clock, so that other load on the machine
+affects both alike. Both produce the same bits, so the ratio of tokens/s is that of seconds. No
+problem is used twice, so no tree knows a completion from an earlier pair.
 
-Never slower: `batch` slots, groups of 8 that begin together, half as many requests again as slots.
-The tail: 15 members of every group have answered before the clock starts; then one more of each,
-`batch` at a time.
+Never slower: `batch` slots, groups of 8 that start together, 1.5 times as many requests as slots.
+The tail: 15 members of every group have finished before the clock starts; then one more of each
+group, `batch` at a time.
 
-A turn is one pair of every batch size, and is kept in --workdir as soon as it is measured; the same
+A turn is one pair of every batch size, and is stored in --workdir when it is measured; the same
 command continues after the last one.
 """
 
@@ -53,30 +53,30 @@ from seerjax.tasks import loading
 from seerjax.types import Completion, Request
 
 ROW_BUCKETS = (64, 512)
-# Plain XLA computes its whole bucket, and is given those that fit.
+# Plain XLA computes its whole bucket, so it gets fitting ones.
 UNTILED_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-# Of plain XLA, which the host's work between two steps would slow down as much as native.
+# Steps per engine call of plain XLA, which host work between steps would slow down like native.
 UNTILED_STEPS = 8
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is asked.
+  """The workload.
 
   Attributes:
     model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    implementation: of ours: "auto" (native where it runs), "native" or "tiled".
-    clock: "wall", or "cpu": seconds of the process, on a machine that has other work; held to one
-      core (taskset) these are what the wall would say.
+    implementation: our implementation: "auto" (native where it runs), "native" or "tiled".
+    clock: "wall", or "cpu": CPU seconds of the process, for machines with other load; bound to one
+      core (taskset) these equal wall seconds.
     batches: numbers of slots.
-    pairs: for each; turns.
-    group_size: of the first part.
+    pairs: pairs per number of slots, that is, turns.
+    group_size: group size of the first part.
     tail_batches: numbers of slots in the tail.
-    tail_groups: that each timed run of the tail asks one more answer of.
-    tail_siblings: answers of a group that are known then.
-    max_tokens: of an answer.
-    seed: of problems and samples.
+    tail_groups: groups in each timed run of the tail, with one request each.
+    tail_siblings: finished completions of a group in the tail.
+    max_tokens: maximum tokens of a completion.
+    seed: seed of problems and samples.
   """
 
   model: str = "nano"
@@ -105,21 +105,21 @@ class Workload:
       )
 
   def groups_of(self, batch: int) -> int:
-    """Returns how many groups the requests of a pair come from."""
+    """Returns the number of groups of a pair."""
     return -(-self.requests_of(batch) // self.group_size)
 
   def requests_of(self, batch: int) -> int:
-    """Returns how many requests a pair answers: until half of them are over, all slots are full."""
+    """Returns the number of requests of a pair: half as many again as slots."""
     return batch + -(-batch // 2)
 
   @property
   def groups_per_turn(self) -> int:
-    """Returns how many problems a turn poses."""
+    """Returns the number of problems of a turn."""
     return sum(map(self.groups_of, self.batches)) + self.tail_groups
 
 
 class Pair(NamedTuple):
-  """The same requests without and with drafts: seconds, and sampled tokens."""
+  """Seconds of the same requests without and with drafts, and their sampled tokens."""
 
   plain: float
   drafts: float
@@ -127,7 +127,7 @@ class Pair(NamedTuple):
 
 
 class TailRates(NamedTuple):
-  """Tokens/s in the tail: plain by the implementation under test, by plain XLA, and with drafts."""
+  """Tokens/s in the tail: plain decoding by the tested implementation, plain XLA, with drafts."""
 
   plain: float
   untiled: float
@@ -135,14 +135,14 @@ class TailRates(NamedTuple):
 
 
 class Turn(NamedTuple):
-  """One pair of every batch size, one measurement of every batch size in the tail."""
+  """One pair of every batch size, and one measurement of every batch size in the tail."""
 
   pairs: list[Pair]
   tail: list[TailRates]
 
 
 class Bound(NamedTuple):
-  """Paired ratios of speed: the geometric mean, and the bounds of its 95 % interval."""
+  """Geometric mean of paired speed ratios, and the bounds of its 95 % interval."""
 
   mean: float
   low: float
@@ -150,7 +150,7 @@ class Bound(NamedTuple):
 
 
 def bound(ratios: Sequence[float] | np.ndarray) -> Bound:
-  """Returns Student's interval of the mean logarithm, as ratios."""
+  """Returns Student's t interval of the mean logarithm, as ratios."""
   logs = np.log(ratios)
   middle = float(logs.mean())
   half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
@@ -158,19 +158,19 @@ def bound(ratios: Sequence[float] | np.ndarray) -> Bound:
 
 
 class Comparison:
-  """Poses problems, none in two turns, to engines that differ in speed alone.
+  """Engines to compare, and new problems for every turn.
 
   Attributes:
-    plain: decodes without drafts, in visits of as many steps as its implementation likes.
-    untiled: the same by plain XLA, with whatever bits are fastest.
-    drafting: has a drafter and a budget, and has measured its step times.
+    plain: decodes without drafts, with its implementation's default steps per engine call.
+    untiled: the same on plain XLA, with different bits.
+    drafting: has a drafter with a budget, and a measured step-time table.
   """
 
   def __init__(self, workload: Workload):
     self.workload = workload
     job = run_presets.main_job()
     engine = dataclasses.replace(job.engine, row_buckets=ROW_BUCKETS)
-    implementation: Any = workload.implementation  # Refused by its own record.
+    implementation: Any = workload.implementation  # Validated by NumericsConfig.
     numerics = dataclasses.replace(job.numerics, implementation=implementation)
     job = dataclasses.replace(job, num_instances=1, engine=engine, numerics=numerics)
     self.policy = policy_lib.load_policy(workload.model, job.numerics)
@@ -193,8 +193,8 @@ class Comparison:
     self.plain = self._engine(job.numerics, job.engine, runner)
     self.untiled = self._engine(untiled, of_untiled, self._runner(untiled, of_untiled))
     self.drafting = self._engine(job.numerics, job.engine, runner)
-    # Each part has a budget of its own: in a rollout a long tail follows a long beginning, here
-    # parts of a second take turns, and what one has learnt of its drafts says little of the other.
+    # Each part has its own budget. In a rollout a long tail follows a long beginning; here parts
+    # alternate within seconds, and acceptance learnt in one says little about the other.
     self._drafters = {}
     for part in ("slots", "tail"):
       drafter_lib.RunDrafts(job.speculation).begin(self.drafting)
@@ -220,7 +220,7 @@ class Comparison:
     )
 
   def turn(self, number: int) -> Turn:
-    """Measures one turn, on problems that no other number has.
+    """Measures one turn, on problems of no other turn.
 
     Raises:
       ValueError: if drafts change a bit.
@@ -249,7 +249,7 @@ class Comparison:
     engines = [self.plain, self.untiled, self.drafting]
     known = [request for group in groups for request in group[:num_known]]
     clock = CLOCKS[workload.clock]
-    # Others learn nothing of it.
+    # Only the drafting engine runs the siblings; the others do not need them.
     answers([self.drafting], known, self._job.engine.max_sequences, clock=clock)
     found = []
     for place, batch in enumerate(workload.tail_batches):
@@ -260,7 +260,7 @@ class Comparison:
     return found
 
   def _groups(self, count: int, size: int) -> list[list[Request]]:
-    """Returns the next `count` problems, asked `size` times each."""
+    """Returns `size` requests for each of the next `count` problems."""
     config = dataclasses.replace(
       self._job.rollout, group_size=max(size, 2), max_tokens=self.workload.max_tokens
     )
@@ -281,7 +281,7 @@ class Comparison:
 
 
 class Answered(NamedTuple):
-  """What an engine answered, in the requests' order, and the seconds of its own steps."""
+  """Completions of an engine, in the order of requests, and the seconds of its steps."""
 
   completions: list[Completion]
   seconds: float
@@ -299,7 +299,7 @@ def answers(
   clock: Callable[[], float],
   backwards: bool = False,
 ) -> list[Answered]:
-  """Answers requests with each engine, `batch` of them at once; engines take a step in turn."""
+  """Runs requests on each engine, `batch` at once; the engines' steps alternate."""
   order = list(enumerate(engines))[:: -1 if backwards else 1]
   seconds = [0.0] * len(engines)
   waiting = [collections.deque(requests) for _ in engines]
@@ -319,10 +319,10 @@ def answers(
 
 
 def check_same(expected: Sequence[Completion], found: Sequence[Completion], what: str) -> None:
-  """Refuses answers that differ by a bit.
+  """Checks that completions are bit-identical.
 
   Raises:
-    ValueError: naming the first.
+    ValueError: naming the first that differs.
   """
   for one, other in zip(expected, found, strict=True):
     if not one.has_bits_of(other):
@@ -366,7 +366,7 @@ def tables(workload: Workload, turns: Sequence[Turn]) -> str:
 
 
 def measured(workload: Workload, path: pathlib.Path) -> list[Turn]:
-  """Returns the turns that a results.json holds; none if it is not there.
+  """Returns the turns of a results.json; [] if it does not exist.
 
   Raises:
     ValueError: if they are of another workload.
@@ -386,16 +386,16 @@ def measured(workload: Workload, path: pathlib.Path) -> list[Turn]:
 
 
 def run(workload: Workload, directory: pathlib.Path) -> str:
-  """Measures and writes results.json, with every turn, and table.md; returns the tables.
+  """Measures; writes results.json after every turn, and table.md; returns the tables.
 
   Raises:
-    ValueError: if drafts change a bit, or the directory holds turns of another workload.
+    ValueError: if drafts change a bit, or the directory has turns of another workload.
   """
   path = directory / "results.json"
   turns = measured(workload, path)
   if len(turns) < workload.pairs:
     comparison = Comparison(workload)
-    comparison.turn(workload.pairs)  # Compiles; its times are not kept.
+    comparison.turn(workload.pairs)  # Compiles; not recorded.
     left = range(len(turns), workload.pairs)
     for number in rich.progress.track(left, f"turns from {left.start}"):
       turns.append(comparison.turn(number))
