@@ -1,31 +1,31 @@
-"""Rules of verification on recorded logits of real models: how many drafted tokens each accepts.
+"""Compares the acceptance of verification rules on recorded logits of real models.
 
-Claim: with the target's own noise a draft holds nearly as far as under rejection sampling (within
-2 % of its tokens a step), and siblings by Gumbel-top-k at least as often as SpecInfer's multi-step
-sampling at equal width; block verification gives a few percent more, at the price of a text that
-depends on the draft.
+Claim: with the target's own noise (own-sample verification) acceptance is nearly that of rejection
+sampling (within 2 % of its tokens per step), and siblings drawn by Gumbel-top-k are accepted at
+least as often as with SpecInfer's multi-step sampling at equal width. Block verification gains a
+few percent, at the cost of a text that depends on the draft.
 Command: bash launch/local.sh experiments.speculation_rules --workdir=runs/speculation_rules
 Hardware: 2 CPU cores, 2 GiB, about 3 minutes. Numbers: docs/results/speculation_rules.md
 
-Nano answers word problems, sampled at temperature 1 and greedily; logits of target and drafts are
-recorded at every token of every answer (record.npz in --workdir). Drafts: nano with its weights
-rounded to INT8 (per output channel, symmetric), nano with Gaussian noise on its logits, and every
-model named in --config.drafts.
+Nano answers word problems, sampled at temperature 1 and greedily; the logits of target and drafts
+are recorded at every token of every completion (record.npz in --workdir). Drafts: nano with its
+weights rounded to INT8 (per output channel, symmetric), nano with Gaussian noise on its logits, and
+every model named in --config.drafts.
 
-A rule that samples the target's law says the target's texts. So what it accepts can be counted
-along texts that the target has said: given the next token x, it was the j-th child that held with
-chance
+A rule that samples from the target's distribution produces the target's texts. Its acceptance can
+therefore be computed along recorded texts of the target: given the next token x, the accepted child
+was the j-th one with probability
 
-    accepted[j](x) / p(x),    accepted[j](x) = P(child j is x, and holds)
+    accepted[j](x) / p(x),    accepted[j](x) = P(child j is x, and is accepted)
 
-which needs no text but the recorded one and no luck but that of the texts. Of `gumbel_top_k` the
-noise is drawn given that x won. Steps are walked along each text, 8 deep; the last may be cut by
-its end. Block verification looks ahead of its decision, so that its tokens are those of a step from
-every position alike, beside rejection's in the same way. Every rule is also called itself, on
-children drawn at recorded positions, and must agree.
+which needs only the recorded texts. For `gumbel_top_k` the noise is drawn conditional on x being
+sampled. Steps follow each text, 8 deep; the last may be cut by its end. Block verification looks
+ahead, so its tokens per step are averaged over steps from every position, and compared with
+rejection computed in the same way. Every rule is also executed on children drawn at recorded
+positions, as a check.
 
 Widths: the tree <1, 1, w, 1, 1, 1, 1, 1> of SpecInfer's tables (arXiv 2305.09781), and the comb, a
-chain whose nodes have w - 1 siblings that end.
+chain whose nodes have w - 1 leaf siblings.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ from seerjax.tasks import loading
 from seerjax.types import TokenBatch
 
 DEPTH, WIDTHS = 8, (1, 2, 3, 4, 5)
-# The level of SpecInfer's tree that has several children.
+# The level of SpecInfer's tree with several children.
 WIDE_LEVEL = 2
-# Draws of what a rule does at one recorded position, given the token that was said there.
+# Draws of a rule's outcome at one recorded position, given its recorded token.
 NUM_DRAWS = 32
-# Laws are those of the engine in f32; a token that was said has a chance.
+# Lower bound of divisors. Distributions are the engine's, in f32; recorded tokens have p > 0.
 TINY = 1e-30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is recorded.
+  """The workload.
 
   Attributes:
     model: the target: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    drafts: more drafts, likewise, of the same tokenizer.
-    noise: standard deviation on the logits of the noisy draft.
-    num_prompts: word problems.
-    num_answers: to each, sampled; and one more, greedy.
-    max_tokens: of an answer.
-    kl_threshold: nats, of the gates.
-    num_calls: positions at which the rules themselves are called.
-    seed: of problems, answers and draws.
+    drafts: further draft models with the same tokenizer, named in the same way.
+    noise: standard deviation of the noise on the noisy draft's logits.
+    num_prompts: number of word problems.
+    num_answers: sampled completions per problem, plus a greedy one.
+    max_tokens: maximum tokens of a completion.
+    kl_threshold: threshold of the KL gates, nats.
+    num_calls: positions at which the rules are executed.
+    seed: seed of problems, completions and draws.
   """
 
   model: str = "nano"
@@ -107,13 +107,13 @@ class Workload:
 
 
 class Record(NamedTuple):
-  """Logits at every token of some answers, one after the other.
+  """Logits at every token of some completions, concatenated.
 
   Attributes:
-    tokens: i32[n], that the target said.
-    ends: i32[a], where each answer ends, ascending; the last is n.
-    target: f32[n, v], logits before each token.
-    drafts: name -> f32[n, v].
+    tokens: i32[n], tokens of the target's completions.
+    ends: i32[a], end of each completion, ascending; the last is n.
+    target: f32[n, v], the target's logits for each token.
+    drafts: name -> f32[n, v], the drafts' logits.
   """
 
   tokens: np.ndarray
@@ -123,7 +123,7 @@ class Record(NamedTuple):
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
-  """Returns f64[n, v], the laws at temperature 1."""
+  """Returns the distributions at temperature 1, f64[n, v]."""
   logits = logits.astype(np.float64)
   chances = np.exp(logits - logits.max(axis=-1, keepdims=True))
   return chances / chances.sum(axis=-1, keepdims=True)
@@ -133,14 +133,14 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def rounded(params: Any) -> Any:
-  """Returns master weights whose matrices are INT8 times a scale for each output channel."""
+  """Returns master weights with matrices rounded to INT8 times a scale per output channel."""
 
   def leaf(path: Any, weights: Any) -> Any:
     weights = np.asarray(weights)
     if weights.ndim < 2:
       return weights
     name = str(path[-1].key)
-    # The contraction: rows of the embedding are the head's channels; of slabs, what is added up.
+    # Contraction axes: the embedding's rows are the head's output channels; of slabs, the sum.
     axes = {"embed": (1,), "head": (2,), "down": (0, 1), "out": (0, 1)}.get(name, (1,))
     scale = np.maximum(np.abs(weights).max(axis=axes, keepdims=True), TINY) / 127
     return (np.round(weights / scale) * scale).astype(weights.dtype)
@@ -149,7 +149,7 @@ def rounded(params: Any) -> Any:
 
 
 class Logits:
-  """The logits of one model along whole texts."""
+  """Computes the logits of a model along whole texts."""
 
   def __init__(self, model: model_config.TransformerConfig, params: Any, numerics: Any):
     self._numerics = model_config.numerics_for(model, numerics)
@@ -160,7 +160,7 @@ class Logits:
     )
 
   def along(self, tokens: Sequence[int], first: int) -> np.ndarray:
-    """Returns f32[t, v], the logits before each token from `first` on."""
+    """Returns f32[t, v], the logits for each token from `first` on."""
     size = 64
     while size < len(tokens):
       size *= 2
@@ -173,7 +173,7 @@ class Logits:
 def _logits(
   params: Any, tokens: jax.Array, count: jax.Array, *, size: int, config: Any, numerics: Any
 ) -> jax.Array:
-  """Logits f32[n, v] behind each of `count` tokens, i32[n], of one sequence."""
+  """Returns the logits f32[n, v] after each of the first `count` tokens, i32[n], of a sequence."""
   page_size, tile = numerics.kv_split, numerics.query_tile
   rows = jnp.arange(size, dtype=jnp.int32)
   starts = jnp.arange(-(-size // tile), dtype=jnp.int32) * tile
@@ -206,7 +206,7 @@ def _logits(
 
 
 def recorded(workload: Workload) -> tuple[Record, Record]:
-  """Returns the records of sampled and of greedy answers.
+  """Returns the records of sampled and of greedy completions.
 
   Raises:
     ValueError: if a draft has another vocabulary.
@@ -268,17 +268,17 @@ def recorded(workload: Workload) -> tuple[Record, Record]:
   return records[0], records[1]
 
 
-# What a rule does at one position, given the token that was said: f64[n, w], child j held.
+# Probability that child j is accepted, given the recorded token at each position: f64[n, w].
 
 
 def ranked(q: np.ndarray, said: np.ndarray) -> np.ndarray:
-  """The likeliest tokens of the draft as children, whatever the noise: argmax, top 2, ..."""
+  """Uses the draft's most probable tokens as children: argmax, top 2, ..."""
   order = np.argsort(-q, axis=1, kind="stable")[:, : WIDTHS[-1]]
   return (order == said[:, None]).astype(np.float64)
 
 
 def independent(q: np.ndarray, said: np.ndarray) -> np.ndarray:
-  """Draws of the draft, each with noise of its own, verified by the target's own token."""
+  """Uses independent samples of the draft as children, verified with the target's own sample."""
   chance = q[np.arange(len(q)), said][:, None]
   return chance * (1 - chance) ** np.arange(WIDTHS[-1])[None]
 
@@ -286,11 +286,11 @@ def independent(q: np.ndarray, said: np.ndarray) -> np.ndarray:
 def coupled(
   p: np.ndarray, q: np.ndarray, said: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-  """`gumbel_top_k` with the noise of the target, drawn given that its token won the race."""
+  """Uses `gumbel_top_k` with the target's noise, drawn conditional on the recorded token."""
   held = np.zeros((len(p), WIDTHS[-1]))
   rows = np.arange(len(p))
   for _ in range(NUM_DRAWS):
-    # E / p is least for the winner, at a time of rate 1; the others come later.
+    # E / p is minimal for the sampled token, an exponential time of rate 1; others are later.
     time = rng.exponential(size=(len(p), 1))
     race = p * time + rng.exponential(size=p.shape)
     race[rows, said] = (p * time)[rows, said]
@@ -310,9 +310,9 @@ def mss(
   rng: np.random.Generator,
   num_draws: int,
 ) -> np.ndarray:
-  """`verification.mss` with `width` children; of width 1, `rejection`.
+  """Evaluates `verification.mss` with `width` children; width 1 is `rejection`.
 
-  Up to its j-th child the rule does the same whatever the width, so that columns may be cut off.
+  Results up to the j-th child do not depend on the width, so columns may be cut off.
   """
   rows = np.arange(len(p))
   held = np.zeros((len(p), width))
@@ -339,12 +339,12 @@ def mss(
 
 
 class Walked(NamedTuple):
-  """What a step of up to `DEPTH` drafted tokens gives, along all texts.
+  """Expected results of steps of up to `DEPTH` drafted tokens, along all texts.
 
   Attributes:
-    num_steps: f64[a], expected, of each text.
-    reached: f64[d], expected steps in which everything before a level held.
-    accepted: f64[d], and the level too.
+    num_steps: f64[a], expected steps of each text.
+    reached: f64[d], expected steps in which all levels before a level are accepted.
+    accepted: f64[d], expected steps in which the level is accepted too.
   """
 
   num_steps: np.ndarray
@@ -355,12 +355,12 @@ class Walked(NamedTuple):
 def walked(
   record: Record, goes_on: Sequence[np.ndarray], ends_here: Sequence[np.ndarray]
 ) -> Walked:
-  """Walks steps along each text.
+  """Computes the expected steps along each text.
 
   Args:
-    record: whose texts.
-    goes_on: by level, f64[n]: the chance that a child holds below which the tree continues.
-    ends_here: likewise, of children that have none below.
+    record: the texts.
+    goes_on: by level, f64[n]: probability that a child with children of its own is accepted.
+    ends_here: by level, f64[n]: probability that a leaf is accepted.
   """
   starts = np.concatenate([[0], record.ends[:-1]])
   num_steps = np.zeros(len(starts))
@@ -386,7 +386,7 @@ def walked(
 
 
 def comb(held: np.ndarray, width: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-  """Returns the levels of a chain whose nodes have `width` - 1 siblings that end."""
+  """Returns the levels of a chain whose nodes have `width` - 1 leaf siblings."""
   return [held[:, 0]] * DEPTH, [held[:, 1:width].sum(axis=1)] * DEPTH
 
 
@@ -398,7 +398,7 @@ def one_wide_level(held: np.ndarray, width: int) -> tuple[list[np.ndarray], list
 
 
 def from_everywhere(record: Record, p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
-  """Returns tokens of a step from every position alike: of block verification, and of rejection."""
+  """Returns mean tokens of steps from every position, for block verification and for rejection."""
   rows = np.arange(len(p))
   ratio = q[rows, record.tokens] / np.maximum(p[rows, record.tokens], TINY)
   ends = np.repeat(record.ends, np.diff(np.concatenate([[0], record.ends])))
@@ -408,7 +408,8 @@ def from_everywhere(record: Record, p: np.ndarray, q: np.ndarray) -> tuple[float
     at = rows + level
     is_inside = at < ends
     at = np.where(is_inside, at, 0)
-    # The draft says the text so far with chance prod(q / p) of the text's own, and holds with w.
+    # Relative to the target, the draft produces the text so far with probability prod(q / p), and
+    # it is accepted with probability w.
     blocks = np.where(is_inside, blocks * ratio[at], 0)
     weights = np.where(is_inside, np.minimum(weights / np.maximum(ratio[at], TINY), 1), 0)
     chains = np.where(is_inside, chains * np.minimum(ratio[at], 1), 0)
@@ -417,7 +418,7 @@ def from_everywhere(record: Record, p: np.ndarray, q: np.ndarray) -> tuple[float
 
 
 def interval(tokens: np.ndarray, one: Walked, other: Walked | None = None) -> tuple[float, float]:
-  """Returns the 95 % interval of tokens a step, or of their ratio to another's, over texts."""
+  """Returns the 95 % interval over texts of tokens per step, or of their ratio to another's."""
   rng = np.random.default_rng(0)
   picks = rng.integers(0, len(tokens), (2000, len(tokens)))
   of = lambda steps: steps[picks].sum(axis=1)
@@ -428,13 +429,13 @@ def interval(tokens: np.ndarray, one: Walked, other: Walked | None = None) -> tu
   return float(low), float(high)
 
 
-# The rules themselves.
+# Executing the rules.
 
 
 def called(
   p: np.ndarray, q: np.ndarray, num_calls: int, rng: np.random.Generator
 ) -> dict[str, list[float]]:
-  """Returns how often children that were drawn at recorded positions held, by width."""
+  """Returns the acceptance rate of children drawn at recorded positions, by width."""
   places = rng.integers(0, len(p), num_calls)
   held = {name: np.zeros(len(WIDTHS)) for name in ("gumbel_top_k", *verification.DRAWN)}
   for place in places:
@@ -463,7 +464,7 @@ def called(
 def of_draft(
   record: Record, name: str, workload: Workload, *, is_greedy: bool
 ) -> dict[str, np.ndarray]:
-  """Returns f64[n, w] for each rule: that child j held, given the token that was said."""
+  """Returns f64[n, w] for each rule: P(child j accepted), given the recorded token."""
   q = softmax(record.drafts[name])
   likeliest = ranked(q, record.tokens)
   if is_greedy:
@@ -482,7 +483,7 @@ def of_draft(
 
 
 def table(record: Record, name: str, workload: Workload, *, is_greedy: bool) -> list[str]:
-  """Returns the tables of one draft, as Markdown lines."""
+  """Returns the tables of one draft as Markdown lines."""
   rules = of_draft(record, name, workload, is_greedy=is_greedy)
   tokens = np.diff(np.concatenate([[0], record.ends]))
   mode = "greedy" if is_greedy else "sampled"
@@ -535,8 +536,11 @@ def table(record: Record, name: str, workload: Workload, *, is_greedy: bool) -> 
 
 
 def gates(record: Record, name: str, held: np.ndarray, workload: Workload) -> list[str]:
-  """Returns what KL gates do to a coupled chain. What "block" does follows from laws along what a
-  draft says after it failed, which no record of the target's texts has."""
+  """Returns the effect of KL gates on a coupled chain.
+
+  The gate "block" depends on distributions along a draft after its rejection, which records of the
+  target's texts do not contain.
+  """
   p, q = softmax(record.target), softmax(record.drafts[name])
   tokens = np.diff(np.concatenate([[0], record.ends]))
   is_let = verification.divergence(p, q) <= workload.kl_threshold
@@ -552,7 +556,7 @@ def gates(record: Record, name: str, held: np.ndarray, workload: Workload) -> li
 
 
 def run(workload: Workload, directory: pathlib.Path) -> str:
-  """Records, or reads the record, and writes results.json and table.md; returns the tables."""
+  """Makes or reads the record; writes results.json and table.md; returns the tables."""
   directory.mkdir(parents=True, exist_ok=True)
   records = kept(workload, directory / "record.npz")
   lines = []
@@ -575,10 +579,10 @@ def run(workload: Workload, directory: pathlib.Path) -> str:
 
 
 def kept(workload: Workload, path: pathlib.Path) -> tuple[Record, Record]:
-  """Returns the records of a file, or makes and keeps them.
+  """Returns the records of a file; makes the file if it does not exist.
 
   Raises:
-    ValueError: if the file holds those of another workload.
+    ValueError: if the file is of another workload.
   """
   settings = json.dumps(dataclasses.asdict(workload))
   if not path.exists():

@@ -1,19 +1,19 @@
-"""The suffix tree of a group: what it costs, and how much its drafts foretell.
+"""Measures the cost of a group's suffix tree and the acceptance of its drafts.
 
 Claim: at 1.7 M tokens in 13 groups of 16, appended 16 at a time, a token costs at most 1 us and 150
-bytes, a draft typically 3 us; and on real rollouts of nano the acceptance length rises with the
+bytes, and a draft typically 3 us. On real rollouts of nano the acceptance length rises with the
 number of sibling texts.
 Command: bash launch/local.sh experiments.suffix_drafts --workdir=runs/suffix_drafts
 Hardware: 1 CPU core, 3 GiB, about 5 minutes. Numbers: docs/results/speculation.md
 
-Costs are CPU seconds of the process. Appends come as from an engine: sixteen tokens of each of a
-group's sixteen requests in one call, and the groups in turn, so that each finds the caches cold.
-Drafts are made for a text that its tree has up to its end, as in one process, and for one that runs
-three tokens further, as in a replica that is fed in batches.
+Costs are CPU seconds of the process. Appends follow an engine's pattern: sixteen tokens of each of
+a group's sixteen requests per call, with the groups in turn, so that caches are cold. Drafts are
+made for a text that the tree contains up to its end, as in one process, and for a text that is
+three tokens ahead of the tree, as in a replica that is updated in batches.
 
-Acceptance is replayed as in table 2 of Seer (arXiv 2511.14617): every rollout is sampled again,
-its own past and n whole texts of its siblings known, drafts of up to 8 tokens verified against it.
-The bonus token counts.
+Acceptance is replayed as in table 2 of Seer (arXiv 2511.14617): for every rollout, given its own
+past and n whole sibling texts, drafts of up to 8 tokens are verified against the rollout. The bonus
+token counts.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ NUM_PATHS = (1, 2, 4)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-  """What is appended, and what is sampled.
+  """The workload.
 
   Attributes:
-    num_groups: trees.
-    group_size: requests of each.
-    num_tokens: tokens of each request.
-    batch: tokens of a request in one append.
+    num_groups: number of groups, with one tree each.
+    group_size: requests per group.
+    num_tokens: tokens per request.
+    batch: tokens of a request per append.
     num_prompts: word problems that nano answers `group_size` times.
-    seed: of streams and problems.
+    seed: seed of streams and problems.
   """
 
   num_groups: int = 13
@@ -66,18 +66,18 @@ class Workload:
 
 
 def zipf(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-  """Words without order, frequent as words are."""
+  """Returns independent tokens with Zipf frequencies."""
   share = 1 / np.arange(1, VOCABULARY + 1)
   return rng.choice(VOCABULARY, size=_shape(workload), p=share / share.sum()).astype(np.int32)
 
 
 def uniform(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-  """Noise: all tokens alike."""
+  """Returns independent, uniformly distributed tokens."""
   return rng.integers(0, VOCABULARY, _shape(workload)).astype(np.int32)
 
 
 def reasoning(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-  """Long reasoning: new words, the group's phrases (35 %), and the request's own past (15 %)."""
+  """Returns imitated reasoning: new words, phrases of the group (35 %), the own past (15 %)."""
   share = 1 / np.arange(1, VOCABULARY + 1)
   share /= share.sum()
   phrase_share = np.arange(1, 401) ** -0.8
@@ -104,8 +104,8 @@ def reasoning(workload: Workload, rng: np.random.Generator) -> np.ndarray:
 
 
 def code(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-  """Words of Python's standard library, file after file."""
-  del rng  # These texts are what they are.
+  """Returns words of Python's standard library, file by file."""
+  del rng  # The texts are fixed.
   wanted = int(np.prod(_shape(workload)))
   ids: dict[str, int] = {}
   tokens: list[int] = []
@@ -118,13 +118,13 @@ def code(workload: Workload, rng: np.random.Generator) -> np.ndarray:
 
 
 def loops(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-  """Every request says fifty tokens of its own, again and again."""
+  """Returns streams in which every request repeats its own fifty tokens."""
   texts = rng.integers(0, VOCABULARY, (workload.num_groups, workload.group_size, 50))
   return np.resize(np.tile(texts, workload.num_tokens // 50 + 1), _shape(workload)).astype(np.int32)
 
 
 def copies(workload: Workload, rng: np.random.Generator) -> np.ndarray:
-  """All requests of a group say the same noise."""
+  """Returns streams in which all requests of a group have the same random tokens."""
   texts = rng.integers(0, VOCABULARY, (workload.num_groups, 1, workload.num_tokens))
   return np.repeat(texts, workload.group_size, axis=1).astype(np.int32)
 
@@ -147,19 +147,19 @@ def _shape(workload: Workload) -> tuple[int, int, int]:
 
 
 class Cost(NamedTuple):
-  """What one stream costs.
+  """Costs of one kind of stream.
 
   Attributes:
-    append: CPU us a token, all requests of a group in a call.
-    append_alone: the same, one request a call; of one group.
-    num_bytes: a token, allocated.
-    draft: CPU us a draft of a text that is here, 16 in a call.
-    draft_ahead: the same, three tokens ahead of the tree.
-    draft_paths: the same, 4 paths.
-    match: tokens of the text that were found, three ahead, as the rest.
-    drafted: tokens a draft.
-    accepted: of them, without the bonus.
-    load: tokens that all trees hold.
+    append: CPU us per token, with all requests of a group in one call.
+    append_alone: the same with one request per call, for one group.
+    num_bytes: allocated bytes per token.
+    draft: CPU us per draft of a text in the tree, 16 per call.
+    draft_ahead: the same for a text three tokens ahead of the tree.
+    draft_paths: the same with 4 paths.
+    match: matched tokens of the text, three tokens ahead like the following fields.
+    drafted: tokens per draft.
+    accepted: accepted tokens per draft, without the bonus token.
+    load: tokens in all trees.
   """
 
   append: float
@@ -175,14 +175,14 @@ class Cost(NamedTuple):
 
 
 def warm_up() -> None:
-  """Compiles what is measured."""
+  """Compiles the measured functions."""
   tree = suffix_tree.SuffixTree()
   tree.append("a", 0, range(1000))
   tree.draft([1, 2], SpeculationArgs(top_k=4))
 
 
 def cost(texts: np.ndarray, batch: int) -> Cost:
-  """Appends a stream and drafts along the way."""
+  """Appends a stream, drafting along the way; returns the costs."""
   groups, requests, length = texts.shape
   names = [str(request) for request in range(requests)]
   trees = group_trees.GroupTrees()
@@ -270,14 +270,14 @@ def cost_table(costs: dict[str, Cost]) -> str:
 
 
 class Sampled(NamedTuple):
-  """One group's prompt and answers."""
+  """One group's prompt and completions."""
 
   prompt: list[int]
   answers: list[list[int]]
 
 
 def sample(workload: Workload) -> list[Sampled]:
-  """Returns nano's answers to word problems at temperature 1."""
+  """Returns nano's completions of word problems at temperature 1."""
   from seerjax import numerics as numerics_lib
   from seerjax.engine import engine as engine_lib
   from seerjax.models import parameters
@@ -320,7 +320,7 @@ def sample(workload: Workload) -> list[Sampled]:
 
 
 def replay(group: Sampled, target: int, num_references: int, args: SpeculationArgs) -> int:
-  """Returns the steps in which an answer is sampled, some whole answers of its siblings known."""
+  """Returns the steps to sample a completion, given `num_references` whole sibling completions."""
   drafter = suffix_drafter.SuffixDrafter(args, budget=None)
   num_prompt = len(group.prompt)
   for place in range(1, num_references + 1):
@@ -332,7 +332,7 @@ def replay(group: Sampled, target: int, num_references: int, args: SpeculationAr
   while num_known < len(answer):
     query = DraftQuery("target", "g", group.prompt + answer[:num_known], num_prompt, 8 * args.top_k)
     (paths,) = drafter.draft([query])
-    # Own samples are the answer itself, as far as a path agrees with it.
+    # The target's samples are the completion, as far as a path agrees with it.
     counts = [agreement(path, answer[num_known:]) for path in paths]
     held = max(counts, default=0)
     new = answer[num_known : num_known + held + 1]
@@ -345,7 +345,7 @@ def replay(group: Sampled, target: int, num_references: int, args: SpeculationAr
 
 
 def agreement(path: Sequence[int], rest: Sequence[int]) -> int:
-  """Returns how many tokens of a path are those that follow; the last one is never drafted for."""
+  """Returns how many tokens of a path equal the following tokens; the last token is not drafted."""
   count = 0
   while count < min(len(path), len(rest) - 1) and path[count] == rest[count]:
     count += 1
@@ -355,7 +355,7 @@ def agreement(path: Sequence[int], rest: Sequence[int]) -> int:
 def acceptance_lengths(
   groups: Sequence[Sampled], references: Sequence[int] = NUM_REFERENCES
 ) -> dict[tuple[int, int], float]:
-  """Returns tokens a step, by (known siblings, paths)."""
+  """Returns tokens per step, by (known siblings, paths)."""
   lengths = {}
   for num_references in references:
     for num_paths in NUM_PATHS:
@@ -370,7 +370,7 @@ def acceptance_lengths(
 
 
 def acceptance_table(lengths: dict[tuple[int, int], float]) -> str:
-  """Returns acceptance lengths as a table in Markdown, Seer's next to them."""
+  """Returns acceptance lengths and Seer's as a Markdown table."""
   seer = {
     0: (1.70, 1.77, 1.85), 1: (2.04, 2.14, 2.25), 5: (2.32, 2.44, 2.59), 15: (2.53, 2.69, 2.85),
   }

@@ -1,19 +1,19 @@
-"""What the TPU compiler makes of the engine's step and of the trainer's, where there is no TPU.
+"""Compiles the engine step and the train step for TPU, without a TPU.
 
 Claim: the portable path compiles for TPU v5e and v6e, on one chip and on four.
 Command: bash launch/tpu_compile.sh
 Hardware: 2 CPU cores, no TPU; about an hour. Numbers: docs/results/tpu_compile.md
 
-libtpu compiles for a topology that is not there, from shapes alone: no weight is allocated, and
-nothing runs. A case says which program, of which model, for which chips; steps are compiled
-in processes of their own, because the compiler may end its process. Three kinds:
+libtpu compiles for an absent topology from shapes alone: no weights are allocated, and nothing
+runs. A case names a program, a model and chips. Steps are compiled in separate processes, because
+the compiler may abort its process. There are three kinds:
 
     engine   `runner.instance_step` as `Runner` runs it, one instance, slabs over all chips
-    train    the gradient of one micro-batch as `Trainer` runs it, one instance a chip
+    train    the gradient of one micro-batch as `Trainer` runs it, one instance per chip
     tile     the token-wise work of one tile of rows: all layers without attention, and the head
 
-The third is what a tile height is chosen from (`numerics.ROW_TILES`): the compiler's own estimate
-of cycles, by which it chooses among its tilings, in place of a clock.
+The third kind is used to choose the tile height (`numerics.ROW_TILES`), by the compiler's estimate
+of cycles (which it uses to choose tilings) instead of measured time.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ from seerjax.types import SamplingRows, TokenBatch, TrainBatch
 
 # GiB of one chip, as published: https://cloud.google.com/tpu/docs/v5e and .../v6e
 CHIPS = {"v5e": 16, "v6e": 32}
-# What Google calls four of them.
+# Google's names for four chips.
 ACCELERATORS = {"v5e": "v5litepod-4", "v6e": "v6e-4"}
 MODELS = ("qwen3-0.6b", "qwen3-8b")
 TILES = (16, 32, 64, 128, 256, 512)
-# Of the engine: sequences of a whole context that its pages hold, and what a page holds.
+# Of the engine: whole contexts that fit in its pages, tokens per context, positions per page.
 SEQUENCES, CONTEXT, PAGE = 32, 1024, 32
 MICRO_ROWS = 2048
 BIASES = 1
-# A layer's program is looped over from one layer more than this on.
+# The smallest number of layers with which the layers' program becomes a loop.
 FEW_LAYERS = parameters.UNROLLED_LAYERS + 1
 
 Say = Callable[[str], None]
@@ -78,12 +78,12 @@ class Case:
 
   Attributes:
     kind: "engine", "train" or "tile".
-    model: of `presets.get`.
-    chip: of `CHIPS`.
+    model: name of a preset (`presets.get`).
+    chip: a key of `CHIPS`.
     num_chips: 1 or 4.
-    rows: of a step, of a micro-batch, or of the tile.
-    row_tile: `NumericsConfig.row_tile`; a tile's own rows.
-    num_layers: 0 for all of the model.
+    rows: rows of the step, micro-batch or tile.
+    row_tile: `NumericsConfig.row_tile`; for a tile its rows.
+    num_layers: number of layers; 0 for all.
   """
 
   kind: str
@@ -96,7 +96,7 @@ class Case:
 
   @property
   def name(self) -> str:
-    """What the case is called in results, and by --cases."""
+    """Returns the name of the case in results and in --cases."""
     layers = f"-{self.num_layers}layers" if self.num_layers else ""
     return (
       f"{self.kind}-{self.model}{layers}-{self.chip}-x{self.num_chips}-rows{self.rows}"
@@ -105,20 +105,20 @@ class Case:
 
   @property
   def shape(self) -> model_config.TransformerConfig:
-    """Shape of the model, with as many layers as are asked for."""
+    """Returns the shape of the model with `num_layers` layers."""
     whole = presets.get(self.model)
     return dataclasses.replace(whole, num_layers=self.num_layers or whole.num_layers)
 
   @property
   def numerics(self) -> numerics_lib.NumericsConfig:
-    """What decides bits."""
+    """Returns the numerics."""
     return numerics_lib.NumericsConfig(
       implementation="tiled", compute_dtype="bfloat16", row_tile=self.row_tile
     )
 
 
 def cases() -> list[Case]:
-  """Returns all that is compiled, the cheapest first."""
+  """Returns all cases, cheapest first."""
   found = [
     Case(kind="tile", model=model, chip=chip, num_chips=1, rows=tile, row_tile=tile)
     for model in MODELS
@@ -135,7 +135,7 @@ def cases() -> list[Case]:
       for chip in CHIPS
       for count in (1, 4)
     ]  # fmt: skip
-  # No chip holds weights and sums of all of 8B: with few layers the looped program is the same.
+  # No chip has room for all weights and sums of 8B; with few layers the looped program is the same.
   return found + [
     Case(
       kind="train", model="qwen3-8b", chip=chip, num_chips=1, rows=MICRO_ROWS,
@@ -147,10 +147,10 @@ def cases() -> list[Case]:
 
 
 def require_compiler() -> None:
-  """Refuses a Python without the TPU compiler.
+  """Checks that the TPU compiler is installed.
 
   Raises:
-    ValueError: that names the command which installs it.
+    ValueError: naming the command that installs it.
   """
   if importlib.util.find_spec("libtpu") is None:
     raise ValueError(
@@ -160,14 +160,14 @@ def require_compiler() -> None:
 
 
 def mesh_of(case: Case) -> jax.sharding.Mesh:
-  """Returns the mesh of chips that are not there: an engine's slabs, or a trainer's instances.
+  """Returns a mesh of absent chips, over an engine's slabs or a trainer's instances.
 
   Raises:
-    ValueError: as `require_compiler`.
+    ValueError: as in `require_compiler`.
   """
   require_compiler()
-  # Else it asks a metadata server what machine this is, and waits; and lets no second process load
-  # it, as if there were a TPU that only one may have.
+  # Without these settings libtpu waits for a metadata server, and refuses to be loaded by a second
+  # process.
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_WORKER_HOSTNAMES="localhost",
@@ -182,7 +182,7 @@ def mesh_of(case: Case) -> jax.sharding.Mesh:
 
 
 def _placed(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
-  """Returns the shapes of a pytree, each where its spec says; one spec serves all leaves."""
+  """Returns the shapes of a pytree with shardings; `specs` is a pytree, or one spec for all."""
   if isinstance(specs, jax.P):
     specs = jax.tree.map(lambda _: specs, tree)
 
@@ -194,13 +194,13 @@ def _placed(tree: Any, mesh: jax.sharding.Mesh, specs: Any) -> Any:
 
 
 def _params(case: Case) -> parameters.Params:
-  """Returns the shapes of the weights that run."""
+  """Returns the shapes of the weights used at run time."""
   master = parameters.shapes(case.shape, case.numerics.reduction_shards)
   return jax.eval_shape(lambda tree: parameters.compute_params(tree, case.numerics), master)
 
 
 def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  """Returns a step of `case.rows` rows, lowered."""
+  """Returns the lowered step of `case.rows` rows."""
   runner = runner_lib.Runner(case.shape, case.numerics, mesh, max_programs=1)
   stages = runner.stages
   inputs = batching.instance_inputs(
@@ -232,13 +232,13 @@ def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
     _placed(words, mesh, jax.P(parallel.INSTANCE_AXIS)),
     _placed(jax.eval_shape(lambda: numerics_lib.key(0)), mesh, jax.P()),
     layout,
-    False,  # Rows may be filtered.
+    False,  # Rows may have filters.
   )
   return traced.lower(lowering_platforms=("tpu",))
 
 
 def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  """Returns the gradient of a micro-batch of `case.rows` rows on every instance, lowered."""
+  """Returns the lowered gradient of a micro-batch of `case.rows` rows per instance."""
   shape, numerics = case.shape, case.numerics
   rows, sequences = packing.derived_sizes(
     context=CONTEXT,
@@ -306,13 +306,13 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
 
 
 def lowered_tile(case: Case, mesh: jax.sharding.Mesh) -> Any:
-  """Returns the token-wise work of one tile, through all layers and the vocabulary, lowered.
+  """Returns the lowered token-wise work of one tile, through all layers and the head.
 
-  Attention is left out: what it would give is the queries with the keys and the values added.
+  Attention is replaced by the sum of queries, keys and values.
   """
   shape, operations = case.shape, Tiled(case.numerics)
   params = _params(case)
-  if "head" not in params:  # The embedding's table, in slabs.
+  if "head" not in params:  # A tied head: the embedding table in slabs.
     slabs = (case.numerics.reduction_shards, -1, shape.hidden_size)
     params["head"] = jax.eval_shape(lambda table: table.reshape(slabs), params["embed"])
   del params["embed"]
@@ -342,9 +342,9 @@ LOWERED = {"engine": lowered_engine, "train": lowered_gradient, "tile": lowered_
 
 
 def compiled(case: Case) -> dict[str, Any]:
-  """Compiles a case; returns what is known of it, as JSON.
+  """Compiles a case; returns its record as JSON.
 
-  What the compiler refuses is a result too: "refused" holds the beginning of what it says.
+  A compiler error is a result too: "refused" has the beginning of its message.
   """
   mesh, begin = mesh_of(case), time.perf_counter()
   lowered = LOWERED[case.kind](case, mesh)
@@ -366,7 +366,7 @@ def compiled(case: Case) -> dict[str, Any]:
     flops=costs["flops"],
     loops=len(loops),
     unknown_loops=sum(loop.trips is None for loop in loops),
-    # A tile's loops are those over layers, of known length, and those over slabs.
+    # A tile has loops over layers, of known length, and loops over slabs.
     cycles=text.cycles(case.numerics.reduction_shards) if case.kind == "tile" else 0,
   )
 
@@ -374,9 +374,9 @@ def compiled(case: Case) -> dict[str, Any]:
 def in_their_own_process(
   batch: Sequence[Case], timeout_seconds: int, say: Say
 ) -> dict[str, dict[str, Any]]:
-  """Compiles cases in one fresh process; returns their records by name.
+  """Compiles cases in one new process; returns their records by name.
 
-  A case that the process did not get to the end of has no more than "ended", which says how.
+  A case that the process did not finish only has "ended", which says how the process ended.
   """
   names = ",".join(case.name for case in batch)
   command = [sys.executable, "-P", "-m", "experiments.tpu_compile", f"--only={names}"]
@@ -398,7 +398,7 @@ def in_their_own_process(
 
 
 def batches(wanted: Sequence[Case]) -> list[list[Case]]:
-  """Returns the cases by the process that compiles them: tiles together, each step alone."""
+  """Returns the cases grouped by process: tiles together, each step alone."""
   found: list[list[Case]] = []
   for case in wanted:
     last = found[-1][-1] if found else None
@@ -411,7 +411,7 @@ def batches(wanted: Sequence[Case]) -> list[list[Case]]:
 
 
 def run(wanted: Sequence[Case], directory: pathlib.Path, timeout_seconds: int, say: Say) -> None:
-  """Compiles what `directory`/results.jsonl does not hold yet; writes it, and table.md."""
+  """Compiles the cases missing in `directory`/results.jsonl; appends them, and writes table.md."""
   directory.mkdir(parents=True, exist_ok=True)
   path = directory / "results.jsonl"
   lines = path.read_text().splitlines() if path.is_file() else []
@@ -445,7 +445,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def steps_table(records: Sequence[dict[str, Any]]) -> str:
-  """Returns one line for each step of engine and trainer; sizes of one chip."""
+  """Returns one line per step of engine and trainer; sizes are per chip."""
   lines = [
     "| step | model | chips | rows | arguments, MiB | temporaries, MiB | of the chip's memory |"
     " loops (unknown) | FLOPs, each loop's body once | lowering + compiling, s |",
@@ -474,7 +474,7 @@ def steps_table(records: Sequence[dict[str, Any]]) -> str:
 
 
 def verdict(record: dict[str, Any]) -> str:
-  """Returns the first sentence of what the compiler said, or how its process ended."""
+  """Returns the first sentence of the compiler's error, or how its process ended."""
   if "ended" in record:
     return f"ended {record['ended']}"
   return " ".join(record["refused"].split("\n")[0].split())

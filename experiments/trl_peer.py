@@ -1,11 +1,11 @@
-"""Steps of TRL's GRPOTrainer, timed by phase, with the gap of its sampler and its trainer.
+"""Times the phases of TRL's GRPOTrainer, and measures the gap between its sampler and its trainer.
 
-Claim: none; `real_step` runs this in a process of its own, in an environment that has TRL
-(launch/locks/trl-3.11.txt). A line of JSON on stdin says what is run, the last line on stdout what
-was found. Nothing of SeerJAX is imported.
+Claim: none; `real_step` runs this in a separate process, in an environment with TRL
+(launch/locks/trl-3.11.txt). Stdin has the request as one line of JSON; the last line of stdout has
+the result. It imports nothing of SeerJAX.
 
-The sampler's log-probabilities are those of the logits that `generate` samples from, the trainer's
-those of `_get_per_token_logps_and_entropies`, both of the same weights.
+The sampler's log-probabilities are those of the logits from which `generate` samples, the trainer's
+those of `_get_per_token_logps_and_entropies`, both with the same weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-  """Trains for some steps; returns seconds, tokens and gaps by step, and the peak of memory."""
+  """Trains for some steps; returns seconds, tokens and gaps by step, and the peak memory."""
   torch: Any = importlib.import_module("torch")
   datasets: Any = importlib.import_module("datasets")
   transformers: Any = importlib.import_module("transformers")
@@ -101,7 +101,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
   count = request["groups_per_step"] * request["group_size"]
 
   class Steps(transformers.TrainerCallback):
-    """Keeps the numbers of each step."""
+    """Records the numbers of each step."""
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
       self.begin = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Which switch of test-time training earns its keep: objective x reuse x training on or off.
+"""Ablates test-time training: objective x reuse x training on or off.
 
-Claim: none beforehand; the table says what came out, favourable or not.
+Claim: none in advance; the table reports the results, favourable or not.
 Command: bash launch/local.sh experiments.ttt_ablation --workdir=docs/results/ttt
 Hardware: 2 CPU cores, about a minute a cell, 120 cells by default. Numbers: docs/results/ttt.md
 
 Every cell is a run of `ttt.discover` of at least 7,680 attempts. With training off the objective
-does nothing, so that each way of reuse has one such cell. A finished cell is one line of
-cells.jsonl in --workdir: the same command goes on after the last one, over days if need be. Cells
-go seed by seed, so that whatever is there compares like with like.
+has no effect, so each kind of reuse has one such cell. A finished cell is one line of cells.jsonl
+in --workdir: the same command continues after the last one, over days if needed. Cells run seed by
+seed, so that partial results are comparable.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.run import command_line, self_test
 from seerjax.run.programs import Programs
 
-# What stands in the place of an objective where nothing is learnt.
+# Replaces the objective in cells without training.
 OFF = "off"
-MIN_SEEDS = 5  # With fewer, no comparison could survive the correction for all that are made.
+MIN_SEEDS = 5  # With fewer, no comparison could be significant after correction.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-  """Which cells there are.
+  """The grid of cells.
 
   Attributes:
-    problems: see `problems.names`.
-    objectives: of `objective_lib.OBJECTIVES`.
-    reuses: of `puct.REUSE`.
-    seeds: runs of each.
-    with_off: whether each way of reuse also runs without training.
-    run: all else.
+    problems: names of problems; see `problems.names`.
+    objectives: objectives, of `objective_lib.OBJECTIVES`.
+    reuses: kinds of reuse, of `puct.REUSE`.
+    seeds: seeds of the runs.
+    with_off: whether each kind of reuse also runs without training.
+    run: all other settings.
   """
 
   problems: tuple[str, ...] = ("apple_machines_plain:0", "examples/vehicle_routing.py")
@@ -61,9 +61,9 @@ class Grid:
   run: DiscoverConfig = dataclasses.replace(
     ttt_discover.FLAGSHIP,
     num_steps=60,
-    num_workers=0,  # Without a polish an attempt takes no longer than handing it over.
+    num_workers=0,  # Without polish an attempt is no slower than its transfer to a worker.
     checkpoint_every=60,
-    # As published.
+    # Published settings.
     search=puct.SearchConfig(),
     objective=ObjectiveConfig(),
   )
@@ -86,7 +86,7 @@ class Grid:
       yield Cell(problem, objective, reuse, seed)
 
   def config_of(self, cell: Cell) -> DiscoverConfig:
-    """Returns the run of a cell."""
+    """Returns the configuration of a cell."""
     run = self.run
     objective = run.objective
     if cell.objective != OFF:
@@ -102,7 +102,7 @@ class Grid:
 
 
 class Cell(NamedTuple):
-  """One run: a problem, an objective or "off", a way of reuse, a seed."""
+  """One run: a problem, an objective or "off", a kind of reuse, a seed."""
 
   problem: str
   objective: str
@@ -111,12 +111,12 @@ class Cell(NamedTuple):
 
 
 class Comparison(NamedTuple):
-  """Training against none, of one problem and way of reuse.
+  """Comparison of training with no training, for one problem and kind of reuse.
 
   Attributes:
-    off, trained: medians of the bests.
-    p_value: of "training finds nothing better", one-sided.
-    corrected: the same, for all comparisons made at once.
+    off, trained: medians of the best values.
+    p_value: one-sided p-value of "training finds nothing better".
+    corrected: p-value corrected for all comparisons.
   """
 
   problem: str
@@ -129,14 +129,14 @@ class Comparison(NamedTuple):
 
 
 def settings_of(grid: Grid) -> dict[str, Any]:
-  """Returns what cells of one table have in common, as JSON."""
+  """Returns the settings that the cells of one table share, as JSON."""
   return json.loads(json.dumps(metrics.encode(dataclasses.asdict(grid.run))))
 
 
 def measure(
   grid: Grid, cell: Cell, programs: dict[Any, Programs]
 ) -> dict[str, Any]:
-  """Runs a cell; returns its record. Runs of one shape share what they compile."""
+  """Runs a cell; returns its record. Runs of one shape share compiled programs."""
   config = grid.config_of(cell)
   environment = names_lib.load(cell.problem)
   found, rows = cells.discovered(config, environment, programs)
@@ -158,7 +158,7 @@ def measure(
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:
-  """Returns a table for each problem as Markdown: median of the best values, and their range."""
+  """Returns a Markdown table per problem: median and range of the best values."""
   lines = []
   for problem in dict.fromkeys(record["problem"] for record in records):
     here = [record for record in records if record["problem"] == problem]
@@ -186,10 +186,10 @@ def tables(records: Sequence[dict[str, Any]]) -> str:
 
 
 def comparisons(records: Sequence[dict[str, Any]]) -> list[Comparison]:
-  """Returns how sure it is that training finds something better, wherever `MIN_SEEDS` are there.
+  """Tests whether training finds better values, where at least `MIN_SEEDS` seeds are finished.
 
-  Exact Mann-Whitney tests of the bests (by enumeration, so that ties may be), up to ten seeds a
-  side; by 200,000 drawn permutations beyond. Corrected by Holm's method.
+  Uses Mann-Whitney tests of the best values: exact by enumeration (which allows ties) up to ten
+  seeds per side, with 200,000 random permutations beyond. Corrected by Holm's method.
   """
   bests: dict[tuple[str, str, str], list[float]] = {}
   signs = {record["problem"]: 1 if record["is_maximised"] else -1 for record in records}
@@ -201,7 +201,7 @@ def comparisons(records: Sequence[dict[str, Any]]) -> list[Comparison]:
     if objective == OFF or min(len(off), len(trained)) < MIN_SEEDS:
       continue
     sign = signs[problem]
-    # scipy's own annotations do not know that a method may be more than a name.
+    # Any: scipy's annotations only allow the name of a method.
     method: Any = stats.PermutationMethod(n_resamples=200_000, rng=np.random.default_rng(0))
     test: Any = stats.mannwhitneyu(
       [sign * best for best in trained],
@@ -216,7 +216,7 @@ def comparisons(records: Sequence[dict[str, Any]]) -> list[Comparison]:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-  """Returns p-values corrected for all that are given, by Holm's method (1979), in their order."""
+  """Returns p-values corrected by Holm's method (1979), in the given order."""
   corrected, least = [1.0] * len(p_values), 0.0
   order = sorted(range(len(p_values)), key=p_values.__getitem__)
   for rank, place in enumerate(order):
@@ -226,7 +226,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def significance(found: Sequence[Comparison]) -> str:
-  """Returns comparisons as a table in Markdown; "" if there are none."""
+  """Returns comparisons as a Markdown table; "" if there are none."""
   if not found:
     return ""
   lines = [
@@ -244,10 +244,10 @@ def significance(found: Sequence[Comparison]) -> str:
 
 
 def run(grid: Grid, directory: pathlib.Path) -> str:
-  """Runs the cells that are missing and writes table.md; returns the tables.
+  """Runs the missing cells and writes table.md; returns the tables.
 
   Raises:
-    ValueError: if the directory holds cells of other settings, or a problem has no language.
+    ValueError: if the directory has cells of other settings, or a problem has no language.
   """
   cells.check_problems(grid.problems)
   records = cells.completed(
@@ -262,7 +262,7 @@ def run(grid: Grid, directory: pathlib.Path) -> str:
 
 
 def main(argv: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file of a checkpoint.
   args = flags.FLAGS
   with command_line.refusals():
     command_line.check_arguments(argv)

@@ -1,13 +1,13 @@
-"""Test-time training to discover: keep training on one problem, keep the best that was ever found.
+"""Test-time training: trains on a single problem and keeps the best artefact ever found.
 
-Claim: on one AHC058 instance a tiny transformer, trained from nothing, makes 25,600 attempts from a
-plain start within ten minutes, and what sampled has the log-probabilities that learn, to the bit.
+Claim: on one AHC058 instance a tiny transformer, trained from scratch, makes 25,600 attempts from a
+plain start within ten minutes; the sampler's log-probabilities equal the trainer's, to the bit.
 Command: bash launch/local.sh experiments.ttt_discover
   another problem:         --config.problem=circle_packing:26   (see experiments/problems/names.py)
   your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
   a model writes programs: --preset=paper --config.model=PATH   (50 x 8 x 64, a context of 32,768)
-  beside it, at equal CPU: --compare
-  carry on after a kill:   the same command with --resume
+  baselines, at equal CPU: --compare
+  continue after a kill:   the same command with --resume
 Hardware: 2 CPU cores, 2 GiB. Numbers: docs/results/ttt.md
 """
 
@@ -60,19 +60,19 @@ from seerjax.run.config import TrainerConfig
 from seerjax.run.policy import Policy
 from seerjax.trainer import step as step_lib
 
-# The paper's attempts in four times its steps, so that a start is as new as can be: the search
-# alone was about twice as fast so (docs/results/ttt.md).
+# The paper's number of attempts in four times as many steps, so that starts are as recent as
+# possible: the search alone was about twice as fast this way (docs/results/ttt.md).
 FLAGSHIP = DiscoverConfig(
   problem="apple_machines:0",
   num_steps=200,
   group_size=16,
-  num_workers=2,  # An attempt takes 20 ms.
+  num_workers=2,  # An attempt takes about 20 ms.
   checkpoint_every=20,
-  # The grammar leaves little to learn beforehand, and each of these is an attempt that is lost.
+  # The grammar leaves little to learn in advance, and each warm-up sentence costs an attempt.
   tiny=TinyConfig(warm_sentences=256),
-  # One tree after another, each until it stands still: the best of what was tried (ttt.md).
+  # One search tree after another, each until it stops improving: the best setting tried (ttt.md).
   search=puct.SearchConfig(patience=8),
-  # Paid as published, it learns to leave good plans alone (ttt.md).
+  # With the published reward it learns not to change good plans (ttt.md).
   objective=ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),
   engine=dataclasses.replace(
     DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
@@ -80,7 +80,8 @@ FLAGSHIP = DiscoverConfig(
   trainer=TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
 )
 
-# As published, for a language model that writes programs; question and thinking take 26,000 tokens.
+# Published settings for a language model that writes programs; prompt and reasoning take 26,000
+# tokens.
 PAPER = DiscoverConfig(
   problem="apple_machines:0",
   model="Qwen/Qwen3-8B",
@@ -100,12 +101,12 @@ PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
 def random_policy(
   config: DiscoverConfig, environment: Environment
 ) -> Iterator[tuple[Artefact, float]]:
-  """Yields the start, then each group's best of the same search with sentences drawn evenly.
+  """Runs the same search with uniformly random sentences; yields the start, then each group's best.
 
-  No transformer: at equal CPU time it makes many more attempts.
+  Without a transformer it makes many more attempts at equal CPU time.
 
   Yields:
-    (artefact, its value in the problem's unit), of a group without a valid attempt its start.
+    (artefact, its value in the problem's unit); for a group without a valid attempt, its start.
   """
   language = environment.language
   assert language is not None
@@ -138,7 +139,7 @@ def random_policy(
           if one.score.is_valid
         ]
         expansions.append((start, found))
-        # After each group: one of slow edits takes a while.
+        # Yields after each group, because a group of slow edits takes a while.
         best = max(found or [by_id[start]], key=lambda one: one.value)
         yield best.artefact, environment_lib.signed(environment, best.value)
       archive = archive_lib.record_step(archive, expansions, step=step)
@@ -149,16 +150,15 @@ def random_policy(
 def improvements_within(
   environment: Environment, found_by: Iterator[tuple[Artefact, float]], cpu_seconds: float
 ) -> list[tuple[float, float]]:
-  """Returns what an iterator yields in so many CPU seconds, wherever it is better than before.
+  """Returns the improvements that an iterator yields within some CPU seconds.
 
   Args:
-    environment: the problem; if it is timed, what seems better has to confirm that.
-    found_by: artefacts and values.
-    cpu_seconds: of this process.
+    environment: the problem; if its values are timings, an improvement has to be confirmed.
+    found_by: iterator of (artefact, value).
+    cpu_seconds: limit in CPU seconds of this process.
 
   Returns:
-    (CPU seconds since the beginning, value) of each improvement, the best last; [] if none was
-    valid.
+    (CPU seconds since the start, value) of each improvement, the best last; [] if none was valid.
   """
   begin, found = time.process_time(), []
   for artefact, value in found_by:
@@ -174,7 +174,7 @@ def improvements_within(
 
 
 def rival_names(environment: Environment) -> tuple[str, ...]:
-  """Returns the names of who else looks for the best of a problem."""
+  """Returns the names of the baselines of a problem."""
   has_own = isinstance(environment, environment_lib.Baselines)
   names = ("classical", "tool_from_random_starts") if has_own else ()
   return names if environment.language is None else (*names, "random_edits")
@@ -183,7 +183,7 @@ def rival_names(environment: Environment) -> tuple[str, ...]:
 def rival(
   config: DiscoverConfig, environment: Environment, name: str, cpu_seconds: float
 ) -> list[tuple[float, float]]:
-  """Returns the improvements that one of `rival_names` finds in so many CPU seconds."""
+  """Returns the improvements that one of `rival_names` finds within some CPU seconds."""
   if name == "random_edits":
     found_by = random_policy(config, environment)
   else:
@@ -201,10 +201,10 @@ def best_of(improvements: list[tuple[float, float]]) -> float:
 def rivals(
   config: DiscoverConfig, environment: Environment, cpu_seconds: float
 ) -> dict[str, float]:
-  """Returns what others find in the same CPU time: name -> best value.
+  """Returns the best value that each baseline finds in the same CPU time, by name.
 
-  With workers, as many rivals run side by side: cores that share caches and clock do less in a
-  second while all are busy, as they are while the policy runs.
+  With workers, as many baselines run in parallel: cores that share caches and clock are slower
+  while all are busy, as they are while the policy runs.
   """
   names = rival_names(environment)
   if not config.num_workers:
@@ -217,7 +217,7 @@ def rivals(
       return dict(zip(names, found, strict=True))
     except KeyboardInterrupt:
       for process in multiprocessing.active_children():
-        process.kill()  # They leave Ctrl-C to this one, and have minutes before them.
+        process.kill()  # Children ignore Ctrl-C and would run for minutes.
       raise
 
 
@@ -227,7 +227,7 @@ def _rival_by_name(job: tuple[DiscoverConfig, str, float]) -> float:
 
 
 def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: bool) -> int:
-  """Prints what is wrong with a problem; returns the program's status."""
+  """Checks a problem and prints its errors; returns the exit status."""
   factory = functools.partial(names_lib.load, name, allow_weak_sandbox=allow_weak_sandbox)
   findings = problem_check.check_apart(factory, seed, seconds=seconds)
   for finding in findings:
@@ -238,13 +238,13 @@ def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: b
 
 
 def main(argv: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file of a checkpoint.
   with command_line.refusals():
     discover(argv)
 
 
 def discover(argv: list[str]) -> None:
-  """Runs what the flags say, and prints what came of it."""
+  """Runs the configuration of the flags and prints the result."""
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
   say = functools.partial(print, flush=True)
@@ -255,7 +255,7 @@ def discover(argv: list[str]) -> None:
     programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
     config = dataclasses.replace(config, programs=programs)
   allow_weak = config.programs.allow_weak_sandbox
-  if args.check_problem:  # In a process of its own: the file may hang as it is imported.
+  if args.check_problem:  # In a separate process: the file may hang on import.
     sys.exit(
       check_problem(
         config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
@@ -271,7 +271,7 @@ def discover(argv: list[str]) -> None:
   directory_lib.check_directory(directory, resume=args.resume)
   policy, chosen = None, config.numerics
   if config.model != "tiny":
-    grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are read.
+    grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are loaded.
     loaded = policy_lib.load_policy(config.model, config.numerics)
     policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = model_config.numerics_for(loaded.model, config.numerics)
@@ -313,7 +313,7 @@ def discover(argv: list[str]) -> None:
       raise
     except KeyboardInterrupt:
       print("stopped, and left out; --resume --compare has them run again")
-  # Devices are held from the beginning to the end, whether they are busy or not.
+  # Devices are held for the whole run, whether busy or not.
   is_gpu = jax.default_backend() != "cpu"
   numbers["gpu_seconds"] = numbers["seconds"] * config.num_instances if is_gpu else 0.0
   if args.price or args.gpu_price:

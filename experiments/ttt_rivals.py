@@ -1,17 +1,17 @@
-"""The policy against everything else at equal CPU time: who found it, the policy or the tool?
+"""Compares the policy with baselines at equal CPU time: did the policy find it, or its tool?
 
-Claim: none beforehand; the table says what came out. A policy counts only where the median of five
-seeds or more beats the classical method, the polishing tool from random starts, and random
-sentences in the same search. Where it is behind or level the table says "the tool did it", and
-where it is ahead with fewer seeds or rivals "not settled".
+Claim: none in advance; the table reports the results. The policy wins only if its median over five
+seeds or more beats the classical method, the polish tool from random starts, and random sentences
+in the same search. If it is behind or equal the table says "the tool did it", and if it is ahead
+with fewer seeds or baselines "not settled".
 Command: bash launch/local.sh experiments.ttt_rivals --workdir=docs/results/ttt/apple_machines
   another problem: --config.problems="('minimum_overlap:51',)" --config.seeds="(0,1,2,3,4)"
 Hardware: one CPU core, 6 to 12 minutes a cell. Numbers: docs/results/ttt.md
 
-A cell is a problem, a seed and a contestant: a run of `ttt.discover`, and then each rival for as
+A cell is a problem, a seed and a contestant: a run of `ttt.discover`, then each baseline for as
 many CPU seconds as that took, verdicts included; the policy without reuse runs for as many steps.
-A finished cell is one line of cells.jsonl in --workdir: the same command goes on after the last
-one, and a command with more problems, seeds or rivals adds theirs.
+A finished cell is one line of cells.jsonl in --workdir: the same command continues after the last
+one, and a command with more problems, seeds or baselines adds their cells.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from seerjax.run.programs import Programs
 
 POLICY, NO_REUSE = "policy", "policy_without_reuse"
 RIVALS = ("classical", NO_REUSE, "random_edits", "tool_from_random_starts")
-SETTLED_SEEDS = 5  # Fewer decide nothing for a policy.
+SETTLED_SEEDS = 5  # Fewer seeds do not decide in favour of the policy.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contest:
-  """Which cells there are.
+  """The grid of cells.
 
   Attributes:
-    problems: see `problems.names`. Inputs 0 and 100 of AHC058 are not among them: the flagship's
-      settings were chosen there.
-    seeds: runs of each.
-    rivals: of `RIVALS`, those that a problem has.
-    run: all else. In one process, so that CPU seconds are what one core does for everyone.
+    problems: names of problems; see `problems.names`. Inputs 0 and 100 of AHC058 are excluded,
+      because the main settings were chosen on them.
+    seeds: seeds of the runs.
+    rivals: baselines, of `RIVALS`; a problem runs those that it has.
+    run: all other settings. Everything runs in one process, so that CPU seconds are of one core.
   """
 
   problems: tuple[str, ...] = tuple(
@@ -69,7 +69,7 @@ class Contest:
       )
 
   def cells(self) -> Iterator[Cell]:
-    """Yields all cells, seed by seed, a policy before its rivals."""
+    """Yields all cells, seed by seed, the policy before its baselines."""
     for seed, problem in itertools.product(self.seeds, self.problems):
       there = (NO_REUSE, *ttt_discover.rival_names(names_lib.load(problem)))
       yield Cell(problem, seed, POLICY)
@@ -78,7 +78,7 @@ class Contest:
           yield Cell(problem, seed, rival)
 
   def config_of(self, cell: Cell) -> DiscoverConfig:
-    """Returns the run of a cell's policy."""
+    """Returns the configuration of a cell's policy."""
     config = dataclasses.replace(self.run, problem=cell.problem, seed=cell.seed)
     if cell.contestant == NO_REUSE:
       return dataclasses.replace(config, search=puct.SearchConfig(reuse="none"))
@@ -94,7 +94,7 @@ class Cell(NamedTuple):
 
 
 def settings_of(contest: Contest) -> dict[str, Any]:
-  """Returns what cells of one table have in common, as JSON."""
+  """Returns the settings that the cells of one table share, as JSON."""
   return json.loads(json.dumps(metrics.encode(dataclasses.asdict(contest.run))))
 
 
@@ -104,7 +104,7 @@ def measure(
   finished: dict[Any, dict[str, Any]],
   programs: dict[Any, Programs],
 ) -> dict[str, Any]:
-  """Runs a cell, a rival for as long as its policy took; returns the cell's record."""
+  """Runs a cell (a baseline for as long as its policy took); returns the cell's record."""
   config, environment = contest.config_of(cell), names_lib.load(cell.problem)
   if cell.contestant in (POLICY, NO_REUSE):
     found, rows = cells.discovered(config, environment, programs)
@@ -134,11 +134,11 @@ def measure(
 
 
 def table(records: Sequence[dict[str, Any]], rivals: Mapping[str, Sequence[str]]) -> str:
-  """Returns a line for each problem as Markdown: medians of the seeds, and who did it.
+  """Returns a Markdown table with one line per problem: medians over seeds, and the winner.
 
   Args:
     records: finished cells.
-    rivals: whom a policy has to beat, by problem.
+    rivals: baselines that the policy has to beat, by problem.
   """
   names = list(dict.fromkeys(record["contestant"] for record in records))
   lines = [
@@ -169,10 +169,10 @@ def table(records: Sequence[dict[str, Any]], rivals: Mapping[str, Sequence[str]]
 
 
 def run(contest: Contest, directory: pathlib.Path) -> str:
-  """Runs the cells that are missing and writes table.md; returns the table.
+  """Runs the missing cells and writes table.md; returns the table.
 
   Raises:
-    ValueError: if the directory holds cells of other settings, or a problem has no language.
+    ValueError: if the directory has cells of other settings, or a problem has no language.
   """
   cells.check_problems(contest.problems)
   records = cells.completed(
@@ -188,7 +188,7 @@ def run(contest: Contest, directory: pathlib.Path) -> str:
 
 
 def main(argv: list[str]) -> None:
-  logging.set_verbosity(logging.WARNING)  # Checkpoints would tell of every file.
+  logging.set_verbosity(logging.WARNING)  # Orbax logs every file of a checkpoint.
   args = flags.FLAGS
   with command_line.refusals():
     command_line.check_arguments(argv)

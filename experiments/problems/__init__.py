@@ -1,1 +1,1 @@
-"""Problems of discovery, by name in `names`; the library loads them as it loads a user's own."""
+"""Discovery problems, listed in `names`; the library loads them like a user's own problems."""

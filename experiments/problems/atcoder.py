@@ -1,4 +1,4 @@
-"""What is published of AtCoder's heuristic contests: totals over the contest's own 150 inputs.
+"""Published results of AtCoder's heuristic contests: totals over the contest's own 150 inputs.
 
 Source: Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.org/abs/2601.16175, section 4.
 """
@@ -11,10 +11,10 @@ NUM_INPUTS = 150
 
 
 def published(*totals: tuple[int, str, int]) -> tuple[environment.Published, ...]:
-  """Returns means over the contest's inputs, which do not compare with ours.
+  """Returns means over the contest's inputs, which are not comparable with ours.
 
   Args:
-    totals: (points in all, who, year), the best first.
+    totals: (total points, author, year), best first.
   """
   return tuple(
     environment.Published(

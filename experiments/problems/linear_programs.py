@@ -1,7 +1,7 @@
-"""Linear programs of some dozens to hundreds of variables, solved by HiGHS's simplex method.
+"""Solves linear programs of dozens to hundreds of variables with HiGHS's simplex method.
 
-scipy's `linprog` is the same solver behind checks that cost more than a program of fifty variables
-(2.3 ms, here 0.4), and sequences of such programs are what polishing tools spend their time on.
+scipy's `linprog` uses the same solver, but its checks cost more than a program of fifty variables
+(2.3 ms, here 0.4), and polish tools spend their time on sequences of such programs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import highspy
 import numpy as np
 from scipy import sparse
 
-# As tight as HiGHS takes them: steps of a sequence become smaller than its usual 1e-7.
+# The tightest tolerance of HiGHS: steps in a sequence become smaller than its default 1e-7.
 _TOLERANCE = 1e-10
 _OPTIONS = {
   "output_flag": False,
-  # The programs here are dense and of order one: finding what to remove or to scale takes longer
-  # than it saves.
+  # The programs here are dense and of order one: presolve and scaling cost more than they save.
   "presolve": "off",
   "simplex_scale_strategy": 0,
   "parallel": "off",
@@ -36,16 +35,16 @@ def solve(
   bounds: tuple[np.ndarray, np.ndarray],
   max_pivots: int | None = None,
 ) -> np.ndarray | None:
-  """Returns x of least costs . x with matrix x and x within bounds; None if none was found.
+  """Returns the x that minimises costs . x with matrix x and x within bounds; None if not found.
 
-  What was solved before changes nothing of the answer.
+  The result does not depend on programs solved before.
 
   Args:
     costs: f64[n].
     matrix: f64[m, n].
-    row_bounds: least and largest of matrix x, f64[m] each; infinite where there is none.
-    bounds: least and largest x, f64[n] each.
-    max_pivots: of the simplex method; one that takes more is given up. None: no limit.
+    row_bounds: lower and upper bounds of matrix x, f64[m] each; infinite for none.
+    bounds: lower and upper bounds of x, f64[n] each.
+    max_pivots: limit of simplex pivots, after which the program is given up; None is no limit.
 
   Raises:
     ValueError: if a cost or a coefficient is not finite.
@@ -82,7 +81,7 @@ def solve(
 
 
 def _solver() -> highspy.Highs:
-  # One a thread: making one takes a third of what a small program does.
+  # One solver per thread: creating one takes a third of the time of a small program.
   if not hasattr(_solvers, "solver"):
     _solvers.solver = highspy.Highs()
     for name, value in _OPTIONS.items():

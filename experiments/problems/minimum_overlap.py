@@ -1,13 +1,13 @@
-"""Erdős' minimum overlap problem: two halves of an interval that meet little, however shifted.
+"""Erdős' minimum overlap problem: two halves of an interval with little overlap at any shift.
 
-h: [0, 2] -> [0, 1] with integral 1 has n equal steps, so that their heights sum to n / 2. Minimise
+h: [0, 2] -> [0, 1] with integral 1 has n equal steps, whose heights sum to n / 2. Minimise
 
   C5 = (2 / n) max_k sum_i h_i (1 - h_(i+k)),   1 - h being 0 outside of [0, 2],
 
-over all shifts k. Between whole shifts the overlap is linear, hence every h gives an upper bound.
-The verifier makes any heights admissible itself, in integers: h_i = min(1, s H_i), where s is such
-that they sum to n / 2. With k heights at 1, R the sum of the others and U = 2R, the numerators
-over U are G_i = min((n - 2k) H_i, U), and
+over all shifts k. Between whole shifts the overlap is linear, so every h gives an upper bound. The
+verifier makes any heights admissible, in integers: h_i = min(1, s H_i), where s is chosen so that
+they sum to n / 2. With k heights at 1, R the sum of the others and U = 2R, the numerators over U
+are G_i = min((n - 2k) H_i, U), and
 
   C5 = (2 / n) max_k sum_i G_i (U - G_(i+k)) / U^2.
 
@@ -32,11 +32,11 @@ from experiments.problems.step_functions import LAST, MIRROR, POLISH, SIZES
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, Published, Score
 
-_TOOL_STEPS = 600  # Of a function that its linear programs take.
+_TOOL_STEPS = 600  # Maximum steps of a function for the linear programs.
 _MAX_RADIUS = 0.5
-# Work of the linear programs of one sentence, in units of a symmetric one at n = 51 (0.6 CPU ms).
+# Work limit of a sentence's linear programs, in units of a symmetric one at n = 51 (0.6 CPU ms).
 _MAX_WORK = 200.0
-# The polish that closes a sentence which has none at its end.
+# The polish appended to a sentence that does not end with one.
 _CLOSING_PROGRAMS, _CLOSING_RADIUS = 64, 0.02
 
 _TTT = "https://arxiv.org/abs/2601.16175"
@@ -58,12 +58,12 @@ PUBLISHED = (
   Published(0.380965, "OpenEvolve, in TTT-Discover", 2026, _TTT),
   Published(0.382002, "Haugland, 21 steps (human)", 1996, _HAUGLAND),
 )  # fmt: skip
-# What a policy sees its distance to: not the best published, so that records change no run.
+# The value to which a policy sees its distance: fixed, so that new records do not change runs.
 GOAL = 0.380871
 
 
 def admissible(numbers: Sequence[int]) -> tuple[list[int], int] | None:
-  """Returns numerators and their denominator of min(1, s H), whose sum is n / 2.
+  """Returns the numerators and the denominator of min(1, s H), whose sum is n / 2.
 
   Args:
     numbers: H, non-negative integers, not all 0.
@@ -76,7 +76,7 @@ def admissible(numbers: Sequence[int]) -> tuple[list[int], int] | None:
   if 2 * sum(number > 0 for number in numbers) < n:
     return None
   num_whole = 0
-  # Ends before the last positive height: half of them are positive.
+  # Ends before the last positive height, because at least half of them are positive.
   while (n - 2 * num_whole) * ordered[num_whole] > 2 * rest:
     rest -= ordered[num_whole]
     num_whole += 1
@@ -86,11 +86,11 @@ def admissible(numbers: Sequence[int]) -> tuple[list[int], int] | None:
 def overlap_constant(
   heights: Sequence[float], most_digits: int = step_functions.MAX_EXACT_DIGITS
 ) -> Fraction | None:
-  """Returns C5 of the admissible heights exactly, or an upper bound where that would be too long.
+  """Returns C5 of the admissible heights exactly, or an upper bound if that would take too long.
 
   Args:
     heights: non-negative, not all 0.
-    most_digits: of the convolution (`step_functions.rounded`).
+    most_digits: digit limit of the convolution (`step_functions.rounded`).
 
   Returns:
     None if fewer than half of the heights are positive.
@@ -111,11 +111,11 @@ def overlaps(heights: np.ndarray) -> np.ndarray:
 
 
 def settle(heights: np.ndarray) -> np.ndarray:
-  """Returns the nearest heights in [0, 1] that sum to n / 2, so that the verifier accepts them.
+  """Returns the nearest heights in [0, 1] that sum to n / 2, as the verifier requires.
 
-  All move by one number and are then clipped (the Euclidean projection); symmetric heights stay
-  so, bit for bit. The sum ends a rounding above n / 2 rather than below, because the verifier's
-  scaling must lift no height of 1.
+  All heights are shifted by one number and then clipped (the Euclidean projection); symmetric
+  heights stay symmetric, bit for bit. The sum is rounded above n / 2 rather than below, because the
+  verifier's scaling must not raise a height of 1.
   """
   half = heights.size / 2
   is_within = float(heights.min()) >= 0 and float(heights.max()) <= 1
@@ -137,7 +137,7 @@ def settle(heights: np.ndarray) -> np.ndarray:
 
 
 def is_symmetric(heights: np.ndarray) -> bool:
-  """Returns whether the heights read the same backwards, exactly."""
+  """Returns whether the heights are exactly symmetric."""
   return bool((heights == heights[::-1]).all())
 
 
@@ -147,16 +147,16 @@ def mirrored(half: np.ndarray, num_steps: int) -> np.ndarray:
 
 
 def polish(heights: np.ndarray, num_iterations: int, radius: float) -> np.ndarray:
-  """Returns heights that a sequence of linear programs improved, or the same: never worse ones.
+  """Improves heights with a sequence of linear programs; never returns worse ones.
 
-  Each program is the least t with overlap_k + gradient_k . d <= t for the shifts k that can matter
-  within |d| <= radius, sum d = 0, heights in [0, 1]; the radius follows how true the program was.
-  Symmetric heights stay symmetric, and cost half the variables and half the shifts.
+  Each program minimises t with overlap_k + gradient_k . d <= t for the shifts k that can matter
+  within |d| <= radius, sum d = 0, heights in [0, 1]; the radius adapts to the accuracy of the
+  program. Symmetric heights stay symmetric, and need half the variables and half the shifts.
 
   Args:
     heights: f64[n], from `settle`.
-    num_iterations: linear programs, at most; none above 600 steps.
-    radius: of the trust region, in heights, to start with.
+    num_iterations: maximum number of linear programs; none above 600 steps.
+    radius: initial radius of the trust region, in heights.
   """
   n = heights.size
   if n > _TOOL_STEPS:
@@ -179,11 +179,11 @@ def polish(heights: np.ndarray, num_iterations: int, radius: float) -> np.ndarra
     if slopes is None:
       slopes = _gradient(whole(free))
       if folds:
-        # Shifts k and -k overlap alike; a column and its mirror image move together.
+        # Shifts k and -k have equal overlaps; a column and its mirror image move together.
         slopes, values = slopes[n - 1 :], values[n - 1 :]
         slopes = (slopes[:, :num_free] + slopes[:, ::-1][:, :num_free]) * (times / 2)
       steepest = np.abs(slopes).sum(axis=1)
-    # A shift whose overlap stays below what another keeps at least can be left out.
+    # Leaves out shifts whose maximum overlap stays below another's minimum.
     rows = values + steepest * radius >= (values - steepest * radius).max()
     most = best - values[rows]
     answer = linear_programs.solve(
@@ -230,7 +230,7 @@ def better(new: np.ndarray, old: np.ndarray) -> np.ndarray:
 
 
 def _gradient(heights: np.ndarray) -> np.ndarray:
-  # f64[2n-1, n]: of the overlap at each shift by each height.
+  # f64[2n-1, n]: derivative of the overlap at each shift by each height.
   n = heights.size
   others, own = np.zeros(3 * n), np.zeros(3 * n)
   others[n : 2 * n] = 1 - heights
@@ -241,7 +241,7 @@ def _gradient(heights: np.ndarray) -> np.ndarray:
 
 
 def _cost(num_steps: int) -> float:
-  # Of a linear program of symmetric heights; what calling the solver costs bounds it from below.
+  # Cost of a linear program of symmetric heights; at least the cost of a solver call.
   return max((num_steps / 51) ** 2.4, 1.0)
 
 
@@ -249,24 +249,24 @@ def _cost(num_steps: int) -> float:
 class MinimumOverlapEdits(step_functions.StepEdits):
   """The edits of this problem.
 
-    noise, remelt, set, shift, smooth, stretch   a region (`step_functions.reshape`)
-    mirror   the mean of the heights and their mirror image
-    polish   4 to 64 linear programs by place, `SIZES[amount]` / 2 the trust region's radius
-    skew     noise on the whole function, which ends its symmetry
+    noise, remelt, set, shift, smooth, stretch   change a region (`step_functions.reshape`)
+    mirror   mean of the heights and their mirror image
+    polish   4 to 64 linear programs (by place), with trust radius `SIZES[amount]` / 2
+    skew     noise on the whole function, which breaks its symmetry
 
-  Of symmetric heights the first six see, and change, the left half; the right one follows. What
-  ends without a polish is polished, since perturbed heights as such are never better.
+  On symmetric heights the first six act on the left half, and the right half follows. Sentences
+  that do not end with a polish are polished, because perturbed heights are never better.
   """
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
-    """Returns the value's bucket, the shift of the largest overlap, and the heights, coarsely."""
+    """Returns tokens for the value, the shift of the largest overlap, and the coarse heights."""
     heights = self._read(artefact)
     values = overlaps(heights)
     gap = float(values.max()) - GOAL
     return step_functions.view(heights, 1.0, gap, float(values.argmax()) / values.size)
 
   def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
-    """Returns the artefact after the edits, in order; the polish of all has one limit of work.
+    """Returns the artefact after the edits, in order; all polishes share one work limit.
 
     Raises:
       ValueError: if the sentence cannot be parsed.
@@ -306,7 +306,7 @@ class MinimumOverlapEdits(step_functions.StepEdits):
   def _read(self, artefact: Artefact) -> np.ndarray:
     heights = np.array(artefact, np.float64)
     scale = self.num_steps / 2 / math.fsum(heights.tolist())
-    # What comes from `settle` is taken as it is, to the last bit.
+    # Heights from `settle` are kept to the last bit.
     return settle(heights if abs(scale - 1) < 1e-12 else heights * scale)
 
 
@@ -315,9 +315,8 @@ class MinimumOverlap:
   """The problem for step functions of one size.
 
   Attributes:
-    num_steps: n; 51 is the size of the human record. Above 463 (260, of a function without
-      symmetry) a sentence has too little work to solve a linear program: leave such sizes to
-      programs.
+    num_steps: n; 51 is the size of the human record. Above 463 (260 without symmetry) a sentence's
+      work limit allows no linear program: use programs for such sizes.
   """
 
   num_steps: int = 51
@@ -370,7 +369,7 @@ class MinimumOverlap:
     )
 
   def describe(self, artefact: Artefact, score: Score) -> str:
-    """Returns the problem for a model that writes programs."""
+    """Returns the problem's description for a model that writes programs."""
     n = self.num_steps
     return (
       "Erdős' minimum overlap problem. For h: [0, 2] -> [0, 1] with integral 1, constant on"
@@ -386,9 +385,9 @@ class MinimumOverlap:
     )
 
   def picture(self, artefact: Artefact) -> Any:
-    """Returns a Figure of the function, and of its overlap by shift with the maximum marked."""
+    """Returns a Figure of the function and of its overlap by shift, with the maximum marked."""
     found = admissible(step_functions.dyadic(artefact))
-    assert found is not None  # Only what the verifier accepts is drawn.
+    assert found is not None  # Only accepted artefacts are drawn.
     heights = np.array([number / found[1] for number in found[0]])
     values = np.concatenate([[0.0], overlaps(heights), [0.0]])
     return step_functions.picture(
@@ -401,7 +400,7 @@ class MinimumOverlap:
     )
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
-    """Yields starts, each polished once with what a sentence may spend."""
+    """Yields starts, each polished once with a sentence's work limit."""
     count = max(int(_MAX_WORK / _cost(self.num_steps)), 1)
     index = 0
     while True:
@@ -410,10 +409,10 @@ class MinimumOverlap:
       index += 1
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields from symmetric sequential linear programs with restarts and perturbations.
+    """Runs symmetric sequential linear programs with restarts and perturbations.
 
-    Each round polishes 8 fresh starts, then perturbs the best of them until 40 attempts in a row
-    have gained nothing. An item is what the latest attempt ended in.
+    Each round polishes 8 new starts, then perturbs the best of them until 40 attempts in a row have
+    gained nothing. Yields the result of each attempt.
     """
     rng = np.random.default_rng([seed, 0xC1A551C])
     n = self.num_steps
@@ -429,7 +428,8 @@ class MinimumOverlap:
       while num_failed < 40:
         half = best[: (n + 1) // 2].copy()
         size = 10 ** rng.uniform(-2.5, -0.5)
-        # Regions matter most: with scattered heights alone no round of n = 51 reached its optimum.
+        # Perturbing regions matters: with scattered heights only, no round at n = 51 reached the
+        # optimum.
         match rng.integers(3):
           case 0:
             is_moved = rng.random(half.size) < rng.choice((0.2, 0.5, 1.0))

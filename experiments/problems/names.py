@@ -1,4 +1,4 @@
-"""Short names of these problems, such as "circle_packing:26", and the problems that they stand for.
+"""Resolves short names of problems, such as "circle_packing:26".
 
   "circle_packing:26" -> circle_packing.CirclePacking(26) -> an environment
 """
@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 from seerjax.discovery import loading
 from seerjax.discovery.environment import Environment
 
-# Of the polish that ends a sentence about AHC058: five searches of 400 simulations, 15 ms.
+# The polish at the end of a sentence about AHC058: five searches of 400 simulations, 15 ms.
 POLISH = {"with_polish": True, "polish_steps": 400, "polish_rounds": 4}
 
 
 class Name(NamedTuple):
-  """What a short name says.
+  """A short name.
 
   Attributes:
-    what: its number says.
-    usual: the number where none is given.
-    arguments: further ones of the problem.
+    what: meaning of its number.
+    usual: default of the number.
+    arguments: further arguments of the problem.
   """
 
   what: str
@@ -30,8 +30,8 @@ class Name(NamedTuple):
   arguments: Mapping[str, Any] = types.MappingProxyType({})
 
 
-# What ends in "_plain" does not polish; what ends in "_programs" is solved in C++ or Python, by a
-# language model alone.
+# Names ending in "_plain" do not polish; those ending in "_programs" are solved in C++ or Python,
+# and need a language model.
 NAMES: Mapping[str, Name] = types.MappingProxyType({
   "apple_machines": Name("instance", 0, POLISH),
   "apple_machines_plain": Name("instance", 0),
@@ -50,15 +50,15 @@ NAMES: Mapping[str, Name] = types.MappingProxyType({
 
 
 def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
-  """Returns a problem.
+  """Loads a problem.
 
   Args:
-    name: one of `NAMES`, with ":" and a number or without; "denoising", or "denoising:PATH" for
-      counts of your own; or what `loading.load` takes.
-    allow_weak_sandbox: of "..._programs": see `sandbox.Sandbox`.
+    name: one of `NAMES`, optionally with ":" and a number; "denoising", or "denoising:PATH" for
+      your own counts; or any name that `loading.load` accepts.
+    allow_weak_sandbox: for "..._programs"; see `sandbox.Sandbox`.
 
   Raises:
-    ValueError: naming what was expected, or the package that the problem needs.
+    ValueError: naming the expected value, or the package that the problem needs.
   """
   kind, _, rest = name.partition(":")
   if name.endswith(".py"):
@@ -86,7 +86,7 @@ def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
 
 
 def _maker(kind: str) -> Callable[..., Environment]:
-  """Imports the problem of a name, and no other: what it needs may not be installed."""
+  """Imports only the problem of a name, because packages for others may not be installed."""
   try:
     return _imported(kind)
   except ModuleNotFoundError as error:

@@ -1,11 +1,11 @@
-"""What problems over step functions share: exact sums of their heights, and a language of edits.
+"""Shared code of problems over step functions: exact arithmetic, and a language of edits.
 
-A function has n equal steps of heights that a float gives. A float is an integer over a power of
-two, so that a verifier multiplies integers, has nothing to tolerate, and rounds what it reports
-against the claim.
+A function has n equal steps with heights given as floats. A float is an integer over a power of
+two, so a verifier multiplies integers, needs no tolerance, and rounds its result in the direction
+that does not favour the claim.
 
-A sentence is up to four edits, each of three tokens: verb, amount, place. The verbs up to `mirror`
-reshape a region and mean the same in all problems; `polish` and `last` are each problem's own.
+A sentence is up to four edits of three tokens each: verb, amount, place. The verbs up to `mirror`
+reshape a region and mean the same in all problems; `polish` and `last` are specific to a problem.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ import numpy as np
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact
 
-MAX_HEIGHT = 1000.0  # As in the paper's verifiers; scale means nothing here.
+MAX_HEIGHT = 1000.0  # As in the paper's verifiers; the scale is arbitrary.
 MIN_SUM = 0.01
-MAX_STEPS = 1_000_000  # Of a function that is judged; a verdict then takes ten CPU seconds.
-TOOL_STEPS = 1000  # Of a function that the edits' linear programs take.
-_MAX_FRACTION_BITS = 2048  # Longer fractions are certified by the rounded float alone.
-# A convolution of more decimal digits (some seconds) is made with rounded numbers.
+MAX_STEPS = 1_000_000  # Maximum steps for the verifier, which then takes ten CPU seconds.
+TOOL_STEPS = 1000  # Maximum steps for the edits' linear programs.
+_MAX_FRACTION_BITS = 2048  # Longer fractions are certified only by the rounded float.
+# Convolutions of more decimal digits (some seconds) use rounded numbers.
 MAX_EXACT_DIGITS = 20_000_000
 _ROUNDED_BITS = 96
 _EXACT = decimal.Context(
   prec=decimal.MAX_PREC, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN, traps=[decimal.Inexact]
 )
 
-# The language: every sentence is up to `NUM_EDITS` triples (verb, amount, place). Ids by kind:
+# The language: a sentence is up to `NUM_EDITS` triples (verb, amount, place). Ids by kind:
 STOP_TOKEN = 0
 _VERB, NUM_VERBS = 1, 9
 _AMOUNT, NUM_AMOUNTS = 16, 16
@@ -43,11 +43,11 @@ _LEVEL, NUM_LEVELS = 48, 16
 _BUCKET, NUM_BUCKETS = 64, 16
 VOCAB_SIZE = 80
 NUM_EDITS = 4
-NUM_CELLS = 32  # Of the view that a policy has.
+NUM_CELLS = 32  # Cells of the policy's view.
 NOISE, REMELT, SET, SHIFT, SMOOTH, STRETCH, MIRROR, POLISH, LAST = range(NUM_VERBS)
 
 SIZES = tuple(float(size) for size in np.geomspace(1e-4, 1.0, NUM_AMOUNTS))
-# Regions as parts of the whole: first and last, in sixteenths.
+# Regions: (start, end) in sixteenths of the function.
 REGIONS = (
   (0, 16),
   *((8 * i, 8 * i + 8) for i in range(2)),
@@ -66,7 +66,7 @@ class Edit(NamedTuple):
 
 
 def allowed() -> tuple[tuple[int, int], ...]:
-  """Returns the ids that each place of a sentence may hold; the stop token ends it at a verb."""
+  """Returns the allowed id range at each position; the stop token is allowed instead of a verb."""
   triples = []
   for index in range(NUM_EDITS):
     first = _VERB if index == 0 else STOP_TOKEN
@@ -78,10 +78,10 @@ def allowed() -> tuple[tuple[int, int], ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepEdits:
-  """What the languages of all these problems share: their ids, and the form of a sentence.
+  """Base of these problems' languages: ids and the form of a sentence.
 
   Attributes:
-    num_steps: of the function.
+    num_steps: steps of the function.
   """
 
   num_steps: int
@@ -93,12 +93,12 @@ class StepEdits:
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """By place in the sentence, first id and the one behind the last."""
+    """By position in the sentence, the range of allowed ids (start, end)."""
     return allowed()
 
   @property
   def stop_token(self) -> int | None:
-    """0, allowed in the place of a verb but the first."""
+    """0, allowed instead of any verb except the first."""
     return STOP_TOKEN
 
 
@@ -106,7 +106,7 @@ def parse(tokens: Sequence[int]) -> tuple[Edit, ...]:
   """Returns the edits of a sentence.
 
   Raises:
-    ValueError: if it is empty, too long, broken off, or holds an id that may not stand there.
+    ValueError: if it is empty, too long, incomplete, or has an id that is not allowed there.
   """
   ids = [int(token) for token in tokens]
   ranges = allowed()
@@ -129,17 +129,17 @@ def parse(tokens: Sequence[int]) -> tuple[Edit, ...]:
 
 
 def region(place: int, num_steps: int) -> slice:
-  """Returns the steps that a place stands for; at least one."""
+  """Returns the steps of a place's region, at least one."""
   first, end = REGIONS[place]
   begin = min(first * num_steps // 16, num_steps - 1)
   return slice(begin, max(end * num_steps // 16, begin + 1))
 
 
 def smooth_noise(num_steps: int, rng: np.random.Generator) -> np.ndarray:
-  """Returns standard normal numbers f64[n] whose neighbours are alike.
+  """Returns correlated standard normal numbers, f64[n].
 
-  Sums over a window that moves: of one number, or of a tenth to three tenths of all. White noise
-  alone leads tools that descend into one poor basin.
+  They are sums over a moving window: of one number, or of 10 to 30 % of all. With white noise only,
+  descent tools end in one poor basin.
   """
   width = max(int(num_steps * rng.choice((0.0, 0.1, 0.2, 0.3))), 1)
   draws = rng.standard_normal(num_steps + width - 1)
@@ -147,12 +147,12 @@ def smooth_noise(num_steps: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: float) -> np.ndarray:
-  """Returns the heights after one of the first seven verbs; they may then be out of range.
+  """Returns the heights after one of the first seven verbs; they may be out of range.
 
   Args:
     heights: f64[n].
-    edit: verb NOISE to MIRROR.
-    rng: of noise and of what a remelted region becomes (`smooth_noise`).
+    edit: an edit with a verb from NOISE to MIRROR.
+    rng: generator of noise and of remelted regions (`smooth_noise`).
     top: height of level 15.
   """
   changed = heights.copy()
@@ -163,7 +163,7 @@ def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: floa
   if edit.verb == NOISE:
     changed[part] = old + size * mean * smooth_noise(old.size, rng)
   elif edit.verb == REMELT:
-    new = 1.25 * mean * np.abs(smooth_noise(old.size, rng))  # Of mean `mean`: E|N(0, 1)| = 0.8.
+    new = 1.25 * mean * np.abs(smooth_noise(old.size, rng))  # Mean is `mean`: E|N(0, 1)| = 0.8.
     changed[part] = (1 - size) * old + size * new
   elif edit.verb == SET:
     changed[part] = top * edit.amount / (NUM_AMOUNTS - 1)
@@ -179,19 +179,19 @@ def reshape(heights: np.ndarray, edit: Edit, rng: np.random.Generator, top: floa
     changed[part] = old.mean() + (0.25 + 0.1 * edit.amount) * (old - old.mean())
   else:
     assert edit.verb == MIRROR
-    weight = (edit.amount + 1) / (2 * NUM_AMOUNTS)  # 1/2 of the whole makes it symmetric.
+    weight = (edit.amount + 1) / (2 * NUM_AMOUNTS)  # 1/2 on the whole makes it symmetric.
     changed[part] = (1 - weight) * old + weight * heights[::-1][part]
   return changed
 
 
 def view(heights: np.ndarray, top: float, gap: float, peak: float) -> tuple[int, ...]:
-  """Returns what a policy sees: how far from the goal, where the maximum is, the heights.
+  """Returns the policy's view: distance to the goal, position of the maximum, heights.
 
   Args:
     heights: f64[n].
     top: height of level 15.
-    gap: distance to the problem's goal, in its own unit; the logarithm is shown.
-    peak: where the maximum that counts is attained, 0 to 1.
+    gap: distance to the problem's goal, in the problem's unit; its logarithm is shown.
+    peak: position of the relevant maximum, 0 to 1.
   """
   num = heights.size
   bucket = 2 * (math.log10(min(max(gap, 1e-8), 1.0)) + 7.5)
@@ -215,16 +215,16 @@ def picture(
   left: Mapping[str, Any],
   right: Mapping[str, Any],
 ) -> Any:
-  """Returns a Figure of the function, and of what is judged of it, with its maximum marked.
+  """Returns a Figure of the function and of the judged quantity, with its maximum marked.
 
   Args:
     heights: f64[n].
-    span: where the function begins and ends.
-    values: f64[m], linear between evenly spaced places.
-    reach: the first of these places and the last.
+    span: start and end of the function.
+    values: f64[m], the judged quantity, linear between evenly spaced positions.
+    reach: the first and the last of these positions.
     left, right: titles and labels of both plots.
   """
-  from matplotlib import figure  # Slow to import, and only a picture needs it.
+  from matplotlib import figure  # Slow to import, and only needed here.
 
   drawing = figure.Figure(figsize=(9, 4), layout="constrained")
   function, judged = drawing.subplots(1, 2)
@@ -239,7 +239,7 @@ def picture(
 
 
 def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
-  """Returns the heights as floats, or the reason why the artefact is no step function."""
+  """Returns the heights as floats, or the reason why the artefact is not a step function."""
   heights = environment.check_numbers(artefact, "heights", least=num_steps, most=num_steps)
   if isinstance(heights, str):
     return heights
@@ -252,7 +252,7 @@ def check_heights(artefact: Any, num_steps: int) -> tuple[float, ...] | str:
 
 
 def dyadic(heights: Sequence[float]) -> list[int]:
-  """Returns non-negative integers in exactly the ratios of the heights."""
+  """Returns non-negative integers with exactly the ratios of the heights."""
   ratios = [float(height).as_integer_ratio() for height in heights]
   denominator = max(below for _, below in ratios)  # Powers of two: the largest is a multiple.
   return [above * (denominator // below) for above, below in ratios]
@@ -261,10 +261,10 @@ def dyadic(heights: Sequence[float]) -> list[int]:
 def convolve(first: Sequence[int], second: Sequence[int]) -> list[int]:
   """Returns the exact full convolution of two non-negative integer sequences.
 
-  Both are written as digits of one large number each, in a base that no sum of products reaches, so
-  that a single product holds all sums (Kronecker's substitution). Decimal numbers, because those
-  are multiplied by a number-theoretic transform, in n log n steps: 50,000 floats take 0.3 CPU
-  seconds, where Python's integers take 1.5.
+  Each is written as the digits of one large number, in a base above every sum of products, so that
+  a single product contains all sums (Kronecker's substitution). Decimal numbers are used because
+  they are multiplied by a number-theoretic transform, in n log n steps: 50,000 floats take 0.3 CPU
+  seconds, Python's integers 1.5.
   """
   largest = max(first) * max(second) * min(len(first), len(second))
   width, length = len(str(largest)), len(first) + len(second) - 1
@@ -278,12 +278,12 @@ def convolve(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 class Rounded(NamedTuple):
-  """Non-negative integers, each between two of `_ROUNDED_BITS` bits times a power of two.
+  """Bounds of non-negative integers, with `_ROUNDED_BITS` bits times a power of two.
 
   Attributes:
-    low: at most the integer, in units.
-    high: at least the integer, in units.
-    unit: the power of two; 1 where nothing had to be rounded.
+    low: lower bounds, in units.
+    high: upper bounds, in units.
+    unit: the power of two; 1 if nothing is rounded.
   """
 
   low: list[int]
@@ -292,14 +292,14 @@ class Rounded(NamedTuple):
 
 
 def rounded(numbers: Sequence[int], most_digits: int = MAX_EXACT_DIGITS) -> Rounded:
-  """Returns the integers as they are where `convolve` is quick with them, else rounded both ways.
+  """Returns the integers unchanged if `convolve` is fast for them, else rounded down and up.
 
-  A bound from the rounded ones is certified, and within one rounding of a float of the exact value:
-  an entry moves by less than 2^-96 of the largest, a sum of n products by 4n 2^-96 of itself.
+  A bound from the rounded numbers is certified, and within one float rounding of the exact value:
+  an entry changes by less than 2^-96 of the largest, a sum of n products by 4n 2^-96 of itself.
 
   Args:
     numbers: non-negative integers.
-    most_digits: of a convolution of the numbers with themselves, that is still quick.
+    most_digits: largest number of digits of a self-convolution that counts as fast.
   """
   bits = max(numbers).bit_length()
   digits = 2 * len(numbers) * (2 * bits + len(numbers).bit_length()) * math.log10(2)
@@ -311,25 +311,25 @@ def rounded(numbers: Sequence[int], most_digits: int = MAX_EXACT_DIGITS) -> Roun
 
 
 def at_least(exact: Fraction) -> float:
-  """Returns the least float that is not below the fraction."""
+  """Returns the smallest float that is not below the fraction."""
   value = float(exact)
   return value if Fraction(value) >= exact else math.nextafter(value, math.inf)
 
 
 def at_most(exact: Fraction) -> float:
-  """Returns the greatest float that is not above the fraction."""
+  """Returns the largest float that is not above the fraction."""
   return -at_least(-exact)
 
 
 def certificate(exact: Fraction, rounded: float) -> str:
-  """Returns the fraction as text, or the rounded float, in hexadecimal, where that is too long."""
+  """Returns the fraction as text or, if it is too long, the rounded float in hexadecimal."""
   if exact.denominator.bit_length() > _MAX_FRACTION_BITS:
     return rounded.hex()
   return f"{exact.numerator}/{exact.denominator}"
 
 
 def program_rules(num_steps: int) -> str:
-  """Returns what a program that changes step heights must obey, as text."""
+  """Returns the rules for programs that change step heights, as text."""
   return (
     f"The artefact is a list of {num_steps} real numbers, the step heights from left to right. It"
     " is judged in exact arithmetic from the list alone, without tolerance; a number that is not"
@@ -342,5 +342,5 @@ def program_rules(num_steps: int) -> str:
 
 
 def heights_text(artefact: Artefact) -> str:
-  """Returns the heights with six digits, for a model to read."""
+  """Returns the heights with six digits, for a model's prompt."""
   return "[" + ", ".join(f"{height:.6g}" for height in artefact) + "]"

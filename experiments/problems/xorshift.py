@@ -1,4 +1,4 @@
-"""Random bits within compiled functions: Vigna's xorshift64*, whose state is u64[1] and never 0.
+"""Random bits in compiled functions: Vigna's xorshift64* with state u64[1], never 0.
 
 Source: Vigna 2016, https://arxiv.org/abs/1402.6246.
 """
@@ -12,7 +12,7 @@ from seerjax import compiled
 
 @compiled.function
 def bits(state: np.ndarray) -> int:
-  """Returns the next 64 bits, u64, the upper ones the best, and moves the state on."""
+  """Advances the state; returns the next 64 bits, u64, of which the upper ones are the best."""
   x = state[0]
   x ^= x >> np.uint64(12)
   x ^= x << np.uint64(25)
