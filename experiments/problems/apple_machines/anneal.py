@@ -1,4 +1,4 @@
-"""The annealer of plans, and the tool that ends a sentence."""
+"""The annealer of plans, and the polish at the end of a sentence."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from seerjax import compiled
 
 _MASK = 2**64 - 1
 
-# Of a search: how much worse, in bits of apples, a step may make the plan now and then.
+# Temperatures of a search, in bits of apples.
 TEMPERATURES = (
   0.0, 0.0, 0.002, 0.004, 0.008, 0.015, 0.03, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.7, 1.0,
 )  # fmt: skip
 
 
 class Polish(NamedTuple):
-  """The tool that ends a sentence: searches around the plan, each for some steps at a temperature.
+  """The polish at the end of a sentence: searches around the plan, each at a temperature.
 
-  The first takes the best plan that it meets. Each of the others begins with up to four random
-  edits, as the annealer's, at a random temperature, and counts only if it ends no worse.
+  The first search keeps the best plan that it finds. Each further one starts with up to four random
+  edits of the annealer, at a random temperature, and is kept only if it ends no worse.
 
   Attributes:
-    steps: simulations of each.
-    rounds: how many there are after the first.
+    steps: simulations per search.
+    rounds: searches after the first.
   """
 
   steps: int
@@ -61,7 +61,7 @@ def polished(
   state: np.ndarray,
   max_runs: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-  """Returns machines, ends and number of runs of a plan after a polish; the given is used up."""
+  """Polishes a plan, overwriting it; returns its machines, ends and number of runs."""
   _, found, _, machines, ends = anneal(
     tables.apples, tables.costs, machines, ends, num_runs, polish.steps, temperature, temperature,
     state, max_runs,
@@ -74,7 +74,7 @@ def polished(
 
 
 def seeded(*numbers: int) -> np.ndarray:
-  """Returns the state of a kernel's generator, u64[1], by Steele's SplitMix64 of the numbers."""
+  """Returns the state of a kernel's generator, u64[1], from the numbers by Steele's SplitMix64."""
   state = 0
   for number in numbers:
     state = ((state ^ number) + 0x9E3779B97F4A7C15) & _MASK
@@ -86,7 +86,7 @@ def seeded(*numbers: int) -> np.ndarray:
 
 @compiled.function
 def below(state: np.ndarray, bound: int) -> int:
-  """Returns an integer in [0, bound), bound far below 2**32."""
+  """Returns an integer in [0, bound), for a bound far below 2**32."""
   high = xorshift.bits(state) >> np.uint64(33)
   return int(np.int64((high * np.uint64(bound)) >> np.uint64(31)))
 
@@ -99,7 +99,7 @@ def _uniform(state: np.ndarray) -> float:
 
 @compiled.function
 def _propose(machines: np.ndarray, ends: np.ndarray, num_runs: int, state: np.ndarray) -> int:
-  """Changes a plan in place by one random edit, as the annealer draws them; returns its runs."""
+  """Applies one random edit of the annealer to a plan in place; returns its number of runs."""
   draw = below(state, 32)
   run, shape, machine = below(state, max(num_runs, 1)), below(state, 16), below(state, MACHINES)
   amount = int(math.exp(3.0 * _uniform(state)))
@@ -108,7 +108,7 @@ def _propose(machines: np.ndarray, ends: np.ndarray, num_runs: int, state: np.nd
   if num_runs == 0 or draw < 6:
     verb = INSERT if draw == 0 else PAINT
     run, amount = below(state, num_runs + 1), 1 + int(math.exp(4.0 * _uniform(state)))
-    # Half of them within the kinds that are there, half of them at the beginning of a run.
+    # Half of them use a kind of the plan, half start at the beginning of a run.
     if num_runs > 0 and below(state, 2) == 0:
       machine = machine // KINDS * KINDS + machines[max(run - 1, 0)] % KINDS
     if below(state, 2) == 0:
@@ -141,11 +141,11 @@ def anneal(
   state: np.ndarray,
   max_runs: int,
 ) -> tuple[int, int, float, np.ndarray, np.ndarray]:
-  """Anneals a plan in place, from temperature `hot` to `cold` bits; 0 climbs.
+  """Anneals a plan in place, from temperature `hot` to `cold` in bits; 0 is hill climbing.
 
   Returns:
-    The plan's number of runs; and of the best plan met, the start included, its number of runs, its
-    log2(apples), machines and ends.
+    The plan's number of runs; and number of runs, log2(apples), machines and ends of the best plan
+    found, the start included.
   """
   nothing = np.zeros(0, np.int64)
   bits = plans.play(apples_of, costs, machines, ends, num_runs, nothing)
@@ -156,14 +156,14 @@ def anneal(
   for step in range(steps):
     new_machines[:num_runs], new_ends[:num_runs] = machines[:num_runs], ends[:num_runs]
     new_runs = _propose(new_machines, new_ends, num_runs, state)
-    # Now and then several at once, to cross what no single one does.
+    # Sometimes several edits at once, to cross barriers that no single edit crosses.
     while new_runs <= max_runs and below(state, 4) == 0:
       new_runs = _propose(new_machines, new_ends, new_runs, state)
     if new_runs > max_runs and new_runs > num_runs:
       continue
     new_bits = plans.play(apples_of, costs, new_machines, new_ends, new_runs, nothing)
     temperature = hot * math.exp(ratio * step / steps)
-    # -log(u) is how many temperatures a step may fall.
+    # A step may lose -log(u) temperatures.
     if new_bits >= bits or (
       temperature > 0.0 and bits - new_bits < -math.log(_uniform(state)) * temperature
     ):
@@ -186,7 +186,7 @@ def iterate(
   steps: int,
   state: np.ndarray,
 ) -> tuple[int, float]:
-  """Improves a plan in place: edits at random, a short annealing, keep what is not worse.
+  """Improves a plan in place: random edits, a short annealing, kept if not worse.
 
   Returns:
     The plan's number of runs, and its log2(apples).
@@ -218,7 +218,7 @@ def iterate(
 
 @compiled.function
 def random_plan(machines: np.ndarray, ends: np.ndarray, state: np.ndarray) -> int:
-  """Writes a plan of up to eight runs of random machines and lengths; returns how many."""
+  """Writes a plan of up to eight runs of random machines and lengths; returns their number."""
   num_runs = 1 + below(state, 8)
   end = 0
   for run in range(num_runs):

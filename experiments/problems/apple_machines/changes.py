@@ -1,6 +1,6 @@
-"""What one edit does to a plan, where it lies: a verb, a run, a shape, a machine and an amount.
+"""Applies one edit to a plan in place: a verb, a run, a shape, a machine and an amount.
 
-`edits.PlanEdits` says what each verb means.
+`edits.PlanEdits` documents the verbs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from seerjax import compiled
 # Verbs. Their ids are their tokens; STOP ends a sentence.
 STOP, PAINT, INSERT, DELETE, MOVE, SLIDE, CHANGE, SWAP, REKIND = range(9)
 VERBS = ("stop", "paint", "insert", "delete", "move", "slide", "change", "swap", "rekind")
-# What `shape` says where it is no place: below the first number one thing, below the second ...
+# Thresholds of `shape` where it selects a variant of a verb instead of a position.
 SHAPES, _FIRST_CUT, _SECOND_CUT = 16, 6, 11
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 32, 40, 64, 100)  # Turns.
 SHIFTS = (-30, -16, -10, -6, -4, -3, -2, -1, 1, 2, 3, 4, 6, 10, 16, 30)  # Turns.
@@ -23,7 +23,7 @@ EDIT_TOKENS, EDITS = 5, 4
 
 @compiled.function
 def clean(machines: np.ndarray, ends: np.ndarray, num_runs: int) -> int:
-  """Clips ends to the turns, drops runs without turns, joins neighbours alike; returns how many."""
+  """Clips ends, drops empty runs and joins equal neighbours; returns the number of runs."""
   kept, before = 0, 0
   for run in range(num_runs):
     end = min(ends[run], TURNS)
@@ -48,9 +48,9 @@ def _write(
   machine: int,
   is_later: bool,
 ) -> int:
-  """Writes a run at turn `start`, over what is there or (`is_later`) before it; returns how many.
+  """Writes a run at turn `start`, over the plan or, with `is_later`, delaying the rest of it.
 
-  The plan is at least `start` turns long.
+  The plan is at least `start` turns long. Returns the number of runs.
   """
   old_machines, old_ends = machines[:num_runs].copy(), ends[:num_runs].copy()
   made, before, stop = 0, 0, min(start + length, TURNS)
@@ -84,10 +84,10 @@ def edit(
   """Changes a plan in place by one edit; returns its number of runs.
 
   Args:
-    machines, ends: of the plan, with room for two more runs.
-    num_runs: of the plan.
-    verb, run, shape, machine: as the language says; any run from 0 on.
-    amount: turns, of either sign for move and slide.
+    machines, ends: the plan, with room for two more runs.
+    num_runs: number of runs of the plan.
+    verb, run, shape, machine: as in the language; any run from 0 on.
+    amount: turns; may be negative for move and slide.
   """
   if verb in (PAINT, INSERT):
     has_end = num_runs == 0 or ends[num_runs - 1] < TURNS
@@ -106,7 +106,7 @@ def edit(
     elif shape >= _SECOND_CUT:
       for later in range(run + 1, num_runs):
         ends[later] -= end - start
-    # Otherwise the next run begins earlier, by itself.
+    # Otherwise the next run starts earlier.
     for later in range(run, num_runs - 1):
       machines[later], ends[later] = machines[later + 1], ends[later + 1]
     return clean(machines, ends, num_runs - 1)
@@ -117,7 +117,7 @@ def edit(
   elif verb == SLIDE:
     for later in range(run, min(run + 1 + shape, num_runs)):
       ends[later] = min(max(ends[later] + amount, 0), TURNS)
-    # Those before and after give way.
+    # Runs before and after are clipped.
     for later in range(1, num_runs):
       if later <= run:
         ends[later - 1] = min(ends[later - 1], ends[run])

@@ -1,4 +1,4 @@
-"""The language: sentences of edits, and what a policy sees of a plan."""
+"""The language: sentences of edits, and the policy's view of a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from experiments.problems.apple_machines.rules import MACHINES, TURNS, Instance
 from seerjax import compiled
 from seerjax.discovery import environment
 
-# Ids: verbs, then one range for each field of an edit. Prompts use the same ids.
+# Ids: verbs, then one range per field of an edit. Prompts use the same ids.
 _BEGIN = len(VERBS)
 _RUN = 16
 _SHAPE = _RUN + MAX_RUNS
@@ -33,35 +33,34 @@ _MACHINE = _SHAPE + SHAPES
 _AMOUNT = _MACHINE + MACHINES
 VOCAB_SIZE = _AMOUNT + len(LENGTHS)
 
-POLISHED_EDITS = 3  # Of a sentence that ends with a polish.
+POLISHED_EDITS = 3  # Edits of a sentence that ends with a polish.
 _TURNS_PER_ID = 16
-# From so many purchases on, a run is shown with the next token.
+# Numbers of purchases at which a run is shown with the next token.
 _BOUGHT = (1, 2, 3, 4, 5, 7, 10, 14, 19, 26, 35, 47, 63, 85, 115)
 
 
 class PlanEdits:
   """Sentences of up to four edits, each of five tokens: verb, run, shape, machine, amount.
 
-  With a polish, a sentence is an amount, which is the temperature of the first search, and up to
-  three edits, after which the plan is polished.
+  With a polish, a sentence is an amount (the temperature of the first search) and up to three
+  edits, after which the plan is polished.
 
-    paint    the machine, for `amount` turns, over what is there, from `shape` 16ths into the run
-    insert   the same, but what comes after happens later
-    delete   the run; by shape, the one before or after gets its turns, or the rest comes earlier
+    paint    overwrites `amount` turns with the machine, from `shape` 16ths into the run
+    insert   the same, delaying what comes after
+    delete   the run; by shape, its turns go to the run before or after, or the rest moves earlier
     move     the run's end by -30 to 30 turns, as far as its neighbours allow
-    slide    the ends of the run and of up to 15 (`shape`) after it
+    slide    the ends of the run and of up to 15 (`shape`) runs after it
     change   the run's level, kind, or both (by shape) to those of the machine
     swap     the run and the next one
-    rekind   all runs of the run's kind, or only those from it on (by shape), get another kind
+    rekind   changes the kind of all runs of the run's kind, or only of those from it on (by shape)
 
-  A verb ignores the fields that it has no use for. Runs are counted from 0, and modulo their
-  number, so that every edit can be applied; `paint` and `insert` count the idle end as a run. What
-  a sentence may do is refused only where it changes nothing: otherwise the policy could keep what
-  it was given, and be paid for it.
+  A verb ignores fields that it does not need. Runs are counted from 0, modulo their number, so that
+  every edit is applicable; `paint` and `insert` count the idle end as a run. A sentence is rejected
+  only if it changes nothing: otherwise the policy would be rewarded for keeping the given plan.
   """
 
   def __init__(self, problem: Instance, polish: Polish | None = None):
-    """Makes the language of an input; `polish` ends every sentence, if there is one."""
+    """Creates the language of an input; with `polish`, every sentence ends with it."""
     self._tables = plans.tables_of(problem)
     self._polish = polish
     amount = (_AMOUNT, VOCAB_SIZE)
@@ -73,24 +72,24 @@ class PlanEdits:
 
   @property
   def vocab_size(self) -> int:
-    """120: 16 verbs and marks, 32 runs, 16 shapes, 40 machines, 16 amounts."""
+    """120: 16 verbs and markers, 32 runs, 16 shapes, 40 machines, 16 amounts."""
     return VOCAB_SIZE
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """Ranges of ids by place: 20 of them, 16 with a polish."""
+    """Allowed id ranges by position: 20 positions, 16 with a polish."""
     return self._allowed
 
   @property
   def stop_token(self) -> int | None:
-    """0, allowed in the place of a verb."""
+    """0, allowed instead of a verb."""
     return STOP
 
   def prompt(self, artefact: environment.Artefact) -> tuple[int, ...]:
-    """Returns three tokens a run (machine, end, how many were bought) and a mark; at most 97 ids.
+    """Returns three tokens per run (machine, end, purchases) and a marker; at most 97 ids.
 
-    A token of a run's end stands for 16 turns, with the ids of runs; one of purchases for a
-    doubling or less, with the ids of amounts. Runs after the 32nd are not shown.
+    Ends are in units of 16 turns, with the ids of runs; purchases in classes that at most double,
+    with the ids of amounts. Runs after the 32nd are not shown.
     """
     runs = plans.plan(artefact)
     machines, ends = plans.arrays(runs)
@@ -106,13 +105,13 @@ class PlanEdits:
   def apply(
     self, artefact: environment.Artefact, tokens: Sequence[int], seed: int
   ) -> environment.Artefact:
-    """Returns the plan after a sentence's edits, one after the other.
+    """Returns the plan after a sentence's edits, in order.
 
-    Should it have more than 32 runs (and more than before), the shortest ones are given to the run
+    If it has more than 32 runs (and more than before), the shortest runs are merged into the run
     before them.
 
     Raises:
-      ValueError: if the sentence is none of the language's, or the plan is as it was.
+      ValueError: if the sentence is not valid, or does not change the plan.
     """
     runs = plans.plan(artefact)
     num_edits = self._num_edits(tokens)
@@ -134,10 +133,10 @@ class PlanEdits:
     return made
 
   def _num_edits(self, tokens: Sequence[int]) -> int:
-    """Returns how many edits a sentence has.
+    """Returns the number of edits of a sentence.
 
     Raises:
-      ValueError: if an id stands where it is not allowed, or the sentence ends within an edit.
+      ValueError: if an id is not allowed at its position, or the sentence ends within an edit.
     """
     for place, token in enumerate(tokens):
       if place == len(self._allowed):
@@ -168,7 +167,7 @@ class PlanEdits:
 def _apply(
   machines: np.ndarray, ends: np.ndarray, num_runs: int, sentence: np.ndarray, num_edits: int
 ) -> int:
-  """Changes a plan in place by the edits of a sentence, i64[num_edits * 5]; returns its runs."""
+  """Applies the edits of a sentence, i64[num_edits * 5], to a plan in place; returns its runs."""
   room = max(num_runs, MAX_RUNS)
   for number in range(num_edits):
     verb, run, shape, machine, amount = sentence[number * EDIT_TOKENS : (number + 1) * EDIT_TOKENS]

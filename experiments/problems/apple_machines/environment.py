@@ -1,4 +1,4 @@
-"""The problem as discovery sees it: verdicts, texts, pictures and its classical rivals."""
+"""The discovery environment: verification, prompts, pictures and classical baselines."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from experiments.problems.apple_machines.plans import MAX_RUNS
 from experiments.problems.apple_machines.rules import FIRST_APPLES, KINDS, LEVELS, TURNS, Instance
 from seerjax.discovery import environment
 
-# Of the annealer, in bits of apples, and in simulations (about half a CPU second a slice).
+# Of the annealer: temperatures in bits of apples; simulations per slice (about half a CPU second).
 _HOT, _COLD = 1.0, 0.003
 _SLICE = 64_000
 _START_SLICES, _BURST = 16, 400
 
 
 class AppleMachines:
-  """One input of the problem; the plain start buys one machine, (0, 0), all along.
+  """One input of the problem; the plain start only buys the machine (0, 0).
 
   Attributes:
     name: "apple_machines_0007" for input 7.
     is_maximised: true.
-    published: means over the contest's 150 inputs, in points per input; ours are other inputs.
-    language: of edits.
+    published: means over the contest's 150 inputs, in points per input; our inputs are different.
+    language: the language of edits.
     problem: the input.
   """
 
@@ -48,13 +48,13 @@ class AppleMachines:
     """Draws the input.
 
     Args:
-      instance: which input, 0 to 9999.
-      with_polish: every sentence ends with a polish; see `PlanEdits`.
-      polish_steps: simulations of a search, about 7 microseconds each.
+      instance: index of the input, 0 to 9999.
+      with_polish: whether every sentence ends with a polish; see `PlanEdits`.
+      polish_steps: simulations per search, about 7 microseconds each.
       polish_rounds: searches after the first one.
 
     Raises:
-      ValueError: if the number of the input, the steps or the rounds are impossible.
+      ValueError: if an argument is out of range.
     """
     if not 0 <= instance < 10_000:
       raise ValueError(
@@ -77,14 +77,14 @@ class AppleMachines:
     self.language = PlanEdits(self.problem, self._polish if with_polish else None)
 
   def start(self, seed: int) -> environment.Artefact:
-    """Returns the plain plan, whatever the seed: the first machine, whenever it can be paid for.
+    """Returns the plain plan for any seed: the first machine, whenever it is affordable.
 
-    From the empty plan, half of all sentences drawn at random would change nothing.
+    With the empty plan, half of all random sentences would change nothing.
     """
     return [[0, 0, TURNS]]
 
   def verify(self, artefact: environment.Artefact) -> environment.Score:
-    """Plays a plan in integers; the value is the contest's points, the reward 1 + log2(apples)."""
+    """Plays a plan in integers. Value: the contest's points; reward: 1 + log2(apples)."""
     runs = rules.parse(artefact)
     if isinstance(runs, str):
       return environment.invalid(runs)
@@ -126,8 +126,8 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
 """
 
   def picture(self, artefact: environment.Artefact) -> Any:
-    """Returns a Figure: what is wanted and bought, by level over turns, above the apples."""
-    from matplotlib import figure  # Slow to import, and needed here alone.
+    """Returns a Figure of the plan and its purchases, by level over turns, above the apples."""
+    from matplotlib import figure  # Slow to import, and only needed here.
 
     runs = rules.parse(artefact)
     if isinstance(runs, str):
@@ -153,7 +153,7 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
     plan.set_yticks(range(LEVELS), [f"level {level}" for level in range(LEVELS)])
     plan.set_ylim(-0.6, LEVELS - 0.4)
     plan.set_title(f"{self.name}: {rules.points(turns[-1].apples):,} points (lines are purchases)")
-    # Between a purchase and the work of its turn there may be none: a turn ends with one at least.
+    # Plots apples at the ends of turns, which are at least 1; after a purchase there may be none.
     amount.semilogy(range(1, TURNS + 1), [float(turn.apples) for turn in turns], color="black")
     amount.set_xlim(0, TURNS)
     amount.set_xlabel("turn")
@@ -164,9 +164,9 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
     """Yields the best plan so far, after each slice of about half a CPU second.
 
     Each start anneals the empty plan for two slices, from 1 to 0.003 bits. Then come slices of
-    iterated annealing: a few edits at random, a short annealing, and what is not worse is kept.
-    Starts are as long as Luby's sequence says (1 1 2 1 1 2 4 ..., 16 slices the unit), which loses
-    a logarithm at most to the best length, so that none has to be known beforehand.
+    iterated annealing: a few random edits and a short annealing, kept if not worse. The lengths of
+    starts follow Luby's sequence (1 1 2 1 1 2 4 ..., in units of 16 slices), which costs at most a
+    logarithmic factor over the best length, so that no length has to be chosen.
     """
     tables = self._tables
     best, best_bits = [], -1.0
@@ -191,7 +191,7 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
         yield best
 
   def polished_starts(self, seed: int) -> Iterator[environment.Artefact]:
-    """Yields random plans of up to eight runs, each after a polish at a temperature of its own."""
+    """Yields random plans of up to eight runs, each polished at a random temperature."""
     for number in itertools.count():
       state = anneal.seeded(seed, 2, number)
       machines, ends = plans.arrays(())
@@ -205,6 +205,6 @@ Define improve(artefact, seconds, seed), which returns a better plan of the same
 
 
 def _luby(number: int) -> int:
-  """Returns number 1, 2, 3, ... of Luby's sequence 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ..."""
+  """Returns a term of Luby's sequence 1 1 2 1 1 2 4 1 1 2 1 1 2 4 8 ..., counted from 1."""
   bits = number.bit_length()
   return 1 << bits - 1 if number == (1 << bits) - 1 else _luby(number - (1 << bits - 1) + 1)

@@ -1,4 +1,4 @@
-"""Plans as arrays, played by compiled functions: quickly to search by, exactly for the verdict.
+"""Plans as arrays, played by compiled functions: fast for search, exactly for the verdict.
 
 A plan is `machines` (level * 10 + kind) and `ends` (turns), both i64, and its number of runs.
 """
@@ -17,16 +17,16 @@ from experiments.problems.apple_machines.rules import KINDS, LEVELS, TURNS, Inst
 from seerjax import compiled
 from seerjax.discovery import environment
 
-# Runs that the language can point at, and that its sentences and the annealer keep a plan within.
+# Maximum runs of a plan: those that the language can address. Sentences and annealer keep to it.
 MAX_RUNS = 32
 
-# Beyond this the kernel of integers gives up, far enough from 2**63 for a sum and its rounding.
+# Limit of the integer kernel, far enough from 2**63 for a sum and its rounding.
 _SAFE = 2.0**61
 _TOO_MANY = -1
 
 
 def final_apples(problem: Instance, runs: Sequence[Run]) -> int:
-  """Returns the apples at the end, exactly, in microseconds where int64 will do."""
+  """Returns the exact number of apples at the end; takes microseconds where int64 suffices."""
   tables = tables_of(problem)
   machines, ends = arrays(runs)
   apples = _exact(tables.whole_apples, tables.whole_costs, machines, ends, len(runs))
@@ -34,7 +34,7 @@ def final_apples(problem: Instance, runs: Sequence[Run]) -> int:
 
 
 class Tables(NamedTuple):
-  """An input as arrays: f64 for the search, i64 for the verdict. Costs are f64[level, kind]."""
+  """An input as arrays: f64 for search, i64 for verdicts. Costs are [level, kind]."""
 
   apples: np.ndarray
   costs: np.ndarray
@@ -44,13 +44,13 @@ class Tables(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def tables_of(problem: Instance) -> Tables:
-  """Returns an input's arrays, which are not written to."""
+  """Returns an input's arrays; they must not be modified."""
   apples, costs = np.array(problem.apples, np.int64), np.array(problem.costs, np.int64)
   return Tables(apples.astype(np.float64), costs.astype(np.float64), apples, costs)
 
 
 def plan(artefact: environment.Artefact) -> tuple[Run, ...]:
-  """Returns a plan's runs; raises ValueError if it is none."""
+  """Returns the runs of a plan; raises ValueError if the artefact is not a plan."""
   runs = rules.parse(artefact)
   if isinstance(runs, str):
     raise ValueError(f"apple_machines: got no plan ({runs}); verify it first.")
@@ -58,7 +58,7 @@ def plan(artefact: environment.Artefact) -> tuple[Run, ...]:
 
 
 def arrays(runs: Sequence[Run]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns machines (level * 10 + kind) and ends, i64, with room for whatever edits add."""
+  """Returns machines (level * 10 + kind) and ends, i64, with room for edits."""
   machines, ends = np.zeros(TURNS + 4, np.int64), np.zeros(TURNS + 4, np.int64)
   if runs:
     table = np.array(runs, np.int64)
@@ -83,10 +83,10 @@ def play(
   num_runs: int,
   bought: np.ndarray,
 ) -> float:
-  """Returns log2(apples) of a plan, in float64; with room in `bought`, purchases by run are added.
+  """Returns log2(apples) of a plan in float64; counts purchases by run in `bought` if it has room.
 
-  Only kinds that own a machine are worked. Beyond 2**53 apples are rounded: good enough to search
-  by, and `_exact` says what a plan is worth.
+  Only kinds with a bought machine are simulated. Apples beyond 2**53 are rounded, which suffices
+  for search; `_exact` computes the value.
   """
   powers, counts = np.zeros((KINDS, LEVELS)), np.ones((KINDS, LEVELS))
   active, is_active, num_active = np.zeros(KINDS, np.int64), np.zeros(KINDS, np.int64), 0
@@ -119,11 +119,11 @@ def play(
 def _exact(
   apples_of: np.ndarray, costs: np.ndarray, machines: np.ndarray, ends: np.ndarray, num_runs: int
 ) -> int:
-  """Returns the apples of a plan in int64, exactly, or _TOO_MANY if a number might outgrow it.
+  """Returns the exact apples of a plan in int64, or _TOO_MANY if a number might overflow.
 
-  Every product is first taken in float64, and then in integers only if that is below 2**61: the
-  float is right to 2**-51 of it (three roundings at most), so the product is below 2**62. Every sum
-  is of two such numbers, below 2**63, and is checked to be below 2**61 before it is used again.
+  Every product is first computed in float64, and in integers only if that is below 2**61: the float
+  has a relative error below 2**-51 (at most three roundings), so the product is below 2**62. Every
+  sum is of two such numbers, below 2**63, and is checked to be below 2**61 before it is used again.
   Prices are below 2**50.
   """
   powers, counts = (

@@ -1,4 +1,4 @@
-"""The game: inputs, what a plan is, how its turns go in integers of any size, and its points."""
+"""The game: inputs, plans, an exact simulator with integers of any size, and points."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Instance(NamedTuple):
   """One input of the problem.
 
   Attributes:
-    apples: A, by kind.
-    costs: C, by level and kind.
+    apples: A by kind.
+    costs: C by level and kind.
   """
 
   apples: tuple[int, ...]
@@ -40,7 +40,7 @@ class Instance(NamedTuple):
 
 
 def instance(index: int) -> Instance:
-  """Returns input `index`, drawn as the contest draws its own.
+  """Returns input `index`, drawn as in the contest.
 
   A is 1 and nine draws of round(10^U(0,2)), sorted; C = round(A 500^level 10^U(0,2)), the first 1.
   """
@@ -57,12 +57,12 @@ def instance(index: int) -> Instance:
 
 
 class Turn(NamedTuple):
-  """What one turn did.
+  """Result of one turn.
 
   Attributes:
-    run: whose turn it was; -1 after the last one.
-    is_bought: whether its machine was bought.
-    apples: at the end of the turn.
+    run: index of the run of this turn; -1 after the last run.
+    is_bought: whether the run's machine was bought.
+    apples: apples at the end of the turn.
   """
 
   run: int
@@ -71,7 +71,7 @@ class Turn(NamedTuple):
 
 
 def trace(problem: Instance, runs: Sequence[Run], turns: int = TURNS) -> list[Turn]:
-  """Returns a plan's turns, in integers of any size: the reference of what follows."""
+  """Returns a plan's turns, in integers of any size; the reference of the fast simulators."""
   counts = [[1] * KINDS for _ in range(LEVELS)]
   powers = [[0] * KINDS for _ in range(LEVELS)]
   apples, run, done = FIRST_APPLES, 0, []
@@ -97,8 +97,8 @@ def trace(problem: Instance, runs: Sequence[Run], turns: int = TURNS) -> list[Tu
 def points(apples: int) -> int:
   """Returns round(1e5 * log2(apples)), exactly.
 
-  Where the float stands too near to a half to know the side, 60 decimals decide; a half itself
-  cannot be, as no power of 2 with an odd exponent over 2e5 is an integer, and 1 has 0 points.
+  If the float is too close to a half, 60 decimals decide. An exact half cannot occur: no power of 2
+  with an odd exponent over 2e5 is an integer, and 1 has 0 points.
   """
   near = 1e5 * math.log2(apples)
   if abs(near - math.floor(near) - 0.5) > 1e-6:
@@ -110,7 +110,7 @@ def points(apples: int) -> int:
 
 
 def parse(artefact: Any) -> tuple[Run, ...] | str:
-  """Returns a plan's runs, or the reason why it is no plan."""
+  """Returns the runs of a plan, or the reason why the artefact is not a plan."""
   if not isinstance(artefact, list | tuple):
     return f"plan: got {type(artefact).__name__}, expected a list of runs [level, kind, end]"
   if len(artefact) > TURNS:
@@ -122,7 +122,7 @@ def parse(artefact: Any) -> tuple[Run, ...] | str:
     if len(run) != 3:
       return f"plan[{place}]: got {len(run)} entries, expected [level, kind, end]"
     level, kind, end = run
-    # A bool is an int to Python.
+    # Excludes bool, which is a subclass of int.
     if not (type(level) is int and type(kind) is int and type(end) is int):
       types = ", ".join(type(entry).__name__ for entry in run)
       return f"plan[{place}]: got [{types}], expected three integers [level, kind, end]"

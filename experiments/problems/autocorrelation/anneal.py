@@ -1,4 +1,4 @@
-"""A compiled run of Adam, annealed, over the heights of a function."""
+"""A compiled, annealed run of Adam over the heights of a function."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from seerjax import compiled
 
 @compiled.function
 def best_heights(start, is_second, num_steps, learning_rate, first_temperature, last_temperature):
-  """Returns the best heights f64[n] met on the way, the start's f64[n] among them.
+  """Returns the best heights found, f64[n], the start included.
 
-  Adam on x with a = x^2, over log C with its maximum replaced by a log-sum-exp whose temperature
-  falls geometrically. Sums are written so that they vectorise without being reordered.
+  Runs Adam on x with a = x^2, over log C with the maximum replaced by a log-sum-exp of
+  geometrically decreasing temperature. Sums are written so that they vectorise without reordering.
   """
   n = start.size
   num_nodes = 2 * n - 1

@@ -13,45 +13,45 @@ from experiments.problems.autocorrelation.rules import first_constant, second_co
 from experiments.problems.step_functions import LAST, NUM_AMOUNTS, POLISH, SIZES
 from seerjax.discovery.environment import Artefact
 
-# What a verb of annealing reads from its place: a learning rate, and how many steps of the function
-# go together; and from its amount. All are of use: sentences are drawn evenly until a policy knows
-# better. In blocks of three a ninth of the work finds a basin as well.
+# An annealing verb reads a learning rate and a block size (steps of the function that share a
+# height) from its place, and a temperature from its amount. All values are useful, because an
+# untrained policy draws sentences uniformly. Blocks of three find a basin with a ninth of the work.
 LEARNING_RATES = (0.2, 0.1, 0.04, 0.02)
 BLOCKS = (1, 2, 3, 6)
 ANNEALING_STEPS = 6000
 START_TEMPERATURES = tuple(float(t) for t in np.geomspace(1e-3, 0.03, NUM_AMOUNTS))
 _END_TEMPERATURE = 5e-5
-# What one sentence may spend: products of annealing (0.7 CPU seconds), and linear programs with
-# their pivots (0.1 to 0.25 seconds each at n = 300, where one near a good function takes 600 to
-# 1300; from a poor one it may take many more, and gains nothing that annealing does not).
+# Limits of a sentence: products of annealing (0.7 CPU seconds), and linear programs with their
+# pivots (0.1 to 0.25 seconds each at n = 300, where one near a good function takes 600 to 1300;
+# from a poor one it may take many more, and gains no more than annealing).
 MAX_PRODUCTS = 10_000 * 300**2
 _MAX_PROGRAMS = 3
 _MAX_PIVOTS = 1500
-POLISH_PROGRAMS = 2  # Of one edit.
+POLISH_PROGRAMS = 2  # Linear programs of one edit.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AutocorrelationEdits(step_functions.StepEdits):
   """The edits of both problems.
 
-    noise, remelt, set, shift, smooth, stretch, mirror   a region (`step_functions.reshape`)
-    polish   linear programs over a region's heights, `SIZES[amount]` the trust region's radius
+    noise, remelt, set, shift, smooth, stretch, mirror   change a region (`step_functions.reshape`)
+    polish   linear programs over a region's heights, with trust radius `SIZES[amount]`
     anneal   Adam, cooled from `START_TEMPERATURES[amount]`; rate and blocks from the place
 
-  Heights are scaled to mean 1 after each. What a sentence may spend on the last two is limited;
-  beyond it they do nothing.
+  Heights are scaled to mean 1 after each edit. The work of a sentence's last two verbs is limited;
+  beyond the limit they do nothing.
 
   Attributes:
-    num_steps: of the function.
-    is_second: of the second inequality; else of the first.
-    target: the value that the view measures the distance to.
+    num_steps: steps of the function.
+    is_second: whether it is the second inequality rather than the first.
+    target: the value to which the view measures the distance.
   """
 
   is_second: bool
   target: float
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
-    """Returns the value's bucket, where f*f is largest, and the heights, coarsely."""
+    """Returns tokens for the value, the position of the maximum of f*f, and the coarse heights."""
     heights = np.array(artefact, np.float64)
     nodes = np.convolve(heights, heights)
     gap = abs(self.value(heights) - self.target)
@@ -62,7 +62,7 @@ class AutocorrelationEdits(step_functions.StepEdits):
     """Returns the artefact after the edits, in order.
 
     Raises:
-      ValueError: if the sentence cannot be parsed, or leaves nothing of the function.
+      ValueError: if the sentence cannot be parsed, or the result is zero everywhere.
     """
     edits = step_functions.parse(tokens)
     rng = np.random.default_rng([seed, 0x57E9])
@@ -86,7 +86,7 @@ class AutocorrelationEdits(step_functions.StepEdits):
     return heights.tolist()
 
   def settle(self, heights: np.ndarray) -> np.ndarray:
-    """Returns the heights without negative ones, scaled to mean 1.
+    """Returns the heights with negative ones set to 0, scaled to mean 1.
 
     Raises:
       ValueError: if none is positive.
@@ -100,7 +100,7 @@ class AutocorrelationEdits(step_functions.StepEdits):
     return heights / mean
 
   def value(self, heights: np.ndarray) -> float:
-    """Returns C1 or C2 in float arithmetic, for tools that compare often."""
+    """Returns C1 or C2 in float arithmetic, for tools with many comparisons."""
     nodes = np.convolve(heights, heights)
     total, largest = float(nodes.sum()), float(nodes.max())
     if self.is_second:
@@ -109,13 +109,13 @@ class AutocorrelationEdits(step_functions.StepEdits):
     return 2 * heights.size * largest / total
 
   def better(self, new: np.ndarray, old: np.ndarray) -> np.ndarray:
-    """Returns the better of two, compared exactly: a tool never worsens."""
+    """Returns the better of two, compared exactly, so that a tool never worsens a function."""
     if self.is_second:
       return new if second_constant(new.tolist()) > second_constant(old.tolist()) else old
     return new if first_constant(new.tolist()) < first_constant(old.tolist()) else old
 
   def block(self, most: int) -> int:
-    """Returns the largest divisor of the number of steps up to `most` that leaves two blocks."""
+    """Returns the largest divisor of the number of steps up to `most` with at least two blocks."""
     n = self.num_steps
     return max(d for d in range(1, most + 1) if n % d == 0 and (d == 1 or n >= 2 * d))
 
@@ -127,15 +127,15 @@ class AutocorrelationEdits(step_functions.StepEdits):
     temperature: float,
     block: int = 1,
   ) -> np.ndarray:
-    """Returns the best heights of one annealed run of Adam, itself included.
+    """Returns the best heights of one annealed run of Adam, the start included.
 
     Args:
-      heights: f64[n], of mean 1.
-      num_steps: of Adam.
-      learning_rate: of the square roots of the heights; falls to 0 along a cosine.
-      temperature: of the log-sum-exp to start with, in parts of the maximum.
-      block: how many neighbours share a height, from `block`. What was finer is forgotten, even
-        where that is worse.
+      heights: f64[n], with mean 1.
+      num_steps: steps of Adam.
+      learning_rate: rate for the square roots of the heights; falls to 0 along a cosine.
+      temperature: initial temperature of the log-sum-exp, relative to the maximum.
+      block: number of neighbours that share a height, from `self.block`. Finer structure is lost,
+        even if the result is worse.
     """
     if num_steps < 1:
       return heights
@@ -148,17 +148,17 @@ class AutocorrelationEdits(step_functions.StepEdits):
   def polish(
     self, heights: np.ndarray, num_programs: int, radius: float, is_free: np.ndarray
   ) -> np.ndarray:
-    """Returns heights that a sequence of linear programs improved, or the same.
+    """Improves heights with a sequence of linear programs; never returns worse ones.
 
-    Above `step_functions.TOOL_STEPS` steps they are returned as they are.
+    Above `step_functions.TOOL_STEPS` steps it returns them unchanged.
 
-    Each program linearises around the heights: least t (less what the numerator of C2 gains) with
-    c_k + 2 sum_i a_(k-i) d_i <= t at the nodes near the maximum, sum d = 0, |d| <= radius.
+    Each program linearises around the heights and minimises t (minus the gain of C2's numerator)
+    with c_k + 2 sum_i a_(k-i) d_i <= t at the nodes near the maximum, sum d = 0, |d| <= radius.
 
     Args:
-      heights: f64[n], of mean 1.
-      num_programs: to solve.
-      radius: of the trust region, in mean heights; a failed program quarters it.
+      heights: f64[n], with mean 1.
+      num_programs: number of linear programs.
+      radius: radius of the trust region, in mean heights; a failed program divides it by four.
       is_free: bool[n], the heights that may change.
     """
     if self.num_steps > step_functions.TOOL_STEPS:

@@ -1,4 +1,4 @@
-"""The problems as discovery sees them: starts, verdicts, texts, pictures and classical rivals."""
+"""The discovery environments: starts, verification, prompts, pictures and classical baselines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from seerjax.discovery.environment import Artefact, Published, Score
 
 @dataclasses.dataclass(frozen=True)
 class _Autocorrelation:
-  """What both problems share."""
+  """Base class of both problems."""
 
   num_steps: int
 
@@ -40,13 +40,13 @@ class _Autocorrelation:
     raise NotImplementedError
 
   def start(self, seed: int) -> Artefact:
-    """Returns one random constant with a little noise: the paper starts from the constant."""
+    """Returns a random constant with a little noise; the paper starts from the constant."""
     rng = np.random.default_rng([seed, 0xAC])
     heights = rng.uniform(0.5, 1.5) * (1 + 0.4 * rng.uniform(-1, 1, self.num_steps))
     return heights.tolist()
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
-    """Yields starts, each annealed once and then polished as an edit does both."""
+    """Yields starts, each annealed once and then polished as edits do."""
     edits = self.language
     everywhere = np.ones(self.num_steps, bool)
     steps = max(min(ANNEALING_STEPS, MAX_PRODUCTS // self.num_steps**2), 1)
@@ -58,17 +58,17 @@ class _Autocorrelation:
       index += 1
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields annealed functions, large ones in blocks of two or three steps at first.
+    """Yields annealed functions; large ones are first annealed in blocks of two or three steps.
 
-    A round anneals 24 absolute values of smooth noise, where the steps of a block share a height
-    (uniform starts all fall into one poor basin), and then changes of the best of them until 40 in
-    a row have gained nothing. Then every step has its own height, until 8 changes have gained
-    nothing, and linear programs end the round.
+    A round anneals 24 absolute values of smooth noise, with one height per block (uniform starts
+    all end in one poor basin), then perturbations of the best of them until 40 in a row have gained
+    nothing. Then every step has its own height, until 8 perturbations have gained nothing; linear
+    programs end the round.
     """
     edits = self.language
     rng = np.random.default_rng([seed, 0xC1A551C])
     n = self.num_steps
-    block = edits.block(min(max(n // 100, 1), 3))  # A hundred heights are few enough as they are.
+    block = edits.block(min(max(n // 100, 1), 3))  # A hundred heights need no blocks.
     steps = {
       size: max(min(ANNEALING_STEPS, MAX_PRODUCTS * size**2 // n**2), 1) for size in (1, block)
     }
@@ -115,10 +115,10 @@ class _Autocorrelation:
       yield edits.polish(best, POLISH_PROGRAMS, 0.02, np.ones(n, bool)).tolist()
 
   def picture(self, artefact: Artefact) -> Any:
-    """Returns a Figure of the function, and of f*f with its maximum marked."""
+    """Returns a Figure of the function and of f*f, with the maximum marked."""
     heights = self.language.settle(np.array(artefact, np.float64))
     nodes = np.concatenate([[0.0], np.convolve(heights, heights), [0.0]])
-    nodes = nodes / (2 * self.num_steps)  # f*f of the function with mean height 1 on a width 1/2.
+    nodes = nodes / (2 * self.num_steps)  # f*f of the function with mean height 1 on width 1/2.
     name = "C2" if self.language.is_second else "C1"
     value = self.language.value(heights)
     return step_functions.picture(
@@ -133,7 +133,7 @@ class _Autocorrelation:
 
 @dataclasses.dataclass(frozen=True)
 class FirstAutocorrelation(_Autocorrelation):
-  """The first inequality: a function whose self-convolution has a small maximum.
+  """The first inequality: a function with a small maximum of its self-convolution.
 
   Attributes:
     num_steps: n; at 300, one annealing run takes a quarter of a CPU second.
@@ -168,7 +168,7 @@ class FirstAutocorrelation(_Autocorrelation):
     return Score(is_valid=True, value=value, reward=1 / value, certificate=proof)
 
   def describe(self, artefact: Artefact, score: Score) -> str:
-    """Returns the problem for a model that writes programs."""
+    """Returns the problem's description for a model that writes programs."""
     return (
       "First autocorrelation inequality. For f >= 0 on [-1/4, 1/4], constant on"
       f" n = {self.num_steps} equal steps of heights a[0..n-1], make\n"
@@ -184,7 +184,7 @@ class FirstAutocorrelation(_Autocorrelation):
 
 @dataclasses.dataclass(frozen=True)
 class SecondAutocorrelation(_Autocorrelation):
-  """The second inequality: a function whose self-convolution is as flat as it can be.
+  """The second inequality: a function with a self-convolution as flat as possible.
 
   Attributes:
     num_steps: n; the records of 2026 have tens of thousands.
@@ -219,7 +219,7 @@ class SecondAutocorrelation(_Autocorrelation):
     return Score(is_valid=True, value=value, reward=value, certificate=proof)
 
   def describe(self, artefact: Artefact, score: Score) -> str:
-    """Returns the problem for a model that writes programs."""
+    """Returns the problem's description for a model that writes programs."""
     return (
       "Second autocorrelation inequality. For f >= 0, constant on"
       f" n = {self.num_steps} equal steps of heights a[0..n-1], make\n"

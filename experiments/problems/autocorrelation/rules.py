@@ -1,4 +1,4 @@
-"""Both constants, exactly, and the best values that are published."""
+"""Exact computation of both constants, and the best published values."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from seerjax.discovery.environment import Published
 def first_constant(
   heights: Sequence[float], most_digits: int = step_functions.MAX_EXACT_DIGITS
 ) -> Fraction:
-  """Returns C1 exactly, or an upper bound where the convolution would be too long.
+  """Returns C1 exactly, or an upper bound if the convolution would be too long.
 
   Args:
     heights: non-negative, not all 0.
-    most_digits: of the convolution (`step_functions.rounded`).
+    most_digits: digit limit of the convolution (`step_functions.rounded`).
   """
   numbers = step_functions.dyadic(heights)
   parts = step_functions.rounded(numbers, most_digits)
@@ -28,11 +28,11 @@ def first_constant(
 def second_constant(
   heights: Sequence[float], most_digits: int = step_functions.MAX_EXACT_DIGITS
 ) -> Fraction:
-  """Returns C2 exactly, or a lower bound where the convolution would be too long.
+  """Returns C2 exactly, or a lower bound if the convolution would be too long.
 
   Args:
     heights: non-negative, not all 0.
-    most_digits: of the convolution (`step_functions.rounded`).
+    most_digits: digit limit of the convolution (`step_functions.rounded`).
   """
   numbers = step_functions.dyadic(heights)
   parts = step_functions.rounded(numbers, most_digits)
@@ -78,5 +78,5 @@ SECOND_PUBLISHED = (
   Published(0.8962, "AlphaEvolve, 50 steps", 2025, _ALPHAEVOLVE),
   Published(0.88922, "Matolcsi and Vinuesa (human)", 2010, _MATOLCSI),
 )
-# What a policy sees its distance to: not the best published, so that records change no run.
+# The values to which a policy sees its distance: fixed, so that new records do not change runs.
 FIRST_GOAL, SECOND_GOAL = 1.5028628, 0.961206

@@ -1,6 +1,6 @@
-"""Compiled functions of z f64[3n], all x, all y, all r, that settle circles.
+"""Compiled functions that settle circles, given as z f64[3n]: all x, all y, all r.
 
-They add in a fixed order, without BLAS, so that equal circles settle equally on every machine.
+They add in a fixed order, without BLAS, so results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -70,12 +70,13 @@ def _dot(a, b):
 
 @compiled.function
 def minimise(z, stiffness, num_steps, tolerance):
-  """Takes at most `num_steps` of L-BFGS, until no derivative is above `tolerance`; moves z.
+  """Runs up to `num_steps` of L-BFGS on z in place, until no derivative is above `tolerance`.
 
-  Memory of 8; steps are halved until Armijo's rule holds, and no coordinate moves by more than 0.1.
+  The memory is 8; steps are halved until Armijo's rule holds, and no coordinate moves by more than
+  0.1.
 
   Returns:
-    the penalised value that is reached.
+    the final penalised value.
   """
   memory = 8
   size = z.size
@@ -153,14 +154,14 @@ def minimise(z, stiffness, num_steps, tolerance):
 
 @compiled.function
 def newton(z, num_steps):
-  """Moves z so that whatever overlaps now just touches; returns whether that succeeded.
+  """Moves z so that overlapping circles just touch; returns whether that succeeded.
 
-  At a settled packing an overlap is a multiplier over the stiffness: what overlaps is what is tight
-  at the optimum, and if that is 3n constraints or more, it determines the optimum.
+  In a settled packing an overlap is a Lagrange multiplier divided by the stiffness: overlaps are
+  the constraints that are tight at the optimum, and 3n or more of them determine the optimum.
   """
   n = z.size // 3
   size = 3 * n
-  # Constraints as (i, j): a pair for j >= 0, else wall -1 - j of circle i.
+  # Constraints (i, j): a pair if j >= 0, else wall -1 - j of circle i.
   tight = np.empty((n * (n - 1) // 2 + 4 * n, 2), np.int64)
   count = 0
   for i in range(n):

@@ -1,4 +1,4 @@
-"""The language: short sentences that move, swap, turn or refill circles, and end with the tool."""
+"""The language: short sentences that move, swap, turn or refill circles and end with a polish."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from experiments.problems.circle_packing import geometry, optimise, rules
 from seerjax.discovery.environment import Artefact
 
-NUM_LEVELS = 32  # Cells of a side, radii, and whatever an edit's argument counts.
+NUM_LEVELS = 32  # Cells per side, levels of radii, and values of edit arguments.
 NUM_VALUES = 16  # Levels of the value in a prompt.
-NUM_KNOBS = 8  # Settings of each knob of the polish that ends a sentence.
-NUM_HOLES = 8  # How far down the list of holes an edit may go.
+NUM_KNOBS = 8  # Settings of each knob of the final polish.
+NUM_HOLES = 8  # Number of largest holes that an edit can choose from.
 X_IDS = 0  # Arguments and knobs as well: ids 0 to 31.
 Y_IDS = X_IDS + NUM_LEVELS
 RADIUS_IDS = Y_IDS + NUM_LEVELS
 VERB_IDS = RADIUS_IDS + NUM_LEVELS
 VALUE_IDS = VERB_IDS + 16
 VOCAB_SIZE = VALUE_IDS + NUM_VALUES
-# By id from VERB_IDS on; `CircleLanguage` says what each does.
+# By id from VERB_IDS on; documented in `CircleLanguage`.
 VERBS = (
   "keep",
   "move",
@@ -41,30 +41,30 @@ VERBS = (
 class CircleLanguage:
   """Sentences of `num_edits` edits [verb, a, b, c], then [stiffness, effort] of the polish.
 
-  Circles are numbered as the prompt lists them: by rows of the square from below, in a row from
-  the left. Arguments are levels 0 to 31; a circle's number is taken modulo n, a place is the middle
-  of a cell, s(c) = ((c + 1) / 32)² / 4 is a length.
+  Circles are numbered in the order of the prompt: by rows of the square from below, within a row
+  from the left. Arguments are levels 0 to 31; a circle's number is taken modulo n, a place is the
+  middle of a cell, s(c) = ((c + 1) / 32)² / 4 is a length.
 
     keep                 changes nothing
     move      i, x, y    circle i goes to cell (x, y)
     swap      i, j       circles i and j change places
-    refill    k, h, s    the k-th smallest circle goes into the h-th largest hole (h modulo 8), its
+    refill    k, h, s    the k-th smallest circle goes into the h-th largest hole (h modulo 8), with
                          radius (s + 1) / 16 of the hole's
     relocate  i, h, s    the same for circle i
     resize    i, s       the radius of circle i times (s + 1) / 16
     jitter    i, m, c    circle i and the m circles nearest to it move at random, up to s(c)
     shake     c          all circles move at random, up to s(c)
-    turn      i, m, t    circle i and the m nearest turn about circle i, from -90 to 90 degrees
-    flip      x, y, c    circles in a window about cell (x, y) are mirrored in its middle: its half
-                         side is (c // 2 + 1) / 32, left and right for even c, else up and down
+    turn      i, m, t    circle i and the m nearest rotate about circle i, by -90 to 90 degrees
+    flip      x, y, c    circles in a window around cell (x, y) are mirrored at its middle; the half
+                         side is (c // 2 + 1) / 32; even c mirrors left-right, odd c up-down
     slide     i, j, c    circle i goes c / 31 of the way to circle j
 
-  Circles may overlap after an edit; `optimise.settle` pushes them apart, the harder the stiffer it
-  begins: 10 * 2^stiffness. Its effort is 25 * (effort + 1) steps at each of its stiffnesses.
+  Circles may overlap after an edit; `optimise.settle` pushes them apart, starting with stiffness
+  10 * 2^stiffness, with up to 25 * (effort + 1) steps at each of its stiffnesses.
 
   Attributes:
     num_circles: n, in [1, 200].
-    num_edits: edits of a sentence.
+    num_edits: edits per sentence.
   """
 
   num_circles: int
@@ -88,7 +88,7 @@ class CircleLanguage:
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """By place in the sentence, ids from the first number up to, not including, the second."""
+    """By position in the sentence, the range of allowed ids (start, end)."""
     verb = (VERB_IDS, VERB_IDS + len(VERBS))
     argument = (X_IDS, X_IDS + NUM_LEVELS)
     knob = (X_IDS, X_IDS + NUM_KNOBS)
@@ -96,14 +96,14 @@ class CircleLanguage:
 
   @property
   def stop_token(self) -> int | None:
-    """None: all sentences have full length, and "keep" fills one that says less."""
+    """None: all sentences have full length; "keep" is the no-op."""
     return None
 
   def prompt(self, artefact: Artefact) -> tuple[int, ...]:
     """Returns a level of the value, then x, y and r of each circle as levels: 3n + 1 ids."""
     circles = self._listed(artefact)
     n = self.num_circles
-    # Σr <= sqrt(n/π) because areas add up to at most 1; good packings have 0.9 of it or more.
+    # Σr <= sqrt(n/π), because the areas sum to at most 1; good packings reach 0.9 of it or more.
     quality = math.fsum(circles[2]) / math.sqrt(n / math.pi)
     ids = [VALUE_IDS + min(max(int((quality - 0.86) / 0.004), 0), NUM_VALUES - 1)]
     for x, y, r in circles.T:
@@ -112,15 +112,15 @@ class CircleLanguage:
     return tuple(ids)
 
   def apply(self, artefact: Artefact, tokens: Sequence[int], seed: int) -> Artefact:
-    """Returns the packing that a sentence makes of one; the given one is left as it is.
+    """Returns the packing after a sentence; does not modify the given one.
 
     Args:
-      artefact: valid.
+      artefact: a valid packing.
       tokens: a sentence.
-      seed: of the noise of jitter and shake.
+      seed: seed of jitter and shake.
 
     Raises:
-      ValueError: if the sentence has the wrong length, or an id that may not stand in its place.
+      ValueError: if the sentence has the wrong length, or an id that is not allowed there.
     """
     if len(tokens) != len(self.allowed):
       raise ValueError(
@@ -176,7 +176,7 @@ def _edit(
       length = ((a + 1) / NUM_LEVELS) ** 2 / 4
       circles[:2] += length * (2 * rng.random((2, n)) - 1)
     case "turn":
-      # (1 - t², 2t) / (1 + t²) is a point of the unit circle: no sine, whose last bit varies.
+      # (1 - t², 2t) / (1 + t²) is on the unit circle; avoids sine, whose last bit is not portable.
       t = (2 * c + 1 - NUM_LEVELS) / (NUM_LEVELS - 1)
       cos, sin = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)
       near = geometry.nearest(circles, i, b + 1)

@@ -1,4 +1,4 @@
-"""The problem as discovery sees it: starts, verdicts, texts, pictures and its classical rivals."""
+"""The discovery environment: starts, verification, prompts, pictures and classical baselines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CirclePacking:
 
   Args:
     num_circles: n, in [1, 200].
-    num_edits: of a sentence of the language.
+    num_edits: edits per sentence of the language.
 
   Raises:
     ValueError: if either is out of range.
@@ -39,13 +39,13 @@ class CirclePacking:
     self.published = rules.PUBLISHED.get(num_circles, ())
 
   def start(self, seed: int) -> Artefact:
-    """Returns circles about random centres, alike at first, then each grown as far as it can."""
+    """Returns circles around random centres, first of equal radius, then each grown maximally."""
     rng = np.random.default_rng([seed, self.num_circles])
     while True:
       circles = np.zeros((3, self.num_circles))
       circles[:2] = rng.random((2, self.num_circles))
       room = geometry.room(circles)
-      # Two centres in one place, or one on a wall, leave no room: drawn again.
+      # Drawn again if two centres coincide or one is on a wall, which leaves no room.
       if room.min() > geometry.LEAST_RADIUS:
         break
     circles[2] = 0.5 * room.min()
@@ -55,7 +55,7 @@ class CirclePacking:
     return optimise.accepted(circles)
 
   def describe(self, artefact: Artefact, score: Score) -> str:
-    """Returns the problem, its rules and this artefact as text for a model that writes programs."""
+    """Returns the problem, its rules and this artefact, as text for program-writing models."""
     n = self.num_circles
     worth = f"sum of radii = {score.value!r}" if score.is_valid else f"invalid: {score.reason}"
     best = self.published[0] if self.published else None
@@ -82,9 +82,9 @@ class CirclePacking:
     )
 
   def verify(self, artefact: Artefact) -> Score:
-    """Judges anything whatever, exactly; never raises.
+    """Verifies any object, exactly; never raises.
 
-    The value is the sum of the radii, rounded down; the certificate holds the exact fraction.
+    The value is the sum of the radii, rounded down; the certificate has the exact fraction.
     """
     rows = rules.rows(artefact, self.num_circles)
     if isinstance(rows, str):
@@ -103,7 +103,7 @@ class CirclePacking:
 
   def picture(self, artefact: Artefact) -> Any:
     """Returns a matplotlib Figure: circles shaded by radius, with a line for each contact."""
-    from matplotlib import figure, patches  # Slow to import, and only a picture needs it.
+    from matplotlib import figure, patches  # Slow to import, and only needed here.
 
     circles = np.array(artefact, np.float64).T
     drawn = figure.Figure(figsize=(5, 5), layout="constrained")
@@ -123,10 +123,11 @@ class CirclePacking:
     return drawn
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields what monotone basin hopping finds: settle, change a little, settle, keep the better.
+    """Runs monotone basin hopping: settle, perturb, settle, keep the better; yields packings.
 
-    A run ends after 8n changes in vain; it starts at random, or, every other one, with the best of
-    the runs before. Each run, and each piece of a long one, yields its packing, polished.
+    A run ends after 8n perturbations without gain. It starts at random or, every other time, from
+    the best packing of earlier runs. Each run, and each part of a long one, yields its polished
+    packing.
 
     Source: Wales and Doye 1997 (basin hopping), https://arxiv.org/abs/cond-mat/9803344; Grosso et
     al. 2010 (for circles), https://doi.org/10.1007/s10898-009-9458-3.
@@ -145,24 +146,24 @@ class CirclePacking:
       while failed < 8 * n:
         changed = circles.copy()
         _hop(changed, rng)
-        # Soft, or the stiffest: optima 1e-5 apart may be one while overlaps are still large.
+        # Random stiffness, because optima 1e-5 apart may merge while overlaps are still large.
         found = optimise.settle(changed, optimise.FIRM * 5.0 ** float(rng.integers(-1, 3)), 200)
         failed += 1
-        if found > value - 1e-4:  # Near enough to be worth the exact sum; no other is compared.
+        if found > value - 1e-4:  # Close enough to compute the exact sum.
           vertex = optimise.touching(changed)
           if vertex is not None and math.fsum(vertex[2]) > value + 1e-10:
             circles, value, failed = vertex, math.fsum(vertex[2]), 0
         hops += 1
         if hops % hops_per_item == 0:
           yield optimise.accepted(circles) if value > 0 else optimise.finish(circles.copy())
-      # Settled once more, a vertex could end in a poorer one beside it.
+      # Not settled again, because a vertex could move to a worse neighbour.
       yield optimise.accepted(circles) if value > 0 else optimise.finish(circles.copy())
       if value > best_value:
         best, best_value = circles, value
       from_best = not from_best
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
-    """Yields fresh starts, each settled from soft on and polished: what the tool does alone."""
+    """Yields new starts, each settled (starting soft) and polished: the tool without a policy."""
     rng = np.random.default_rng([seed, self.num_circles, 2])
     while True:
       circles = np.array(self.start(int(rng.integers(2**31)))).T.copy()
@@ -171,7 +172,7 @@ class CirclePacking:
 
 
 def _hop(circles: np.ndarray, rng: np.random.Generator) -> None:
-  """Changes a packing at random: one circle, all a little, the radii of two, or a region."""
+  """Perturbs a packing at random: one circle, all slightly, the radii of two, or a region."""
   n = circles.shape[1]
   x, y, r = circles
   length = 0.1 * rng.random() ** 3 + 0.0005

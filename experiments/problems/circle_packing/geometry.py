@@ -1,4 +1,4 @@
-"""Distances, room and holes among circles f64[3, n]: all x, all y, all r."""
+"""Distances, free room and holes of circles f64[3, n]: all x, all y, all r."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from experiments.problems.circle_packing import rules
 from seerjax import compiled
 
-LEAST_RADIUS = 1e-6  # In a linear program; a circle of radius 0 would be none.
-HOLE_CELLS = 64  # Of a side; a hole has its centre in the middle of one.
+LEAST_RADIUS = 1e-6  # In a linear program, because radii must be positive.
+HOLE_CELLS = 64  # Cells per side; a hole's centre is the middle of a cell.
 
 
 def nearest(circles: np.ndarray, i: int, count: int) -> np.ndarray:
-  """Returns the numbers of circle i and the others nearest to it, `count` in all if there are."""
+  """Returns the indices of circle i and the circles nearest to it, at most `count` in all."""
   dx, dy = circles[:2] - circles[:2, i, None]
   return np.argsort(dx * dx + dy * dy, kind="stable")[:count]
 
 
 def into_hole(circles: np.ndarray, i: int, rank: int, share: float) -> None:
-  """Puts circle i into the hole of this rank, the largest being 0, with a share of its radius."""
+  """Puts circle i into the hole of rank `rank` (0 is the largest), with a share of its radius."""
   others = np.delete(circles, i, 1)
   ticks = (np.arange(HOLE_CELLS) + 0.5) / HOLE_CELLS
   places = np.stack([np.repeat(ticks, ticks.size), np.tile(ticks, ticks.size)])
@@ -29,7 +29,7 @@ def into_hole(circles: np.ndarray, i: int, rank: int, share: float) -> None:
   for _ in range(rank + 1):
     best = int(np.argmax(room))
     size = room[best]
-    # A hole is taken when it has been named: what is left of the others is outside of it.
+    # A hole counts as filled once it is ranked: further holes lie outside of it.
     dx, dy = places - places[:, best, None]
     room = np.minimum(room, np.where(dx * dx + dy * dy > 0, np.sqrt(dx * dx + dy * dy) - size, -1))
   circles[:2, i] = places[:, best]
@@ -37,7 +37,7 @@ def into_hole(circles: np.ndarray, i: int, rank: int, share: float) -> None:
 
 
 def room(circles: np.ndarray) -> np.ndarray:
-  """Returns f64[n]: how far a centre is from the walls, or half of that to the nearest other."""
+  """Returns f64[n]: the minimum of distance to the walls and half the distance to other centres."""
   first, second, distance = pairs(circles)
   room = np.minimum(circles[:2], 1.0 - circles[:2]).min(0)
   np.minimum.at(room, first, distance / 2)
@@ -46,18 +46,21 @@ def room(circles: np.ndarray) -> np.ndarray:
 
 
 def excess(circles: np.ndarray) -> float:
-  """Returns the largest overlap of circles f64[3, n] or crossing of a wall, about; NaN is worst."""
+  """Returns approximately the largest overlap or wall crossing of circles f64[3, n].
+
+  Returns infinity if a number is not finite or a radius is not positive.
+  """
   first, second, distance = pairs(circles)
   r = circles[2]
   crossed = np.maximum(r - circles[:2], r + circles[:2] - 1.0).max()
-  # 1e-15 below what is exact: the exact verifier decides.
+  # 1e-15 below the exact value; the exact verifier decides.
   overlap = (r[first] + r[second] - distance).max() if first.size else crossed
   worst = float(max(crossed, overlap)) - 1e-15
   return worst if math.isfinite(worst) and r.min() > 0 else math.inf
 
 
 def pairs(circles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Returns i, j and the distance of the centres for all pairs i < j of circles f64[3, n]."""
+  """Returns i, j and the distance of centres for all pairs i < j of circles f64[3, n]."""
   first, second = rules.pair_numbers(circles.shape[1])
   dx, dy = circles[:2, first] - circles[:2, second]
   return first, second, np.sqrt(dx * dx + dy * dy)
@@ -65,7 +68,7 @@ def pairs(circles: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @compiled.function
 def clearance(circles, places):
-  """Returns how far each place f64[2, m] is from the nearest circle or wall; below 0 inside one."""
+  """Returns each place's distance to the nearest circle or wall, negative inside; f64[2, m]."""
   room = np.empty(places.shape[1])
   for k in range(places.shape[1]):
     x = places[0, k]

@@ -1,4 +1,4 @@
-"""What a packing is, decided by whole numbers, and the best values that are published."""
+"""The exact verifier of packings, in integers, and the best published values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seerjax.discovery.environment import Published
 
 MAX_CIRCLES = 200
 
-# Of (distance)² - (sum of radii)² in float64, both below 2: twelve roundings are below 2e-15.
+# Error bound of (distance)² - (sum of radii)² in float64, both below 2: twelve roundings of 2e-16.
 GAP_ERROR = 1e-14
 
 _PACKOMANIA = "http://www.packomania.com, as quoted by https://arxiv.org/abs/2601.16175"
@@ -44,7 +44,7 @@ PUBLISHED = {
 
 
 def rows(artefact: Any, num_circles: int) -> list[tuple[float, float, float]] | str:
-  """Returns n (x, y, r) as floats, or the reason why there are none."""
+  """Returns n tuples (x, y, r) of floats, or the reason why the artefact is invalid."""
   if type(artefact) not in (list, tuple):
     return f"artefact: got {type(artefact).__name__}, expected a list of {num_circles} [x, y, r]"
   if len(artefact) != num_circles:
@@ -58,7 +58,7 @@ def rows(artefact: Any, num_circles: int) -> list[tuple[float, float, float]] | 
     for letter, number in zip("xyr", circle):
       if type(number) not in (int, float):
         return f"circle {i}: got {letter} of type {type(number).__name__}, expected a real number"
-      # Written so that NaN fails. A large int cannot even be printed: so its value is left out.
+      # Written so that NaN fails. Very large ints cannot be printed, so ints are not shown.
       if not 0 <= number <= 1:
         shown = repr(number) if type(number) is float else "a whole number"
         return f"circle {i}: got {letter} = {shown}, expected 0 <= {letter} <= 1"
@@ -70,11 +70,11 @@ def rows(artefact: Any, num_circles: int) -> list[tuple[float, float, float]] | 
 
 
 def wall_crossed(circles: np.ndarray) -> str:
-  """Returns which circle f64[3, n] leaves the square, or ""; exact."""
+  """Returns which of the circles f64[3, n] leaves the square, or ""; exact."""
   r = circles[2]
   for axis, (low, high) in enumerate((("left", "right"), ("lower", "upper"))):
     place = circles[axis]
-    # 1 - x is exact for x >= 1/2 (Sterbenz); below, r <= x < 1/2 settles it.
+    # 1 - x is exact for x >= 1/2 (Sterbenz); for x < 1/2, r <= x suffices.
     for wall, inside in ((low, r <= place), (high, (place < 0.5) | (r <= 1.0 - place))):
       if not inside.all():
         i = int(np.argmin(inside))
@@ -87,7 +87,7 @@ def wall_crossed(circles: np.ndarray) -> str:
 
 
 def overlap(circles: np.ndarray) -> str:
-  """Returns which two circles f64[3, n] overlap, or ""; exact: floats only where they decide."""
+  """Returns which two circles f64[3, n] overlap, or ""; exact, using floats only if they decide."""
   first, second = pair_numbers(circles.shape[1])
   dx, dy = circles[:2, first] - circles[:2, second]
   reach = circles[2, first] + circles[2, second]
@@ -100,7 +100,7 @@ def overlap(circles: np.ndarray) -> str:
     squared_distance = (x[i] - x[j]) ** 2 + (y[i] - y[j]) ** 2
     squared_reach = (r[i] + r[j]) ** 2
     if not squared_distance >= squared_reach:
-      # a - b = (a² - b²) / (a + b); the whole root is exact enough for a message.
+      # a - b = (a² - b²) / (a + b); the integer root is exact enough for a message.
       depth = Fraction(
         squared_reach - squared_distance, (r[i] + r[j] + math.isqrt(squared_distance)) * unit
       )
@@ -109,20 +109,20 @@ def overlap(circles: np.ndarray) -> str:
 
 
 def whole(circles: np.ndarray) -> tuple[list[list[int]], int]:
-  """Returns circles f64[3, n] as whole multiples of 1 / unit, and that unit: a power of two."""
+  """Returns circles f64[3, n] as integer multiples of 1 / unit, and the unit, a power of two."""
   ratios = [[number.as_integer_ratio() for number in row] for row in circles.tolist()]
   unit = max(below for row in ratios for _, below in row)
   return [[above * (unit // below) for above, below in row] for row in ratios], unit
 
 
 def _rounded(fraction: Fraction) -> str:
-  """Returns a positive number in a few digits, however small."""
+  """Returns a positive number of any size with a few digits."""
   return f"{float(fraction):.3g}" if fraction > Fraction(1, 10**300) else "less than 1e-300"
 
 
 @functools.lru_cache(maxsize=8)
 def pair_numbers(n: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns i and j of all pairs i < j < n; shared, so not to be written to."""
+  """Returns i and j of all pairs i < j < n; cached, so they must not be modified."""
   first, second = np.triu_indices(n, 1)
   first.flags.writeable = second.flags.writeable = False
   return first, second

@@ -1,19 +1,19 @@
-"""Contest solutions: programs in C++ or Python, judged on generated cases as a contest judges them.
+"""Contest solutions: programs in C++ or Python, judged on generated cases as in a contest.
 
   {"language": "c++", "source": "..."} -> compiled once -> per case: input -> output -> exact value
-  value = mean over the cases, if the program answers all of them; else it is worth nothing
+  value = mean over the cases if the program solves all of them; otherwise the program is invalid
 
-The cases are ours, drawn as the contests' problem statements say. A program sees nothing of them
-but its input. One that watches the clock answers differently from run to run: so its value is what
-it got when it was first judged.
+The cases are ours, drawn as in the contests' problem statements. A program sees only its input. A
+program that reads the clock may give different outputs in each run; its value is the one from its
+first judgement.
 
   purse seine (AHC039)      input   N, then the N wanted and the N unwanted points, x y
                             output  m, then m vertices, x y; of several answers the last one counts
-  apple machines (AHC058)   input   N L T K, then A by kind, then C by level, N numbers a line
+  apple machines (AHC058)   input   N L T K, then A by kind, then C by level, N numbers per line
                             output  T times "i j" (buy one of level i and kind j) or "-1" (nothing)
 
-`solutions` compiles, runs and judges, `purse_seine` and `apple_machines` are the contests,
-`outputs` reads what programs print.
+`solutions` compiles, runs and judges; `purse_seine` and `apple_machines` are the contests;
+`outputs` parses the output of programs.
 
 Source: AtCoder Heuristic Contests 039 and 058; Yuksekgonul et al. 2026 (TTT-Discover),
 https://arxiv.org/abs/2601.16175, whose rewards are mean / 1500 and mean / 1500 / 2000.

@@ -1,4 +1,4 @@
-"""AHC058 for programs: N L T K, A and C; out come orders, a turn a line, which are played."""
+"""AHC058 for programs: the input is N L T K, A and C; the output is one order per turn."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AppleMachinesContest:
 
   @property
   def rules(self) -> str:
-    """The problem, its input and its output."""
+    """The problem, its input and its output, as text."""
     return f"""\
 There are N = {apple_rules.KINDS} kinds of machine (j) on L = {apple_rules.LEVELS} levels (i)
 and T = {apple_rules.TURNS} turns. At first there are
@@ -52,7 +52,7 @@ The value is round(1e5 * log2(apples at the end)); higher is better."""
 
   @property
   def plain_source(self) -> str:
-    """Buys the best machine of level 0 that can be paid for, if it earns its price in time."""
+    """A program that buys the best affordable machine of level 0 that still earns its price."""
     return """\
 import sys
 
@@ -82,7 +82,7 @@ for turn in range(turns):
     return machines_input(apple_rules.instance(self.first_case + case)).encode()
 
   def value(self, case: int, output: str) -> int | str:
-    """Returns the points of the turns that were printed."""
+    """Returns the points of the printed turns, or the reason why they are invalid."""
     orders = read_orders(output, apple_rules.TURNS)
     if isinstance(orders, str):
       return orders
@@ -93,13 +93,13 @@ for turn in range(turns):
 def apple_machines_programs(
   num_cases: int = 8, *, allow_weak_sandbox: bool = False
 ) -> ContestSolutions:
-  """Returns AHC058 for programs, which run in a sandbox of its own."""
+  """Returns AHC058 for programs, with its own sandbox."""
   box = Sandbox(allow_weak=allow_weak_sandbox)
   return ContestSolutions(AppleMachinesContest(), sandbox=box, num_cases=num_cases)
 
 
 def machines_input(problem: apple_rules.Instance) -> str:
-  """Returns an input of AHC058 as a program reads it."""
+  """Returns an input of AHC058 in the contest's format."""
   rows = [
     (len(problem.apples), len(problem.costs), apple_rules.TURNS, 1),
     problem.apples,
@@ -109,14 +109,14 @@ def machines_input(problem: apple_rules.Instance) -> str:
 
 
 def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
-  """Returns what is bought in each turn (None: nothing), or the reason why that is not known.
+  """Parses the order of each turn (None buys nothing), or returns the reason why it is invalid.
 
-  As the contest's own tester reads it: a line that begins with # is a comment, numbers may have a
-  plus sign, and what follows the last turn is not read.
+  Follows the contest's tester: a line that starts with # is a comment, numbers may have a plus
+  sign, and text after the last turn is ignored.
 
   Args:
-    output: of a program.
-    turns: how many orders there must be.
+    output: output of a program.
+    turns: required number of orders.
   """
   lines = (line.strip() for line in output.splitlines())
   words = " ".join(line for line in lines if not line.startswith("#")).split()
@@ -150,11 +150,11 @@ def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
 def play(
   problem: apple_rules.Instance, orders: Sequence[tuple[int, int] | None]
 ) -> int | str:
-  """Returns the apples after the turns, in integers of any size, or why an order is impossible.
+  """Returns the apples after all turns, exactly, or the reason why an order is impossible.
 
   Args:
     problem: A and C.
-    orders: (level, kind) of what is bought in each turn, or None.
+    orders: by turn, (level, kind) of the machine to buy, or None.
   """
   num_levels, num_kinds = len(problem.costs), len(problem.apples)
   counts = [[1] * num_kinds for _ in range(num_levels)]

@@ -1,4 +1,4 @@
-"""What programs print, read as integers."""
+"""Parses integers in the output of programs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ NUMBER = re.compile(r"[+-]?[0-9]{1,9}", re.ASCII)
 
 
 def integers(text: str, first: int = 0) -> list[int] | str:
-  """Returns the integers that a text consists of, or the reason why it does not.
+  """Returns the integers in a text, or the reason why it is not a list of integers.
 
   Args:
-    text: words between white space.
-    first: number of the text's first word, for the reason.
+    text: words separated by white space.
+    first: index of the text's first word, for the reason.
   """
   words = text.split()
   for place, word in enumerate(words, first):

@@ -1,4 +1,4 @@
-"""AHC039 for programs: N, then the N wanted and the N unwanted points; out come polygons."""
+"""AHC039 for programs: the input is N and the wanted and unwanted points, the output polygons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PurseSeineContest:
 
   @property
   def rules(self) -> str:
-    """The problem, its input and its output."""
+    """The problem, its input and its output, as text."""
     return f"""\
 The plane holds N = 5000 wanted and 5000 unwanted points with integer coordinates in
 0..{seine_rules.SIDE}, all different, in 10 to 25 Gaussian clusters of each kind (centres in
@@ -50,7 +50,7 @@ max(0, wanted inside - unwanted inside + 1); higher is better."""
 
   @property
   def plain_source(self) -> str:
-    """A square around the best cell of a grid."""
+    """A program that draws a square around the best cell of a grid."""
     return """\
 import sys
 
@@ -75,7 +75,7 @@ for a, b in ((x, y), (x + side, y), (x + side, y + side), (x, y + side)):
     return ("\n".join(lines) + "\n").encode()
 
   def value(self, case: int, output: str) -> int | str:
-    """Returns the value of the last polygon."""
+    """Returns the value of the last polygon, or the reason why it is invalid."""
     numbers = outputs.integers(output)
     if isinstance(numbers, str):
       return numbers
@@ -99,6 +99,6 @@ for a, b in ((x, y), (x + side, y), (x + side, y + side), (x, y + side)):
 def purse_seine_programs(
   num_cases: int = 8, *, allow_weak_sandbox: bool = False
 ) -> ContestSolutions:
-  """Returns AHC039 for programs, which run in a sandbox of its own."""
+  """Returns AHC039 for programs, with its own sandbox."""
   box = Sandbox(allow_weak=allow_weak_sandbox)
   return ContestSolutions(PurseSeineContest(), sandbox=box, num_cases=num_cases)

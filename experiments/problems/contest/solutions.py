@@ -1,4 +1,4 @@
-"""Programs that are compiled, run on cases and judged; whatever goes wrong is told."""
+"""Compiles programs, runs them on cases and judges them; every failure has a reason."""
 
 from __future__ import annotations
 
@@ -13,66 +13,66 @@ from seerjax.sandbox.sandbox import Limits, Outcome, Sandbox
 LANGUAGES = ("c++", "python")
 MAX_SOURCE = 2**19  # Bytes, as in the contests.
 COMPILE = ("g++", "-std=c++20", "-O2", "-o", "solution", "solution.cc")
-# Two seconds of computing. The clock is looser: cases are run beside other work, and a program that
-# waits gains nothing.
+# Two CPU seconds. The wall-clock limit is looser, because other work runs at the same time and a
+# program that waits gains nothing.
 RUN_LIMITS = Limits(wall_seconds=6.0, cpu_seconds=2.0, memory_bytes=2**30, file_bytes=2**20)
 COMPILE_LIMITS = Limits(
   wall_seconds=120.0, cpu_seconds=60.0, memory_bytes=2**31, file_bytes=2**26, output_bytes=2**20
 )
-_MAX_KEPT = 256  # Programs whose values, or whose compiler's complaints, are remembered.
-_MAX_MESSAGE = 400  # Characters of what a compiler or a program printed.
+_MAX_KEPT = 256  # Programs with cached values or compiler errors.
+_MAX_MESSAGE = 400  # Characters of the output of a compiler or program.
 
 
 @runtime_checkable
 class Contest(Protocol):
-  """What a contest's problem gives: cases, and what an output is worth."""
+  """A contest's problem: its cases, and the values of outputs."""
 
   @property
   def name(self) -> str:
-    """For logs and files."""
+    """Name for logs and files."""
     ...
 
   @property
   def published(self) -> tuple[environment.Published, ...]:
-    """Means over the contest's own cases."""
+    """Published means over the contest's own cases."""
     ...
 
   @property
   def reward_unit(self) -> float:
-    """What the mean is divided by."""
+    """Divisor of the mean in the reward."""
     ...
 
   @property
   def rules(self) -> str:
-    """The problem, its input and its output, for a model."""
+    """The problem, its input and its output, as text for a model."""
     ...
 
   @property
   def plain_source(self) -> str:
-    """A plain Python program that answers every case."""
+    """A simple Python program that solves every case."""
     ...
 
   def case_input(self, case: int) -> bytes:
-    """Returns what a program reads."""
+    """Returns the input of a case."""
     ...
 
   def value(self, case: int, output: str) -> int | str:
-    """Returns what an output is worth, or the reason why it is no answer."""
+    """Returns the value of an output, or the reason why it is invalid."""
     ...
 
 
 class ContestSolutions:
-  """Programs that solve a contest's problem; an environment whose artefacts are source text.
+  """An environment with programs for a contest's problem as artefacts.
 
-  An artefact is {"language": "c++" or "python", "source": text}. It is changed by models that write
-  programs alone: there is no language of edits.
+  An artefact is {"language": "c++" or "python", "source": text}. Only models that write programs
+  can change it: there is no language of edits.
 
   Attributes:
-    name: of the contest and the number of cases.
+    name: name of the contest and number of cases.
     is_maximised: True.
-    published: means over the contest's own cases.
+    published: published means over the contest's own cases.
     language: None.
-    helper_cpu_seconds: of compilers and programs so far, as `discovery.Helped` has it.
+    helper_cpu_seconds: CPU seconds of compilers and programs so far, as in `discovery.Helped`.
   """
 
   name: str
@@ -90,14 +90,14 @@ class ContestSolutions:
     limits: Limits = RUN_LIMITS,
     compile_limits: Limits = COMPILE_LIMITS,
   ):
-    """Takes a contest and where its programs run.
+    """Takes a contest and a sandbox for its programs.
 
     Args:
-      contest: `PurseSeineContest()`, `AppleMachinesContest()` or one of your own.
-      sandbox: that programs are compiled and run in.
-      num_cases: how many cases a program is judged on, one after the other.
-      limits: of each case; the contest's are 2 seconds and 1 GiB.
-      compile_limits: of a compilation.
+      contest: `PurseSeineContest()`, `AppleMachinesContest()` or your own.
+      sandbox: sandbox in which programs are compiled and run.
+      num_cases: number of cases per program, run one after the other.
+      limits: limits per case; the contest's are 2 seconds and 1 GiB.
+      compile_limits: limits of a compilation.
 
     Raises:
       ValueError: if there are no cases.
@@ -117,18 +117,18 @@ class ContestSolutions:
     self._num_cases = num_cases
     self._limits = limits
     self._compile_limits = compile_limits
-    # By the digest of the source: why it does not compile, and what a valid program was worth on
-    # each case. Threads may do the same work twice; the first result stays. What g++ made is not
-    # kept: one large array fills a file, and hundreds of those the memory.
+    # By digest of the source: compiler errors, and values of valid programs by case. Threads may do
+    # the same work twice; the first result is kept. Binaries are not kept: one large array can fill
+    # a file, and hundreds of these the memory.
     self._refused: dict[str, str] = {}
     self._values: dict[str, tuple[int, ...]] = {}
 
   def start(self, seed: int) -> environment.Artefact:
-    """Returns a plain Python program, whatever the seed."""
+    """Returns the same simple Python program for every seed."""
     return {"language": "python", "source": self._contest.plain_source}
 
   def verify(self, artefact: Any) -> environment.Score:
-    """Compiles and runs a program on all cases, unless it has been judged before; never raises."""
+    """Compiles a program and runs it on all cases, unless its value is cached; never raises."""
     values = self.case_values(artefact)
     if isinstance(values, str):
       return environment.invalid(values)
@@ -141,7 +141,7 @@ class ContestSolutions:
     )
 
   def case_values(self, artefact: Any) -> tuple[int, ...] | str:
-    """Returns what a program is worth on each case, or the first reason why it is worth nothing."""
+    """Returns a program's values by case, or the first reason why it is invalid."""
     reason = _malformed(artefact)
     if reason:
       return reason
@@ -167,7 +167,7 @@ class ContestSolutions:
     return _keep(self._values, digest, tuple(values))
 
   def describe(self, artefact: environment.Artefact, score: environment.Score) -> str:
-    """Returns the problem, how programs are judged, and this program, as text."""
+    """Returns the problem, the rules of judging, and this program, as text."""
     return f"""\
 {self._contest.rules}
 
@@ -213,7 +213,7 @@ one; to return a program that you have written is enough.
     return figure
 
   def _run(self, command: Sequence[str], **arguments: Any) -> Outcome:
-    """Returns what `Sandbox.run` does, and counts its CPU seconds."""
+    """Calls `Sandbox.run` and counts its CPU seconds."""
     outcome = self._sandbox.run(command, **arguments)
     with self._adding:
       self.helper_cpu_seconds += outcome.cpu_seconds
@@ -222,7 +222,7 @@ one; to return a program that you have written is enough.
   def _program(
     self, language: str, source: bytes, digest: str
   ) -> tuple[Mapping[str, bytes], Sequence[str]] | str:
-    """Returns the files and the command of a program, or the reason why it cannot be compiled."""
+    """Returns the files and the command of a program, or the reason why it does not compile."""
     if language == "python":
       return {"solution.py": source}, ("python3", "solution.py")
     reason = self._refused.get(digest)
@@ -236,14 +236,14 @@ one; to return a program that you have written is enough.
       if outcome.status == "ok" and "solution" in outcome.files:
         return {"solution": outcome.files["solution"]}, ("./solution",)
       reason = f"compilation: {_failure(outcome, self._compile_limits)}"
-      # What ran out of time may have met a busy machine: that is not held against it for good.
+      # A timeout may be due to a busy machine, so it is not cached.
       if outcome.status in ("ok", "failed"):
         _keep(self._refused, digest, reason)
     return reason
 
 
 def _malformed(artefact: Any) -> str:
-  """Returns why something is no program's text, or ""."""
+  """Returns why an artefact is not a program, or ""."""
   if not isinstance(artefact, dict) or set(artefact) != {"language", "source"}:
     got = type(artefact).__name__
     if isinstance(artefact, dict):
@@ -265,7 +265,7 @@ def _malformed(artefact: Any) -> str:
 
 
 def _failure(outcome: Outcome, limits: Limits) -> str:
-  """Returns how a run failed, with the end of what it printed."""
+  """Returns how a run failed, with part of its output."""
   printed = outcome.stderr.decode(errors="replace").strip()
   match outcome.status:
     case "timeout":
@@ -279,14 +279,14 @@ def _failure(outcome: Outcome, limits: Limits) -> str:
     case "ok":
       return "got no file, expected a program"
   how = f"exit code {outcome.exit_code}" if outcome.status == "failed" else "a killed program"
-  # A compiler says first what is wrong, a program's traceback last.
+  # A compiler prints the error first, a traceback prints it last.
   head = printed[:_MAX_MESSAGE]
   part = head if "error:" in head else printed[-_MAX_MESSAGE:]
   return f"got {how}, expected 0" + (f": {part}" if part else "")
 
 
 def _keep(kept: dict[str, Any], digest: str, value: Any) -> Any:
-  """Keeps a value under its digest, unless there is one; returns what is kept."""
+  """Caches a value under a digest, unless there is one; returns the cached value."""
   while len(kept) >= _MAX_KEPT:
     kept.pop(next(iter(kept)), None)
   return kept.setdefault(digest, value)

@@ -1,4 +1,4 @@
-"""Counts of molecules by cell and gene: simulated, or read from a file and checked."""
+"""Molecule counts by cell and gene: simulated, or read from a file and validated."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from scipy import sparse
 
 from experiments.problems.denoising import rules, smoothing
 
-# Cells x genes that fit into memory several times over.
+# Maximum cells x genes, which fits in memory several times.
 MAX_ENTRIES = 20_000_000
 LEAST_MOLECULES = 20
-MAX_COUNT = 2**31 - 1  # Of one cell and gene.
+MAX_COUNT = 2**31 - 1  # Per cell and gene.
 
 SIMULATED_CELLS, SIMULATED_GENES = 500, 200
 
 
 class Counts(NamedTuple):
-  """Molecules by cell and gene, and what is known of them.
+  """Molecule counts by cell and gene.
 
   Attributes:
     counts: f64[c, g], whole numbers.
-    truth: f64[c, g], expected molecules of a simulated set; None of a real one.
-    order: i64[c], cells as a picture shows them.
+    truth: f64[c, g], expected molecules of a simulated set; None for real data.
+    order: i64[c], order of cells in pictures.
   """
 
   counts: np.ndarray
@@ -39,12 +39,12 @@ class Counts(NamedTuple):
 def simulate(
   seed: int, *, num_cells: int = SIMULATED_CELLS, num_genes: int = SIMULATED_GENES
 ) -> Counts:
-  """Draws negative-binomial counts whose truth is known.
+  """Draws negative-binomial counts with a known truth.
 
-  Half of the cells lie on two branches of a trajectory with a common root, the others are of four
-  types. Ten programs of genes rise and fall with them. A cell's library is log-normal (median 1500
-  molecules, deviation 0.4 of its logarithm); each entry is gamma (shape 5) around the truth, then
-  Poisson.
+  Half of the cells are on two branches of a trajectory with a common root, the others belong to
+  four types. The activity of ten gene programs depends on them. A cell's library size is log-normal
+  (median 1500 molecules, standard deviation 0.4 of the logarithm); each entry is gamma distributed
+  (shape 5) around the truth, then Poisson.
   """
   rng = np.random.default_rng([seed, num_cells, num_genes])
   num_types, num_programs, dispersion = 4, 10, 5.0
@@ -56,7 +56,7 @@ def simulate(
   half = num_cells // 2
   progress = rng.random(half)
   branch = rng.integers(0, 2, half)
-  # Programs 0 and 1 belong to a branch each; 2 to 4 come and go on the way.
+  # Programs 0 and 1 belong to one branch each; 2 to 4 rise and fall along the way.
   late = np.clip(2 * progress - 0.6, 0.0, None)
   activity[np.arange(half), branch] = late
   for program, centre in ((2, 0.1), (3, 0.4), (4, 0.75)):
@@ -77,12 +77,12 @@ def load(path: str | os.PathLike[str]) -> Counts:
   """Reads counts of cells by genes.
 
   Args:
-    path: an `.npz` with the array "counts"[c, g]; or an `.h5ad` whose "layers/counts", else "X",
-      holds them, dense or as compressed sparse rows (needs h5py).
+    path: an `.npz` with the array "counts"[c, g]; or an `.h5ad` with counts in "layers/counts",
+      else "X", dense or as compressed sparse rows (needs h5py).
 
   Raises:
-    ValueError: if they are no such counts, or do not read; the message says which entry and what to
-      change. What says that it is too large is not read.
+    ValueError: if the counts are invalid or unreadable; the message names the entry and what to
+      change. Arrays whose header is too large are not read.
     FileNotFoundError: if there is no such file.
     ModuleNotFoundError: for an `.h5ad` without h5py.
   """
@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str]) -> Counts:
     counts = readers[file.suffix](file)
   except (_Refused, ModuleNotFoundError):
     raise
-  except Exception as error:  # Of zipfile, zlib, NumPy, SciPy or HDF5, whatever the bytes led to.
+  except Exception as error:  # Invalid bytes raise various errors of zipfile, zlib, NumPy, HDF5.
     raise ValueError(
       f"denoising.load: got {file}, which does not read ({error}), expected a whole {file.suffix}"
       " of counts; write it anew."
@@ -110,11 +110,11 @@ def load(path: str | os.PathLike[str]) -> Counts:
 
 
 class _Refused(ValueError):
-  """Counts that are read well enough to say what is wrong with them."""
+  """Invalid counts with a specific message."""
 
 
 def _check_header(shape: Sequence[int], dtype: np.dtype, name: str) -> None:
-  """Refuses an array that had better not be read."""
+  """Rejects an array that is too large or has the wrong type, before it is read."""
   if dtype.kind not in "iuf":
     raise _Refused(
       f"denoising.load: got dtype {dtype} in {name}, expected integers or whole floats; convert"
@@ -134,14 +134,14 @@ def _read_npz(file: pathlib.Path) -> np.ndarray:
         f"denoising.load: got arrays {sorted(archive)} in {file}, expected 'counts' (cells x"
         " genes); write it with numpy.savez(path, counts=...)."
       )
-    # A few kilobytes may unpack to a terabyte of zeros.
+    # Checks the header first: a few kilobytes may unpack to a terabyte of zeros.
     with archive.zip.open("counts.npy") as member:
       npy = np.lib.format
       is_first = npy.read_magic(member) == (1, 0)
       read_header = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
       shape, _, dtype = read_header(member)
       _check_header(shape, dtype, str(file))
-    return archive["counts.npy"]  # The very member; another may be called "counts".
+    return archive["counts.npy"]  # This exact member; another one may be called "counts".
 
 
 def _read_h5ad(file: pathlib.Path) -> np.ndarray:
@@ -164,19 +164,19 @@ def _read_h5ad(file: pathlib.Path) -> np.ndarray:
     kind = node.attrs["encoding-type"]
     compressed = sparse.csc_matrix if kind == "csc_matrix" else sparse.csr_matrix
     matrix = compressed(tuple(np.asarray(part) for part in parts), shape=shape)
-    matrix.check_format(full_check=True)  # `toarray` believes the indices, and writes there.
+    matrix.check_format(full_check=True)  # `toarray` would write to unchecked indices.
     return matrix.toarray()
 
 
 def checked(counts: np.ndarray, name: str) -> Counts:
-  """Returns counts without the genes that no cell has; refuses what are no counts.
+  """Validates counts; returns them without genes that occur in no cell.
 
   Args:
     counts: [c, g], of any real dtype.
-    name: of the source, for messages.
+    name: name of the source, for messages.
 
   Raises:
-    ValueError: as `load`.
+    ValueError: as in `load`.
   """
 
   def refuse(got: str, expected: str, fix: str):

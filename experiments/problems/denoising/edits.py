@@ -17,9 +17,9 @@ class PipelineEdits:
                replace the step there            operation   of `OPERATIONS`
                nudge   its knobs by -1, 0 or 1   levels      0..15, folded into the knob's choices
                delete  it
-               polish  its knobs one by one, as long as the validation MSE falls
+               polish  its knobs one by one, while the validation MSE falls
 
-  Tokens that a verb has no use for are ignored.
+  A verb ignores tokens that it does not need.
   """
 
   VERBS = ("insert", "replace", "nudge", "delete", "polish")
@@ -28,7 +28,7 @@ class PipelineEdits:
   NUM_KNOBS = 3
 
   def __init__(self, polish: Callable[[list[dict[str, Any]], int], list[dict[str, Any]]]):
-    """Takes the tool: of steps and the place of one, it returns the steps, that one polished."""
+    """Takes the polish tool, which maps (steps, index) to steps with that step polished."""
     self._polish = polish
     self._place = 1 + len(self.VERBS)
     self._operation = self._place + MAX_STEPS
@@ -47,7 +47,7 @@ class PipelineEdits:
       (self._operation, self._levels[0]),
       *((first, first + self.NUM_LEVELS) for first in self._levels),
     )
-    # Something has to change, so that the first edit may not be the stop.
+    # A sentence has to change something, so the first edit may not be the stop token.
     return ((1, self._place), *rest, (0, self._place), *rest)
 
   @property
@@ -74,7 +74,7 @@ class PipelineEdits:
         " and then the stop token 0; finish the sentence."
       )
     for place, (token, (first, past)) in enumerate(zip(kept, self.allowed)):
-      # The stop stands last only, and there it is gone.
+      # The stop token is only allowed at the end, where it has been removed.
       least = max(first, 1)
       if not least <= token < past:
         raise ValueError(
@@ -105,7 +105,7 @@ class PipelineEdits:
       case "nudge":
         moved = dict(steps[at])
         for parameter, level in zip(BY_NAME[moved["op"]].parameters, levels):
-          # Thirds of the levels: down, as it is, up.
+          # Thirds of the levels: down, unchanged, up.
           shift = level * 3 // 16 - 1
           moved[parameter.name] = operations.shifted(parameter, moved[parameter.name], shift)
         return [*steps[:at], moved, *steps[at + 1 :]]

@@ -1,4 +1,4 @@
-"""The problem as discovery sees it: verdicts, reports, polish, texts and classical rivals."""
+"""The discovery environment: verification, reports, polish, prompts and classical baselines."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from seerjax.discovery.environment import Artefact, Published, Score
 
 
 class Denoising:
-  """The environment: pipelines over one data set.
+  """The environment of pipelines on one data set.
 
   Attributes:
-    name, is_maximised, published, language: as `discovery.Environment`.
-    counts: of the data set; `counts.truth` where it is simulated.
-    train, validation: f64[c, g]; what search may see.
-    poisson_limit: nats; a pipeline's Poisson number is at most this.
+    name, is_maximised, published, language: as in `discovery.Environment`.
+    counts: counts of the data set, with `counts.truth` if it is simulated.
+    train, validation: f64[c, g], the data visible to search.
+    poisson_limit: maximum of a pipeline's Poisson number, nats.
   """
 
   def __init__(self, path: str | os.PathLike[str] = "", *, seed: int = 0):
-    """Loads or simulates the data and deals its molecules.
+    """Loads or simulates the data and splits its molecules.
 
     Args:
-      path: as `load`; "" for the simulated set.
-      seed: of the simulation and of the split.
+      path: as in `load`; "" for the simulated set.
+      seed: seed of the simulation and of the split.
 
     Raises:
-      ValueError, ModuleNotFoundError: as `load`.
+      ValueError, ModuleNotFoundError: as in `load`.
     """
     self.is_maximised = False
-    # What is published holds for other counts and splits, which would have to be downloaded.
+    # Published results are for other counts and splits, which would have to be downloaded.
     self.published: tuple[Published, ...] = ()
     self.counts = datasets.load(path) if path else datasets.simulate(seed)
     label = pathlib.Path(path).stem if path else "simulated"
@@ -55,7 +55,7 @@ class Denoising:
     self.poisson_limit = min(likelihoods)
 
   def start(self, seed: int) -> Artefact:
-    """Returns normalised counts, shrunk to the mean cell as much as the likelihood likes best."""
+    """Returns normalised counts, shrunk towards the mean cell with the most likely strength."""
     return {"steps": [dict(step) for step in self._plain]}
 
   def verify(self, artefact: Artefact) -> Score:
@@ -63,7 +63,7 @@ class Denoising:
     if reason:
       return environment_lib.invalid(reason)
     try:
-      with np.errstate(over="ignore", invalid="ignore"):  # What is not finite is refused below.
+      with np.errstate(over="ignore", invalid="ignore"):  # Non-finite results are rejected below.
         denoised = pipeline.run(artefact["steps"], self.train)
     except np.linalg.LinAlgError as error:
       return environment_lib.invalid(
@@ -76,20 +76,20 @@ class Denoising:
     return Score(is_valid=True, value=value, reward=1 / (1e-8 + value))
 
   def poisson_share(self, artefact: Artefact) -> float:
-    """Returns how much of the way from train (0) to validation itself (1) the likelihood goes.
+    """Returns the likelihood on a scale from train (0) to validation itself (1).
 
     Raises:
-      ValueError: if the artefact is no pipeline.
+      ValueError: if the artefact is not a pipeline.
     """
     worst = self._poisson(self.train)
     best = self._poisson(self.validation * (self._total / self.validation.sum()))
     return (worst - self._poisson(self.denoise(artefact))) / (worst - best)
 
   def heldout(self, artefact: Artefact) -> float:
-    """Returns the MSE on molecules that neither train nor search has seen.
+    """Returns the MSE on the held-out molecules, which search does not use.
 
     Raises:
-      ValueError: if the artefact is no pipeline.
+      ValueError: if the artefact is not a pipeline.
     """
     return rules.mse(self.denoise(artefact), self._heldout)
 
@@ -97,7 +97,7 @@ class Denoising:
     """Returns the MSE against the true expression of a simulated set.
 
     Raises:
-      ValueError: if the artefact is no pipeline, or the data has no known truth.
+      ValueError: if the artefact is not a pipeline, or the data has no known truth.
     """
     if self.counts.truth is None:
       raise ValueError(
@@ -107,10 +107,10 @@ class Denoising:
     return rules.mse(self.denoise(artefact), self.counts.truth)
 
   def denoise(self, artefact: Artefact) -> np.ndarray:
-    """Returns what a pipeline makes of train, f64[c, g], each cell with the molecules it has there.
+    """Applies a pipeline to train; returns f64[c, g] with the same total per cell.
 
     Raises:
-      ValueError: if the artefact is no pipeline.
+      ValueError: if the artefact is not a pipeline.
     """
     reason = operations.complaint(artefact)
     if reason:
@@ -118,9 +118,9 @@ class Denoising:
     return pipeline.run(artefact["steps"], self.train)
 
   def polish(self, steps: list[dict[str, Any]], at: int) -> list[dict[str, Any]]:
-    """Moves each knob of one step to the neighbouring choice as long as the score improves.
+    """Moves each knob of one step to neighbouring choices while the score improves.
 
-    At most two moves a knob, hence twelve pipelines are tried at most.
+    A knob moves at most twice, so at most twelve pipelines are tried.
     """
     best = [dict(step) for step in steps]
     score = self.verify({"steps": best})
@@ -144,8 +144,9 @@ class Denoising:
   def classical(self, seed: int) -> Iterator[Artefact]:
     """Yields the best MAGIC-style diffusion so far, over a shuffled grid of its knobs.
 
-    normalise, square root (or logarithm), principal components or not, diffusion with the given
-    neighbours, steps and decay, back, genes rescaled (MAGIC's own last step) or not.
+    A pipeline normalises, takes the square root or logarithm, optionally principal components,
+    diffuses with the given neighbours, steps and decay, transforms back, and optionally rescales
+    genes (MAGIC's last step).
     """
     diffusion = BY_NAME["diffuse"]
     grid = [
@@ -176,14 +177,14 @@ class Denoising:
         yield best
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
-    """Yields random pipelines, polished step by step.
+    """Yields random pipelines of two to five steps, polished step by step.
 
-    They have two to five steps; where none of a dozen is an answer, the plain start is polished.
+    If none of a dozen is valid, the plain start is polished.
     """
     rng = np.random.default_rng([seed, 2])
     while True:
       steps = self.start(seed)["steps"]
-      # Most random pipelines are no answers; a dozen tries keep an item within a second.
+      # Most random pipelines are invalid; a dozen tries keep an item within a second.
       for _ in range(12):
         tried = [{"op": "normalise"}]
         for _ in range(rng.integers(1, 5)):
@@ -229,7 +230,7 @@ class Denoising:
   def picture(self, artefact: Artefact) -> Any:
     """Returns heatmaps of cells by genes: train, denoised and, if simulated, the truth.
 
-    Above them stands the MSE on what was held out, which search has not seen.
+    The title has the MSE on the held-out molecules.
     """
     from matplotlib import figure
 

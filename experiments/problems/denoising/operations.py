@@ -1,4 +1,4 @@
-"""The steps that a pipeline may have, their knobs, and which lists of steps are pipelines."""
+"""The steps of pipelines, their knobs, and the validation of pipelines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Parameter(NamedTuple):
   """One knob of a step.
 
   Attributes:
-    name: in the step's dict.
-    choices: ascending numbers, all integers or all floats; or words. Edits take these; a program
-      may take any number of the kind between the first and the last.
-    meaning: for people and models.
+    name: key in the step's dict.
+    choices: ascending numbers, all integers or all floats; or words. Edits use these; a program may
+      use any number of the type between the first and the last.
+    meaning: description for people and models.
   """
 
   name: str
@@ -27,7 +27,7 @@ class Parameter(NamedTuple):
   meaning: str
 
   def complaint(self, value: Any) -> str:
-    """Returns why a value is refused; "" if it is not."""
+    """Returns why a value is invalid; "" if it is valid."""
     first, last = self.choices[0], self.choices[-1]
     if isinstance(first, str):
       fits = isinstance(value, str) and value in self.choices
@@ -39,14 +39,14 @@ class Parameter(NamedTuple):
     return "" if fits else f"{self.name}: got {environment_lib.shown(value)}, expected {expected}"
 
   def level(self, value: Any) -> int:
-    """Returns the place of the choice that is nearest to an accepted value."""
+    """Returns the index of the choice nearest to a valid value."""
     if isinstance(value, str):
       return list(self.choices).index(value)
     return int(np.argmin([abs(float(choice) - value) for choice in self.choices]))
 
 
 class Operation(NamedTuple):
-  """One kind of step: its knobs (three at most), and what it does."""
+  """One kind of step: its knobs (at most three) and its description."""
 
   name: str
   parameters: tuple[Parameter, ...]
@@ -60,7 +60,7 @@ _WEIGHT = Parameter(
   "share of what is mixed in",
 )
 
-# The order is that of the ids in `PipelineEdits`.
+# In the order of the ids in `PipelineEdits`.
 OPERATIONS: tuple[Operation, ...] = (
   Operation("normalise", (), "gives every cell the same number of molecules, the median one"),
   Operation("sqrt", (), "takes square roots; undone by `invert`, or at the end"),
@@ -130,7 +130,7 @@ BY_NAME = {operation.name: operation for operation in OPERATIONS}
 def step(operation: Operation, levels: Sequence[int]) -> dict[str, Any]:
   step: dict[str, Any] = {"op": operation.name}
   for parameter, level in zip(operation.parameters, levels):
-    # Fewer choices than levels share them evenly, so that near levels stay near.
+    # If there are fewer choices than levels, neighbouring levels share a choice.
     step[parameter.name] = parameter.choices[level * len(parameter.choices) // 16]
   return step
 
@@ -143,7 +143,7 @@ def shifted(parameter: Parameter, value: Any, shift: int) -> Any:
 
 
 def complaint(artefact: Any) -> str:
-  """Returns why something is no pipeline; "" if it is one."""
+  """Returns why an object is not a pipeline; "" if it is one."""
   if not isinstance(artefact, dict) or set(artefact) != {"steps"}:
     return f'artefact: got {environment_lib.shown(artefact)}, expected {{"steps": [...]}}'
   steps = artefact["steps"]

@@ -1,4 +1,4 @@
-"""Runs a pipeline: each step turns a matrix, and the transforms that lie on it, into the next."""
+"""Runs a pipeline: each step maps a matrix and its pending transforms to the next state."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 
 from experiments.problems.denoising import smoothing
 
-# Largest value that is exponentiated back, as log(1 + v).
+# Maximum of log(1 + v) when it is exponentiated back.
 MAX_LOG = 50.0
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """What a pipeline holds: a matrix, and the transforms that lie on it."""
+  """State of a pipeline: a matrix, and the transforms applied to it."""
 
   x: np.ndarray
   transforms: tuple[str, ...] = ()
 
   def plain(self) -> np.ndarray:
-    """Returns f64[c, g] >= 0 with every transform undone."""
+    """Returns the matrix with all transforms undone, f64[c, g] >= 0."""
     x = self.x
     for transform in reversed(self.transforms):
       x = _undone(x, transform)
@@ -30,9 +30,9 @@ class _State:
 
 
 def run(steps: Sequence[dict[str, Any]], train: np.ndarray) -> np.ndarray:
-  """Returns what an accepted pipeline makes of counts, f64[c, g] >= 0, with their cells' sums."""
+  """Applies a valid pipeline to counts; returns f64[c, g] >= 0 with the counts' sums per cell."""
   libraries = train.sum(axis=1, keepdims=True)
-  # 1 for a cell without molecules, which stays without.
+  # 1 for a cell without molecules, which stays empty.
   size = np.where(libraries > 0, libraries, 1.0) / np.median(libraries)
   state = _State(train)
   saved = state
@@ -49,7 +49,7 @@ def run(steps: Sequence[dict[str, Any]], train: np.ndarray) -> np.ndarray:
 def _taken(
   step: dict[str, Any], state: _State, saved: _State, train: np.ndarray, size: np.ndarray
 ) -> _State:
-  """Returns the state after one step; `size`, f64[c, 1], is the library in median cells."""
+  """Returns the state after a step; `size`, f64[c, 1], is the library size over the median."""
   x = state.x
   match step["op"]:
     case "normalise":
@@ -97,7 +97,7 @@ def _taken(
       return dataclasses.replace(state, x=(1 - step["weight"]) * x + step["weight"] * other.x)
     case "rescale":
       plain = state.plain()
-      # The genes' share of cells of one size: large cells count no more than others.
+      # Gene totals over cells of equal size, so that large cells have no higher weight.
       wanted = (train / size).sum(axis=0)
       sums = plain.sum(axis=0)
       return _with_plain(
@@ -108,7 +108,7 @@ def _taken(
 
 
 def _with_plain(state: _State, plain: np.ndarray) -> _State:
-  """Returns a state with these plain values under the transforms of another."""
+  """Returns a state with the transforms of another state and these plain values."""
   x = plain
   for transform in state.transforms:
     x = _done(x, transform)

@@ -1,4 +1,4 @@
-"""How molecules are dealt to three parts, and how denoised counts are judged against one."""
+"""Splits molecules into three parts, and judges denoised counts against one part."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 # Shares of the molecules; the rest is held out.
 TRAIN_SHARE, VALIDATION_SHARE = 0.6, 0.2
-# Molecules of one cell after normalisation, and what keeps a logarithm finite.
+# Molecules per cell after normalisation; offset that keeps a logarithm finite.
 TARGET_SUM = 1e4
 POISSON_EPSILON = 1e-6
 
 
 def split(counts: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Deals molecules to (train, validation, heldout), f64[c, g] each; they add up to `counts`."""
+  """Splits molecules into (train, validation, heldout), f64[c, g] each, which sum to `counts`."""
   rng = np.random.default_rng([seed, 0x5EED])
   whole = counts.astype(np.int64)
   train = rng.binomial(whole, TRAIN_SHARE)
@@ -32,7 +32,7 @@ def poisson(denoised: np.ndarray, observed: np.ndarray, train_total: float) -> f
   Args:
     denoised: f64[c, g], on the scale of train.
     observed: f64[c, g].
-    train_total: molecules of train.
+    train_total: total molecules of train.
   """
   expected = denoised * (observed.sum() / train_total)
   return float(np.mean(expected - observed * np.log(expected + POISSON_EPSILON)))

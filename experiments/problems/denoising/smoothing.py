@@ -1,18 +1,18 @@
-"""Low rank, diffusion, and what else smooths a matrix of cells by genes."""
+"""Low rank approximation, diffusion and other smoothing of a matrix of cells by genes."""
 
 from __future__ import annotations
 
 import numpy as np
 from scipy import sparse
 
-# Principal components in which cells are neighbours.
+# Principal components used to find neighbouring cells.
 EMBEDDING_RANK = 20
 
 
 def leading(x: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the leading singular vectors, scaled: x ~ left @ right, f64[c, k] and f64[k, g].
 
-  By the eigenvectors of the smaller Gram matrix: its half precision is far below the noise.
+  Uses the eigenvectors of the smaller Gram matrix, whose halved precision is far below the noise.
   """
   if x.shape[1] <= x.shape[0]:
     vectors = np.linalg.eigh(x.T @ x)[1][:, ::-1][:, :rank]
@@ -31,20 +31,20 @@ def diffuse(x: np.ndarray, neighbours: int, times: int, decay: float) -> np.ndar
 
     K_ij = exp(-(|e_i - e_j| / s_i)^decay), s_i the distance to neighbour number `neighbours`,
            over the 3 * neighbours nearest rows; 1 for i = j
-    P    = (K + K^T) with rows that sum to 1
+    P    = (K + K^T) with rows normalised to sum 1
 
   Args:
     x: f64[c, g].
-    neighbours: of a row.
+    neighbours: number of neighbours of a row.
     times: length of the walk.
-    decay: how sharply the kernel falls.
+    decay: exponent of the kernel's decay.
 
   Source: van Dijk et al. 2018 (MAGIC), methods.
   """
   num_cells = len(x)
   centred = x - x.mean(axis=0)
   left, right = leading(centred, EMBEDDING_RANK)
-  # Whichever side holds the singular values, rows of `right` are orthogonal.
+  # Rows of `right` are orthogonal, whichever side has the singular values.
   embedding = left * np.linalg.norm(right, axis=1)
   near = min(neighbours, num_cells - 1)
   kept = min(3 * near, num_cells - 1)
@@ -58,7 +58,7 @@ def diffuse(x: np.ndarray, neighbours: int, times: int, decay: float) -> np.ndar
     chosen = np.take_along_axis(distances, found, axis=1)
     order = np.argsort(chosen, axis=1, kind="stable")
     found = np.take_along_axis(found, order, axis=1)
-    # The first is the row itself.
+    # The nearest row is the row itself.
     apart = np.sqrt(np.maximum(np.take_along_axis(chosen, order, axis=1), 0.0))
     width = np.maximum(apart[:, near : near + 1], 1e-12)
     columns.append(found)
@@ -76,7 +76,7 @@ def diffuse(x: np.ndarray, neighbours: int, times: int, decay: float) -> np.ndar
 
 
 def genes(x: np.ndarray, neighbours: int) -> np.ndarray:
-  """Returns each gene as its correlated genes predict it, f64[c, g]."""
+  """Returns each gene predicted from correlated genes, f64[c, g]."""
   mean, deviation = x.mean(axis=0), x.std(axis=0)
   deviation = np.where(deviation > 1e-12, deviation, 1.0)
   scaled = (x - mean) / deviation
@@ -87,19 +87,19 @@ def genes(x: np.ndarray, neighbours: int) -> np.ndarray:
   weights = np.zeros_like(correlation)
   values = np.take_along_axis(correlation, found, axis=1)
   np.put_along_axis(weights, found, values, axis=1)
-  # Signs turn the anticorrelated; the sum of magnitudes makes it an average.
+  # Weights are signed for anticorrelated genes; dividing by the sum of magnitudes averages.
   total = np.abs(weights).sum(axis=1)
   return mean + deviation * (scaled @ weights.T) / np.maximum(total, 1e-12)
 
 
 def alra(x: np.ndarray, rank: int, quantile: float) -> np.ndarray:
-  """Returns the low rank of x >= 0 with a gene's values within its own noise set to 0.
+  """Returns the low rank approximation of x >= 0 with values within a gene's noise set to 0.
 
   Source: Linderman et al. 2022, steps 2 and 3 of the algorithm.
   """
   x = np.maximum(x, 0.0)
   low = low_rank(x, rank)
-  # What is below zero is noise, which is taken to be as large above it.
+  # Negative values are noise, which is assumed to be symmetric around zero.
   threshold = np.abs(np.minimum(np.quantile(low, quantile, axis=0), 0.0))
   seen, kept = x > 0, low > threshold
 

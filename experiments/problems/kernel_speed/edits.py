@@ -1,4 +1,4 @@
-"""The language: sentences that choose fields anew."""
+"""The language: sentences that change fields."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from seerjax.discovery.environment import Artefact
 
 
 class FieldEdits:
-  """Up to four pairs (field, choice); a choice beyond the field's last folds.
+  """Up to four pairs (field, choice); a choice beyond a field's last one wraps around.
 
-  The stop is 0, fields come next, then eight choices.
+  Id 0 is the stop token, followed by the fields and eight choices.
   """
 
   NUM_EDITS = 4
@@ -28,7 +28,7 @@ class FieldEdits:
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
     choice = (self._choice, self._choice + self.NUM_CHOICES)
-    # Something has to change, so that the first edit may not be the stop.
+    # A sentence has to change something, so the first edit may not be the stop token.
     return ((1, self._choice), choice) + ((0, self._choice), choice) * (self.NUM_EDITS - 1)
 
   @property
@@ -50,7 +50,7 @@ class FieldEdits:
         " field and a choice and then the stop token 0; finish the sentence."
       )
     for place, (token, (first, past)) in enumerate(zip(kept, self.allowed)):
-      # The stop stands last only, and there it is gone.
+      # The stop token is only allowed at the end, where it has been removed.
       least = max(first, 1)
       if not least <= token < past:
         raise ValueError(

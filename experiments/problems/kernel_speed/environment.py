@@ -1,4 +1,4 @@
-"""The problems as discovery sees them: schedules of one program, and tiles of two kernels."""
+"""The discovery environments: schedules of one program, and tiles of two kernels."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pallas_kernels import gpu, matmul, rms_norm
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, Published, Score
 
-# Calls in one program: a lap lasts far longer than a GPU's launch. On a CPU one call is long.
+# Calls per program, so that a lap is much longer than a GPU launch. On a CPU one call is long.
 GPU_CALLS, CPU_CALLS = 8, 1
 
 
 class _Timed:
-  """What both environments share: choices of fields, judged by a race.
+  """Base class of both environments: choices of fields, judged by a race.
 
   Attributes:
-    name, is_maximised, published, language: as `discovery.Environment`.
-    fields: of an artefact.
-    laps: of `verify`.
+    name, is_maximised, published, language: as in `discovery.Environment`.
+    fields: fields of an artefact.
+    laps: laps of `verify`.
   """
 
   def __init__(self, name: str, fields: Sequence[Field], laps: int):
@@ -45,30 +45,30 @@ class _Timed:
       raise ValueError(f"{name}: got laps={laps}, expected an odd number, at least 3; take {LAPS}.")
     self.name = name
     self.is_maximised = True
-    # What is published are times on other machines, and no ratios.
+    # Published results are times on other machines, not ratios.
     self.published: tuple[Published, ...] = ()
     self.fields = tuple(fields)
     self.laps = laps
     self.language = FieldEdits(self.fields)
 
   def measure(self, artefact: Artefact, *, laps: int, seed: int | None = None) -> Race:
-    """Races an artefact; `Race.reason` says why it is none, or cannot run here."""
+    """Races an artefact; `Race.reason` says why it is invalid or cannot run here."""
     raise NotImplementedError
 
   def start(self, seed: int) -> Artefact:
     raise NotImplementedError
 
   def verify(self, artefact: Artefact) -> Score:
-    """Judges anything whatever; the value is timed, and so differs from call to call."""
+    """Verifies any object; the value is a measured time ratio and differs between calls."""
     found = self.measure(artefact, laps=self.laps)
     if found.reason:
       return environment.invalid(found.reason)
     return Score(is_valid=True, value=found.speed_up, reward=found.speed_up)
 
   def confirm(self, artefact: Artefact, *, laps: int = CONFIRMING_LAPS) -> Score:
-    """Races once more, for longer; the value is the lower quartile of the laps' ratios.
+    """Races again for longer; the value is the lower quartile of the laps' ratios.
 
-    A record counts if this still beats what it should: luck of single laps does not reach here.
+    A record counts only if this value beats the previous one, which single lucky laps do not reach.
     """
     found = self.measure(artefact, laps=laps)
     if found.reason:
@@ -76,9 +76,9 @@ class _Timed:
     return Score(is_valid=True, value=found.lower_quartile, reward=found.lower_quartile)
 
   def classical(self, seed: int) -> Iterator[Artefact]:
-    """Yields the best so far of a coordinate search: fields in random order, every choice raced.
+    """Yields the best result of a coordinate search: fields in random order, every choice raced.
 
-    A choice is taken if it wins a race and then a second one against the best's own new race.
+    A choice is accepted if it wins a race, and then a second race against a new race of the best.
     """
     rng = np.random.default_rng([seed, 1])
     best = self.start(seed)
@@ -99,7 +99,7 @@ class _Timed:
           yield best
 
   def polished_starts(self, seed: int) -> Iterator[Artefact]:
-    """Yields random artefacts, each the better of two choices of one field."""
+    """Yields random artefacts, each improved by the better of two choices of one field."""
     rng = np.random.default_rng([seed, 2])
     while True:
       drawn = {field.name: field.choices[rng.integers(len(field.choices))] for field in self.fields}
@@ -109,7 +109,7 @@ class _Timed:
       yield other if environment.is_better(self, values[1], values[0]) else drawn
 
   def picture(self, artefact: Artefact) -> Any:
-    """Returns the laps' ratios, raced anew, and their median."""
+    """Returns a Figure of the ratios of a new race and their median."""
     from matplotlib import figure
 
     found = self.measure(artefact, laps=self.laps)
@@ -137,7 +137,7 @@ class _Timed:
 
 
 class TriMulSpeed(_Timed):
-  """The environment: schedules of the triangle multiplication on this machine's default device."""
+  """The environment of schedules of the triangle multiplication, on JAX's default device."""
 
   def __init__(self, size: int = 64, *, dim: int = 128, hidden: int = 128, laps: int = LAPS):
     """Sets the sizes.
@@ -145,10 +145,10 @@ class TriMulSpeed(_Timed):
     Args:
       size: n, a multiple of 8.
       dim, hidden: c and h; 8 divides h.
-      laps: of `verify`.
+      laps: laps of `verify`.
 
     Raises:
-      ValueError: if a size has no such chunks, or laps cannot have a median lap.
+      ValueError: if a size is not divisible into chunks, or the number of laps is not odd.
     """
     for name, value in (("size", size), ("hidden", hidden), ("dim", dim)):
       if value < 8 or value % 8:
@@ -168,7 +168,7 @@ class TriMulSpeed(_Timed):
     if reason:
       return Race(reason=reason)
     schedule = Schedule(**artefact)
-    # A fresh jit, so that a long search does not keep every program.
+    # A new jit, so that a long search does not keep every program in memory.
     return self.race(jax.jit(functools.partial(trimul.trimul, schedule)), laps=laps, seed=seed,
       tolerance=schedules.tolerance_of(schedule, jax.default_backend()))  # fmt: skip
 
@@ -180,7 +180,7 @@ class TriMulSpeed(_Timed):
     seed: int | None = None,
     tolerance: float = TOLERANCE,
   ) -> Race:
-    """Races any function of `Inputs` against the reference, on inputs of all kinds in turn."""
+    """Races a function of `Inputs` against the reference, on inputs of all kinds in turn."""
     return rules.race(
       contestant,
       trimul.compiled_reference,
@@ -192,11 +192,11 @@ class TriMulSpeed(_Timed):
 
 
 class TileSpeed(_Timed):
-  """The environment: tiles of one of our GPU kernels, raced against XLA.
+  """The environment of tiles of one of our GPU kernels, raced against XLA.
 
-  On a Hopper GPU the kernel runs; on a CPU `walked_matmul` or `walked_norm` does, whose times say
-  nothing of a GPU's. On other GPUs `verify` answers that it is no answer there, with the reason.
-  `check` says whether tiles give the right result in the kernel, through the interpreter.
+  On a Hopper GPU the kernel runs; on a CPU `walked_matmul` or `walked_norm` does, with times that
+  do not predict a GPU's. On other GPUs artefacts are invalid, with the reason. `check` tests
+  whether tiles give the right result in the kernel, through the interpreter.
   """
 
   def __init__(
@@ -208,16 +208,16 @@ class TileSpeed(_Timed):
     features: int = 4096,
     laps: int = LAPS,
   ):
-    """Chooses the kernel and its shapes.
+    """Sets the kernel and its shapes.
 
     Args:
       kernel: "matmul" (x[rows, features] @ w[features, columns], bf16) or "rms_norm" (x[rows,
-        features], bf16; `columns` is of no use).
+        features], bf16; `columns` is ignored).
       rows, columns, features: as above.
-      laps: of `verify`.
+      laps: laps of `verify`.
 
     Raises:
-      ValueError: if the kernel is another one.
+      ValueError: if the kernel is unknown.
     """
     if kernel not in ("matmul", "rms_norm"):
       raise ValueError(f"TileSpeed.kernel: got {kernel!r}, expected 'matmul' or 'rms_norm'.")
@@ -265,12 +265,12 @@ class TileSpeed(_Timed):
     )
 
   def check(self, artefact: Artefact, *, rows: int, seed: int) -> str:
-    """Returns why tiles are wrong; "" if the interpreter, on a CPU, gives the reference's result.
+    """Returns why tiles are wrong; "" if the interpreter on a CPU gives the reference's result.
 
     Args:
-      artefact: anything.
-      rows: few; the interpreter is slow.
-      seed: of the inputs.
+      artefact: any object.
+      rows: number of rows; the interpreter is slow.
+      seed: seed of the inputs.
     """
     reason = rules.complaint(artefact, self.fields)
     if reason:
@@ -296,7 +296,7 @@ class TileSpeed(_Timed):
   def _support(
     self, config: matmul.Config | rms_norm.Config, rows: int, *, interpret: bool
   ) -> str | None:
-    # The device first: on a CPU no one should have to mend shapes.
+    # Checks the device first: without a GPU the shapes do not matter.
     reason = gpu.device_reason(interpret)
     if reason:
       return reason

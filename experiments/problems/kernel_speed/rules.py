@@ -1,14 +1,14 @@
-"""The race: laps on fresh inputs, answers compared, and what chooses a program's fields.
+"""The race: laps on new inputs with compared results, and the validation of fields.
 
-  inputs    fresh for each lap, weights too, from unknown seeds: nothing can be kept from
-            one call for the next
-  answers   those of the timed calls themselves are compared, after the clock has stopped; one wrong
-            answer, and the schedule is no answer
+  inputs    new for each lap, weights too, from unknown seeds: nothing can be reused from the
+            previous call
+  results   results of the timed calls are compared after the clock has stopped; one wrong result
+            makes the schedule invalid
   clock     stops when the outputs are on the device (`block_until_ready`)
-  company   schedule and reference take turns on the same inputs, first and second in alternation,
-            so that a busy machine slows both; the ratio is taken lap by lap
-  tolerance |got - expected| <= 2e-2 + 2e-2 |expected|, as published; and, where all is float32 on
-            a CPU, 1e-4 in place of 2e-2 (other devices round what they multiply)
+  order     schedule and reference take turns on the same inputs, alternating which is first, so
+            that a busy machine slows both; ratios are per lap
+  tolerance |got - expected| <= 2e-2 + 2e-2 |expected|, as published; for pure float32 on a CPU,
+            1e-4 instead of 2e-2 (other devices round the operands of products)
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from seerjax.discovery import environment
 TOLERANCE = 2e-2
 FLOAT32_TOLERANCE = 1e-4
 
-# Laps of `verify` and of `confirm`; odd, so that the median is a lap.
+# Laps of `verify` and of `confirm`; odd, so that the median is the ratio of a lap.
 LAPS, CONFIRMING_LAPS = 9, 31
 
-# What inputs are drawn from: normal, or Cauchy of scale 2, whose outliers try the norms.
+# Distributions of inputs: normal, or Cauchy of scale 2, whose outliers stress the norms.
 KINDS = ("normal", "masked", "cauchy")
 
 
 class Field(NamedTuple):
-  """One choice of a schedule: its name, what may be chosen (at most 8), and what it means."""
+  """A field of a schedule: its name, its choices (at most 8), and its meaning."""
 
   name: str
   choices: tuple[Any, ...]
@@ -45,13 +45,13 @@ class Field(NamedTuple):
 
 
 def complaint(artefact: Any, fields: Sequence[Field]) -> str:
-  """Returns why something does not choose each field once; "" if it does."""
+  """Returns why an object does not choose each field once; "" if it does."""
   names = [field.name for field in fields]
   if not isinstance(artefact, dict) or set(artefact) != set(names):
     return f"artefact: got {environment.shown(artefact)}, expected a dict of {', '.join(names)}"
   for field in fields:
     value = artefact[field.name]
-    # True is 1 to `in`, and 1.0 as well.
+    # Compares types too, because True == 1 == 1.0.
     if not any(type(value) is type(choice) and value == choice for choice in field.choices):
       listed = ", ".join(map(str, field.choices))
       return f"{field.name}: got {environment.shown(value)}, expected one of {listed}"
@@ -60,15 +60,15 @@ def complaint(artefact: Any, fields: Sequence[Field]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Race:
-  """What was measured of one contestant against the reference.
+  """Result of a race of a contestant against the reference.
 
   Attributes:
-    reason: why it is out; "" if every answer was right.
+    reason: why the contestant is invalid; "" if every result was right.
     ratios: by lap, wall time of the reference / of the contestant.
-    cpu_ratios: by lap, the same of the process's CPU time.
+    cpu_ratios: by lap, the same ratio of the process's CPU times.
     seconds: median wall time of the contestant.
     reference_seconds: median wall time of the reference.
-    error: largest |got - expected| of all answers.
+    error: largest |got - expected| over all results.
   """
 
   reason: str = ""
@@ -103,12 +103,12 @@ def race(
   """Times a contestant against the reference by the rules above.
 
   Args:
-    contestant: of the inputs; returns arrays on the device.
-    plain: the reference; the same.
-    inputs_of: of a seed and the lap's number, so that kinds can take turns.
-    laps: that count; as many warming ones as there are `KINDS` come first, and are checked too.
-    tolerance: absolute and relative.
-    seed: None for an unknown one; a number only makes the inputs repeatable.
+    contestant: function of the inputs; returns arrays on the device.
+    plain: the reference, with the same signature.
+    inputs_of: function of a seed and the lap's number, so that kinds can take turns.
+    laps: timed laps; `len(KINDS)` warm-up laps come first and are checked too.
+    tolerance: absolute and relative tolerance.
+    seed: None for an unknown seed; a number makes the inputs repeatable.
   """
   rng = np.random.Generator(np.random.PCG64(secrets.randbits(64) if seed is None else seed))
   warming = len(KINDS)
@@ -122,7 +122,7 @@ def race(
       try:
         outputs[place] = jax.block_until_ready(function(inputs))
       except Exception as error:
-        # A kernel's tiles may ask for more than the machine has; the reference may not fail.
+        # Tiles may exceed the machine's resources; the reference must not fail.
         if place:
           raise
         line = (str(error).splitlines() or [""])[0][:160]
@@ -130,10 +130,10 @@ def race(
       wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
       if lap >= 0:
         walls[place].append(wall)
-        # Its clock may tick slower than a lap.
+        # The clock's resolution may be coarser than a lap.
         cpus[place].append(max(cpu, 1e-6))
     kept.append(outputs)
-    # What is wrong from the start need not be timed.
+    # A contestant that fails in warm-up is not timed.
     if lap < 0:
       reason, error = differs(outputs[0], outputs[1], tolerance)
       if reason:
@@ -154,7 +154,7 @@ def race(
 
 
 def differs(got: Any, expected: Any, tolerance: float) -> tuple[str, float]:
-  """Returns why an answer is wrong ("" if it is right) and the largest difference."""
+  """Returns why a result is wrong ("" if it is right), and the largest difference."""
   answers, truths = jax.tree.leaves(got), jax.tree.leaves(expected)
   if len(answers) != len(truths):
     return f"answer: got {len(answers)} arrays, expected {len(truths)}", 0.0
@@ -166,9 +166,9 @@ def differs(got: Any, expected: Any, tolerance: float) -> tuple[str, float]:
     if answer.dtype != truth.dtype:
       return f"answer: got {answer.dtype}, expected {truth.dtype}", 0.0
     a, b = (np.asarray(x.astype(jnp.float32)).astype(np.float64) for x in (answer, truth))
-    # Equal infinities are no distance apart.
+    # Equal infinities have distance zero.
     apart = np.abs(np.subtract(a, b, out=np.zeros_like(a), where=a != b))
-    # In this form NaN is wrong; and a distance from infinity is none that could be borne.
+    # In this form NaN is wrong, and so is any distance from infinity.
     right = (apart <= tolerance + tolerance * np.abs(b)) & np.isfinite(apart)
     worst = max(worst, float(apart.max(initial=0.0)))
     if not right.all():

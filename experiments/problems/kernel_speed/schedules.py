@@ -1,4 +1,4 @@
-"""Schedules of the triangle multiplication: what may be chosen, as data."""
+"""Schedules of the triangle multiplication, as data."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ FIELDS: tuple[Field, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-  """How `trimul` computes; the defaults are the plain program. See `FIELDS` for the choices.
+  """A schedule of `trimul`; the defaults are the plain program. `FIELDS` lists the choices.
 
   Attributes:
     projections: "separate", "pairs" (values; gates), "sides" (left with its gate; right with its),
       "four" or "five" (the output gate too).
-    layout: "rows" keeps features last; "features" puts them first, as the contraction wants them.
+    layout: "rows" keeps features last; "features" puts them first, as the contraction needs them.
     input_norm: "two_pass", "one_pass" (mean square minus squared mean), "dot" (sums by a matmul
-      with ones), or "folded": x goes into the matmuls, whose results are centred and scaled.
-    row_chunks: of the projections.
-    contraction: "einsum" of [n, n, h]; "batched", one matmul for each feature; "transposed", the
-      same with the right operand laid out as [h, k, j].
-    hidden_chunks: of the contraction.
-    output_layout, output_norm, output_chunks: of what comes after it.
+      with ones), or "folded": x is the matmuls' input, and their results are centred and scaled.
+    row_chunks: chunks of the projections.
+    contraction: "einsum" of [n, n, h]; "batched", one matmul per feature; "transposed", the same
+      with the right operand in layout [h, k, j].
+    hidden_chunks: chunks of the contraction.
+    output_layout, output_norm, output_chunks: the same for the part after the contraction.
     sigmoid: "logistic", "tanh" as (1 + tanh(x / 2)) / 2, "exp" as 1 / (1 + exp(-x)).
-    barriers: "none"; "contraction", before and after it; "all", also after the first norm.
+    barriers: "none"; "contraction", before and after the contraction; "all", also after the first
+      norm.
     projection_dtype, contraction_dtype: "float32" or "bfloat16".
   """
 
@@ -69,9 +70,9 @@ class Schedule:
 
 
 def tolerance_of(schedule: Schedule, backend: str) -> float:
-  """Returns how far from the reference a schedule's answers may be, absolutely and relatively.
+  """Returns the absolute and relative tolerance of a schedule's results.
 
-  By default XLA multiplies float32 in TF32 on GPUs and in bfloat16 on TPUs: two programs of the
-  same function then differ by more than `FLOAT32_TOLERANCE`.
+  By default XLA multiplies float32 in TF32 on GPUs and in bfloat16 on TPUs, so two programs of the
+  same function differ by more than `FLOAT32_TOLERANCE`.
   """
   return FLOAT32_TOLERANCE if schedule.is_float32 and backend == "cpu" else TOLERANCE

@@ -1,4 +1,4 @@
-"""Tiles of our GPU kernels: what may be chosen, and the same walk in plain XLA for a CPU."""
+"""Tiles of our GPU kernels: the choices, and the same order of tiles in plain XLA for a CPU."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ NORM_FIELDS: tuple[Field, ...] = (
 
 
 def walked_matmul(tiles: matmul.Config, x: jax.Array, w: jax.Array) -> jax.Array:
-  """Returns x @ w, bf16[m, n], tile by tile as the kernel walks it, in plain XLA.
+  """Returns x @ w, bf16[m, n], computed in plain XLA in the kernel's order of tiles.
 
-  `max_stages` has no effect: nothing is copied ahead here.
+  `max_stages` has no effect, because nothing is prefetched here.
 
   Args:
-    tiles: of the kernel.
+    tiles: configuration of the kernel.
     x: bf16[m, k].
     w: bf16[k, n].
   """
   if x.shape[0] <= (tiles.swapped_rows or 0):
-    # The few tokens lie along the width of a tile.
+    # The few tokens are along the width of a tile.
     swapped = dataclasses.replace(
       tiles, swapped_rows=0, block_m=tiles.swapped_block_n, block_n=128
     )
@@ -49,7 +49,7 @@ def walked_matmul(tiles: matmul.Config, x: jax.Array, w: jax.Array) -> jax.Array
   walk = [
     (i, j)
     for band in range(0, shape[1], tiles.snake_width)
-    # Down one band, up the next.
+    # Goes down one band and up the next.
     for i in (range(shape[0]) if band // tiles.snake_width % 2 == 0 else reversed(range(shape[0])))
     for j in range(band, min(band + tiles.snake_width, shape[1]))
   ]
@@ -70,16 +70,16 @@ def walked_matmul(tiles: matmul.Config, x: jax.Array, w: jax.Array) -> jax.Array
 
 
 def walked_norm(tiles: rms_norm.Config, x: jax.Array, scale: jax.Array) -> jax.Array:
-  """Returns the norm of x, bf16[n, d], so many rows at a time as tiles say, in plain XLA.
+  """Returns the norm of x, bf16[n, d], in plain XLA, with the kernel's number of rows at a time.
 
   Args:
-    tiles: of the kernel.
+    tiles: configuration of the kernel.
     x: bf16[n, d].
     scale: bf16[d].
   """
   at_once = tiles.blocks_per_multiprocessor
   padded = _padded(x, (at_once, tiles.padding))
-  # Features that pad a row add nothing to its sum of squares; the mean is of the others.
+  # Padding adds nothing to the sum of squares; the weight corrects the mean.
   weight = padded.shape[1] / x.shape[1]
   scales = _padded(scale[None, :], (1, tiles.padding)).astype(jnp.float32)
 
@@ -93,10 +93,10 @@ def walked_norm(tiles: rms_norm.Config, x: jax.Array, scale: jax.Array) -> jax.A
 
 
 def _padded(x: jax.Array, multiples: tuple[int, int]) -> jax.Array:
-  """Returns a matrix with zeros up to multiples of rows and columns."""
+  """Returns a matrix padded with zeros to multiples of rows and columns."""
   return jnp.pad(x, [(0, -size % multiple) for size, multiple in zip(x.shape, multiples)])
 
 
 def plain_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """What XLA makes of the definition."""
+  """Returns the norm as defined, compiled by XLA."""
   return rms_norm.reference(x, scale).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The triangle multiplication: its definition, and the program that a schedule says."""
+"""The triangle multiplication: its definition, and the program of a schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.problems.kernel_speed.schedules import Schedule
 NORM_EPSILON = 1e-5
 NUM_PROJECTIONS = 5
 
-# Of left, right, left's gate, right's gate, output gate: what shares one matmul.
+# Groups that share one matmul, of: left, right, left's gate, right's gate, output gate.
 _GROUPS = {
   "separate": ((0,), (1,), (2,), (3,), (4,)),
   "pairs": ((0, 1), (2, 3), (4,)),
@@ -51,7 +51,7 @@ def draw(seed: int, kind: str, *, size: int, dim: int, hidden: int) -> Inputs:
 
   Args:
     seed: at least 0.
-    kind: of `KINDS`; "normal" masks nothing, the others one pair in ten.
+    kind: one of `KINDS`; "normal" masks nothing, the others one pair in ten.
     size, dim, hidden: n, c, h.
   """
   rng = np.random.Generator(np.random.PCG64(seed))
@@ -60,7 +60,7 @@ def draw(seed: int, kind: str, *, size: int, dim: int, hidden: int) -> Inputs:
     return jnp.asarray(mean + scale * rng.standard_normal(shape, dtype=np.float32), jnp.float32)
 
   if kind == "cauchy":
-    # Tails far beyond these would only test overflow.
+    # Larger tails would only test overflow.
     tails = np.clip(2 * rng.standard_cauchy((size, size, dim)), -1e6, 1e6)
     x = jnp.asarray(tails, jnp.float32)
   else:
@@ -80,7 +80,7 @@ def draw(seed: int, kind: str, *, size: int, dim: int, hidden: int) -> Inputs:
 
 
 def reference(inputs: Inputs) -> jax.Array:
-  """The definition, written plainly: f32[n, n, c]."""
+  """Returns the result by definition, f32[n, n, c]."""
 
   def norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     mean = x.mean(axis=-1, keepdims=True)
@@ -97,12 +97,12 @@ def reference(inputs: Inputs) -> jax.Array:
   return (normed * jax.nn.sigmoid(gate)) @ inputs.output_projection
 
 
-# One for all environments: it compiles once for each size.
+# Shared by all environments, so that it compiles once per size.
 compiled_reference = jax.jit(reference)
 
 
 def trimul(schedule: Schedule, inputs: Inputs) -> jax.Array:
-  """The same as `reference`, computed as the schedule says: f32[n, n, c]."""
+  """Returns the same as `reference`, f32[n, n, c], computed according to the schedule."""
   size, _, dim = inputs.x.shape
   rows, mask = inputs.x.reshape(size * size, dim), inputs.mask.reshape(size * size)
   parts = [
@@ -129,7 +129,7 @@ def trimul(schedule: Schedule, inputs: Inputs) -> jax.Array:
 def _project(
   schedule: Schedule, rows: jax.Array, mask: jax.Array, inputs: Inputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns left, right and the open output gate, each in `schedule.layout`."""
+  """Returns left, right and the activated output gate, each in `schedule.layout`."""
   is_rows = schedule.layout == "rows"
   dtype = jnp.dtype(schedule.projection_dtype)
   is_folded = schedule.input_norm == "folded"
@@ -145,7 +145,7 @@ def _project(
     mean, inverse = mean.reshape(1, -1), inverse.reshape(1, -1)
 
   def along(vector: jax.Array) -> jax.Array:
-    """One number for each feature, beside `linear`'s result."""
+    """Returns a per-feature vector, shaped to broadcast with `linear`'s result."""
     return vector[None, :] if is_rows else vector[:, None]
 
   def linear(weights: jax.Array) -> jax.Array:
@@ -173,7 +173,7 @@ def _project(
 def _contract(
   schedule: Schedule, left: jax.Array, right: jax.Array, size: int
 ) -> tuple[jax.Array, str]:
-  """Returns sum over k of left[i, k] right[j, k], two axes, and the layout that it is in."""
+  """Returns sum over k of left[i, k] right[j, k] as a matrix, and its layout."""
   dtype = jnp.dtype(schedule.contraction_dtype)
   is_einsum, is_rows = schedule.contraction == "einsum", schedule.layout == "rows"
   if not is_einsum:
@@ -199,7 +199,7 @@ def _contract(
       continue
     last = 2
     if schedule.contraction == "transposed":
-      # Without the barrier XLA folds the transposition into the matmul again.
+      # Without the barrier XLA would fold the transposition into the matmul.
       b, last = lax.optimization_barrier(b.swapaxes(1, 2)), 1
     summed = _dot(a, b, (((2,), (last,)), ((0,), (0,))), dtype)
     pieces.append(summed.reshape(-1, size * size))
@@ -211,7 +211,7 @@ def _contract(
 def _finish(
   schedule: Schedule, summed: jax.Array, gate: jax.Array, inputs: Inputs
 ) -> jax.Array:
-  """Returns the second norm, gated and projected: f32[rows, c]."""
+  """Returns the normalised, gated and projected result, f32[rows, c]."""
   is_rows = schedule.output_layout == "rows"
   features = 1 if is_rows else 0
   mean, inverse = _moments(summed, schedule.output_norm, features)
@@ -223,7 +223,7 @@ def _finish(
 
 
 def _moments(x: jax.Array, form: str, axis: int) -> tuple[jax.Array, jax.Array]:
-  """Returns the mean and 1 / deviation along an axis of two, which stays with length 1."""
+  """Returns the mean and 1 / standard deviation along one of two axes, which keeps length 1."""
   if form == "dot":
     share = jnp.full((1, x.shape[axis]), 1 / x.shape[axis], x.dtype)
     sums = (lambda v: share @ v) if axis == 0 else (lambda v: v @ share.T)

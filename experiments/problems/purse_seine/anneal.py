@@ -1,4 +1,4 @@
-"""The annealer: edges, and parts of edges, move out and in, and the fence stays simple."""
+"""The annealer: moves edges and parts of edges in and out while the fence stays simple."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from seerjax.tasks.draws import Draws
 
 _ROOM = MAX_VERTICES + 8
 
-# Numbers of the annealer. A longer fence costs `_PRICE` points for each unit and `_VERTEX_PRICE`
-# for each vertex, so that neither is spent on what gains nothing; `_PRESSURE` drives a fence that
-# is too long back below the limit.
+# Constants of the annealer. Length costs `_PRICE` points per unit and each vertex `_VERTEX_PRICE`,
+# so that neither grows without gain; `_PRESSURE` drives a fence that is too long below the limit.
 _PRICE, _VERTEX_PRICE, _PRESSURE = 0.001, 0.2, 0.02
-# What a polish ends with: temperature in points, longest and shortest moves.
+# Final values of a polish: temperature in points, longest and shortest moves.
 _COLD, _NEAR, _FINE = 0.4, 1500.0, 10.0
 
-# Steps of the annealer, the temperature in points that it begins with (0 only climbs), and its
-# shortest move at first.
+# Levels of polish: steps, initial temperature in points (0 is hill climbing), and initial shortest
+# move.
 POLISHES = (
   (1000, 0.0, 100.0), (4000, 0.0, 100.0), (12_000, 0.0, 100.0), (30_000, 0.0, 100.0),
   (4000, 1.0, 200.0), (12_000, 1.0, 200.0), (30_000, 1.0, 200.0), (30_000, 4.0, 1000.0),
@@ -40,20 +39,20 @@ def anneal(
   grains: tuple[float, float] = (1.0, 1.0),
   seed: int,
 ) -> tuple[Fence, Fence | None]:
-  """Moves edges, and pushes parts of edges out and in, by simulated annealing.
+  """Moves edges and parts of edges by simulated annealing.
 
   Args:
-    counter: of the points.
-    fence: to begin with; it may be too long, then it is pressed below the limit.
-    num_steps: proposals, about 0.7 microseconds each.
-    temperatures: the first and the last, in points, falling geometrically; 0 only climbs.
-    reaches: how far an edge may go in one step, first and last, falling geometrically.
-    grains: how far an edge, and how long a part of one, must be moved at least (a neighbour may
-      vanish sooner), first and last, falling geometrically.
-    seed: of all draws.
+    counter: counter of the points.
+    fence: initial fence; if it is too long, it is pressed below the limit.
+    num_steps: number of proposals, about 0.7 microseconds each.
+    temperatures: first and last temperature in points, geometric; 0 is hill climbing.
+    reaches: maximum move of an edge in one step, first and last, geometric.
+    grains: minimum move of an edge and minimum length of a part (a neighbour may vanish sooner),
+      first and last, geometric.
+    seed: seed of all draws.
 
   Returns:
-    Where it ended, and the best legal fence on the way (None if there was none).
+    The final fence, and the best legal fence found (None if there was none).
   """
   xs, ys = np.zeros(_ROOM, np.int64), np.zeros(_ROOM, np.int64)
   num = len(fence.xs)
@@ -69,12 +68,12 @@ def anneal(
 
 
 def seeded(*names: object) -> int:
-  """Returns a number in 1..2**63 - 1 that follows from the names."""
+  """Returns a number in 1..2**63 - 1, a function of the names."""
   return 1 + Draws("purse_seine", *names).below(2**63 - 1)
 
 
 def polished(counter: Counter, fence: Fence, level: int, seed: int) -> Fence | None:
-  """Returns the best legal fence that a polish of the language finds, or None."""
+  """Returns the best legal fence that a polish of a level finds, or None."""
   steps, hot, coarse = POLISHES[level]
   _, best = anneal(
     counter,
@@ -99,7 +98,7 @@ def _is_free(
   xs: np.ndarray, ys: np.ndarray, num: int, box: tuple[int, int, int, int],
   skipped: tuple[int, int, int, int, int],
 ) -> bool:  # fmt: skip
-  """Returns whether a closed box (left, right, bottom, top) touches no edge but those skipped."""
+  """Returns whether a closed box (left, right, bottom, top) touches no edge except skipped ones."""
   left, right, bottom, top = box
   x, y = xs[num - 1], ys[num - 1]
   for j in range(num):
@@ -123,12 +122,12 @@ def _anneal(
   reaches: tuple[float, float], grains: tuple[float, float], price: float,
   vertex_price: float, pressure: float, state: np.ndarray,
 ) -> tuple[int, int]:  # fmt: skip
-  """Anneals a fence where it lies; returns its vertices and those of the best (0: none was legal).
+  """Anneals a fence in place; returns the vertex counts of it and of the best (0: none was legal).
 
-  A step takes an edge, or a part of it that may touch one of its ends, and moves it out or in. The
-  axis u lies along the edge, w across it. At an end that is a vertex the neighbour grows or
-  shrinks, and vanishes if nothing is left of it; elsewhere two vertices are made. What the part
-  sweeps must touch no other edge: so the fence stays simple.
+  A step takes an edge, or a part of it that may include one end, and moves it out or in. Axis u is
+  along the edge, w across it. At an end that is a vertex the neighbour grows or shrinks, and
+  vanishes if its length becomes zero; elsewhere two vertices are added. The swept area must not
+  touch any other edge, so the fence stays simple.
   """
   new_xs, new_ys = np.empty_like(xs), np.empty_like(ys)
   value = counting.fence_count(counter, xs[:num], ys[:num])
@@ -169,7 +168,7 @@ def _anneal(
     grows = draw < 0.5
     across = outwards if grows else -outwards
     draw = 2.0 * draw if grows else 2.0 * draw - 1.0
-    # 0.4 the whole edge, 0.2 a part at its start, 0.2 one at its end, 0.2 one in between.
+    # Probability 0.4: the whole edge; 0.2 each: a part at its start, at its end, in between.
     cuts_start, cuts_end = draw >= 0.6, (0.4 <= draw < 0.6) or draw >= 0.8
     from_u, to_u = start, end
     if cuts_start or cuts_end:
@@ -201,7 +200,7 @@ def _anneal(
     new_perimeter = perimeter + longer
     if new_perimeter > MAX_PERIMETER and longer > 0:
       continue
-    # A convex vertex's line moves with the edge, a reflex one's stays inside in any case; the walls
+    # The line of a convex vertex moves with the edge, that of a reflex one stays inside; the walls
     # of a new part are inside if it grows and stay inside if it shrinks.
     takes_start = grows if cuts_start else toward_before == -outwards
     takes_end = grows if cuts_end else toward_after == -outwards
@@ -227,7 +226,7 @@ def _anneal(
     if change < 0.0:
       if temperature == 0.0 or change < temperature * math.log(1.0 - _uniform(state)):
         continue
-    # A neighbour may vanish only if the edge behind it goes on, and not back.
+    # A neighbour may vanish only if the edge beyond it continues and does not turn back.
     if start_merges and (start - last_u) * way <= 0:
       continue
     if end_merges and (second_u - end) * way <= 0:
@@ -252,7 +251,7 @@ def _anneal(
       else:
         xs[k] = xs[after] = new_w
     else:
-      # All vertices but the edge's two (and those that vanish), then the edge's new ones.
+      # All vertices except the edge's two and vanished ones, then the edge's new ones.
       count = 0
       for place in range(2 + end_merges, num - start_merges):
         new_xs[count], new_ys[count] = xs[(k + place) % num], ys[(k + place) % num]

@@ -1,7 +1,7 @@
-"""Wanted minus unwanted points inside a fence, exactly and fast.
+"""Counts wanted minus unwanted points inside a fence, exactly and fast.
 
-Closed as it is, a fence holds the lattice points of a set of unit pixels: therefore everything here
-counts with half-open edges, where the sum over the corners
+A closed fence contains the lattice points of a set of unit pixels. Everything here therefore counts
+with half-open edges, where the sum over the corners
 
   a - b = sum over corners of (+1 or -1, alternating) * F(x, y),   F: points below x and below y
 
@@ -17,7 +17,7 @@ import numpy as np
 from experiments.problems.purse_seine.rules import SIDE, Fence, Points
 from seerjax import compiled
 
-_SHIFT = 7  # Counting strips are 128 wide: a dozen points each, and a table that fits a cache.
+_SHIFT = 7  # Strips are 128 wide: about a dozen points each, and a table that fits in a cache.
 _NUM_STRIPS = (SIDE >> _SHIFT) + 1
 
 
@@ -26,9 +26,9 @@ class Counter(NamedTuple):
 
   Attributes:
     table: i16[s + 1, s + 1], sum of weights in the strips below (column, row).
-    column_start: i64[s + 1], where a column's points begin.
+    column_start: i64[s + 1], start of each column's points.
     column_points: i64[n, 3], x, y and weight (+1 wanted, -1 unwanted) by column.
-    row_start: i64[s + 1], where a row's points begin.
+    row_start: i64[s + 1], start of each row's points.
     row_points: i64[n, 3], the same points by row.
   """
 
@@ -66,7 +66,7 @@ def count(counter: Counter, fence: Fence) -> int:
 
 @compiled.function
 def _below(counter: Counter, x: int, y: int) -> int:
-  """F: the sum of weights of points whose x and y are both smaller."""
+  """Returns F: the sum of weights of points with smaller x and smaller y."""
   column, row = x >> _SHIFT, y >> _SHIFT
   total = int(counter.table[column, row])
   points = counter.column_points
@@ -98,12 +98,12 @@ def box_count(counter: Counter, left: int, right: int, bottom: int, top: int) ->
 
 @compiled.function
 def fence_count(counter: Counter, xs: np.ndarray, ys: np.ndarray) -> int:
-  """Returns the sum of weights inside or on a fence: F at its corners, signs alternating."""
+  """Returns the sum of weights inside or on a fence: F at its corners, with alternating signs."""
   num, total = len(xs), 0
   for i in range(num):
     before, after = (i - 1) % num, (i + 1) % num
     is_level = ys[i] == ys[after]
-    # The edge to the right and the one above belong to the inside: their pixels end one further.
+    # Right and upper edges belong to the inside: their pixels end one further.
     if is_level:
       x = xs[i] + (1 if ys[i] > ys[before] else 0)
       y = ys[i] + (1 if xs[after] < xs[i] else 0)

@@ -1,6 +1,6 @@
-"""The language: sentences of rectangles and a polish, and what a policy sees of a fence.
+"""The language: sentences of rectangles and a polish, and the policy's view of a fence.
 
-A sentence is `NUM_EDITS` times (verb, x, y, width, height), then a polish, if any.
+A sentence is `NUM_EDITS` times (verb, x, y, width, height), then a polish, if there is one.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from seerjax.discovery import environment
 from seerjax.tasks.draws import Draws
 
 NUM_EDITS = 4
-_PLACES = 32  # Along each axis; where in its place a rectangle's centre lies is drawn.
+_PLACES = 32  # Along each axis; a rectangle's centre is drawn at random within its place.
 
 _VIEW = 9  # Cells of the prompt along each axis.
-_LEVELS = (-20, -4, 4, 20)  # Wanted minus unwanted points of a cell: what parts its five levels.
+_LEVELS = (-20, -4, 4, 20)  # Thresholds of a cell's five levels of wanted minus unwanted points.
 
 _FIRST_X = 4
 _FIRST_Y = _FIRST_X + _PLACES
@@ -41,20 +41,20 @@ _FIELDS = (
 
 
 class FenceEdits:
-  """Four rectangles and, unless it is left out, a polish.
+  """Four rectangles and, optionally, a polish.
 
-    add x y width height       the fence takes the rectangle in; a strip joins it if it lies apart
-    remove x y width height    the fence leaves the rectangle out; the larger part stays
-    push x y depth span        the edge nearest to (x, y) moves out or in along `span` of its length
-    keep . . . .               nothing
+    add x y width height       adds the rectangle, joined by a strip if it is separate
+    remove x y width height    removes the rectangle; the largest part stays
+    push x y depth span        moves part of the edge nearest to (x, y), of length `span`, out or in
+    keep . . . .               no-op
     polish                     bounded annealing of edges; shortens a fence that is too long
 
-  Holes are filled. What is too long at the end, has too many vertices or has nothing left is
-  refused; and so is what changes nothing, or the policy could be paid for what it was given.
+  Holes are filled. The result is rejected if it is too long, has too many vertices or is empty; it
+  is also rejected if nothing changes, because the policy would be rewarded for the given fence.
   """
 
   def __init__(self, counter: Counter, *, with_polish: bool = True):
-    """Takes the points that its tool counts, and whether there is that tool."""
+    """Takes the counter of the points, and whether sentences end with a polish."""
     self._counter = counter
     last = ((_FIRST_POLISH, _FIRST_CELL),) if with_polish else ()
     self._allowed = _FIELDS * NUM_EDITS + last
@@ -69,24 +69,24 @@ class FenceEdits:
 
   @property
   def vocab_size(self) -> int:
-    """Ids of verbs, places, sizes, polishes and of the prompt's cells."""
+    """Number of ids: of verbs, places, sizes, polishes and the prompt's cells."""
     return _VOCAB_SIZE
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """By place in the sentence, first id and the one behind the last."""
+    """By position in the sentence, the range of allowed ids (start, end)."""
     return self._allowed
 
   @property
   def stop_token(self) -> int | None:
-    """None: all sentences have full length; `keep` does nothing."""
+    """None: all sentences have full length; `keep` is the no-op."""
     return None
 
   def prompt(self, artefact: environment.Artefact) -> tuple[int, ...]:
-    """Returns value, length and vertices by levels, then 9 x 9 cells: their points, what is inside.
+    """Returns levels of value, length and vertices, then the points and coverage of 9 x 9 cells.
 
-    A cell's id is 3 times its level of (wanted - unwanted), plus how many of its four quarter
-    points are inside (0, some, all).
+    A cell's id is 3 times its level of (wanted - unwanted), plus 0, 1 or 2 if none, some or all of
+    its four quarter points are inside.
     """
     fence = rules.fence_of(artefact)
     places = (np.arange(2 * _VIEW) * 2 + 1) * SIDE // (4 * _VIEW)
@@ -107,10 +107,10 @@ class FenceEdits:
   def apply(
     self, artefact: environment.Artefact, tokens: Sequence[int], seed: int
   ) -> environment.Artefact:
-    """Returns the fence that a sentence makes of one.
+    """Returns the fence after a sentence.
 
     Raises:
-      ValueError: if the sentence is none, or its fence is no legal one, with the reason.
+      ValueError: if the sentence or the resulting fence is invalid, with the reason.
     """
     if len(tokens) != len(self._allowed):
       raise ValueError(
@@ -168,7 +168,7 @@ class FenceEdits:
 
 @compiled.function
 def _inside(xs: np.ndarray, ys: np.ndarray, places: np.ndarray) -> np.ndarray:
-  """Returns bool[n, n], whether (places[i], places[j]) is inside, the border on either side."""
+  """Returns bool[n, n]: whether (places[i], places[j]) is inside; border points may be either."""
   num, size = len(xs), len(places)
   found = np.zeros((size, size), np.bool_)
   for k in range(num):

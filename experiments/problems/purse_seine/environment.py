@@ -1,4 +1,4 @@
-"""The problem as discovery sees it: starts, verdicts, texts, pictures and its classical rivals."""
+"""The discovery environment: starts, verification, prompts, pictures and classical baselines."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from experiments.problems.purse_seine.rules import MAX_PERIMETER, MAX_VERTICES, 
 from seerjax.discovery import environment
 from seerjax.tasks.draws import Draws
 
-_START_CELL = 5000  # Side of the square that a search starts from.
+_START_CELL = 5000  # Side of the start square.
 
-# Of the classical search: how much worse a fence may become at first, in points on average; kicks
-# of its first round; kicks an item.
+# Of the classical search: initial mean tolerance for worse fences, in points; kicks of the first
+# round; kicks per yielded fence.
 _TOLERANCE = 20.0
 _ROUND_KICKS = 500
 _SLICE_KICKS = 100
@@ -29,11 +29,11 @@ class PurseSeine:
   """One instance.
 
   Attributes:
-    name: "purse_seine_" and the instance's number, or "purse_seine" for points of one's own.
+    name: "purse_seine_" and the instance's number, or "purse_seine" for your own points.
     is_maximised: True.
-    published: means over the contest's 150 inputs, for instances that are drawn alike; else none.
+    published: means over the contest's 150 inputs, for generated instances; else none.
     points: the instance.
-    language: edits by rectangles, by default with the annealer of edges as their tool.
+    language: edits by rectangles, by default with a polish by annealing of edges.
   """
 
   name: str
@@ -44,15 +44,15 @@ class PurseSeine:
   def __init__(
     self, instance: int = 0, *, points: Points | None = None, with_polish: bool = True
   ):
-    """Takes an instance by its number, or points of one's own.
+    """Takes an instance by number, or your own points.
 
     Args:
-      instance: which one, from 0 on.
-      points: one's own, in place of an instance's.
-      with_polish: every sentence ends with a polish; see `FenceEdits`.
+      instance: number of the instance, from 0 on.
+      points: your own points, instead of a generated instance.
+      with_polish: whether every sentence ends with a polish; see `FenceEdits`.
 
     Raises:
-      ValueError: if the number is negative, or the points are no different integers in 0..SIDE.
+      ValueError: if the number is negative, or the points are not distinct integers in 0..SIDE.
     """
     if instance < 0:
       raise ValueError(
@@ -79,7 +79,7 @@ class PurseSeine:
     return [[x, y], [high_x, y], [high_x, high_y], [x, high_y]]
 
   def verify(self, artefact: Any) -> environment.Score:
-    """Judges anything whatever, exactly; never raises."""
+    """Verifies any object, exactly; never raises."""
     reason = rules.illegality(artefact)
     if reason:
       return environment.invalid(reason)
@@ -90,11 +90,11 @@ class PurseSeine:
   def classical(self, seed: int) -> Iterator[environment.Artefact]:
     """Yields the best fence of an iterated local search after every hundred kicks.
 
-    A kick is one random rectangle, or two, added, removed or pushed; then the edges climb, or now
-    and then are annealed for a while. What is somewhat worse is kept as well, ever less so in the
-    course of a round. Rounds begin with a start of their own and with the best fence by turns, and
-    get longer, so that no length has to be known beforehand. (Long annealing of edges alone settles
-    early on which clusters are in, and ends lower.)
+    A kick adds, removes or pushes one or two random rectangles, followed by hill climbing of edges
+    or sometimes a short annealing. Slightly worse fences are accepted, with a tolerance that falls
+    during a round. Rounds start from a new start or from the best fence, in turn, and get longer,
+    so that no length has to be chosen. (Long annealing of edges alone fixes early which clusters
+    are inside, and ends lower.)
     """
     draws = Draws("purse_seine classical", seed)
     best = rules.fence_of(self.start(seed))
@@ -127,7 +127,7 @@ class PurseSeine:
           yield rules.artefact_of(best)
 
   def polished_starts(self, seed: int) -> Iterator[environment.Artefact]:
-    """Yields starts, each polished by the longest tool that edits have."""
+    """Yields starts, each polished with the longest polish of the language."""
     for number in itertools.count():
       drawn = anneal.seeded("polished start", seed, number)
       fence = rules.fence_of(self.start(drawn))
@@ -136,7 +136,7 @@ class PurseSeine:
       yield rules.artefact_of(best)
 
   def describe(self, artefact: environment.Artefact, score: environment.Score) -> str:
-    """Returns the problem, its rules, where the points come from, and this fence, as text."""
+    """Returns the problem, its rules, the generator of the points, and this fence, as text."""
     if self._instance is None:
       data = f"wanted = {self.points.wanted.tolist()}\nunwanted = {self.points.unwanted.tolist()}"
     else:
@@ -196,4 +196,4 @@ one, within so many seconds.
     return figure
 
 
-_CLIMB, _WARM = 1, 5  # Levels of polish that the classical search takes.
+_CLIMB, _WARM = 1, 5  # Levels of polish in the classical search.

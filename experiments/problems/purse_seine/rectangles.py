@@ -1,4 +1,4 @@
-"""What one edit makes of a fence: a rectangle is added, removed, or pushed out of an edge."""
+"""Applies one edit to a fence: adds or removes a rectangle, or pushes part of an edge."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from experiments.problems.purse_seine.rules import SIDE, Fence
 from seerjax import compiled
 
-_CORRIDOR = 60  # Width of the strip that joins an added rectangle to the fence.
+_CORRIDOR = 60  # Width of the strip between an added rectangle and the fence.
 
 ADD, REMOVE, PUSH, KEEP = range(4)
 
@@ -16,12 +16,12 @@ _PUSHES = tuple(round(60 * 2.4**level) for level in range(8))  # 60 to 27,500, i
 
 
 def edited(fence: Fence, verb: int, x: int, y: int, width: int, height: int) -> Fence:
-  """Returns what one edit makes of a fence; it may have no vertices, or too many.
+  """Returns the fence after one edit; it may have no vertices, or too many.
 
   Args:
-    fence: legal but for its length.
+    fence: a fence that is legal except for its length.
     verb: ADD, REMOVE or PUSH.
-    x, y: centre of the rectangle, or what the edge to push is near to.
+    x, y: centre of the rectangle, or a point near the edge to push.
     width, height: levels of size; a push reads them as depth and span.
   """
   if verb == PUSH:
@@ -35,12 +35,12 @@ def edited(fence: Fence, verb: int, x: int, y: int, width: int, height: int) -> 
 
 
 def _clipped(left: int, bottom: int, right: int, top: int) -> tuple[int, int, int, int]:
-  """Returns the part of a rectangle that lies in the square."""
+  """Returns the part of a rectangle inside the square."""
   return max(0, left), max(0, bottom), min(SIDE, right), min(SIDE, top)
 
 
 def _nearest(low: int, high: int, other_low: int, other_high: int) -> tuple[int, int]:
-  """Returns the points of two intervals that are nearest to each other (a middle one if equal)."""
+  """Returns the nearest points of two intervals; if they overlap, a middle point of the overlap."""
   if high < other_low:
     return high, other_low
   if other_high < low:
@@ -52,7 +52,7 @@ def _nearest(low: int, high: int, other_low: int, other_high: int) -> tuple[int,
 def _joined(
   fence: Fence, rectangle: tuple[int, int, int, int]
 ) -> list[tuple[int, int, int, int]]:
-  """Returns a rectangle, and what joins it to the nearest edge, if no edge touches it."""
+  """Returns a rectangle and, if no edge touches it, the strip that joins it to the nearest edge."""
   left, bottom, right, top = rectangle
   edge, gap = _nearest_edge(fence.xs, fence.ys, left, bottom, right, top)
   if gap == 0 or _has_point(fence.xs, fence.ys, left, bottom):
@@ -73,14 +73,14 @@ def _joined(
 def _push(
   fence: Fence, x: int, y: int, depth_level: int, span: int
 ) -> tuple[list[tuple[int, int, int, int]], bool]:
-  """Returns what the nearest edge sweeps when a part of it is pushed, and whether outwards."""
+  """Returns the rectangles swept when part of the nearest edge is pushed, and whether outwards."""
   edge, _ = _nearest_edge(fence.xs, fence.ys, x, y, x, y)
   after = (edge + 1) % len(fence.xs)
   start_x, start_y = int(fence.xs[edge]), int(fence.ys[edge])
   end_x, end_y = int(fence.xs[after]), int(fence.ys[after])
   is_out = depth_level < len(_PUSHES)
   depth = _PUSHES[depth_level % len(_PUSHES)]
-  # Outside is to the right of a counter-clockwise edge.
+  # The outside is to the right of a counter-clockwise edge.
   if start_y == end_y:
     goes_down = (end_x > start_x) == is_out
     low, high = _span(min(start_x, end_x), max(start_x, end_x), x, span)
@@ -93,7 +93,7 @@ def _push(
 
 
 def _span(low: int, high: int, middle: int, span: int) -> tuple[int, int]:
-  """Returns `span` of an edge around a place on it; all of it if the edge is hardly longer."""
+  """Returns a part of length `span` of an edge around a place; the whole edge if barely longer."""
   if high - low <= span * 3 // 2:
     return low, high
   first = min(max(low, middle - span // 2), high - span)
@@ -102,7 +102,7 @@ def _span(low: int, high: int, middle: int, span: int) -> tuple[int, int]:
 
 @compiled.function
 def _has_point(xs: np.ndarray, ys: np.ndarray, x: int, y: int) -> bool:
-  """Returns whether a point that is on no edge is inside."""
+  """Returns whether a point that is not on an edge is inside."""
   num, is_inside = len(xs), False
   for k in range(num):
     after = (k + 1) % num
@@ -116,7 +116,7 @@ def _has_point(xs: np.ndarray, ys: np.ndarray, x: int, y: int) -> bool:
 def _nearest_edge(
   xs: np.ndarray, ys: np.ndarray, left: int, bottom: int, right: int, top: int
 ) -> tuple[int, int]:
-  """Returns the edge nearest to a rectangle, and the way to it along the axes."""
+  """Returns the edge nearest to a rectangle, and its distance along the axes."""
   num, nearest, least = len(xs), 0, 4 * SIDE
   for k in range(num):
     after = (k + 1) % num
@@ -133,21 +133,21 @@ def _combine(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the outline of a fence with rectangles added or removed.
 
-  The plane is cut at all coordinates into cells. Of what is left the largest part stays, and its
-  holes are filled: then no two of its cells meet at a corner alone, and the outline is simple.
+  The plane is divided into cells at all coordinates. Only the largest part is kept, with its holes
+  filled: then no two of its cells touch only at a corner, and the outline is simple.
 
   Args:
     xs: i64[m].
     ys: i64[m].
     rectangles: i64[n, 4], left, bottom, right, top.
-    is_added: else they are removed.
+    is_added: whether rectangles are added rather than removed.
 
   Returns:
     The outline's xs and ys; empty if nothing is left.
   """
   cuts_x = np.unique(np.concatenate((xs, rectangles[:, 0], rectangles[:, 2])))
   cuts_y = np.unique(np.concatenate((ys, rectangles[:, 1], rectangles[:, 3])))
-  # One ring of cells around; cell (i, j) ends at cuts_x[i], cuts_y[j].
+  # With a ring of cells around; cell (i, j) ends at cuts_x[i], cuts_y[j].
   width, height = len(cuts_x) + 1, len(cuts_y) + 1
   cells = np.zeros((width, height), np.int64)
   num = len(xs)
@@ -168,7 +168,7 @@ def _combine(
     low = np.searchsorted(cuts_y, rectangles[r, 1]) + 1
     high = np.searchsorted(cuts_y, rectangles[r, 3]) + 1
     cells[first:last, low:high] = 1 if is_added else 0
-  # Parts get the numbers from 2 on.
+  # Parts are numbered from 2 on.
   stack = np.empty((width * height, 2), np.int64)
   number, largest, most = 1, 0, 0
   for i in range(1, width - 1):
@@ -191,7 +191,7 @@ def _combine(
           largest, most = number, area
   if largest == 0:
     return np.empty(0, np.int64), np.empty(0, np.int64)
-  # What can be reached from the ring is outside (-1).
+  # Cells reachable from the ring are outside (-1).
   cells[0, 0] = -1
   stack[0, 0], stack[0, 1], depth = 0, 0, 1
   while depth:
@@ -208,7 +208,7 @@ def _combine(
     for j in range(1, height - 1):
       if cells[i, j] != -1 and start_i == 0:
         start_i, start_j = i, j
-  # Walk with the inside to the left; corner (i, j) is the lower left one of cell (i, j).
+  # Walks with the inside to the left; corner (i, j) is the lower left one of cell (i, j).
   i, j, step_x, step_y, count = start_i, start_j, 1, 0, 1
   out_x[0], out_y[0] = cuts_x[i - 1], cuts_y[j - 1]
   while True:

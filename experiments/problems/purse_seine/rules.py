@@ -1,4 +1,4 @@
-"""What a fence is and when it is legal, and the points that it is drawn around."""
+"""Fences and their legality, and the generator of points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seerjax.discovery import environment
 SIDE = 100_000  # Coordinates are 0..SIDE.
 MAX_VERTICES = 1000
 MAX_PERIMETER = 400_000
-REWARD_UNIT = 1500.0  # The reference divides the mean value by it.
+REWARD_UNIT = 1500.0  # The paper divides the mean value by it.
 
 PUBLISHED = atcoder.published(
   (567_062, "TTT-Discover (gpt-oss-120b, C++)", 2026),
@@ -32,7 +32,7 @@ class Points(NamedTuple):
 
   Attributes:
     wanted: i64[n, 2], integer coordinates.
-    unwanted: i64[k, 2], the same; no point is given twice.
+    unwanted: i64[k, 2], the same; all points are distinct.
   """
 
   wanted: np.ndarray
@@ -40,7 +40,7 @@ class Points(NamedTuple):
 
 
 class Fence(NamedTuple):
-  """A polygon in the form that everything here works on: counter-clockwise, a turn at each vertex.
+  """A polygon in normal form: counter-clockwise, with a turn at each vertex.
 
   Attributes:
     xs: i64[m].
@@ -94,7 +94,7 @@ def generate(instance: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]
   return kinds[0], kinds[1]
 
 
-@functools.lru_cache(maxsize=256)  # The 150 cases of a contest, 160 kB each.
+@functools.lru_cache(maxsize=256)  # Enough for a contest's 150 cases, 160 kB each.
 def points_of(instance: int) -> Points:
   """Returns the points of a generated instance."""
   wanted, unwanted = generate(instance)
@@ -102,7 +102,7 @@ def points_of(instance: int) -> Points:
 
 
 def fence_of(artefact: environment.Artefact) -> Fence:
-  """Returns a legal artefact counter-clockwise and without vertices on a straight line."""
+  """Returns a legal artefact in normal form: counter-clockwise, without straight vertices."""
   points = np.array(artefact, np.int64)
   before, after = np.roll(points, 1, axis=0), np.roll(points, -1, axis=0)
   points = points[~((before == points) & (points == after)).any(axis=1)]
@@ -113,7 +113,7 @@ def fence_of(artefact: environment.Artefact) -> Fence:
 
 
 def artefact_of(fence: Fence) -> environment.Artefact:
-  """Returns the fence as plain data, from its lower left vertex on: equal fences, equal data."""
+  """Returns the fence as plain data, starting at its lower left vertex, so that data is unique."""
   first = np.lexsort(fence[::-1])[0]
   xs, ys = (np.roll(along, -first).tolist() for along in fence)
   return [[x, y] for x, y in zip(xs, ys)]
@@ -126,7 +126,7 @@ def perimeter_of(fence: Fence) -> int:
 
 
 def illegality(artefact: Any) -> str:
-  """Returns why something is no fence, or "" if it is one."""
+  """Returns why an object is not a legal fence, or "" if it is one."""
   if not isinstance(artefact, list | tuple):
     return f"fence: got {type(artefact).__name__}, expected a list of [x, y]"
   num = len(artefact)
@@ -136,7 +136,7 @@ def illegality(artefact: Any) -> str:
     if not isinstance(vertex, list | tuple) or len(vertex) != 2:
       return f"vertex {place}: got {environment.shown(vertex)}, expected [x, y]"
     for number in vertex:
-      # A bool is an int to Python, and a float is not exact.
+      # Excludes bool, which is a subclass of int, and float, which is not exact.
       if isinstance(number, bool) or not isinstance(number, int):
         kind = type(number).__name__
         return f"vertex {place}: got {kind} {environment.shown(number)}, expected integers"
@@ -170,7 +170,7 @@ def illegality(artefact: Any) -> str:
 
 
 def checked(points: Points) -> Points:
-  """Returns points of one's own as int64, or refuses them."""
+  """Returns your own points as int64; raises ValueError if they are invalid."""
   kinds = []
   for name, given in zip(Points._fields, points):
     array = np.asarray(given)
@@ -198,7 +198,7 @@ def checked(points: Points) -> Points:
 
 @compiled.function
 def _first_touch(xs: np.ndarray, ys: np.ndarray) -> tuple[int, int]:
-  """Returns the first two edges with a point in common that they must not have, or (-1, -1)."""
+  """Returns the first two edges that touch although they must not, or (-1, -1)."""
   num = len(xs)
   for i in range(num):
     after = (i + 1) % num
@@ -211,7 +211,7 @@ def _first_touch(xs: np.ndarray, ys: np.ndarray) -> tuple[int, int]:
       if max(ys[j], ys[end]) < bottom or min(ys[j], ys[end]) > top:
         continue
       if j == after or end == i:
-        # Neighbours meet at one vertex; they may go straight on, but not back.
+        # Neighbours meet at one vertex; they may continue straight, but not turn back.
         first, second = (i, j) if j == after else (j, i)
         middle, last = (first + 1) % num, (second + 1) % num
         along = (xs[middle] - xs[first]) * (xs[last] - xs[middle])
