@@ -1,1 +1,1 @@
-"""GPU kernels in Pallas (Mosaic GPU). They import JAX only and are usable without SeerJAX."""
+"""GPU kernels in Pallas (Mosaic GPU). They import only JAX and are usable without SeerJAX."""

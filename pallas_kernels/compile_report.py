@@ -1,23 +1,23 @@
-"""Compiles the kernels for a Hopper GPU on any machine, and fails where what comes out is bad.
+"""Compiles the kernels for a Hopper GPU on any machine, and checks the compiled code.
 
     python -m pallas_kernels.compile_report [--only=matmul,attention] [--case=TEXT] [--out=DIR]
 
 A case is one call at one shape, forward or backward. A line of the table is one kernel of one case:
-registers of a thread, bytes that it spills, shared memory of a block, what ptxas warns of, how many
-multiply-adds there are (FFMA, those of exponentials among them), and how many products are rounded
-by chance where they are added: LLVM or ptxas made one operation of the two, or was free to.
-What is refused:
+registers per thread, spilled bytes, shared memory per block, warnings of ptxas, the number of
+multiply-adds (FFMA, including those of exponentials), and the number of products with unspecified
+rounding: LLVM or ptxas fused them with an addition, or was free to.
+The report fails on:
 
   a case that does not compile;
-  a warning that products of the tensor core wait for one another (C7510 to C7512);
-  more bytes spilled than `ALLOWANCES` has for the kernel's file;
-  other floating-point opcodes, or another number of one, for another number of rows; of products,
-    whose tiles of few rows are swapped, another number for each element of a tile;
-  a product that is rounded by chance in a kernel that merges or folds (`FOLDS`): two programs that
-  must agree would agree by chance.
+  a warning that products of the tensor core are serialised (C7510 to C7512);
+  more spilled bytes than `ALLOWANCES` permits for the kernel's file;
+  floating-point opcodes or their numbers that depend on the number of rows; for products, whose
+    tiles of few rows are swapped, numbers per element of a tile;
+  a product with unspecified rounding in a kernel that merges or folds (`FOLDS`): two programs that
+    must agree would agree by chance.
 
-`DIR` gets kernels.json and kernels.md. It needs JAX's CUDA plugin and no GPU: `bash
-launch/gpu_compile.sh` makes an environment that has it.
+`DIR` receives kernels.json and kernels.md. Requires JAX's CUDA plugin and no GPU: `bash
+launch/gpu_compile.sh` creates an environment with it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from pallas_kernels.bench import cases as bench_cases
 from pallas_kernels.bench.cases import GPT_OSS, QWEN3_8B, QWEN3_30B
 from pallas_kernels.sass import Kernel, Launch
 
-# Bytes a thread that a kernel's file may spill; the file says why. Others spill none.
+# Bytes per thread that a kernel's file may spill; the file gives the reason. Others spill none.
 ALLOWANCES: Mapping[str, int] = {}
-# Kernels whose sums of products the contract spans, so that each product is a `rounding.product`;
-# and how many multiply-adds of three registers approximate a function there: a logarithm has one.
+# Kernels with sums of products in the contract, where each product must be a `rounding.product`;
+# and their number of three-register multiply-adds that approximate functions: a logarithm has one.
 FOLDS = {
   "attention": 0,
   "attention_merge": 0,
@@ -53,22 +53,22 @@ FOLDS = {
   "token_logprobs_merge": 2,
 }
 
-# Opcodes and how often they stand in the code of a kernel.
+# Opcodes and their counts in the code of a kernel.
 Arithmetic: TypeAlias = tuple[tuple[str, float], ...]
-# Kernels whose tiles of few rows may be swapped.
+# Kernels with possibly swapped tiles for few rows.
 PRODUCTS = ("matmul", "matmul_parts")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A call that is compiled.
+  """A call to compile.
 
   Attributes:
-    kernel: its file.
-    name: what is called, at which shape.
+    kernel: file of the kernel.
+    name: name of the function and its shape.
     call: the function.
     inputs: its arguments, arrays or their shapes.
-    family: cases of one family differ in the number of rows alone, so that their arithmetic is one.
+    family: cases of one family differ only in the number of rows and must have equal arithmetic.
   """
 
   kernel: str
@@ -80,7 +80,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """What became of a case; `error` is empty where it compiled."""
+  """The result of a case; `error` is empty if it compiled."""
 
   kernel: str
   name: str
@@ -92,7 +92,7 @@ class Result:
 
 
 def cases() -> Iterator[Case]:
-  """Yields every case of the benchmark, and gradients; the slowest to compile come first."""
+  """Yields every case of the benchmark, and gradients; slowest to compile first."""
   forward = [of_bench(case) for case in bench_cases.cases()]
   yield from (case for case in forward if case.kernel == "token_logprobs")
   yield from gradients()
@@ -100,7 +100,7 @@ def cases() -> Iterator[Case]:
 
 
 def of_bench(case: bench_cases.Case) -> Case:
-  """Returns a case of the benchmark as one that is compiled."""
+  """Converts a case of the benchmark to a case to compile."""
   what, _, _ = case.name.rpartition(", ")
   return Case(
     case.kernel,
@@ -112,7 +112,7 @@ def of_bench(case: bench_cases.Case) -> Case:
 
 
 def gradients() -> Iterator[Case]:
-  """Yields the backward pass of each kernel, once a model that makes it another program."""
+  """Yields the backward pass of each kernel, once per model with a different program."""
   for case in (
     bench_cases.scores(QWEN3_8B, 4096),
     *(bench_cases.product(QWEN3_8B, layer, 1024) for layer in bench_cases.layers(QWEN3_8B)),
@@ -129,7 +129,7 @@ def gradients() -> Iterator[Case]:
 
 
 def gradient(call: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns the gradient of the sum of all numbers that `call` returns, by its bfloat16 inputs."""
+  """Returns the gradient of the sum of all results of `call` w.r.t. its bfloat16 inputs."""
 
   def of_inputs(*inputs: Any) -> Any:
     leaves, tree = jax.tree.flatten(inputs)
@@ -145,13 +145,13 @@ def gradient(call: Callable[..., Any]) -> Callable[..., Any]:
   return of_inputs
 
 
-# ----- what is refused
+# ----- checks
 
 
 def complaints(
   results: Sequence[Result], allowances: Mapping[str, int] = ALLOWANCES
 ) -> list[str]:
-  """Returns what is wrong with compiled cases, as sentences."""
+  """Returns the failures of compiled cases, as sentences."""
   found = []
   for result in results:
     where = f"{result.kernel}: {result.name}"
@@ -164,7 +164,7 @@ def complaints(
 
 
 def kernel_complaints(kernel: Kernel, allowance: int) -> list[str]:
-  """Returns what is wrong with one kernel, which may spill `allowance` bytes a thread."""
+  """Returns the failures of one kernel, which may spill `allowance` bytes per thread."""
   found = [text for text in kernel.warnings if any(code in text for code in sass.SERIALIZED)]
   if max(kernel.spill_stores, kernel.spill_loads) > allowance:
     found.append(
@@ -180,10 +180,10 @@ def kernel_complaints(kernel: Kernel, allowance: int) -> list[str]:
 
 
 def arithmetic_of_an_element(kernel: Kernel) -> Arithmetic:
-  """Returns a kernel's arithmetic; of a product, that of one column of its tile.
+  """Returns a kernel's arithmetic; for a product, per column of its tile.
 
-  Tall and swapped tiles, and swapped ones of each width, are told apart by wgmma's n, and so is how
-  far the loop over the contraction is unrolled. A selection rounds nothing.
+  Wgmma's n distinguishes tall and swapped tiles, widths of swapped tiles, and the unrolling of the
+  loop over the contraction. Selections are not counted, because they do not round.
   """
   found = (re.match(r"HGMMA\.64x(\d+)x", opcode) for opcode in kernel.arithmetic)
   widths = {int(match[1]) for match in found if match}
@@ -198,7 +198,7 @@ def arithmetic_of_an_element(kernel: Kernel) -> Arithmetic:
 
 
 def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
-  """Returns where arithmetic follows the number of rows; folds, of few rows alone, are left out."""
+  """Returns where arithmetic depends on the number of rows, except folds that only few rows use."""
   first: dict[tuple[str, str], tuple[str, set[Arithmetic]]] = {}
   found = []
   for result in results:
@@ -218,7 +218,7 @@ def arithmetic_complaints(results: Iterable[Result]) -> list[str]:
   return found
 
 
-# ----- cases, compiled
+# ----- compilation
 
 
 def compiled(case: Case) -> Result:
@@ -226,7 +226,7 @@ def compiled(case: Case) -> Result:
   result = Result(case.kernel, case.name, case.family)
   try:
     made = sass.compile_for_hopper(case.call, *case.inputs)
-  # Whatever a case raises is what the report says of it.
+  # The report shows any error of a case.
   except Exception as error:
     lines = str(error).strip().splitlines() or ["no message"]
     return dataclasses.replace(result, error=f"{type(error).__name__}: {lines[0]}"[:300])
@@ -241,7 +241,7 @@ def _compiled_by_name(kernel: str, name: str) -> Result:
 
 
 def all_compiled(chosen: Sequence[Case], num_processes: int) -> Iterator[Result]:
-  """Compiles cases, several processes at a time; yields results as they come."""
+  """Compiles cases in several parallel processes; yields results as they finish."""
   spawning = multiprocessing.get_context("spawn")
   with concurrent.futures.ProcessPoolExecutor(num_processes, spawning) as pool:
     pending = [pool.submit(_compiled_by_name, case.kernel, case.name) for case in chosen]
@@ -258,7 +258,7 @@ HEADER = (
 
 
 def rows(result: Result) -> Iterator[tuple[str, ...]]:
-  """Yields the lines of a case; several launches of one name may be of several sizes."""
+  """Yields the lines of a case; launches of one name may have different sizes."""
   if result.error:
     yield (result.kernel, result.name, "does not compile", *[""] * 7, result.error)
   for kernel in result.kernels:
@@ -279,13 +279,13 @@ def rows(result: Result) -> Iterator[tuple[str, ...]]:
 
 
 def markdown(results: Iterable[Result]) -> str:
-  """Returns the table of all kernels."""
+  """Returns the table of all kernels as Markdown."""
   lines = [HEADER, ["---"] * len(HEADER), *(row for result in results for row in rows(result))]
   return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def main(arguments: Sequence[str]) -> int:
-  """Returns the exit status: 1 if something is refused."""
+  """Returns the exit status: 1 if a check fails."""
   parser = argparse.ArgumentParser(prog="python -m pallas_kernels.compile_report")
   parser.add_argument("--only", default="", help="kernels, with commas between; all where empty")
   parser.add_argument("--case", default="", help="only cases in whose name this text stands")

@@ -1,7 +1,7 @@
-"""What a GPU and its software say of themselves, as plain values, and what speaks against them.
+"""Properties of a GPU and its software as plain values, and reasons why kernels cannot use them.
 
-`facts` asks once a process; `reason_against` is a function of what was said, so that a machine that
-is not at hand can be asked about too. Nothing here imports Pallas.
+`facts` is computed once per process; `reason_against` is a function of these values, so that other
+machines can be checked too. This module does not import Pallas.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ import subprocess
 
 import jax
 
-# Of one block on Hopper, 227 KiB.
+# Shared memory of one block on Hopper, 227 KiB.
 SHARED_MEMORY_LIMIT_BYTES = 232_448
 COMPUTE_CAPABILITY = "9.0"
 ADVICE = "run on an H100 or H200, or pass interpret=True to run the kernel slowly on a CPU"
 EXPECTED = "expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
-# What JAX needs for NVIDIA GPUs, newest CUDA first; one of the pairs is installed.
+# JAX's packages for NVIDIA GPUs, newest CUDA first; one of the pairs is installed.
 PLUGINS = (
   ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
   ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
 )
-# Where wheels have ptxas, below the package `nvidia`; and where CUDA's installer has it.
+# Location of ptxas in wheels, below the package `nvidia`, and in CUDA's installation.
 WHEELS = ("cu13/bin/ptxas", "cuda_nvcc/bin/ptxas")
 INSTALLED = pathlib.Path("/usr/local/cuda/bin/ptxas")
 DRIVER = pathlib.Path("/proc/driver/nvidia/version")
-SECONDS = 30  # Of a program that says its version.
+SECONDS = 30  # Timeout of a program that prints its version.
 UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-  """What an assembler of NVIDIA's gets wrong.
+  """A known miscompilation of NVIDIA's assembler.
 
   Attributes:
-    first: version of ptxas that does.
-    mended: version that does no more.
-    what: it miscompiles.
+    first: first affected version of ptxas.
+    mended: first fixed version.
+    what: what it miscompiles.
     cuda: the CUDA release of `mended`.
   """
 
@@ -64,15 +64,15 @@ FAULTS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-  """What a device and its software say of themselves; `UNKNOWN` or () where they say nothing.
+  """Properties of a device and its software; `UNKNOWN` or () if not available.
 
   Attributes:
-    kind: of the device, as JAX names it, such as "NVIDIA H200".
-    compute_capability: such as "9.0"; of another maker's GPU, that maker's word.
-    shared_memory_bytes: that one block may have; 0 where it is not said.
+    kind: kind of the device in JAX, such as "NVIDIA H200".
+    compute_capability: such as "9.0"; for GPUs of other vendors, the vendor's term.
+    shared_memory_bytes: maximum shared memory of one block; 0 if unknown.
     ptxas: version of the assembler, such as (13, 0, 88).
-    plugin: JAX's, with its version.
-    driver: its version.
+    plugin: JAX's plugin, with its version.
+    driver: version of the driver.
   """
 
   kind: str
@@ -84,7 +84,7 @@ class Facts:
 
 
 def reason_against(facts: Facts) -> str | None:
-  """Returns None if the kernels run on such a device, else the sentence that says why not."""
+  """Returns None if the kernels run on such a device, else the reason as a sentence."""
   if facts.compute_capability != COMPUTE_CAPABILITY:
     capability = f"compute capability {facts.compute_capability}"
     return f"got {facts.kind} of {capability}, {EXPECTED}; {ADVICE}"
@@ -104,13 +104,13 @@ def reason_against(facts: Facts) -> str | None:
 
 
 def version_text(version: tuple[int, ...]) -> str:
-  """Returns a version as people write it; `UNKNOWN` of ()."""
+  """Returns a version as text such as "13.0.88"; `UNKNOWN` for ()."""
   return ".".join(map(str, version)) or UNKNOWN
 
 
 @functools.cache
 def facts() -> Facts:
-  """Returns what the first device of this process, a GPU, and its software say."""
+  """Returns the properties of this process's first device, a GPU, and of its software."""
   first = jax.devices()[0]
   return Facts(
     kind=first.device_kind,
@@ -125,27 +125,27 @@ def facts() -> Facts:
 
 
 def ptxas_version(text: str) -> tuple[int, ...]:
-  """Returns the version in what `ptxas --version` prints, such as (13, 0, 88); () if none is."""
+  """Parses the output of `ptxas --version`, such as (13, 0, 88); () if there is no version."""
   found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", text)
   return tuple(map(int, found.groups())) if found else ()
 
 
 def cuda_version(text: str) -> tuple[int, ...]:
-  """Returns CUDA's version in what JAX's plugin says of itself: "cuda 13000" is (13, 0)."""
+  """Parses CUDA's version in the platform version of JAX's plugin: "cuda 13000" is (13, 0)."""
   found = re.search(r"\bcuda (\d+)", text)
   return divmod(int(found.group(1)) // 10, 100) if found else ()
 
 
 def driver_version(text: str) -> str:
-  """Returns the version in `DRIVER`, or in what nvidia-smi prints; `UNKNOWN` if none is."""
+  """Parses the version in `DRIVER`, or in the output of nvidia-smi; `UNKNOWN` if there is none."""
   found = re.search(r"(?<![\w.])\d+\.\d+(\.\d+)?(?![\w.])", text)
   return found.group() if found else UNKNOWN
 
 
 def _ptxas_text() -> str:
-  """Returns what the ptxas says that XLA takes; "" where it takes the plugin's own.
+  """Returns the version output of the ptxas that XLA uses; "" if it uses the plugin's own.
 
-  XLA looks in the wheel, on PATH and where CUDA's installer puts it, and takes the first.
+  XLA looks in the wheel, on PATH and in CUDA's installation directory, and uses the first.
   """
   spec = importlib.util.find_spec("nvidia")
   packages = [] if spec is None else list(spec.submodule_search_locations or ())
@@ -163,7 +163,7 @@ def _driver_text() -> str:
 
 
 def _said(*command: str) -> str:
-  """Returns what a program prints; "" where it is not there or fails."""
+  """Returns the output of a program; "" if it does not exist or fails."""
   try:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS)
   except (OSError, subprocess.SubprocessError):

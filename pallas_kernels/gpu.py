@@ -1,9 +1,9 @@
-"""What every kernel here asks of the GPU, of JAX's version and of the interpreter.
+"""Requirements of all kernels on the GPU, the JAX version and the interpreter.
 
-A kernel is one Mosaic GPU program for Hopper (compute capability 9.0). The same program takes three
-roads: it runs on the GPU; `interpret=True` runs it on a CPU, where a data race is an error (on JAX
-0.11, a printed message); under `h200()` a machine without a GPU lowers it for one, which checks
-layouts and the shared memory.
+A kernel is one Mosaic GPU program for Hopper (compute capability 9.0). The same program can be used
+in three ways: it runs on the GPU; `interpret=True` runs it on a CPU, where a data race is an error
+(on JAX 0.11, a printed message); under `h200()` a machine without a GPU lowers it for one, which
+checks layouts and shared memory.
 
 Source: https://docs.jax.dev/en/latest/pallas/gpu/reference.html.
 """
@@ -23,22 +23,22 @@ import jax.numpy as jnp
 from pallas_kernels import device as device_lib
 from pallas_kernels.device import SHARED_MEMORY_LIMIT_BYTES
 
-# Mosaic's own use: room for sums over the four warps of a warpgroup.
+# Used by Mosaic itself, for sums over the four warps of a warpgroup.
 REDUCTION_SCRATCH_BYTES = 128 * 4 * 4
-# Every buffer in shared memory starts at a multiple of this.
+# Alignment of every buffer in shared memory.
 BUFFER_ALIGNMENT_BYTES = 1024
 BARRIER_BYTES = 8
-# A TMA copy moves at most so many elements along each axis, and rows a multiple of so many bytes.
+# Limits of a TMA copy: maximum elements along each axis; rows are a multiple of these bytes.
 TMA_LIMIT = 256
 TMA_ROW_BYTES = 16
-# The interpreter's blocks run one after the other: two are enough to go round a persistent grid.
+# The interpreter runs blocks one after the other: two are enough to test a persistent grid.
 INTERPRETED_MULTIPROCESSORS = 2
 HOPPER = ("H100", "H200", "H800", "H20", "GH200")
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-  """An array in shared memory; `swizzled` is the layout that wgmma reads and conflict-free TMA."""
+  """An array in shared memory; `swizzled` is the layout for wgmma and conflict-free TMA."""
 
   shape: tuple[int, ...]
   dtype: Any
@@ -54,7 +54,7 @@ class Buffer:
       return plgpu.SMEM(self.shape, self.dtype)
     itemsize = jnp.dtype(self.dtype).itemsize
     swizzle = plgpu.find_swizzle(self.shape[-1] * itemsize * 8)
-    # pyright takes a protocol's default methods for abstract ones here.
+    # pyright mistakes a protocol's default methods for abstract ones here.
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
     pattern = plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
     return plgpu.SMEM(self.shape, self.dtype, transforms=(tiling, pattern))
@@ -62,7 +62,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Barriers:
-  """`num_barriers` barriers in shared memory; each opens after `num_arrivals` arrivals."""
+  """Barriers in shared memory; each opens after `num_arrivals` arrivals."""
 
   num_arrivals: int = 1
   num_barriers: int = 1
@@ -79,7 +79,7 @@ Scratch = Mapping[str, Buffer | Barriers]
 
 
 def shared_memory_bytes(scratch: Scratch) -> int:
-  """Returns what a block with this scratch takes, Mosaic's own share included."""
+  """Returns the shared memory of a block with this scratch, including Mosaic's own."""
   barriers = sum(s.num_bytes for s in scratch.values() if isinstance(s, Barriers))
   buffers = sum(s.num_bytes for s in scratch.values() if isinstance(s, Buffer))
   reserved = REDUCTION_SCRATCH_BYTES + barriers
@@ -87,11 +87,11 @@ def shared_memory_bytes(scratch: Scratch) -> int:
 
 
 def shared_memory_reason(scratch: Scratch, change: str) -> str | None:
-  """Returns None if the scratch fits a block, else the sentence that says by how much it does not.
+  """Returns None if the scratch fits in a block, else a sentence with the excess.
 
   Args:
-    scratch: of one block.
-    change: names the fields that make it smaller.
+    scratch: scratch of one block.
+    change: names of the fields that reduce it.
   """
   needed = shared_memory_bytes(scratch)
   if needed <= SHARED_MEMORY_LIMIT_BYTES:
@@ -103,7 +103,7 @@ def shared_memory_reason(scratch: Scratch, change: str) -> str | None:
 
 
 def deepest_ring(scratch: Callable[[int], Scratch], most: int) -> int:
-  """Returns the most stages, up to `most`, whose scratch fits a block; 2 where three do not."""
+  """Returns the maximum number of stages, up to `most`, that fit in a block; at least 2."""
   for stages in range(most, 2, -1):
     if shared_memory_bytes(scratch(stages)) <= SHARED_MEMORY_LIMIT_BYTES:
       return stages
@@ -113,10 +113,10 @@ def deepest_ring(scratch: Callable[[int], Scratch], most: int) -> int:
 def check_config(
   config: Any, choices: Mapping[str, Sequence[Any]], least: Mapping[str, int]
 ) -> None:
-  """Refuses a kernel's Config whose fields are none of their choices, or less than they may be.
+  """Validates the fields of a kernel's Config against choices and minima.
 
   Raises:
-    ValueError: that names the field, what it holds and what it may.
+    ValueError: naming the field, its value and the allowed values.
   """
   for name, allowed in choices.items():
     if getattr(config, name) not in allowed:
@@ -127,17 +127,17 @@ def check_config(
 
 
 def refuse(kernel: str, reason: str | None) -> None:
-  """Raises the sentence that says why a kernel cannot run, where there is one.
+  """Raises an error if there is a reason why a kernel cannot run.
 
   Raises:
-    NotImplementedError: the kernel's name, and the reason.
+    NotImplementedError: with the kernel's name and the reason.
   """
   if reason is not None:
     raise NotImplementedError(f"{kernel}: {reason}.")
 
 
 def device_reason(interpret: bool) -> str | None:
-  """Returns None if a kernel can run, or be lowered, here; else the sentence that says why not."""
+  """Returns None if a kernel can run or be lowered here, else the reason as a sentence."""
   if interpret:
     if hasattr(plgpu, "InterpretGPUParams"):
       return None
@@ -158,7 +158,7 @@ def device_reason(interpret: bool) -> str | None:
 
 
 def num_multiprocessors(interpret: bool) -> int:
-  """Returns how many blocks a persistent grid holds at once. It never decides a bit."""
+  """Returns the number of blocks of a persistent grid. It never affects bits."""
   if interpret:
     return INTERPRETED_MULTIPROCESSORS
   abstract = jax.sharding.get_abstract_mesh().abstract_device
@@ -176,19 +176,19 @@ def kernel(
   approximate: bool = False,
   **threads: Any,
 ) -> Callable[..., Any]:
-  """Returns `body` as a function of arrays, on a grid of one axis named "block".
+  """Returns `body` as a function of arrays, on a grid with one axis named "block".
 
   Args:
-    body: takes references to the inputs, to the outputs, and the scratch by name.
-    name: of the kernel, in profiles.
+    body: the kernel; takes references to inputs and outputs, and the scratch by name.
+    name: name of the kernel in profiles.
     out_type: `jax.ShapeDtypeStruct`, or a tuple of them.
-    scratch: what one block allocates.
-    num_blocks: the length of the grid.
-    interpret: run on the CPU, with race detection. Then it may be vmapped, one call after the
-      other, which stands for a mesh: the interpreter itself knows one device at a time.
-    approximate: exp2, exp, log, tanh and roots are one instruction each, which takes and gives no
-      subnormal number: zero in its place. Without it they need three or more.
-    **threads: `num_threads` and `thread_name`, for several warpgroups a block.
+    scratch: scratch of one block.
+    num_blocks: length of the grid.
+    interpret: run on the CPU, with race detection. It may then be vmapped, as sequential calls,
+      which replaces a mesh: the interpreter itself supports one device at a time.
+    approximate: use one instruction each for exp2, exp, log, tanh and roots, which treats subnormal
+      numbers as zero. Otherwise they need three or more.
+    **threads: `num_threads` and `thread_name`, for several warpgroups per block.
   """
   call = plgpu.kernel(
     body,
@@ -209,28 +209,28 @@ def kernel(
 
 
 def load(ref: Any, layout: Any) -> Any:
-  """Reads `ref` into registers of `layout`, from GMEM too."""
-  # JAX 0.10 wants an index, 0.12 has none; before 0.12, GMEM is refused if `optimized`.
+  """Reads `ref` (shared memory or GMEM) into registers with `layout`."""
+  # JAX 0.10 requires an index, 0.12 has none; before 0.12, GMEM is rejected if `optimized`.
   index = ((),) if jax.__version_info__ < (0, 11) else ()
   return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
-  """Within, kernels are lowered for an H200, on any machine."""
+  """Context manager in which kernels are lowered for an H200, on any machine."""
   device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
   with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
     yield
 
 
 def lower_for_cuda(function: Callable[..., Any], *args: Any) -> str:
-  """Returns the lowered module of `function` for an H200; no GPU is needed, and nothing compiles.
+  """Returns the module of `function` lowered for an H200; needs no GPU and does not compile.
 
-  Layout inference and the limit of shared memory are checked; registers are not.
+  Checks layout inference and the limit of shared memory, but not registers.
 
   Args:
-    function: of arrays.
-    *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+    function: a function of arrays.
+    *args: arrays, or `jax.ShapeDtypeStruct`s instead.
   """
   with h200():
     return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

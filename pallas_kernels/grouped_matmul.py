@@ -1,33 +1,33 @@
-"""Matmul of tokens, sorted by expert, with the weight of their expert; forward and backward.
+"""Matmul of tokens sorted by expert with the weights of their experts; forward and backward.
 
   y[i] = x[i] @ w[expert of i]
 
-Group g of x's rows follows group g - 1 and has `group_sizes[g]` rows, a number that only the GPU
-knows. Rows past the last group are zero in y.
+Group g of x's rows follows group g - 1 and has `group_sizes[g]` rows, a number that is only known
+on the GPU. Rows after the last group are zero in y.
 
-The kernel, and so the reduction, is that of `matmul`: zero, then blocks of `block_k` in ascending
-order, f32 sums of bf16 products, one rounding. A tile holds rows of one expert, so a row's bits
-depend on that row and on its expert's weight: not on its group's size, nor on its place in it.
+The kernel, and so the reduction, is that of `matmul`: start at zero, then blocks of `block_k` in
+ascending order, f32 sums of bf16 products, one rounding. A tile has rows of one expert, so a row's
+bits depend on that row and its expert's weight, not on the size of its group or its position in it.
 
-XLA writes two things first, both small:
+XLA first writes two small arrays:
 
-  a copy of x in which each group starts at a multiple of 8 rows, since TMA moves 8 rows at a time
-    (at most 7 rows of zeros for each group that has any; y has the same rows, and is copied back),
-  the work list: (expert, first row, past row) for each tile of `block_m` rows; at most one tile for
-    each group that has rows, and one for every `block_m` rows.
+  a copy of x in which each group starts at a multiple of 8 rows, because TMA moves 8 rows at a time
+    (at most 7 rows of zeros per non-empty group; y has the same rows and is copied back),
+  the work list: (expert, first row, past row) for each tile of `block_m` rows; at most one tile per
+    non-empty group, plus one for every `block_m` rows.
 
-A group's last rows leave by eights, so that no tile writes another group's rows.
+A group's last rows are written in blocks of eight, so that no tile writes another group's rows.
 
         x    | g0 g0 g0 0 0 0 0 0 | g2 g2 g2 g2 g2 g2 g2 g2 | g2 0 0 0 0 0 0 0 |     8 rows each
         tiles  (0, 0, 8)            (2, 8, 24)                        none for the empty g1
 
-Backward: dx is the same kernel with the weights stored the other way round. dw[g] is the sum over
-g's rows in ascending order, in blocks of 64 that start at g's first row: for it, groups are padded
-to multiples of 64, an empty group to 64 rows of zeros.
+Backward: dx uses the same kernel with the weights transposed. dw[g] is the sum over g's rows in
+ascending order, in blocks of 64 that start at g's first row; for this, groups are padded to
+multiples of 64, an empty group to 64 rows of zeros.
 
-Shared memory: that of `matmul`.
+Shared memory: as in `matmul`.
 
-Source: Gale et al. 2022, https://arxiv.org/abs/2211.15841, for tiles that each have one expert.
+Source: Gale et al. 2022, https://arxiv.org/abs/2211.15841, for tiles with one expert each.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ import jax.numpy as jnp
 from pallas_kernels import gpu, matmul
 from pallas_kernels.matmul_tiles import WGMMA_ROWS, Groups
 
-# Rows that dw adds at once, after which each group's part of the contraction is rounded up.
+# Rows per block of dw; each group's part of the contraction is padded to a multiple of it.
 PART_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """The reduction, and how it is spread over the machine; see `matmul.Config`.
+  """The reduction, and its distribution over the machine; see `matmul.Config`.
 
   Attributes:
-    block_k: contract. Elements of the contraction that are copied, then added, at once.
-    block_m: tuning. Rows of a tile, 64 for each of its warpgroups; 64 where experts have at most
-      64 rows on average. No instruction depends on it.
+    block_k: contract. Elements of the contraction that are copied and added at a time.
+    block_m: tuning. Rows of a tile, 64 per warpgroup; 64 if experts have at most 64 rows on
+      average. No instruction depends on it.
     block_n: tuning. Columns of a tile.
-    max_stages: tuning. Depth of the ring, where shared memory allows it.
-    snake_width: tuning. Tiles along n that are walked together, so that L2 serves them.
+    max_stages: tuning. Maximum depth of the ring, if it fits in shared memory.
+    snake_width: tuning. Neighbouring tiles along n that are visited together, to reuse L2.
   """
 
   block_k: int = 64
@@ -67,18 +67,18 @@ class Config:
   snake_width: int = 8
 
   def __post_init__(self) -> None:
-    self.for_rows(WGMMA_ROWS + 1, 1)  # Refuses what it cannot use.
+    self.for_rows(WGMMA_ROWS + 1, 1)  # Validates the fields.
 
   def for_rows(self, num_rows: int, num_experts: int) -> matmul.Config:
-    """Returns that of `matmul`; where experts have few rows each, a tile has one warpgroup."""
+    """Returns the Config of `matmul`; tiles have one warpgroup if experts have few rows each."""
     is_short = num_rows <= num_experts * WGMMA_ROWS
     block_m = min(self.block_m, WGMMA_ROWS) if is_short else self.block_m
-    # A tile of few rows, whose group ends in it, has no swapped program.
+    # Swapped tiles are not implemented for groups.
     fields: dict[str, Any] = dataclasses.asdict(self) | {"block_m": block_m, "swapped_rows": 0}
     return matmul.Config(**fields)
 
   def shared_memory_bytes(self, num_rows: int, num_experts: int) -> int:
-    """Returns what a block takes."""
+    """Returns the shared memory of a block in bytes."""
     return self.for_rows(num_rows, num_experts).shared_memory_bytes(num_rows)
 
 
@@ -92,7 +92,7 @@ def is_supported(
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernel can run on these arguments here, else the reason that it cannot."""
+  """Returns None if the kernel can run on these arguments here, else the reason."""
   weight = "w[e, n, k]" if transposed else "w[e, k, n]"
   if w.ndim != 3 or w.shape[0] == 0:
     return f"got w{list(w.shape)}, expected {weight} of at least one expert"
@@ -116,7 +116,7 @@ def is_supported(
 def reference(
   x: jax.Array, group_sizes: jax.Array, w: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
-  """The definition, in float32: f32[m, n]; every row times every weight, of which one is taken."""
+  """Computes the definition in float32, f32[m, n]: each row times all weights, one selected."""
   expert = expert_of_rows(group_sizes, x.shape[0])
   w32 = w.astype(jnp.float32)
   x32 = x.astype(jnp.float32)
@@ -140,15 +140,15 @@ def grouped_matmul(
 
   Args:
     x: bf16[m, k], sorted by expert; m may be 0.
-    group_sizes: i32[e], not negative, whose sum is at most m; rows after that give zeros.
-    w: bf16[e, k, n], or bf16[e, n, k] where `transposed`.
-    transposed: w is stored with the contraction last.
-    out_dtype: bfloat16 or float32; x's where None.
+    group_sizes: i32[e], non-negative, with a sum of at most m; later rows give zeros.
+    w: bf16[e, k, n], or bf16[e, n, k] if `transposed`.
+    transposed: whether w is stored with the contraction last.
+    out_dtype: bfloat16 or float32; None is x's dtype.
     config: see `Config`.
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   reason = is_supported(
     x, group_sizes, w, transposed=transposed, out_dtype=out_dtype, config=config,
@@ -198,7 +198,7 @@ def _weight_gradient(
   config: Config,
   interpret: bool,
 ) -> jax.Array:
-  """Returns, for each expert, the sum over its rows of x^T dy: w's shape and dtype."""
+  """Returns the sum of x^T dy over each expert's rows, with w's shape and dtype."""
   if x.shape[0] == 0:
     return jnp.zeros_like(w)
   left, right = (dy, x) if transposed else (x, dy)
@@ -215,19 +215,19 @@ def _weight_gradient(
 
 
 def expert_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-  """Returns i32[num_rows]; the number of experts for rows past the last group."""
+  """Returns each row's expert, i32[num_rows]; the number of experts for rows after all groups."""
   ends = jnp.cumsum(group_sizes)
   return jnp.searchsorted(ends, jnp.arange(num_rows), side="right").astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class PaddedGroups:
-  """Groups whose first rows are multiples of one number, among rows of zeros.
+  """Groups padded with rows of zeros, so that their first rows are multiples of one number.
 
   Attributes:
-    first, past: i32[e]. A group's rows, zeros included.
-    place: i32[m]. Where each row is put; out of range for rows past the last group.
-    num_rows: those that are there in the worst case.
+    first, past: i32[e]. Range of a group's rows, zeros included.
+    place: i32[m]. New index of each row; out of range for rows after the last group.
+    num_rows: number of rows in the worst case.
   """
 
   first: jax.Array
@@ -236,7 +236,7 @@ class PaddedGroups:
   num_rows: int
 
   def rows_of(self, x: jax.Array) -> jax.Array:
-    """Returns f[num_rows, k]: x's rows at their places."""
+    """Returns x's rows at their new indices, f[num_rows, k]."""
     source = jnp.full((self.num_rows,), x.shape[0], jnp.int32)
     source = source.at[self.place].set(jnp.arange(x.shape[0], dtype=jnp.int32), mode="drop")
     return jnp.take(x, source, axis=0, mode="fill", fill_value=0)
@@ -245,12 +245,12 @@ class PaddedGroups:
 def padded_groups(
   group_sizes: jax.Array, num_rows: int, multiple: int, *, least: int = 0
 ) -> PaddedGroups:
-  """Returns groups rounded up to a multiple, and to `least` rows where they have fewer."""
+  """Returns groups padded to a multiple, and to at least `least` rows."""
   num_experts = group_sizes.shape[0]
   expert = expert_of_rows(group_sizes, num_rows)
   sizes = jnp.maximum(-(-group_sizes // multiple) * multiple, least)
   past = jnp.cumsum(sizes)
-  # Groups that may be larger than their rows by `multiple - 1`; empty ones by `least`.
+  # Each group may be padded by `multiple - 1` rows; an empty group by `least`.
   if least:
     most = num_rows + num_experts * least
   else:
@@ -270,7 +270,7 @@ def row_tiles(padded: PaddedGroups, num_rows: int, block_m: int) -> Groups:
   num_tiles = -(-(padded.past - padded.first) // block_m)
   past_tile = jnp.cumsum(num_tiles)
   tile = jnp.arange(most, dtype=jnp.int32)
-  # Tiles past the last one repeat the last expert's; they are not visited.
+  # Tiles after the last one repeat the last expert; they are not visited.
   expert = jnp.searchsorted(past_tile, tile, side="right").astype(jnp.int32)
   expert = jnp.minimum(expert, num_experts - 1)
   within = tile - (past_tile - num_tiles)[expert]

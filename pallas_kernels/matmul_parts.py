@@ -1,14 +1,14 @@
-"""Sums of the parts of a contraction: one tree, whether a tile adds them or they come from memory.
+"""Sums of a contraction's parts as one tree, whether added within a tile or from memory.
 
   y = ((p[0] + p[1]) + (p[2] + p[3])) + ...      (+ residual)
 
-Parts are f32 and every addition is one IEEE sum: there is no product next to one that a compiler
-could fuse with it. `matmul` leaves parts in memory where a product has too few tiles for the
-machine; a mesh whose devices hold some slabs each gathers theirs.
+Parts are f32 and every addition is one IEEE sum, without an adjacent product that a compiler could
+fuse with it. `matmul` writes parts to memory if a product has too few tiles for the machine; a mesh
+with some slabs per device gathers the devices' parts.
 
-A block takes 16 rows x 64 columns of all parts by one TMA copy, and walks on.
+A block reads 16 rows x 64 columns of all parts with one TMA copy, then continues with the next.
 
-Shared memory: 4 KiB for each part, 4 KiB of y and as much of a residual.
+Shared memory: 4 KiB per part, 4 KiB for y and the same for a residual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 def add_tree(partials: Sequence[Any]) -> Any:
-  """Adds partial sums as one binary tree: ((0+1)+(2+3))+...; an odd one out waits for the next."""
+  """Adds partial sums as one binary tree: ((0+1)+(2+3))+...; an odd one moves to the next level."""
   values = list(partials)
   while len(values) > 1:
     paired = [a + b for a, b in zip(values[::2], values[1::2])]
@@ -46,7 +46,7 @@ def is_supported(
   out_dtype: Any = jnp.float32,
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernel can run on these arguments here, else the reason that it cannot."""
+  """Returns None if the kernel can run on these arguments here, else the reason."""
   floats = (jnp.bfloat16, jnp.float32)
   if partials.ndim != 3 or partials.dtype != jnp.float32:
     return f"got partials {partials.dtype}{list(partials.shape)}, expected float32 [s, m, n]"
@@ -68,7 +68,7 @@ def is_supported(
 def reference(
   partials: jax.Array, stream: jax.Array | None = None, *, out_dtype: Any = jnp.float32
 ) -> jax.Array:
-  """The definition: the tree in float32, rounded to `out_dtype`, then added to the stream."""
+  """Computes the definition: the tree in float32, rounded to `out_dtype`, added to the stream."""
   total = add_tree(list(partials)).astype(out_dtype)
   if stream is None:
     return total
@@ -82,19 +82,19 @@ def add_partials(
   out_dtype: Any = jnp.float32,
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns the sum of the parts, rounded (and then stream + that, rounded again): f[m, n].
+  """Returns the rounded sum of the parts, or stream + sum, rounded again: f[m, n].
 
-  With the partial products of a mesh's devices, in their order, these are the bits that
-  `matmul.contract_slabs` gives where one device holds every slab.
+  Applied to the partial products of a mesh's devices in order, the result has the bits of
+  `matmul.contract_slabs` on one device with all slabs.
 
   Args:
-    partials: f32[s, m, n], of 1, 2, 4 or 8 parts.
+    partials: f32[s, m, n], with 1, 2, 4 or 8 parts.
     stream: bf16 or f32 [m, n].
     out_dtype: bfloat16 or float32.
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   reason = is_supported(partials, stream, out_dtype=out_dtype, interpret=interpret)
   gpu.refuse("add_partials", reason)
@@ -110,7 +110,7 @@ def _add_partials(
 
 
 def _add_partials_forward(partials, stream, out_dtype, interpret):
-  # Shapes and dtypes are all that the gradient asks of what was added.
+  # The gradient only needs shapes and dtypes of the addends.
   kinds = (partials[:, :0], None if stream is None else stream[:0])
   return _add_partials(partials, stream, out_dtype, interpret), kinds
 
@@ -133,13 +133,13 @@ def add_parts(
   out_dtype: Any,
   interpret: bool,
 ) -> jax.Array:
-  """The kernel: f32[q, s, m, n] (and f[q, m, n]) to f[q, m, n].
+  """Runs the kernel: f32[q, s, m, n] (and f[q, m, n]) to f[q, m, n].
 
   Args:
     partials: parts of q sums.
     residual: added to each sum.
-    rounds_first: the sum is rounded before the residual is added, and once more after.
-    out_dtype: of y.
+    rounds_first: whether the sum is rounded before the residual is added, and again after.
+    out_dtype: dtype of y.
     interpret: run on a CPU.
   """
   planes, num_parts, m, n = partials.shape
@@ -173,7 +173,7 @@ def add_parts(
         total = total + added[...].astype(jnp.float32)
       plgpu.wait_smem_to_gmem(0, wait_read_only=True)
       y[...] = total.astype(out_dtype)
-      # All threads pass here: the parts have been read when the next ones are copied.
+      # All threads pass here, so the parts have been read before the next ones are copied.
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(y, y_ref.at[(plane, *square)])
 

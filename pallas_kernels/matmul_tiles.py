@@ -1,4 +1,4 @@
-"""The tiles of `matmul` and `grouped_matmul`: what a block holds, and where it works."""
+"""Tiles of `matmul` and `grouped_matmul`: shapes, buffers and positions."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import jax.numpy as jnp
 
 from pallas_kernels import gpu
 
-# Rows of one wgmma; y leaves in squares of this side.
+# Rows of one wgmma; side of the squares in which y is written.
 WGMMA_ROWS = 64
 SQUARE = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """One kernel's tiles; which operands are stored with the contraction as their last axis.
+  """The tiles of one kernel, and the layout of its operands.
 
   Attributes:
-    block_m, block_n, block_k: a tile's tokens, columns, and part of the contraction at once.
-    swapped: the weight's columns lie on wgmma's 64 rows.
-    num_weights: 2 for a pair, whose columns are then multiplied side by side.
-    joined: the pair is one array, the columns of its first half and then those of its second.
-    x_k_last, w_k_last: the contraction is the last axis.
+    block_m, block_n, block_k: a tile's tokens, columns, and elements of the contraction at a time.
+    swapped: whether the weight's columns are on wgmma's 64-row axis.
+    num_weights: 2 for a pair, whose columns are multiplied together.
+    joined: whether the pair is one array: the columns of its first half, then of its second.
+    x_k_last, w_k_last: whether the contraction is the last axis.
     shards: parts of the contraction that are added as one tree.
-    slabs_summed: those parts are slabs, [r, ...]; else they are cut from the contraction.
-    apart: each part is a tile by itself, of a plane of y of its own; nothing is added.
-    rounds_first: the sum is rounded before the residual is added, and once more after.
-    out_dtype: of y.
-    residual_dtype: of what is added to y, if anything is.
-    max_stages: depth of the ring, where shared memory allows it.
-    snake_width: tiles along n that are walked together.
+    slabs_summed: whether the parts are slabs, [r, ...], rather than slices of the contraction.
+    apart: whether each part is a separate tile with its own plane of y; nothing is added.
+    rounds_first: whether the sum is rounded before the residual is added, and again after.
+    out_dtype: dtype of y.
+    residual_dtype: dtype of the residual, if there is one.
+    max_stages: maximum depth of the ring, if it fits in shared memory.
+    snake_width: tiles along n that are visited together.
   """
 
   block_m: int
@@ -54,24 +54,24 @@ class Plan:
 
   @property
   def warpgroups(self) -> int:
-    """Those that multiply."""
+    """Number of multiplying warpgroups."""
     return (self.block_n if self.swapped else self.block_m) // WGMMA_ROWS
 
   @property
   def square(self) -> tuple[int, int]:
-    """A piece of y that leaves at once, as (tokens, columns)."""
+    """Piece of y that is written at a time, as (tokens, columns)."""
     return (self.block_m, SQUARE) if self.swapped else (WGMMA_ROWS, SQUARE)
 
   @property
   def parts_of_tile(self) -> int:
-    """Parts of the contraction that one tile goes through."""
+    """Parts of the contraction that one tile processes."""
     return 1 if self.apart else self.shards
 
   @property
   def parks(self) -> bool:
-    """Whether the sum of the first half waits in shared memory for that of the second.
+    """Whether the sum of the first half of the parts is stored in shared memory meanwhile.
 
-    Of eight parts, four sums are alive while the last is multiplied: more than registers hold.
+    With eight parts, four sums are alive while the last part is multiplied, too many for registers.
     """
     return not self.swapped and self.parts_of_tile > 4
 
@@ -100,7 +100,7 @@ class Plan:
 
   @property
   def stages(self) -> int:
-    """The deepest ring that fits."""
+    """Depth of the deepest ring that fits."""
     return gpu.deepest_ring(self.scratch, self.max_stages)
 
   @property
@@ -109,15 +109,15 @@ class Plan:
 
 
 class Groups(NamedTuple):
-  """Work that follows experts: each tile of rows, or each run of the contraction, has one weight.
+  """Work list by expert: each tile of rows, or each part of the contraction, has one weight.
 
-  Where x's rows are cut (`Plan.x_k_last`), an item is a tile of `block_m` rows. It starts at a
-  multiple of 8, and writes rows up to `past`, a multiple of 8. Else an item is one expert's part of
-  the contraction, whose start and length are multiples of `block_k`, the length not 0.
+  If x's rows are divided (`Plan.x_k_last`), an item is a tile of `block_m` rows. It starts at a
+  multiple of 8, and writes rows up to `past`, a multiple of 8. Otherwise an item is one expert's
+  part of the contraction, with start and non-zero length in multiples of `block_k`.
 
   Attributes:
     items: i32[i, 3] of (expert, first, past).
-    num_items: i32[1]; later ones are not visited.
+    num_items: i32[1], number of valid items.
   """
 
   items: jax.Array
@@ -125,10 +125,10 @@ class Groups(NamedTuple):
 
 
 class Tile(NamedTuple):
-  """A tile of y: its corner, its steps and where they begin, and the rows that it may write.
+  """A tile of y: its corner, its range of steps, and the rows that it may write.
 
-  `x`, `weight` and `plane` choose among several matrices x, w and y, where there are several;
-  `shard` is the tile's only part of the contraction, where parts are apart.
+  `x`, `weight` and `plane` select among several matrices x, w and y; `shard` is the tile's only
+  part of the contraction if parts are apart.
   """
 
   row: Any

@@ -1,8 +1,8 @@
-"""What XLA's program for a GPU launches, and where the host waits, read from its text.
+"""Reads launches and host waits from the text of XLA's program for a GPU.
 
-A program is a list of computations of instructions, in the order in which they run. An instruction
-of the entry is one launch, but for those that only name what is in memory. A loop whose number of
-rounds XLA does not know, and a branch, make the host read a predicate from the device each time.
+A program is a list of computations, each a list of instructions in execution order. An instruction
+of the entry is one launch, except those that only name data in memory. For a loop with an unknown
+trip count, and for a branch, the host reads a predicate from the device each time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import dataclasses
 import re
 
-# Of a called computation or of an instruction: these start nothing on the device.
+# Opcodes that launch nothing on the device.
 NAMES = (
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier",
   "partition-id", "replica-id", "copy-done", "async-done", "add-dependency",
@@ -29,8 +29,8 @@ class Instruction:
 
   Attributes:
     name: unique in its computation.
-    opcode: as XLA has it.
-    shape: what it makes, a tuple's parts one after the other, such as "bf16[64,4096]".
+    opcode: XLA's opcode.
+    shape: shape of the result, such as "bf16[64,4096]"; for a tuple, of all its parts.
     operands: names of instructions.
     rest: attributes, as text.
   """
@@ -44,14 +44,14 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-  """Something that runs on the device: a kernel of ours, or what XLA makes.
+  """A launch on the device: one of our kernels, or one of XLA's.
 
   Attributes:
-    name: XLA's.
-    is_ours: it is a Mosaic GPU kernel.
-    inputs: shapes.
-    outputs: shapes.
-    num_times: of one run of the program; of a loop of unknown length, those of one round.
+    name: XLA's name.
+    is_ours: whether it is a Mosaic GPU kernel.
+    inputs: shapes of the inputs.
+    outputs: shapes of the outputs.
+    num_times: launches per run of the program; a loop of unknown length counts one iteration.
   """
 
   name: str
@@ -63,11 +63,11 @@ class Start:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What one run does.
+  """The launches of one run.
 
   Attributes:
-    starts: outside of branches, in their order.
-    unknown_loops: names of loops whose rounds only the device knows.
+    starts: launches outside of branches, in order.
+    unknown_loops: names of loops with a trip count known only on the device.
     branches: names of conditionals.
   """
 
@@ -85,15 +85,15 @@ class Program:
 
   @property
   def num_host_reads(self) -> int:
-    """Places at which the host waits for a predicate: each loop of unknown length, each branch."""
+    """Places where the host waits for a predicate: loops of unknown length, and branches."""
     return len(self.unknown_loops) + len(self.branches)
 
 
 def read(text: str) -> Program:
-  """Returns what a program does, from XLA's text of it.
+  """Parses XLA's text of a program.
 
   Raises:
-    ValueError: if the text has no entry.
+    ValueError: if the text has no entry computation.
   """
   computations, entry = parse(text)
   if not entry:
@@ -105,7 +105,7 @@ def read(text: str) -> Program:
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-  """Returns the instructions of every computation by its name, and the name of the entry."""
+  """Returns the instructions of every computation by name, and the name of the entry."""
   computations: dict[str, list[Instruction]] = {}
   entry, current = "", None
   for line in text.splitlines():
@@ -128,7 +128,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _split_type(text: str) -> tuple[str, str]:
-  """Cuts an instruction's text after its type, which may be a tuple."""
+  """Splits an instruction's text after its type, which may be a tuple."""
   if text.startswith("("):
     end = _closing(text[1:]) + 2
     return text[:end], text[end:].lstrip()
@@ -137,7 +137,7 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-  """Returns where the parenthesis closes that stands before the text."""
+  """Returns the index of the closing parenthesis, for an opening one before the text."""
   depth = 1
   for place, character in enumerate(text):
     depth += (character == "(") - (character == ")")
@@ -177,7 +177,7 @@ def _starts(
 
 
 def num_bytes(shape: str) -> int:
-  """Returns the bytes of an array such as "bf16[64,4096]"; 0 of what has none."""
+  """Returns the bytes of an array such as "bf16[64,4096]"; 0 for types without data."""
   dtype, _, sizes = shape.partition("[")
   total = NUM_BYTES.get(dtype, 0)
   for size in sizes.rstrip("]").split(","):

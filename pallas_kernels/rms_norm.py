@@ -1,20 +1,20 @@
-"""Root-mean-square norm of rows, alone or of a sum with the residual stream; of heads at once.
+"""Root-mean-square norm of rows, of sums with the residual stream, and of several arrays at once.
 
   y = x * rsqrt(mean(x ** 2) + eps) * scale                      rms_norm
   total = x + residual;  y = rms_norm(total)                     add_rms_norm
   y_i = rms_norm(x_i, scale_i)                                   rms_norm_each
 
-In f32, and y is rounded once, at the end. The reduction is the contract, and follows the number of
-features alone:
-- Wide rows: one warpgroup norms one row at a time. A row is padded with zeros to a multiple of
-  `padding` features, thread t of 128 adds its own features in ascending order, and the 128 sums are
-  added by one tree.
-- Narrow rows, as heads have them (64, 128, 192 or 256 features): one warpgroup norms 64 rows at
-  once, and the four threads that hold a row add their own features, then each other's sums. Arrays
-  of rows are walked one behind the other, so queries and keys with their two scales are one launch.
+Computed in f32; y is rounded once, at the end. The reduction is the contract and depends only on
+the number of features:
+- Wide rows: one warpgroup normalises one row at a time. A row is padded with zeros to a multiple of
+  `padding` features, thread t of 128 adds its features in ascending order, and the 128 sums are
+  added as one tree.
+- Narrow rows, as of heads (64, 128, 192 or 256 features): one warpgroup normalises 64 rows at a
+  time, and the four threads of a row add their features, then each other's sums. Arrays of rows
+  are processed one after the other, so queries and keys with their two scales are one launch.
 
-A product that is added to something is rounded first (`rounding.product`), so that a row's bits are
-the same in every program that norms it: alone or of a sum, for few rows and for many.
+Products are rounded before they are added (`rounding.product`), so that a row's bits are the same
+in every program that normalises it: alone or in a sum, for few rows or many.
 
 `total` is rounded to x's dtype first, so that `add_rms_norm(x, residual)` and
 `rms_norm(x + residual)` agree bit for bit; so do `rms_norm_each` and `rms_norm` of each array.
@@ -24,11 +24,11 @@ Backward, with r = rsqrt(mean(x ** 2) + eps) and g = dy * scale:
   dx = r * (g - x * r ** 2 * mean(g * x))
   dscale = sum over rows of dy * x * r
 
-A row's dx depends on that row alone; it is made as a wide row's, whatever its features. dscale is
-added in two stages of fixed order: rows of a chunk of `chunk_rows` in ascending order, then chunks
-in ascending order.
+A row's dx depends only on that row; it is computed as for wide rows, for any number of features.
+dscale is added in two stages of fixed order: rows of a chunk of `chunk_rows` in ascending order,
+then chunks in ascending order.
 
-Shared memory: each input row and each output row once, padded; of narrow rows, 64 of them once.
+Shared memory: each input row and each output row once, padded; 64 narrow rows once.
 
 Source: Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467.
 """
@@ -51,26 +51,26 @@ import jax.numpy as jnp
 from pallas_kernels import gpu, rounding
 
 MAX_FEATURES = 8192
-# Rows of at most so many features, in multiples of NARROW_MULTIPLE, are normed NARROW_ROWS at once.
+# Rows of up to this many features, in multiples of NARROW_MULTIPLE, are processed NARROW_ROWS at a
+# time.
 NARROW_FEATURES = 256
 NARROW_MULTIPLE = 64
 NARROW_ROWS = 64
-# TMA copies whole tiles of so many rows into the layout that shared memory is read by.
+# TMA copies whole tiles of this many rows into the layout of shared memory.
 ROW_MULTIPLE = 8
-# Stage two adds columns of 128 features, one a thread, so many chunks ahead.
+# Stage two adds columns of 128 features, one per thread, and prefetches UNROLL chunks.
 COLUMNS = 128
 UNROLL = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """How a row is cut and how many are in flight.
+  """Division of rows, and number of rows in flight.
 
   Attributes:
     padding: contract. A row is padded to a multiple of this many features.
     chunk_rows: contract of dscale. Rows that one block adds before chunks are added.
-    blocks_per_multiprocessor: tuning. Rows, or tiles of narrow rows, in flight on each
-      multiprocessor.
+    blocks_per_multiprocessor: tuning. Rows, or tiles of narrow rows, in flight per multiprocessor.
   """
 
   padding: int = 1024
@@ -83,7 +83,7 @@ class Config:
     gpu.check_config(self, {}, {"chunk_rows": 1, "blocks_per_multiprocessor": 1})
 
   def scratch(self, features: int, dtype: Any, num_inputs: int, num_outputs: int) -> gpu.Scratch:
-    """Returns what one block allocates for rows of `features`."""
+    """Returns the scratch of one block for rows of `features`."""
     shape = padded_view(features, self.padding)
     names = [f"input_{i}" for i in range(num_inputs)] + [f"output_{i}" for i in range(num_outputs)]
     return {name: gpu.Buffer(shape, dtype) for name in names} | {
@@ -91,7 +91,7 @@ class Config:
     }
 
   def shared_memory_bytes(self, features: int, dtype: Any) -> int:
-    """Returns the most that a block takes, forward or backward."""
+    """Returns the maximum shared memory of a block, forward or backward."""
     return max(
       gpu.shared_memory_bytes(self.scratch(features, dtype, inputs, outputs))
       for inputs, outputs in ((2, 2), (3, 1))
@@ -99,7 +99,7 @@ class Config:
 
 
 def is_narrow(features: int) -> bool:
-  """Returns whether rows of so many features are normed 64 at once; it is the contract's."""
+  """Returns whether rows of `features` are processed 64 at a time; part of the contract."""
   return features <= NARROW_FEATURES and features % NARROW_MULTIPLE == 0
 
 
@@ -111,7 +111,7 @@ def is_supported(
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernel can run on these arguments here, else the reason that it cannot."""
+  """Returns None if the kernel can run on these arguments here, else the reason."""
   if x.ndim != 2 or scale.shape != x.shape[1:]:
     return f"got x{list(x.shape)} and scale{list(scale.shape)}, expected x[n, d] and scale[d]"
   if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -139,7 +139,7 @@ def is_supported(
 def reference(
   x: jax.Array, scale: jax.Array, residual: jax.Array | None = None, *, eps: float = 1e-6
 ) -> jax.Array:
-  """The definition, in float32: f32[n, d]."""
+  """Computes the definition in float32, f32[n, d]."""
   x32 = x.astype(jnp.float32)
   if residual is not None:
     x32 = (x32 + residual.astype(jnp.float32)).astype(x.dtype).astype(jnp.float32)
@@ -155,7 +155,7 @@ def rms_norm(
   config: Config = Config(),
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns f[n, d] in x's dtype; a row's bits depend on that row and on scale alone.
+  """Returns f[n, d] in x's dtype; a row's bits depend only on that row and on scale.
 
   Args:
     x: bf16 or f32 [n, d].
@@ -165,7 +165,7 @@ def rms_norm(
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   gpu.refuse("rms_norm", is_supported(x, scale, config=config, interpret=interpret))
   if is_narrow(x.shape[1]):
@@ -183,19 +183,19 @@ def rms_norm_each(
 ) -> tuple[jax.Array, ...]:
   """Returns each array's `rms_norm` with its own scale, bit for bit; narrow rows in one launch.
 
-  For queries f[r, n, h, c] and keys f[r, n, h', c] of all slabs, with their two scales f[c].
+  Used for queries f[r, n, h, c] and keys f[r, n, h', c] of all slabs, with their two scales f[c].
 
   Args:
-    arrays: bf16 or f32 [..., d], one d and one dtype; the leading axes are each array's own.
-    scales: bf16 or f32 [d], one an array.
+    arrays: bf16 or f32 [..., d], with one d and one dtype; leading axes may differ.
+    scales: bf16 or f32 [d], one per array.
     eps: added to the mean square.
     config: see `Config`.
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: the arrays differ in features or dtype, or `is_supported` gives a reason
-      for the rows of one of them.
-    ValueError: there are not as many scales as arrays.
+    NotImplementedError: if the arrays differ in features or dtype, or with the reason given by
+      `is_supported` for one of them.
+    ValueError: if there are not as many scales as arrays.
   """
   if len(arrays) != len(scales):
     raise ValueError(f"got {len(arrays)} arrays and {len(scales)} scales; expected one an array.")
@@ -224,7 +224,7 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns (rms_norm(total), total), where total = x + residual; both f[n, d] in x's dtype.
 
-  Arguments and refusals are those of `rms_norm`; `residual` has x's shape and dtype.
+  Arguments and errors are those of `rms_norm`; `residual` has x's shape and dtype.
   """
   gpu.refuse("rms_norm", is_supported(x, scale, residual, config=config, interpret=interpret))
   if is_narrow(x.shape[1]):
@@ -234,7 +234,7 @@ def add_rms_norm(
 
 
 def padded_view(features: int, padding: int) -> tuple[int, int]:
-  """Returns (runs, width) of a padded row: a TMA copy has at most 256 elements along an axis."""
+  """Returns a padded row's shape (runs, width) for TMA, which has at most 256 elements per axis."""
   width = math.gcd(features, gpu.TMA_LIMIT)
   return -(-features // padding) * padding // width, width
 
@@ -252,7 +252,7 @@ def _norm_forward(x, scale, residual, eps, config, interpret):
 def _norm_backward(eps, config, interpret, saved, cotangents):
   total, scale, alone = saved
   dnormed, dtotal = cotangents
-  # Alone, total is the caller's own x, which is not read from here.
+  # If alone, total is the caller's x and its cotangent is not used here.
   dtotal = None if alone else dtotal
   dx, dscale = _gradients(total, scale, dnormed, dtotal, eps, config, interpret)
   return dx, dscale, None if alone else dx
@@ -281,7 +281,7 @@ def _norm_each_backward(eps, config, interpret, saved, cotangents):
 _norm_each.defvjp(_norm_each_forward, _norm_each_backward)
 
 
-# Static, so that a model's layers share one program and lowering does not grow with them.
+# Jitted with static arguments, so that a model's layers share one program and lower it once.
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _wide(
   x: jax.Array,
@@ -291,7 +291,7 @@ def _wide(
   config: Config,
   interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns (normed, total), a row at a time; without a residual, total is x."""
+  """Returns (normed, total), one row at a time; without a residual, total is x."""
   num_rows, features = x.shape
   if num_rows == 0:
     return x, x
@@ -353,7 +353,7 @@ def _narrow(
   config: Config,
   interpret: bool,
 ) -> tuple[jax.Array, ...]:
-  """Returns each f[n, d] of `arrays` normed, 64 rows at a time: tiles of all arrays in one line."""
+  """Returns each normalised f[n, d], 64 rows at a time, with the tiles of all arrays in a row."""
   inputs = [_whole_tiles(x) for x in arrays if x.shape[0]]
   if not inputs:
     return arrays
@@ -428,7 +428,7 @@ def _gradients(
   config: Config,
   interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns (dx + dtotal, rounded once, and dscale)."""
+  """Returns (dx + dtotal, rounded once; dscale)."""
   num_rows, features = x.shape
   if num_rows == 0:
     return x, jnp.zeros_like(scale)
@@ -448,7 +448,7 @@ def _gradients(
     _clear(ins)
     scale_row = scale_ref[...].astype(jnp.float32)
 
-    # Chunks past the last row write the zeros that stage two reads.
+    # Chunks after the last row write zeros, which stage two reads.
     @plgpu.nd_loop((num_partials,), collective_axes="block")
     def _(loop: plgpu.NDLoopInfo) -> None:
       (chunk,) = loop.index
@@ -513,7 +513,7 @@ def _gradients(
 
 
 def _row_layout(runs: int, width: int, dtype: Any) -> Any:
-  """Returns how 128 threads hold a padded row of `dtype`, or what is made of one in f32."""
+  """Returns the register layout of a padded row of `dtype`, and of its f32 values."""
   return plgpu.Layout.WG_STRIDED((runs, width), vec_size=8 // jnp.dtype(dtype).itemsize)
 
 
@@ -523,7 +523,7 @@ def _num_blocks(num_items: int, config: Config, interpret: bool) -> int:
 
 
 def _whole_tiles(x: jax.Array) -> jax.Array:
-  """Adds rows of zeros up to a multiple of 8, which costs a copy where there are any to add."""
+  """Pads rows with zeros to a multiple of 8, which costs a copy if any are added."""
   missing = -x.shape[0] % ROW_MULTIPLE
   return jnp.pad(x, ((0, missing), (0, 0))) if missing else x
 
@@ -533,7 +533,7 @@ def _padded(scale: jax.Array, runs: int, width: int) -> jax.Array:
 
 
 def _columns_of(scale_ref: Any) -> Any:
-  """Reads a scale as the columns of 64 rows: f32[d]."""
+  """Reads a scale f32[d] in the column layout of 64 rows."""
   return gpu.load(scale_ref, plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)
 
 
@@ -544,7 +544,7 @@ def _sorted_buffers(buffers: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _clear(buffers: list[Any]) -> None:
-  """Zeros the padding of input rows; no copy writes there."""
+  """Zeros the padding of input rows, which no copy writes."""
   for buffer in buffers:
     buffer[...] = jnp.zeros(buffer.shape, buffer.dtype)
   plgpu.commit_smem()

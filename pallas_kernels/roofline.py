@@ -1,13 +1,13 @@
-"""What a launch takes at least, on paper: bytes, operations of the tensor core, multiprocessors.
+"""Computes lower bounds of launch times from bytes, tensor core operations and multiprocessors.
 
   seconds >= max(bytes / min(bandwidth, occupied * own), operations / (peak * occupied / all))
 
-A launch of fewer blocks than there are multiprocessors occupies as many as it has blocks, and each
-can read no more than `own` bytes a second from L2. Nothing here is measured, and time between
-launches is left out: a kernel may be slower by any factor, and none is faster.
+A launch with fewer blocks than multiprocessors occupies one per block, and each can read at most
+`own` bytes per second from L2. Nothing here is measured, and time between launches is left out: a
+kernel may be slower by any factor, but not faster.
 
 Sources: NVIDIA's H200 data sheet (4.8 TB/s, 989 TFLOP/s of dense bfloat16, 132 multiprocessors).
-64 bytes a cycle from L2 to a multiprocessor is an assumption.
+64 bytes per cycle from L2 to a multiprocessor is an assumption.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pallas_kernels.sass import Launch
 
 # Kernels that multiply rows with weights.
 PRODUCTS = ("matmul", "matmul_parts", "token_logprobs")
-# Rows of queries of one partial that live, where partials are written; and keys of one split.
+# Live query rows of one partial, if partials are written; keys of one split.
 PARTIAL_ROWS = 8
 SPLIT = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """Limits of a GPU, a second: bytes of its memory and operations of all; bytes of one from L2."""
+  """Limits of a GPU per second: memory bytes, operations, and L2 bytes of one multiprocessor."""
 
   bandwidth: float
   matmul_peak: float
@@ -41,14 +41,14 @@ H200 = Machine(4.8e12, 989e12, 132, 64 * 1.98e9)
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """What one launch does.
+  """The work of one launch.
 
   Attributes:
-    name: of the kernel, or XLA's.
+    name: name of the kernel, or XLA's name.
     what: its largest operand, as text.
-    num_bytes: of memory, each read or written once.
-    num_operations: of the tensor core, rows that pad a tile of 64 among them.
-    num_blocks: of the grid; `math.inf` where it is taken to fill the GPU.
+    num_bytes: bytes of memory, each read or written once.
+    num_operations: tensor core operations, including rows that pad a tile of 64.
+    num_blocks: blocks of the grid; `math.inf` if it is assumed to fill the GPU.
   """
 
   name: str
@@ -58,11 +58,11 @@ class Work:
   num_blocks: float = math.inf
 
   def occupied(self, machine: Machine) -> int:
-    """Returns how many multiprocessors have a block."""
+    """Returns the number of occupied multiprocessors."""
     return int(min(self.num_blocks, machine.num_multiprocessors))
 
   def seconds(self, machine: Machine) -> float:
-    """Returns the lower bound."""
+    """Returns the lower bound in seconds."""
     occupied = self.occupied(machine)
     bandwidth = min(machine.bandwidth, occupied * machine.own_bandwidth)
     peak = machine.matmul_peak * occupied / machine.num_multiprocessors
@@ -73,8 +73,8 @@ def of_launch(launch: Launch, context: int) -> Work:
   """Returns the work of one of our kernels.
 
   Args:
-    launch: of the kernel.
-    context: keys that every sequence of attention has.
+    launch: launch of the kernel.
+    context: keys of every sequence in attention.
   """
   sizes = [_sizes(shape) for shape in launch.inputs]
   arrays = [shape for shape in launch.inputs if shape.startswith(("bfloat16", "float32"))]
@@ -101,10 +101,10 @@ def of_launch(launch: Launch, context: int) -> Work:
 
 
 def of_start(start: program.Start) -> Work:
-  """Returns the work of what XLA made, which is taken to fill the GPU.
+  """Returns the work of an XLA launch, which is assumed to fill the GPU.
 
-  What has the shape of an output and a megabyte is written in place, in part; of the others, a
-  gather reads no more than it writes.
+  Inputs of a megabyte or more with the shape of an output are assumed to be updated in place, in
+  part; a gather is assumed to read no more than it writes.
   """
   sizes = [program.num_bytes(shape) for shape in start.outputs]
   in_place = {s for s in start.outputs if s in start.inputs and program.num_bytes(s) >= 1 << 20}
@@ -127,11 +127,11 @@ def peers(
   vocabulary: int,
   num_layers: int,
 ) -> Sequence[tuple[Work, int]]:
-  """Returns the launches, with their numbers, of a step of cuBLAS and FlashInfer that decodes.
+  """Returns the launches and their counts of a decoding step with cuBLAS and FlashInfer.
 
-  Each is taken to fill the GPU: products of one weight, attention over pages, two fused norms, one
-  kernel that norms and turns queries and keys and writes pages, one for SwiGLU; the logits' softmax
-  and its sample are one more pass over float32 logits.
+  Each is assumed to fill the GPU: one product per weight, attention over pages, two fused norms,
+  one kernel that normalises and rotates queries and keys and writes pages, one for SwiGLU; softmax
+  and sampling are one more pass over float32 logits.
   """
   wide, out = (heads + 2 * kv_heads) * head_dim, heads * head_dim
 
@@ -169,12 +169,12 @@ def peers(
 
 
 def _sizes(shape: str) -> tuple[int, ...]:
-  """Returns the sizes of "bfloat16[64,4096]"."""
+  """Returns the sizes in a text such as "bfloat16[64,4096]"."""
   return tuple(int(size) for size in shape.partition("[")[2].rstrip("]").split(",") if size)
 
 
 def _bytes(shape: str) -> int:
-  """Returns the bytes of "bfloat16[64,4096]"."""
+  """Returns the bytes of a text such as "bfloat16[64,4096]"."""
   dtype = shape.partition("[")[0]
   itemsize = {"bfloat16": 2, "float32": 4, "int32": 4, "uint32": 4}.get(dtype, 4)
   return math.prod(_sizes(shape)) * itemsize

@@ -1,6 +1,6 @@
-"""What a row's softmax and argmax come to over some ids, and the kernels that merge it.
+"""Partial softmax and argmax results of rows over some ids, and the kernels that merge them.
 
-For `token_logprobs`, whose docstring has the formulas.
+Used by `token_logprobs`, which has the formulas.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import jax.numpy as jnp
 
 from pallas_kernels import gpu, rounding
 
-# Rows that one block of the two kernels merges, one a thread.
+# Rows merged by one block of the two kernels, one per thread.
 MERGED_ROWS = 128
-# How its threads hold one statistic of these rows.
+# Register layout of one statistic of these rows.
 STATISTIC = plgpu.Layout.WG_STRIDED((MERGED_ROWS,), vec_size=1)
 UNROLL = 8
 
 
 class Partial(NamedTuple):
-  """What a row's softmax and argmax come to over some ids; f32 each.
+  """Partial softmax and argmax of a row over some ids; f32 each.
 
   Attributes:
     raw_maximum: m of z.
@@ -33,9 +33,9 @@ class Partial(NamedTuple):
     maximum: m of t.
     total: l of t.
     weighted: s of t.
-    score: the highest t + gumbel; 1e30 where the target is here, -1e30 where it is elsewhere.
-    token: its id.
-    logit: its z.
+    score: the highest t + gumbel; 1e30 if the target is here, -1e30 if it is elsewhere.
+    token: id with this score.
+    logit: z of this id.
   """
 
   raw_maximum: Any
@@ -52,7 +52,7 @@ NUM_STATISTICS = len(Partial._fields)
 
 
 def merge(a: Partial, b: Partial, interpret: bool) -> Partial:
-  """Merges what two runs of ids come to; a's ids are the lower ones, and f32[128] each."""
+  """Merges the partials of two ranges of ids, f32[128] each; a has the lower ids."""
   product = functools.partial(rounding.product, layout=STATISTIC, interpret=interpret)
   raw_maximum = jnp.maximum(a.raw_maximum, b.raw_maximum)
   maximum = jnp.maximum(a.maximum, b.maximum)
@@ -72,7 +72,7 @@ def merge(a: Partial, b: Partial, interpret: bool) -> Partial:
 
 
 def higher(a: Sequence[Any], b: Sequence[Any]) -> Sequence[Any]:
-  """Returns the (score, token, logit) of the higher score; a's, whose ids are lower, on a tie."""
+  """Returns (score, token, logit) with the higher score; on a tie a's, which has lower ids."""
   is_higher = b[0] > a[0]
   return tuple(jnp.where(is_higher, new, old) for old, new in zip(a, b))
 
@@ -87,7 +87,7 @@ def fold_tiles(partials: jax.Array, slabs: int, interpret: bool) -> jax.Array:
     tile = lambda i: _read(partials_ref, slab * num_tiles + i, rows)
 
     def fold(first, count, total):
-      # All are read before the first is merged, so that their latencies overlap.
+      # Reads all of them before merging the first, so that latencies overlap.
       for part in [tile(first + i) for i in range(count)]:
         total = merge(total, part, interpret)
       return total
@@ -110,7 +110,7 @@ def fold_tiles(partials: jax.Array, slabs: int, interpret: bool) -> jax.Array:
 
 
 def merge_slabs(partials: jax.Array, inverse: jax.Array, interpret: bool) -> jax.Array:
-  """Merges slabs as a tree: token, logprob, raw_logprob, entropy, logsumexp of t, of z."""
+  """Merges slabs as a tree: token, logprob, raw_logprob, entropy, logsumexp of t and of z."""
   slabs, _, padded = partials.shape
 
   def body(partials_ref, inverse_ref, out_ref):
@@ -123,7 +123,7 @@ def merge_slabs(partials: jax.Array, inverse: jax.Array, interpret: bool) -> jax
     raw_normaliser = whole.raw_maximum + jnp.log(whole.raw_total)
     product = functools.partial(rounding.product, layout=STATISTIC, interpret=interpret)
     logprob = product(whole.logit, inverse_ref[rows]) - normaliser
-    # A quotient would be made of a product that is left to ptxas.
+    # Not a quotient, which would be computed with a product that ptxas may fuse.
     entropy = jnp.log(whole.total) - product(whole.weighted, 1 / whole.total)
     results = (
       whole.token, logprob, whole.logit - raw_normaliser, entropy, normaliser, raw_normaliser

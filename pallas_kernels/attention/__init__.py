@@ -1,54 +1,56 @@
-"""Attention of segments over pages, in splits of fixed size merged in ascending order.
+"""Attention of segments over pages, in splits of fixed size that are merged in ascending order.
 
-One item of work is (segment, key/value head): the `query_tile` positions x g query heads of a
-segment, against every split of `kv_split` positions that it can see. One warpgroup copies pages
-through the page table; one warpgroup for each 64 rows computes.
+One work item is (segment, key/value head): the `query_tile` positions x g query heads of a segment,
+with every split of `kv_split` positions that it can see. One warpgroup copies pages through the
+page table; one warpgroup per 64 rows computes.
 
   positions   0        kv_split     2 kv_split
   splits      |---- 0 ----|---- 1 ----|--- 2 ---
                (m, l, acc)  (m, l, acc)              each with its own maximum, from zero
                     `--merge--'                      left fold, ascending
 
-The contract, for a row of queries q and one split, whose keys are taken `key_block` at a time:
+The contract for a query row q and one split, with keys processed `key_block` at a time:
 
   s = q k^T                            f32, unscaled
-  m = max of the split's visible s     one maximum a split, never carried into another
-  p = exp2((s - m) * log2(e) / sqrt(c))    the one place that scales
+  m = max of the split's visible s     one maximum per split, never carried into another
+  p = exp2((s - m) * log2(e) / sqrt(c))    the only scaling
   l = sum of p, acc = bf16(p) v        blocks of keys in ascending order, f32
 
   merge: m = max(m1, m2); x = x1 * exp2((m1 - m) * scale) + x2 * exp2((m2 - m) * scale), for l, acc,
          each product rounded to f32 before it is added (`rounding.product`)
 
 A sink is one more partial, (sink * sqrt(c), 1, nothing), merged after the last split. At the end
-acc * (1 / l) is rounded to bfloat16, once. Splits follow absolute positions, and one that is fully
-masked merges as exactly nothing: so decoding (one live row), verification, chunked prefill and
-training are one program with one set of bits, whatever else is in the batch.
+acc * (1 / l) is rounded to bfloat16, once. Splits follow absolute positions, and a fully masked
+split contributes exactly nothing. Decoding (one live row), verification, chunked prefill and
+training are therefore one program with one set of bits, whatever else is in the batch.
 
 Mode "sequential" folds a segment's splits in registers. Mode "parallel" makes an item of each
 split, writes its partial to memory, and a second kernel folds them: the same arithmetic, for
-batches with few (segment, head) for the GPU's multiprocessors. Mode "auto", the default, is that
-rule (`layout.mode_of`).
+batches with few (segment, head) pairs compared with the GPU's multiprocessors. Mode "auto", the
+default, chooses between them (`layout.mode_of`).
 
-exp2 is the GPU's instruction, which gives zero below 2^-126: what is so far below a maximum is as
-if masked. A split of which every row of the tile sees every key has no mask; a row's bits are the
-same with a mask that lets all through, so they do not depend on which of the two its tile takes.
+exp2 is the GPU's instruction, which gives zero below 2^-126: scores that far below a maximum are in
+effect masked. If every row of the tile sees every key of a split, the split has no mask; a row's
+bits are the same with a mask that passes everything, so they do not depend on this choice.
 
-Registers: a thread's scores of a split (128, of 256 keys) and weighted values (64, of c = 128) are
-more than it holds beside what wgmma takes. So while it has scores, its weighted values lie in the
-place of p, as two halves of their bits (`softmax.park`). Nothing spills to local memory.
+Registers: a thread's scores of a split (128, of 256 keys) and weighted values (64, of c = 128) do
+not fit in registers together with wgmma's needs. While a thread has scores, its weighted values are
+therefore stored in p's buffer, as two halves of their bits (`softmax.park`). Nothing spills to
+local memory.
 
 Backward, deterministic, without atomics. With p = exp2(...) / l of the saved m and l, and
 d = sum(do * o):
 
   ds = p * (do v^T - d);  dq = ds k / sqrt(c);  dk = ds^T q / sqrt(c);  dv = p^T do
 
-dq: one block a (segment, head), pages ascending. dk and dv: one block a (page, head), the segments
-that see the page ascending; so pages may be shared. p and ds are rounded to bfloat16 for products.
+dq: one block per (segment, head), pages ascending. dk and dv: one block per (page, head), with the
+segments that see the page ascending, so pages may be shared. p and ds are rounded to bfloat16 for
+products.
 
 Shared memory of the forward: queries, p, and `stages` blocks of keys and of values.
 
-`config` has what is in flight, `layout` the rows, pages and work, `softmax` the sums and how they
-merge, `forward` and `backward` the kernels.
+`config` has block sizes, `layout` rows, pages and work lists, `softmax` the sums and their merge,
+`forward` and `backward` the kernels.
 
 Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; Shah et al. 2024
 (FlashAttention-3), https://arxiv.org/abs/2407.08608; He et al. 2025 (Thinking Machines) for splits
@@ -86,7 +88,7 @@ def is_supported(
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernels can run on these arguments here, else the reason they cannot."""
+  """Returns None if the kernels can run on these arguments here, else the reason."""
   shapes = f"q{list(q.shape)}, k_pages{list(k_pages.shape)} and v_pages{list(v_pages.shape)}"
   if q.ndim != 4 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
     return f"got {shapes}, expected q[n, k, g, c] and pages [k, m, z, c]"
@@ -146,7 +148,7 @@ def reference(
   window: int | None = None,
   sinks: jax.Array | None = None,
 ) -> jax.Array:
-  """The definition, in float32: f32[n, k, g, c]; it reads all pages of every row's table."""
+  """Computes the definition in float32, f32[n, k, g, c]; reads all pages of every row's table."""
   num_heads, _, page_size, head_dim = k_pages.shape
   segment, live = layout.segment_of_rows(segments)
   q, k_pages, v_pages = (x.astype(jnp.float32) for x in (q, k_pages, v_pages))
@@ -185,27 +187,27 @@ def attention(
   config: Config = Config(),
   interpret: bool = False,
 ) -> jax.Array:
-  """Causal attention of every row over its own sequence's pages.
+  """Returns causal attention of every row over its sequence's pages.
 
-  A row's bits depend on that row, on the keys and values it sees and on the contract's fields of
-  `config`: not on other rows or segments, on where pages lie, or whether a gradient is taken.
+  A row's bits depend on that row, on the keys and values it sees and on the contract fields of
+  `config`, not on other rows or segments, on page indices, or on whether a gradient is taken.
 
   Args:
-    q: bf16[n, k, g, c], queries by key/value head; scaled by 1 / sqrt(c) within.
-    k_pages: bf16[k, m, z, c], keys by head, page and offset; finite, also where nothing is written.
+    q: bf16[n, k, g, c], queries by key/value head; scaled here by 1 / sqrt(c).
+    k_pages: bf16[k, m, z, c], keys by head, page and offset; must be finite, also where unwritten.
     v_pages: bf16[k, m, z, c].
     segments: which rows attend to which pages; no segment is longer than `config.query_tile`.
     window: a row sees its own position and the window - 1 before it; None is all before it. A
-      `kv_split` near the window reads the fewest keys.
-    sinks: f[k, g], one logit a query head, without a value, that every row also sees.
+      `kv_split` close to the window reads the fewest keys.
+    sinks: f[k, g], one logit per query head without a value, which every row also sees.
     config: see `Config`.
     interpret: run on a CPU; slow, for tests.
 
   Returns:
-    bf16[n, k, g, c]; zero in rows of no segment.
+    bf16[n, k, g, c]; zero in rows without a segment.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   reason = is_supported(
     q, k_pages, v_pages, segments, window=window, sinks=sinks, config=config, interpret=interpret
@@ -244,5 +246,5 @@ def _attend_forward(static, q, k_pages, v_pages, segments, sinks):
 
 
 _attend.defvjp(_attend_forward, backward.gradients)
-# Layers of equal shapes share one program, which is lowered once.
+# Jitted, so that layers of equal shapes share one program, which is lowered once.
 _attend_once = jax.jit(_attend, static_argnums=0)

@@ -1,4 +1,4 @@
-"""The two kernels of the backward, and the gradients they give."""
+"""The two kernels of the backward pass, and the gradients."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def _query_gradient_kernel(
   first: jax.Array,
   count: jax.Array,
 ) -> jax.Array:
-  """Returns bf16[s, k, r, c], the gradient of the queries.
+  """Returns the gradient of the queries, bf16[s, k, r, c].
 
   Args:
-    static: what to compile for.
+    static: compile-time parameters.
     group: query heads of a key/value head.
     q: bf16[s, k, r, c].
     do: bf16[s, k, r, c], gradient of the output.
     rows: f32[s, k, w, 3, 64], maximum, 1 / total and sum(do * o) of each row.
     k_pages: bf16[k, m, z, c].
     v_pages: bf16[k, m, z, c].
-    work: of mode "sequential".
+    work: work list of mode "sequential".
     first: i32[s], first block of 64 keys that the segment sees.
-    count: i32[s], how many it sees.
+    count: i32[s], number of blocks that it sees.
   """
   num_segments, num_heads, num_rows, head_dim = q.shape
   page_size = k_pages.shape[2]
@@ -107,7 +107,7 @@ def _query_gradient_kernel(
           plgpu.commit_smem()
           plgpu.wgmma(accumulator, weights.at[0], k)
           plgpu.wgmma_wait(0)
-          # Every thread has waited before a copy writes over what was read.
+          # Every thread has waited before a copy overwrites the operands.
           plgpu.commit_smem()
           return ()
 
@@ -149,20 +149,20 @@ def _page_gradient_kernel(
   index: jax.Array,
   start: jax.Array,
 ) -> tuple[jax.Array, ...]:
-  """Returns bf16[k, m, z, c] twice, the gradients of the pages.
+  """Returns the gradients of the key and value pages, bf16[k, m, z, c] each.
 
   Args:
-    static: what to compile for.
+    static: compile-time parameters.
     group: query heads of a key/value head.
     q: bf16[s, k, r, c].
     do: bf16[s, k, r, c], gradient of the output.
     rows: f32[s, k, w, 3, 64], maximum, 1 / total and sum(do * o) of each row.
     k_pages: bf16[k, m, z, c].
     v_pages: bf16[k, m, z, c].
-    first_position: i32[s], of each segment.
-    segment: i32[x], segments that see a page: page by page, ascending.
-    index: i32[x], which of the segment's pages it is.
-    start: i32[m + 1], where a page's segments begin.
+    first_position: i32[s], first position of each segment.
+    segment: i32[x], the segments that see each page, page by page, ascending.
+    index: i32[x], index of the page in the segment's table.
+    start: i32[m + 1], start of each page's segments.
   """
   _, num_heads, num_rows, head_dim = q.shape
   num_pages, page_size = k_pages.shape[1:3]
@@ -175,7 +175,7 @@ def _page_gradient_kernel(
   shape = (ROWS, ROWS)
 
   def columns(x):
-    """One value a query row; rows lie along the second axis here."""
+    """Broadcasts one value per query row; rows are along the second axis here."""
     return lax.broadcast_in_dim(x, shape, (1,))
 
   def body(*refs, held, passing, weights, rows, held_loaded, loaded):
@@ -215,7 +215,7 @@ def _page_gradient_kernel(
 
           slot, pair = lax.rem(step + j, 2), first_pair + lax.div(j, compute)
           segment = segment_ref[pair]
-          # Of the first key, counted from the segment's first position.
+          # Position of the first key, relative to the segment's first position.
           key = index_ref[pair] * page_size + lax.rem(place, pieces_per_page) * piece
           key = key - position_ref[segment]
           q, do = passing.at[slot, 0], passing.at[slot, 1]
@@ -234,7 +234,7 @@ def _page_gradient_kernel(
           plgpu.wgmma(dk, weights.at[0], q)
           plgpu.wgmma(dv, weights.at[1], do)
           plgpu.wgmma_wait(0)
-          # Every thread has waited before a copy writes over what was read.
+          # Every thread has waited before a copy overwrites the operands.
           plgpu.commit_smem()
           return ()
 
@@ -268,13 +268,13 @@ def _page_gradient_kernel(
 
 
 def gradients(static, saved, do):
-  """Returns the gradients of q, k_pages, v_pages and sinks, from what the forward saved."""
+  """Returns the gradients of q, k_pages, v_pages and sinks, from the forward's residuals."""
   q, k_pages, v_pages, segments, sinks, out, stats = saved
   group, head_dim = q.shape[2:]
   num_pages, page_size = k_pages.shape[1:3]
   delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
   delta_rows = layout.tiles(static, group, delta, segments).reshape(*stats.shape[:3], ROWS)
-  # Rows past a segment's end have queries of zero; a weight of zero keeps them out of every sum.
+  # Rows after a segment's end have zero queries; a zero weight keeps them out of every sum.
   numbers = jnp.arange(stats.shape[2] * ROWS, dtype=jnp.int32).reshape(1, 1, -1, ROWS)
   live = jnp.where(layout.is_used(segments), segments.segment_length * group, 0)
   live = numbers < live[:, None, None, None]

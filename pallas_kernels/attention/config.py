@@ -1,4 +1,4 @@
-"""How positions are cut, how much is in flight, and the shared memory that this takes."""
+"""Block sizes, data in flight, and the required shared memory."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import jax.numpy as jnp
 from pallas_kernels import gpu
 
 HEAD_DIMS = (64, 128)
-# Rows of queries that one warpgroup multiplies, and most warpgroups that do.
+# Query rows of one warpgroup, and maximum number of multiplying warpgroups.
 ROWS = 64
 MAX_WARPGROUPS = 2
-# A partial is written to memory so many rows at a time, and only rows that live.
+# Rows per block in which partials are written to memory; only live rows are written.
 ROW_GROUP = 8
-# Most memory that "auto" takes for partials, which a step holds beside its weights and pages.
+# Maximum memory of partials in mode "auto", in addition to a step's weights and pages.
 WORKSPACE_BYTES = 256 << 20
-# Of the warpgroup that copies and of those that compute, where there are three of them.
+# Registers of the copying warpgroup and of the computing ones, if there are three warpgroups.
 COPY_REGISTERS = 40
 COMPUTE_REGISTERS = 232
-# Scores and weighted values that a thread can hold at once.
+# Scores and weighted values that a thread can hold at a time.
 HELD_REGISTERS = 160
-# Of merges and of the backward, which have one warpgroup each.
+# Of merges and of the backward pass, with one warpgroup per block.
 BLOCKS_PER_MULTIPROCESSOR = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """How positions are cut and how much is in flight.
+  """Block sizes, and data in flight.
 
   Attributes:
     kv_split: contract. Positions of one split, aligned to absolute positions.
     key_block: contract. Keys that are multiplied at a time within a split.
-    query_tile: tuning. Most positions of a segment; times the query heads of a key/value head at
+    query_tile: tuning. Maximum positions of a segment; times the query heads per key/value head, at
       most 128 rows.
-    mode: tuning. "sequential" or "parallel", see above; "auto" is `layout.mode_of`.
+    mode: tuning. "sequential" or "parallel", see the package; "auto" is `layout.mode_of`.
     stages: tuning. Blocks of keys, and of values, in flight; at most 4.
-    skip_blocks: tuning. Leave out blocks of a split of which no row of the tile sees a key, which
-      would add zeros, and the mask of a split of which every row sees every key.
+    skip_blocks: tuning. Skip blocks of a split in which no row of the tile sees a key, which would
+      add zeros, and the mask of a split in which every row sees every key.
   """
 
   kv_split: int = 256
@@ -63,20 +63,20 @@ class Config:
       raise ValueError(f"got stages={self.stages}; expected 1 to 4.")
 
   def warpgroups(self, group: int) -> int:
-    """Returns how many warpgroups compute, for `group` query heads a key/value head."""
+    """Returns the number of computing warpgroups for `group` query heads per key/value head."""
     return -(-self.query_tile * group // ROWS)
 
   def parks(self, head_dim: int) -> bool:
-    """Returns whether a fold keeps its weighted values in p's place while it has scores.
+    """Returns whether a fold stores its weighted values in p's buffer while it has scores.
 
-    A warpgroup's thread holds kv_split / 2 scores and head_dim / 2 weighted values; both, and what
-    wgmma and addresses take, are more than the registers that it has.
+    A thread holds kv_split / 2 scores and head_dim / 2 weighted values; both do not fit in its
+    registers together with wgmma's needs and addresses.
     """
     fits = head_dim <= self.key_block < self.kv_split
     return self.mode != "parallel" and fits and self.kv_split + head_dim > 2 * HELD_REGISTERS
 
   def scratch(self, group: int, head_dim: int, page_size: int, sinks: bool) -> gpu.Scratch:
-    """Returns what one block of the forward allocates."""
+    """Returns the scratch of one block of the forward pass."""
     compute = self.warpgroups(group)
     copies = -(-self.key_block // page_size)
     blocks = self.kv_split // self.key_block
@@ -100,7 +100,7 @@ class Config:
     return scratch
 
   def shared_memory_bytes(self, group: int, head_dim: int, page_size: int, sinks: bool) -> int:
-    """Returns the most that a block of any of the kernels takes."""
+    """Returns the maximum shared memory of a block over all kernels."""
     scratches = [self.scratch(group, head_dim, page_size, sinks)]
     scratches.append(backward_scratch(head_dim, 3, 2 * ROWS))
     if self.mode == "parallel":
@@ -108,7 +108,7 @@ class Config:
     return max(gpu.shared_memory_bytes(scratch) for scratch in scratches)
 
   def merge_scratch(self, head_dim: int, sinks: bool) -> gpu.Scratch:
-    """Returns what one block of the merge of partials allocates."""
+    """Returns the scratch of one block of the merge of partials."""
     scratch = {
       "partial": gpu.Buffer((self.stages, ROWS, head_dim), jnp.float32, swizzled=True),
       "stats": gpu.Buffer((self.stages, 2, ROWS), jnp.float32),
@@ -123,7 +123,7 @@ class Config:
 
 
 class Static(NamedTuple):
-  """What a kernel is compiled for; the mode of `config` is not "auto" here."""
+  """Compile-time parameters of a kernel; the mode of `config` is not "auto" here."""
 
   config: Config
   window: int | None
@@ -131,12 +131,12 @@ class Static(NamedTuple):
 
 
 def backward_scratch(head_dim: int, num_copies: int, passing_copies: int) -> gpu.Scratch:
-  """Returns what one block of the backward allocates, for queries or for keys and values.
+  """Returns the scratch of one block of the backward pass, for queries or for keys and values.
 
   Args:
     head_dim: c.
-    num_copies: that fill what is `held` for a whole item: q and do, or k and v.
-    passing_copies: that fill one of two places of the others, `passing` by.
+    num_copies: copies that fill the buffers `held` for a whole item: q and do, or k and v.
+    passing_copies: copies that fill one of the two buffers of the other operands, `passing`.
   """
   return {
     "held": gpu.Buffer((2, ROWS, head_dim), jnp.bfloat16, swizzled=True),

@@ -1,4 +1,4 @@
-"""The forward kernel, and the one that merges the partials of mode "parallel"."""
+"""The forward kernel, and the kernel that merges the partials of mode "parallel"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _forward_kernel(
   sinks: jax.Array | None,
   work: Work,
 ) -> Any:
-  """Returns f[s, k, r, c] and f32[s, k, w, 2, 64], the maximum and total of each row.
+  """Returns f[s, k, r, c], and f32[s, k, w, 2, 64] with the maximum and total of each row.
 
   In mode "parallel" it returns partials: f32[groups, 8, c], weighted values by unit, head and group
   of live rows, and f32[u * k, w, 2, 64].
@@ -45,7 +45,7 @@ def _forward_kernel(
   page_size = k_pages.shape[2]
   compute = config.warpgroups(group)
   blocks, key_block, stages = config.kv_split // config.key_block, config.key_block, config.stages
-  # What one copy moves: a page, or a block's part of it.
+  # Positions per copy: a page, or a block's part of it.
   piece = min(page_size, key_block)
   pieces_per_page = page_size // piece
   num_units = work.segment.shape[0]
@@ -67,7 +67,7 @@ def _forward_kernel(
       return unit, units.segment[unit], lax.rem(item, num_heads)
 
     def blocks_of(segment, split):
-      """Returns i32[] twice: the split's first block that the segment sees, and how many."""
+      """Returns (first, count) of the split's blocks that the segment sees, i32[] each."""
       if not config.skip_blocks:
         return jnp.int32(0), jnp.int32(blocks)
       start = split * config.kv_split
@@ -128,7 +128,7 @@ def _forward_kernel(
 
       step = lax.fori_loop(0, num_items, copy_item, jnp.int32(0))
 
-      # Every place that was lent comes back before the block ends.
+      # Waits until all buffers are free before the block ends.
       @pl.when(num_items > 0)
       def _():
         plgpu.barrier_wait(q_free)
@@ -141,9 +141,9 @@ def _forward_kernel(
           plgpu.barrier_wait(v_free.at[lax.rem(step - i, stages)])
 
     def blocks_partial(count, is_masked, step, row, key):
-      """The softmax sum of `count` blocks, with their own maximum; and what `p` had parked."""
-      # The warpgroup; but the compiler cannot know that it is the same at every split, or it would
-      # keep the addresses of all that wgmma reads in registers, from split to split.
+      """Returns the softmax sum of `count` blocks, and the values parked in `p`."""
+      # The warpgroup index, hidden from the compiler. If it knew that the index is the same for
+      # every split, it would keep the addresses of all of wgmma's operands in registers.
       here = warpgroup + lax.shift_right_logical(step, jnp.int32(30))
       scores = []
       for b in range(count):
@@ -175,7 +175,7 @@ def _forward_kernel(
           plgpu.barrier_wait(v_loaded.at[slot])
           plgpu.wgmma(accumulator, p.at[here, b], v.at[slot])
           if b + stages < count:
-            # A later block of this split needs the place of this one.
+            # A later block of this split needs this block's buffer.
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(v_free.at[slot])
         return accumulator[...]
@@ -188,22 +188,22 @@ def _forward_kernel(
       return Partial(maximum, total, weighted), earlier
 
     def is_seen_by_all(segment, split):
-      """Returns bool[]: every row of the tile sees every key of the split."""
+      """Returns whether every row of the tile sees every key of the split, bool[]."""
       start = split * config.kv_split
       seen = start + config.kv_split <= units.first_position[segment] + 1
       if static.window is not None:
-        # A tile's rows past the segment's end see less than they would; they are not read.
+        # Rows after the segment's end may see fewer keys; they are not read.
         seen = seen & (start > units.last_position[segment] - static.window)
       return seen
 
     def split_partial(step, segment, split):
-      """Returns the softmax sum of one split, what was parked, and the next step."""
+      """Returns the softmax sum of one split, the parked values, and the next step."""
       first, count = blocks_of(segment, split)
-      # Of the first key, counted from the segment's first position.
+      # Position of the first key, relative to the segment's first position.
       key = split * config.kv_split + first * key_block - units.first_position[segment]
       row = warpgroup * ROWS
       if config.skip_blocks:
-        # A mask moves no bit of a row that sees all keys, so it is left out where all rows do.
+        # A mask does not change bits of rows that see all keys; it is skipped if all rows do.
         sums = [functools.partial(blocks_partial, n, True) for n in range(1, blocks + 1)]
         sums.append(functools.partial(blocks_partial, blocks, False))
         chosen = jnp.where(is_seen_by_all(segment, split), blocks, count - 1)
@@ -219,7 +219,7 @@ def _forward_kernel(
       total, mean = softmax.finish(total, row_sinks, static.interpret)
       stats_ref[segment, head, warpgroup, 0] = total.maximum
       stats_ref[segment, head, warpgroup, 1] = total.total
-      # The queries have been read: their place takes the output.
+      # The queries have been read, so their buffer is reused for the output.
       q[warpgroup] = mean.astype(jnp.bfloat16)
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(q.at[warpgroup], out_ref.at[segment, head, rows])
@@ -255,7 +255,7 @@ def _forward_kernel(
         else:
 
           def parked(total):
-            """Leaves the weighted values in `p`, where they are to be kept there."""
+            """Stores the weighted values in `p`, if they are kept there."""
             if not parks:
               return total
             softmax.park(total.weighted, p.at[warpgroup])
@@ -325,7 +325,7 @@ def _merge_kernel(
   work: Work,
   shape: tuple[int, ...],
 ) -> Any:
-  """Returns what `_forward_kernel` returns in mode "sequential", from its partials in "parallel".
+  """Merges partials of mode "parallel" into the result of `_forward_kernel` in mode "sequential".
 
   The units of `work` are segments here, each with its first unit and first group in the partials.
   """
@@ -384,7 +384,7 @@ def _merge_kernel(
           load(j)
 
       def merge_split(j, total):
-        # Every thread has read what the next copy writes over.
+        # Every thread has read the buffer before the next copy overwrites it.
         plgpu.commit_smem()
 
         @pl.when(j + (config.stages - 1) < num_splits)
@@ -438,7 +438,7 @@ def attend_tiles(
   segments: Segments,
   sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns (f[n, k, g, c], f32[s, k, w, 2, 64] maximum and total of every row)."""
+  """Returns (f[n, k, g, c], f32[s, k, w, 2, 64] with the maximum and total of every row)."""
   group, head_dim = q.shape[2:]
   tiles = layout.tiles(static, group, q, segments)
   rows = None if sinks is None else layout.sink_rows(static, sinks, head_dim)

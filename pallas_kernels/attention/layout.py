@@ -1,4 +1,4 @@
-"""Which rows attend to which pages, and the work, tiles and splits that follow from it."""
+"""Segments (which rows attend to which pages), and the derived work lists, tiles and splits."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Segments(NamedTuple):
   """Which rows attend to which pages.
 
   A segment is up to `query_tile` consecutive rows that are consecutive positions of one sequence.
-  Segments lie in the order of their rows; rows and segments past the last one are padding.
+  Segments are in the order of their rows; rows and segments after the last one are padding.
 
   Attributes:
     positions: i32[n], absolute position of each row in its sequence.
     segment_start: i32[s], first row of the segment.
-    segment_length: i32[s], valid rows of the segment.
+    segment_length: i32[s], number of valid rows of the segment.
     page_table: i32[s, p], pages of the segment's sequence by position // page_size.
-    num_segments: i32[], valid segments.
+    num_segments: i32[], number of valid segments.
   """
 
   positions: jax.Array
@@ -36,17 +36,17 @@ class Segments(NamedTuple):
 
 
 class Work(NamedTuple):
-  """Integers that say what is to be done; computed by XLA, once a call.
+  """The work list, computed by XLA once per call.
 
   Attributes:
-    count: i32[1], units that there are. Each is done for every key/value head.
-    segment: i32[u], of the unit.
-    split: i32[u], its first split.
-    num_splits: i32[u], how many splits it folds; 1 in mode "parallel".
-    first_position: i32[s], of the segment.
-    last_position: i32[s], of the segment.
+    count: i32[1], number of units. Each is done for every key/value head.
+    segment: i32[u], segment of the unit.
+    split: i32[u], first split of the unit.
+    num_splits: i32[u], number of splits that the unit folds; 1 in mode "parallel".
+    first_position: i32[s], first position of the segment.
+    last_position: i32[s], last position of the segment.
     row_groups: i32[s], groups of 8 live rows.
-    first_group: i32[u], of the unit's partial in the workspace, a key/value head.
+    first_group: i32[u], first group of the unit's partial in the workspace of a key/value head.
     page_table: i32[s, p], padded to whole splits.
   """
 
@@ -62,20 +62,20 @@ class Work(NamedTuple):
 
 
 def _places(ascending: jax.Array, values: jax.Array, *, side: str) -> jax.Array:
-  """Returns i32: `jnp.searchsorted`, as one launch and not as a loop of many."""
+  """Returns `jnp.searchsorted` as i32, in one launch instead of a loop of many."""
   return jnp.searchsorted(ascending, values, side=side, method="scan_unrolled").astype(jnp.int32)
 
 
 def is_used(segments: Segments) -> jax.Array:
-  """Returns bool[s]: the segments that are no padding."""
+  """Returns which segments are not padding, bool[s]."""
   numbers = jnp.arange(segments.segment_start.shape[0], dtype=jnp.int32)
   return (numbers < segments.num_segments) & (segments.segment_length > 0)
 
 
 def segment_of_rows(segments: Segments) -> tuple[jax.Array, jax.Array]:
-  """Returns (i32[n], bool[n]): each row's segment, and whether it has one."""
+  """Returns each row's segment, i32[n], and whether it has one, bool[n]."""
   rows = jnp.arange(segments.positions.shape[0], dtype=jnp.int32)
-  # Padding segments start past every row, so that the search never finds them.
+  # Padding segments start after all rows, so that the search never finds them.
   start = jnp.where(is_used(segments), segments.segment_start, rows.shape[0])
   segment = _places(start, rows, side="right") - 1
   segment = jnp.maximum(segment, 0)
@@ -85,7 +85,7 @@ def segment_of_rows(segments: Segments) -> tuple[jax.Array, jax.Array]:
 
 
 def split_range(static: Static, segments: Segments) -> tuple[jax.Array, jax.Array]:
-  """Returns i32[s] twice: the first split that each segment sees and how many; none if padding."""
+  """Returns (first, count) of the splits that each segment sees, i32[s] each; none for padding."""
   used = is_used(segments)
   first_position = segments.positions[segments.segment_start]
   split = jnp.int32(static.config.kv_split)
@@ -97,7 +97,7 @@ def split_range(static: Static, segments: Segments) -> tuple[jax.Array, jax.Arra
 
 
 def most_splits(config: Config, window: int | None, num_pages: int, page_size: int) -> int:
-  """Returns how many splits a segment of `num_pages` pages can see."""
+  """Returns the maximum number of splits that a segment of `num_pages` pages can see."""
   splits = -(-num_pages * page_size // config.kv_split)
   if window is None:
     return splits
@@ -105,7 +105,7 @@ def most_splits(config: Config, window: int | None, num_pages: int, page_size: i
 
 
 def most_groups(config: Config, group: int, num_segments: int, num_rows: int) -> int:
-  """Returns how many groups of 8 live rows all segments have at most, for one key/value head."""
+  """Returns the maximum number of groups of 8 live rows of all segments, per key/value head."""
   of_tiles = num_segments * config.warpgroups(group) * ROWS // ROW_GROUP
   return min(of_tiles, num_segments + num_rows * group // ROW_GROUP)
 
@@ -119,20 +119,21 @@ def mode_of(
   has_sinks: bool,
   multiprocessors: int,
 ) -> Literal["sequential", "parallel"]:
-  """Returns the mode: `config.mode`, or for "auto" what fills the GPU; both give the same bits.
+  """Returns the mode: `config.mode`, or for "auto" the one that fills the GPU.
 
-  "parallel" if (segment, key/value head) are fewer than two for each multiprocessor, so that whole
-  segments would leave many idle, a segment can have more than one split, and partials have room, in
-  shared memory and in `WORKSPACE_BYTES`; else "sequential", which writes no partials.
+  Both give the same bits. "auto" is "parallel" if there are fewer than two (segment, key/value
+  head) pairs per multiprocessor, so that whole segments would leave many idle, a segment can have
+  more than one split, and partials fit in shared memory and in `WORKSPACE_BYTES`; else it is
+  "sequential", which writes no partials.
 
   Args:
-    config: of the call.
-    window: of the call.
+    config: configuration of the call.
+    window: window of the call.
     shape: n, k, g, c of the queries.
     table_shape: s, p of the page table.
     page_size: z.
     has_sinks: whether the call has sinks.
-    multiprocessors: of the GPU.
+    multiprocessors: number of the GPU's multiprocessors.
   """
   if config.mode != "auto":
     return config.mode
@@ -149,7 +150,7 @@ def mode_of(
 
 
 def plan(static: Static, group: int, segments: Segments, page_size: int) -> tuple[Work, Work, int]:
-  """Returns (work of the forward kernel, work of the merge kernel, most groups); integers only."""
+  """Returns (work of the forward kernel, work of the merge kernel, maximum number of groups)."""
   config = static.config
   num_segments, num_pages = segments.page_table.shape
   pages_per_split = config.kv_split // page_size
@@ -164,7 +165,7 @@ def plan(static: Static, group: int, segments: Segments, page_size: int) -> tupl
     row_groups=live.astype(jnp.int32),
     page_table=page_table,
   )
-  # Long segments begin first, so that the last ones to end are short.
+  # Long segments start first, so that the last ones are short.
   order = jnp.argsort(-num_splits, stable=True).astype(jnp.int32)
   count = jnp.sum(num_splits > 0, dtype=jnp.int32)[None]
   nothing = jnp.zeros_like(order)
@@ -202,7 +203,7 @@ def plan(static: Static, group: int, segments: Segments, page_size: int) -> tupl
 def readers(
   static: Static, segments: Segments, page_size: int, num_pages: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns (segment i32[x], index i32[x], start i32[m + 1]): who sees each page, ascending."""
+  """Returns the segments that see each page: (segment i32[x], index i32[x], start i32[m + 1])."""
   width = segments.page_table.shape[1]
   first_position = segments.positions[segments.segment_start]
   last = jnp.where(is_used(segments), first_position + segments.segment_length - 1, -1)
@@ -217,7 +218,7 @@ def readers(
 
 
 def tiles(static: Static, group: int, x: jax.Array, segments: Segments) -> jax.Array:
-  """Returns f[s, k, r, c] of f[n, k, g, c]: rows by segment, position and query head; else zero."""
+  """Rearranges f[n, k, g, c] to f[s, k, r, c]: rows by segment, position and head; else zero."""
   num_rows, num_heads, _, head_dim = x.shape
   offsets = jnp.arange(static.config.query_tile, dtype=jnp.int32)
   row = jnp.minimum(segments.segment_start[:, None] + offsets[None, :], num_rows - 1)
@@ -229,7 +230,7 @@ def tiles(static: Static, group: int, x: jax.Array, segments: Segments) -> jax.A
 
 
 def from_tiles(static: Static, group: int, tiles: jax.Array, segments: Segments) -> jax.Array:
-  """Returns f[n, k, g, c] of f[s, k, r, c]; zero where no segment has the row."""
+  """Rearranges f[s, k, r, c] to f[n, k, g, c]; zero in rows without a segment."""
   num_segments, num_heads, _, head_dim = tiles.shape
   query_tile = static.config.query_tile
   segment, live = segment_of_rows(segments)
@@ -241,7 +242,7 @@ def from_tiles(static: Static, group: int, tiles: jax.Array, segments: Segments)
 
 
 def sink_rows(static: Static, sinks: jax.Array, head_dim: int) -> jax.Array:
-  """Returns f32[k, w, 64] of f[k, g]: each row's sink as an unscaled score."""
+  """Expands f[k, g] to f32[k, w, 64]: each row's sink as an unscaled score."""
   rows = static.config.warpgroups(sinks.shape[1]) * ROWS
   group = sinks.shape[1]
   scores = sinks.astype(jnp.float32) * jnp.float32(math.sqrt(head_dim))
@@ -251,13 +252,13 @@ def sink_rows(static: Static, sinks: jax.Array, head_dim: int) -> jax.Array:
 
 
 def items(count: Any, num_heads: int, num_blocks: int) -> Any:
-  """Returns how many items, of count * num_heads, this block of a persistent grid does."""
+  """Returns the number of items, of count * num_heads, of this block of a persistent grid."""
   block = lax.axis_index("block")
   return lax.div(count * num_heads - block + (num_blocks - 1), num_blocks)
 
 
 def pieces(pages: jax.Array, piece: int) -> jax.Array:
-  """Returns f[k, m * z / piece, piece, c]: a copy starts at a whole index."""
+  """Reshapes pages to f[k, m * z / piece, piece, c], so that copies start at whole indices."""
   return pages.reshape(pages.shape[0], -1, piece, pages.shape[-1])
 
 

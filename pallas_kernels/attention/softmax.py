@@ -1,4 +1,4 @@
-"""Sums of a softmax over some keys, how two are merged, and the products of one tile."""
+"""Partial softmax sums, their merge, and the products of one tile."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pallas_kernels import rounding
 from pallas_kernels.attention.config import ROWS
 
 # A masked score, and the maximum of a split without a visible key: exp2 of their difference is 0,
-# so that what is masked adds exactly nothing. Scores lie far above both.
+# so masked keys add exactly nothing. Real scores are far above both.
 MASKED = -1e30
 FLOOR = -1e29
 
 
 class Partial(NamedTuple):
-  """A softmax sum over some keys: f32[r] maximum and total, f32[r, c] weighted values."""
+  """A softmax sum over some keys: maximum and total f32[r], weighted values f32[r, c]."""
 
   maximum: jax.Array
   total: jax.Array
@@ -29,12 +29,12 @@ class Partial(NamedTuple):
 
 
 def scale_of(head_dim: int) -> float:
-  """Returns log2(e) / sqrt(c): exp(x / sqrt(c)) = exp2(x * scale)."""
+  """Returns scale = log2(e) / sqrt(c), with exp(x / sqrt(c)) = exp2(x * scale)."""
   return math.log2(math.e) / math.sqrt(head_dim)
 
 
 def rows(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """One value a row, for every column."""
+  """Broadcasts one value per row to all columns."""
   return lax.broadcast_in_dim(x, shape, (0,))
 
 
@@ -47,13 +47,13 @@ def nothing(head_dim: int) -> Partial:
 
 
 def power(x: jax.Array, interpret: bool) -> jax.Array:
-  """Returns 2^x for x <= 0, and zero below 2^-126: the GPU's exp2 gives no subnormal number."""
+  """Returns 2^x for x <= 0, and zero below 2^-126, like the GPU's exp2 without subnormals."""
   y = jnp.exp2(x)
   return jnp.where(x < -126, jnp.float32(0), y) if interpret else y
 
 
 def merge(left: Partial, right: Partial, interpret: bool) -> Partial:
-  """Returns the sum over both key sets; one without a visible key leaves the other's bits."""
+  """Returns the sum over both key sets; a set without visible keys does not change the other."""
   shape = left.weighted.shape
   scale = scale_of(shape[1])
   maximum = jnp.maximum(left.maximum, right.maximum)
@@ -72,7 +72,7 @@ def merge(left: Partial, right: Partial, interpret: bool) -> Partial:
 
 
 def park(weighted: jax.Array, place: Any) -> None:
-  """Keeps f32[64, c] in two blocks bf16[64, x] of shared memory, x >= c: high halves, then low."""
+  """Stores f32[64, c] in two blocks bf16[64, x] of shared memory, x >= c: high halves, then low."""
   bits = lax.bitcast_convert_type(weighted, jnp.uint32)
   for i, half in enumerate((bits >> 16, bits)):
     half = lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.bfloat16)
@@ -80,17 +80,17 @@ def park(weighted: jax.Array, place: Any) -> None:
 
 
 def unpark(place: Any, head_dim: int) -> jax.Array:
-  """Returns f32[64, c] that `park` keeps."""
+  """Returns the f32[64, c] stored by `park`."""
   halves = [place[i, :, pl.ds(0, head_dim)] for i in range(2)]
   high, low = (lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) for x in halves)
   return lax.bitcast_convert_type((high << 16) | low, jnp.float32)
 
 
 def finish(total: Partial, sinks: jax.Array | None, interpret: bool) -> tuple[Partial, jax.Array]:
-  """Returns the sum with the sinks, and its mean f32[r, c]."""
+  """Returns the sum with the sinks, and the mean f32[r, c]."""
   shape = total.weighted.shape
   if sinks is not None:
-    # `merge` with a partial of total 1 and weighted values 0.
+    # Equals `merge` with a partial of total 1 and weighted values 0.
     maximum = jnp.maximum(total.maximum, sinks)
     factor, sink = (
       power((x - maximum) * scale_of(shape[1]), interpret) for x in (total.maximum, sinks)
@@ -107,23 +107,23 @@ def finish(total: Partial, sinks: jax.Array | None, interpret: bool) -> tuple[Pa
 def visible(
   row: Any, key: Any, group: int, window: int | None, shape: tuple[int, ...], rows_axis: int = 0
 ) -> Any:
-  """Returns bool[shape]: which keys the rows of a tile see.
+  """Returns which keys the rows of a tile see, bool[shape].
 
-  A limit or two along the first axis is compared with a counter along the second. Of the counter, a
-  thread's own part is taken off the limit, so that a thread keeps a few limits and compares them
-  with constants; else the compiler keeps a counter for each of its elements in a register.
+  One or two limits along the first axis are compared with a counter along the second. A thread's
+  own part of the counter is subtracted from the limit, so that it keeps few limits and compares
+  them with constants; otherwise the compiler would keep a counter per element in registers.
 
   Args:
-    row: i32[], the first row, counted from the tile's first position; `group` rows a position.
-    key: i32[], the first key, counted from the tile's first position.
-    group: query heads of a key/value head.
+    row: i32[], the first row, relative to the tile's first position; `group` rows per position.
+    key: i32[], the first key, relative to the tile's first position.
+    group: query heads per key/value head.
     window: a row sees its own position and window - 1 before it; None is all before it.
     shape: rows along `rows_axis`, keys along the other.
     rows_axis: 0 or 1.
   """
   first = lax.iota(jnp.int32, shape[0])
   counter = lax.broadcasted_iota(jnp.int32, shape, 1)
-  # wgmma gives a thread the same places of every eight columns.
+  # wgmma gives a thread the same positions in every eight columns.
   own, eights = counter & 7, counter & ~7
   # Key x is seen by row r if x <= r // group, that is x * group <= r.
   if rows_axis == 0:
@@ -140,7 +140,7 @@ def visible(
 
 
 def multiply(left: Any, right: Any, columns: int) -> jax.Array:
-  """Returns f32[64, columns], left @ right of two references."""
+  """Returns left @ right of two references, f32[64, columns]."""
 
   def body(accumulator):
     plgpu.wgmma(accumulator, left, right)

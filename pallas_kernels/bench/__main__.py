@@ -1,20 +1,20 @@
-"""Checks the kernels on a GPU, then times them beside what else computes the same.
+"""Checks the kernels on a GPU, then times them and other implementations of the same functions.
 
     python -m pallas_kernels.bench [--out=DIR] [--only=matmul,attention] [--seconds=450]
     python -m pallas_kernels.bench --dry_run
     python -m pallas_kernels.bench --question=wgmma_width
 
-First the machine's own copy bandwidth and matmul rate; then agreement with the definitions and the
-invariance of every row's bits; then the table. The speed of a kernel that failed a check is not
-shown. `--seconds` is shared out: checks come first, and what no longer fits is listed as left out.
-`DIR` gets bench.json and bench.md, after every part. The exit status is 1 if anything failed; a bar
-that is not met is a number, not a failure.
+It first measures the machine's copy bandwidth and matmul rate, then checks agreement with the
+definitions and the invariance of every row's bits, then prints the table. The speed of a kernel
+that failed a check is not shown. `--seconds` is divided among the parts: checks come first, and
+cases that no longer fit are listed as left out. `DIR` receives bench.json and bench.md, updated
+after every part. The exit status is 1 if anything failed; a missed target is not a failure.
 
-`--dry_run` goes the same way on a CPU: tiny checks in the interpreter (JAX 0.11.1 or later), and
-every shape lowered for an H200 in place of being timed.
+`--dry_run` does the same on a CPU: tiny checks in the interpreter (JAX 0.11.1 or later), and every
+shape is lowered for an H200 instead of timed.
 
-How time is taken stands in `timing.py`, what is timed in `cases.py`, what has to hold
-in `checks.py`, open questions in `questions.py`.
+`timing.py` has the timing, `cases.py` the timed cases, `checks.py` the checks, `questions.py` open
+questions.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from pallas_kernels.bench.timing import (
   shapes_of,
 )
 
-# Of all seconds, what checks may take at most.
+# Maximum share of the seconds for checks.
 CHECKS_SHARE = 0.5
-# A case takes at least about so long, compiling included.
+# Approximate minimum time of a case, including compilation.
 CASE_SECONDS = 3.0
-# Kinds of check whose failure takes a kernel's speed away, and those that make the run fail.
+# Kinds of check: those whose failure hides a kernel's speed, and those whose failure fails the run.
 REFUSING = ("agreement", "invariance")
 FAILING = (*REFUSING, "claim")
 DRY_RUN = "dry run: nothing here was measured"
@@ -77,14 +77,14 @@ class Row:
   """A line of the table.
 
   Attributes:
-    kernel: whose.
-    name: of the case.
-    timings: the kernel's first, then its peers'; empty where refused or left out.
-    copy_share: time of a copy of the bytes that it needs, over its own.
-    peak_share: its rate over the best matmul rate seen.
-    bar: what it should reach, in words.
+    kernel: the kernel.
+    name: name of the case.
+    timings: the kernel's timing first, then its peers'; empty if refused or left out.
+    copy_share: time of a copy of the necessary bytes / time of the kernel.
+    peak_share: the kernel's rate / the best measured matmul rate.
+    bar: the target as text.
     verdict: "met", "not met", "refused", "left out", "failed", "not measured", or "" without a bar.
-    note: why it is refused or failed.
+    note: reason if refused or failed.
   """
 
   kernel: str
@@ -99,7 +99,7 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-  """All that a run found, as it is found."""
+  """The results of a run, updated as it progresses."""
 
   header: Mapping[str, str]
   machine: Machine | None = None
@@ -119,7 +119,7 @@ class Report:
 def main(arguments: Sequence[str]) -> None:
   if len(arguments) > 1:
     raise app.UsageError(f"got {arguments[1]!r}, expected flags only.")
-  # PyTorch needs memory of the GPU as well; and what is called cuBLAS is not to be XLA's Triton.
+  # Leaves GPU memory for PyTorch, and prevents XLA from using Triton instead of cuBLAS.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
   own_flags = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{own_flags} --xla_gpu_enable_triton_gemm=false".strip()
@@ -159,12 +159,12 @@ def bench(
   directory: pathlib.Path,
   clock: Callable[[], float] = time.monotonic,
 ) -> None:
-  """Checks, then times or lowers, and writes `report` as it grows."""
+  """Runs checks, then times or lowers cases, and writes `report` as it grows."""
   end = clock() + seconds
   is_dry = bool(report.header["dry_run"])
   if not is_dry and cases:
     report.machine = measure_machine()
-  # A dry run leaves nothing out.
+  # A dry run has no time limit.
   limit = float("inf") if is_dry else seconds * (CHECKS_SHARE if cases else 1)
   check(report, checks, limit, clock, lambda: report.write(directory))
   refusals = {name: refusal(name, report.checks) for name in checks}
@@ -196,9 +196,9 @@ def check(
   clock: Callable[[], float] = time.monotonic,
   save: Callable[[], None] = lambda: None,
 ) -> None:
-  """Runs checks into `report`. Each kernel has its share of the seconds, and what others left.
+  """Runs checks into `report`. Each kernel has a share of the seconds, plus unused time of others.
 
-  `save` is called after each check: a kernel may hang, and the process be ended.
+  `save` is called after each check, because a kernel may hang and the process may be killed.
   """
   end = clock() + seconds
   for i, (kernel, of_kernel) in enumerate(checks.items()):
@@ -213,7 +213,7 @@ def check(
         if clock() > own_end:
           report.left_out.append(f"{kernel}: the checks after '{done.what}'")
           break
-    # A kernel that raises has failed, and the others go on.
+    # An exception is a failure of the kernel; the others continue.
     except Exception as error:
       report.checks.append(Check(kernel, "agreement", "runs", False, reason_of(error)))
   report.failures += [
@@ -224,7 +224,7 @@ def check(
 
 
 def refusal(kernel: str, checks: Iterable[Check]) -> str:
-  """Returns why a kernel's speed is not shown; empty if it may be."""
+  """Returns why a kernel's speed is not shown; "" if it is."""
   own = [done for done in checks if done.kernel == kernel and done.kind in REFUSING]
   for done in own:
     if not done.passed:
@@ -234,7 +234,7 @@ def refusal(kernel: str, checks: Iterable[Check]) -> str:
 
 
 def case_seconds(remaining: float, num_left: int, longest: float) -> float:
-  """Returns what the next of `num_left` cases may take; 0 if the longest so far would not fit."""
+  """Returns the seconds of the next of `num_left` cases; 0 if the longest so far would not fit."""
   return max(remaining / num_left, 0.5) if remaining >= longest else 0.0
 
 
@@ -246,7 +246,7 @@ def timed(case: Case, machine: Machine, seconds: float) -> Row:
 
 
 def lowered(case: Case, seen: set[str]) -> Row:
-  """Lowers a case for an H200, and each kind of peer of JAX once."""
+  """Lowers a case for an H200, and each kind of JAX peer once."""
   timings = []
   for contestant in (case.ours, *case.peers):
     reason = LOWERS
@@ -255,7 +255,7 @@ def lowered(case: Case, seen: set[str]) -> Row:
     seen.add(contestant.name)
     try:
       gpu.lower_for_cuda(contestant.call, *shapes_of(contestant.inputs))
-    # Whatever a peer raises is its own affair.
+    # A peer's error is only recorded.
     except Exception as error:
       reason = f"does not lower: {reason_of(error)}"
       if contestant is case.ours:
@@ -266,7 +266,7 @@ def lowered(case: Case, seen: set[str]) -> Row:
 
 
 def judged(case: Case, timings: Sequence[Timing], machine: Machine) -> Row:
-  """Returns the line of a case that was timed."""
+  """Returns the row of a timed case."""
   ours, *peers = timings
   if ours.reason:
     return Row(case.kernel, case.name, tuple(timings), verdict="failed", note=ours.reason)
@@ -291,7 +291,7 @@ def answer_questions(
   setting: questions_lib.Setting,
   directory: pathlib.Path,
 ) -> None:
-  """Asks each; one that raises is a failure, and the others go on."""
+  """Runs all questions; an exception is recorded as a failure, and the others continue."""
   for question in questions:
     name = question.__name__
     try:
@@ -304,7 +304,7 @@ def answer_questions(
 
 
 def named(names: Sequence[str], known: Sequence[str], flag: str) -> tuple[str, ...]:
-  """Returns what a flag names, all that is known where it names none."""
+  """Returns the names given by a flag, or all known names if it is empty."""
   for name in names:
     if name not in known:
       raise app.UsageError(f"{flag}: got {name!r}, expected some of {', '.join(known)}.")
@@ -314,7 +314,7 @@ def named(names: Sequence[str], known: Sequence[str], flag: str) -> tuple[str, .
 def chosen_questions(
   name: str,
 ) -> tuple[Callable[[questions_lib.Setting], questions_lib.Answer], ...]:
-  """Returns the question that `--question` names, or all of them."""
+  """Returns the question named by `--question`, or all of them."""
   known = {question.__name__: question for question in questions_lib.QUESTIONS}
   if name == "all":
     return questions_lib.QUESTIONS
@@ -323,11 +323,11 @@ def chosen_questions(
   return (known[name],)
 
 
-# ----- what a run says of itself
+# ----- reports
 
 
 def output_of(*command: str) -> str:
-  """Returns what a command prints; empty where there is no such command or it fails."""
+  """Returns the output of a command; "" if it does not exist or fails."""
   try:
     done = subprocess.run(
       command,
@@ -343,7 +343,7 @@ def output_of(*command: str) -> str:
 
 
 def header(commit: str, is_dry: bool) -> dict[str, str]:
-  """Returns where and when this run was made, in words."""
+  """Returns machine, versions and date of this run as text."""
   if not commit:
     commit = output_of("git", "rev-parse", "--short", "HEAD") or "unknown commit"
     if output_of("git", "status", "--porcelain"):
@@ -362,7 +362,7 @@ def header(commit: str, is_dry: bool) -> dict[str, str]:
 
 
 def bar_text(case: Case) -> str:
-  """Returns a case's bar in words; empty without one."""
+  """Returns a case's target as text; "" without one."""
   if case.bar is None:
     return ""
   if case.bar.measure == cases_lib.ONE_TOKEN:
@@ -387,7 +387,7 @@ def line_of(row: Row) -> str:
 
 
 def cells(row: Row) -> list[str]:
-  """Returns what a row shows: time, shares, peers, bar and verdict."""
+  """Returns the cells of a row: time, shares, peers, target and verdict."""
   if not row.timings or row.note:
     return ["", "", "", row.note, row.bar, row.verdict]
   ours, *peers = row.timings
@@ -405,14 +405,14 @@ def cells(row: Row) -> list[str]:
 
 
 def table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
-  """Returns a table of Markdown; bars within a cell are replaced."""
+  """Returns a Markdown table; vertical bars within cells are replaced."""
   written = [[cell.replace("|", "/") for cell in line] for line in lines]
   rows = [list(names), ["---"] * len(names), *written]
   return ["| " + " | ".join(row) + " |" for row in rows] + [""]
 
 
 def markdown(report: Report) -> str:
-  """Returns a report as a page in the manner of docs/results."""
+  """Returns a report as a Markdown page in the form of docs/results."""
   said = report.header
   lines = ["# Kernels on a GPU", ""]
   if said["dry_run"]:

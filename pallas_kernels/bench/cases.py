@@ -1,7 +1,7 @@
-"""What is timed: the layers of three models, beside what else can compute them.
+"""The timed cases: layers of three models, with other implementations of the same function.
 
-One case is one call of a kernel at one shape, the bytes and operations that it cannot do without,
-the bar that it should pass, and its peers. Bytes count each input and output once.
+A case is one call of a kernel at one shape, the necessary bytes and operations, a target, and its
+peers. Bytes count each input and output once.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from pallas_kernels import attention, gpu, grouped_matmul, matmul, rms_norm, tok
 from pallas_kernels.bench import stock
 from pallas_kernels.bench.timing import Contestant
 
-# Positions of one page of keys or values.
+# Positions per page of keys or values.
 PAGE = 64
-# Drafts that a verification looks at.
+# Drafted tokens of a verification.
 DRAFTS = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-  """What a case should reach.
+  """The target of a case.
 
   Attributes:
-    measure: "copy", the time of a copy of the same bytes over the case's; "peak", the share of the
-      best matmul rate seen; else the name of a peer, whose time is divided by the case's.
-    least: at least so much.
+    measure: "copy", the ratio of the time of a copy of the same bytes to the case's; "peak", the
+      share of the best measured matmul rate; else the name of a peer, for the ratio of its time to
+      the case's.
+    least: minimum value.
   """
 
   measure: str
@@ -50,7 +51,7 @@ VERIFICATION = Bar(ONE_TOKEN, 1 / 1.05)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One call of a kernel, and who else can make it."""
+  """One call of a kernel, and its peers."""
 
   kernel: str
   name: str
@@ -66,9 +67,9 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """The sizes of a model's layers; `window` is that of its windowed layers, which have sinks.
+  """Sizes of a model's layers; `window` is that of its windowed layers, which have sinks.
 
-  A row takes `experts_per_row` of `num_experts`, whose intermediate size is then that of one.
+  With experts, a row uses `experts_per_row` of `num_experts`, and `intermediate` is that of one.
   """
 
   name: str
@@ -84,7 +85,7 @@ class Model:
 
   @property
   def slabs(self) -> int:
-    """What a mesh may cut its weights into, as the engine keeps them: whole heads, whole tiles."""
+    """Number of slabs of its weights in the engine, with whole heads and whole tiles."""
     sizes = (self.kv_heads, self.intermediate // matmul.MULTIPLE)
     return max(r for r in (1, 2, 4, 8) if not any(size % r for size in sizes))
 
@@ -97,7 +98,7 @@ GPT_OSS = Model(
   "gpt-oss-120b", 2880, 64, 8, 64, 2880, 201088, window=128, num_experts=128, experts_per_row=4
 )
 MODELS = (QWEN3_8B, QWEN3_30B, GPT_OSS)
-# (rows, in this order; (sequences, context) of decoding; the same of prefill)
+# Rows of matmuls, in this order; below: (sequences, context) of decoding and of prefill.
 MATMUL_ROWS = (4096, 1024, 64, 8, 1, 16)
 NORM_ROWS = (4096, 64)
 SCORED_ROWS = (64, 4096)
@@ -107,7 +108,7 @@ PREFILLS = ((4, 2048), (1, 8192))
 
 
 def cases() -> Iterator[Case]:
-  """Yields all cases, the ones whose bars are named first: time may not suffice for all."""
+  """Yields all cases, those with targets first, because time may not suffice for all."""
   for model in MODELS:
     for sequences, context in DECODES:
       yield decode(model, sequences, context)
@@ -120,7 +121,7 @@ def cases() -> Iterator[Case]:
       yield gate_up(model, num_rows)
     for num_rows in NORM_ROWS:
       yield norm(model, num_rows)
-      if model.window is None:  # Models of windows norm no queries and keys.
+      if model.window is None:  # Models with windows do not normalise queries and keys.
         yield norm_of_heads(model, num_rows)
     for num_rows in SCORED_ROWS:
       yield scores(model, num_rows)
@@ -144,7 +145,7 @@ def rows_text(count: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-  """A weight [k, n] as the engine keeps it: in slabs of columns, or of the contraction."""
+  """A weight [k, n] as in the engine: in slabs of columns, or of the contraction."""
 
   name: str
   k: int
@@ -153,7 +154,7 @@ class Layer:
 
 
 def layers(model: Model) -> tuple[Layer, ...]:
-  """Returns a model's weights but the pair."""
+  """Returns a model's weights except the SwiGLU pair."""
   wide = (model.heads + 2 * model.kv_heads) * model.head_dim
   return (
     Layer("qkv", model.hidden, wide, contracts=False),
@@ -163,7 +164,7 @@ def layers(model: Model) -> tuple[Layer, ...]:
 
 
 def product(model: Model, layer: Layer, num_rows: int) -> Case:
-  """A product as the engine calls it; contractions are added to the residual stream."""
+  """Returns a product as called by the engine; contractions are added to the residual stream."""
   k, n, r = layer.k, layer.n, model.slabs
   x, stream = struct(num_rows, k), struct(num_rows, n)
   whole = (x, struct(k, n))
@@ -173,7 +174,7 @@ def product(model: Model, layer: Layer, num_rows: int) -> Case:
     if not layer.contracts:
       call = functools.partial(matmul.matmul, config=config)
       return Contestant(name, call, (x, struct(r, k, n // r)))
-    # The intermediate features come in slabs, those of the heads side by side.
+    # Intermediate features are separate slabs, those of heads are side by side.
     slabs = struct(r, num_rows, k // r) if layer.name == "down" else x
     return Contestant(
       name,
@@ -195,7 +196,7 @@ def product(model: Model, layer: Layer, num_rows: int) -> Case:
     (
       Contestant(CUBLAS, dot, inputs),
       *((ours("matmul, tall", matmul.Config(swapped_rows=0)),) if few else ()),
-      # It has no stream to add to.
+      # This peer cannot add a stream.
       Contestant("Pallas hopper_matmul_mgpu", stock.matmul, whole),
       Contestant("torch.mm", of_torch, inputs, is_torch=True),
     ),
@@ -234,7 +235,7 @@ def gate_up(model: Model, num_rows: int) -> Case:
 
 
 def experts(model: Model, name: str, k: int, n: int, num_rows: int) -> Case:
-  """Rows of tokens by their experts; groups are as uneven as chance makes them."""
+  """Returns a product of rows sorted by expert, with random group sizes."""
   rows = num_rows * model.experts_per_row
   chosen = np.random.default_rng(0).integers(0, model.num_experts, rows)
   sizes = np.bincount(chosen, minlength=model.num_experts).astype(np.int32)
@@ -263,7 +264,7 @@ def paged(model: Model, sequences: int, context: int, new: int, tile: int) -> tu
   num_segments = sequences * len(starts)
   rng = np.random.default_rng(0)
   table = rng.permutation(sequences * width).reshape(sequences, width).astype(np.int32)
-  # Numpy's, so that all copies of the inputs share them.
+  # numpy arrays, so that all copies of the inputs share them.
   integers: dict[str, Any] = {
     "positions": np.tile(np.arange(context - new, context, dtype=np.int32), sequences),
     "segment_start": (np.arange(sequences, dtype=np.int32)[:, None] * new + starts).reshape(-1),
@@ -278,16 +279,16 @@ def paged(model: Model, sequences: int, context: int, new: int, tile: int) -> tu
 
 
 def _config(model: Model, new: int) -> attention.Config:
-  """Returns the tile and stages for `new` positions of each sequence, which are tuning."""
+  """Returns a Config with tile and stages (tuning fields) for `new` positions per sequence."""
   group = model.heads // model.kv_heads
-  # One warpgroup's rows where they suffice.
+  # One warpgroup's rows if they suffice.
   one = attention.ROWS // group
   tile = one if new <= one else min(attention.MAX_WARPGROUPS * one, attention.Config().query_tile)
   return fitting(model, attention.Config(query_tile=tile))
 
 
 def fitting(model: Model, config: attention.Config) -> attention.Config:
-  """Returns `config` with fewer blocks in flight, where shared memory holds no more."""
+  """Returns `config` with fewer blocks in flight if shared memory requires it."""
   group, sinks = model.heads // model.kv_heads, model.window is not None
   needed = config.shared_memory_bytes(group, model.head_dim, PAGE, sinks)
   if needed <= gpu.SHARED_MEMORY_LIMIT_BYTES or config.stages == 1:
@@ -304,7 +305,7 @@ def attended(
   config: attention.Config,
   window: int | None = None,
 ) -> Contestant:
-  """Returns the kernel on the last `new` positions of each sequence; sinks go with the model."""
+  """Returns the kernel on the last `new` positions of each sequence; sinks as in the model."""
   inputs = paged(model, sequences, context, new, config.query_tile)
   call = functools.partial(attention.attention, config=config, window=window)
   if model.window is None:
@@ -335,7 +336,7 @@ def _dense(
 def _dense_peers(
   model: Model, sequences: int, context: int, new: int
 ) -> tuple[Contestant, Contestant]:
-  """Attention over keys that lie in one piece, without sinks: cuDNN's and PyTorch's."""
+  """Returns attention over contiguous keys, without sinks: cuDNN's and PyTorch's."""
   is_causal = new == context
   inputs = _dense(model, sequences, context, new)
 
@@ -375,7 +376,7 @@ def decode(model: Model, sequences: int, context: int, window: int | None = None
 
 
 def verification(model: Model, sequences: int, context: int) -> Case:
-  """A token and its drafts, against the token alone over the same pages."""
+  """Returns the verification of a token and its drafts, compared with the token alone."""
   new = 1 + DRAFTS
   config = _config(model, new)
   return Case(
@@ -398,7 +399,7 @@ def prefill(model: Model, sequences: int, context: int) -> Case:
     attended(config.mode, model, sequences, context, context, config),
     (
       *_dense_peers(model, sequences, context, context),
-      # It stages in float16 whatever it is given.
+      # This peer always computes in float16.
       Contestant("Pallas attention_mgpu, float16", stock.attention, half),
     ),
     _attention_bytes(model, sequences, context, context),
@@ -431,7 +432,7 @@ def norm(model: Model, num_rows: int) -> Case:
 
 
 def norm_of_heads(model: Model, num_rows: int) -> Case:
-  """Queries and keys of all slabs, each head normed by itself, as the engine calls it."""
+  """Returns the norm of queries and keys of all slabs per head, as called by the engine."""
   r, heads = model.slabs, (model.heads, model.kv_heads)
   arrays = tuple(struct(r, num_rows, count // r, model.head_dim) for count in heads)
   scale = struct(model.head_dim)

@@ -1,10 +1,10 @@
-"""What has to hold before a kernel's speed means anything: its values, and its bits.
+"""Checks of the kernels' values and bits, which must pass before speed is reported.
 
-Four kinds of check. Agreement: with the definition, on random numbers, in f64 on the host where
-that is small. Invariance: a row alone, in a batch, permuted, beside any number of rows, and again,
-has the same bits. Claim: a field of `Config` that is said to move no bit, against another value of
-it. Question: the same for a field of which nothing is said yet; neither answer is a failure. Sizes
-are those of the models' layers on a GPU, and tiny in the interpreter.
+There are four kinds of check. Agreement: with the definition, on random numbers, in f64 on the host
+if that is small. Invariance: a row has the same bits alone, in a batch, permuted, with any number
+of other rows, and when repeated. Claim: a field of `Config` that should not change bits, compared
+with another value. Question: the same for a field without a claim; neither answer is a failure.
+Sizes are those of the models' layers on a GPU, and tiny in the interpreter.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pallas_kernels import (
   token_logprobs,
 )
 
-# f64 on the host up to so many multiplications; the f32 definition on the device beyond.
+# Maximum multiplications of f64 on the host; beyond, the f32 definition on the device is used.
 HOST_PRODUCTS = 1 << 34
-# Up to so many random numbers are drawn on the host, which compiles nothing.
+# Up to this many random numbers are drawn on the host, without compilation.
 HOST_NUMBERS = 1 << 24
-# Gradients of the vocabulary go through two chunks, the second one shorter.
+# Gradients of the vocabulary use two chunks, the second one shorter.
 GRADIENT_VOCABULARY = 20480
-# Limits of (relative error of the whole, worst element against its own size and the mean one).
+# Limits of (total relative error, worst element relative to its size and the mean size).
 # bfloat16 rounds by up to 2^-9; attention rounds p as well.
 BFLOAT16 = (2**-8, 2**-7)
 FLOAT32 = (2**-13, 2**-10)
@@ -47,7 +47,7 @@ Kind: TypeAlias = Literal["agreement", "invariance", "claim", "question"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """One thing that holds or does not, and what was seen."""
+  """The result of one check, with what was observed."""
 
   kernel: str
   kind: Kind
@@ -58,22 +58,22 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-  """At which sizes kernels are checked.
+  """The sizes of checks.
 
   Attributes:
     interpret: run on a CPU.
-    weights: (k, n, shards) of matmul; every number of rows is tried on the first.
-    rows: of agreement, of matmul and of norms.
-    sweeps: numbers of rows that must not matter, by name.
-    claim_rows: of matmul's claims.
-    swapped_rows: of its swapped orientation, one number for each width of a tile.
-    features: of norms.
+    weights: (k, n, shards) of matmul; the first is checked with every number of rows.
+    rows: numbers of rows for agreement, of matmul and norms.
+    sweeps: numbers of rows that must not affect bits, by name.
+    claim_rows: rows of matmul's claims.
+    swapped_rows: rows of its swapped orientation, one number per width of a tile.
+    features: features of norms.
     layers: (key/value heads, group, head_dim, window) of attention; those with a window have sinks.
     context: positions of a sequence.
-    lengths: where single rows and drafts are put, in positions seen.
-    attention: its `Config`.
+    lengths: contexts of single rows and drafts, in visible positions.
+    attention: `Config` of attention.
     tables: (features, vocabulary) of token_logprobs.
-    scored_rows: most and fewer rows that are scored.
+    scored_rows: numbers of scored rows, the largest first.
     experts: (experts, k, n, rows) of grouped_matmul.
   """
 
@@ -133,7 +133,7 @@ TINY = Sizes(
 
 
 def kernel_checks(sizes: Sizes) -> dict[str, Iterable[Check]]:
-  """Returns each kernel's checks, the ones that matter most first; they run as they are read."""
+  """Returns each kernel's checks, most important first, as lazy iterators."""
   return {
     "matmul": matmul_checks(sizes),
     "attention": attention_checks(sizes),
@@ -151,7 +151,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def uneven(seed: int, *shape: int) -> jax.Array:
-  """Returns normal numbers times powers of two from 2^-8 to 2^8, which no two orders add alike."""
+  """Returns normal numbers times powers of two from 2^-8 to 2^8, whose sums depend on the order."""
   rng = np.random.default_rng(seed)
   powers = np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
   return jnp.asarray(rng.standard_normal(shape, np.float32) * powers, jnp.bfloat16)
@@ -162,7 +162,7 @@ def as_float64(x: Any) -> np.ndarray:
 
 
 def num_differing(found: Any, expected: Any) -> int:
-  """Returns how many entries differ in any bit; of trees, over all leaves."""
+  """Returns the number of entries that differ in any bit; for trees, over all leaves."""
   count = 0
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     a, b = (np.ascontiguousarray(x) for x in (a, b))
@@ -174,7 +174,7 @@ def num_differing(found: Any, expected: Any) -> int:
 def agreement(
   kernel: str, what: str, found: Any, expected: Any, limits: tuple[float, float]
 ) -> Check:
-  """Compares values; NaN never passes."""
+  """Compares values; NaN fails."""
   found, expected = as_float64(found), as_float64(expected)
   mean = np.sqrt(np.mean(expected**2)) or 1.0
   error = np.abs(found - expected)
@@ -230,7 +230,7 @@ def matmul_checks(sizes: Sizes) -> Iterator[Check]:
       )
     whole = np.asarray(call(x, w))
     first = (k, n, shards) == sizes.weights[0]
-    # Every number of rows on one weight; on the others, the first and last of each sweep.
+    # Every number of rows for the first weight; for others, the first and last of each sweep.
     for title, sweep in sizes.sweeps:
       chosen = sweep if first else tuple(dict.fromkeys((sweep[0], sweep[-1])))
       yield check(
@@ -247,7 +247,7 @@ def matmul_checks(sizes: Sizes) -> Iterator[Check]:
       yield from _matmul_claims(sizes, of, x, w, shards)
     if shards > 1:
       yield from _slab_checks(sizes, x, w, shards)
-  # Shapes of the epilogue, of the pair and of gradients need no large weight.
+  # Epilogues, pairs and gradients need no large weight.
   k, n, _ = sizes.weights[-1]
   rows = sorted(sizes.rows)[1:3]
   x, w, up = normal(0, rows[-1], k), normal(1, k, n), normal(2, k, n)
@@ -289,7 +289,7 @@ def matmul_checks(sizes: Sizes) -> Iterator[Check]:
 
 
 def _slab_checks(sizes: Sizes, x: jax.Array, w: jax.Array, slabs: int) -> Iterator[Check]:
-  """A contraction of slabs: on one device, on two, its parts together and apart."""
+  """Checks a contraction of slabs: on one device, on two, with parts together and apart."""
   (k, n), most = w.shape, x.shape[0]
   name = f"[{k}, {n}] in {slabs} slabs"
   stream, w = normal(6, most, n), w.reshape(slabs, k // slabs, n)
@@ -303,7 +303,7 @@ def _slab_checks(sizes: Sizes, x: jax.Array, w: jax.Array, slabs: int) -> Iterat
 
   expected = matmul_expected(x, w.reshape(k, n))
   yield agreement("matmul", f"{most} rows x {name}", call(x, w), expected, BFLOAT16)
-  # Few rows lie apart, and many do not.
+  # Parts are apart for few rows, and not for many.
   whole = np.asarray(call(x, w, stream))
   rows = sorted({rows for _, sweep in sizes.sweeps for rows in (sweep[0], sweep[-1])})
   yield same_bits(
@@ -336,7 +336,7 @@ def _matmul_claims(
   most = sizes.claim_rows
   claims = (
     ("block_m 64 == 128", most, {"block_m": 64}, {}),
-    # Shards halve block_n, so its width is asked for without them.
+    # Shards halve block_n, so its width is checked without them.
     ("block_n 128 == 256", most, {"block_n": 128, "shards": 1}, {"shards": 1}),
     ("max_stages 2 == 8", most, {"max_stages": 2}, {}),
     ("snake_width 1 == 8", most, {"snake_width": 1}, {}),
@@ -354,7 +354,7 @@ def _matmul_claims(
       swapped | {"swapped_block_n": 128},
     ),
   )
-  # The interpreter multiplies by numpy, whose bits follow the shape.
+  # The interpreter multiplies with numpy, whose bits depend on the shape.
   of_orientations: Kind = "question" if sizes.interpret else "claim"
   kinds: tuple[tuple[Kind, Any], ...] = (("claim", claims), (of_orientations, orientations))
   for kind, asked in kinds:
@@ -425,7 +425,7 @@ Pieces = list[tuple[int, int, int]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-  """Queries, keys and values of two sequences: the same numbers wherever they come to lie."""
+  """Queries, keys and values of two sequences, equal wherever they are placed."""
 
   q: np.ndarray
   k: np.ndarray
@@ -445,7 +445,7 @@ class Sequences:
   def batch(self, pieces: Pieces, seed: int, num_segments: int, num_rows: int) -> tuple[Any, ...]:
     """Returns attention's arguments for `pieces` of (sequence, first position, positions).
 
-    Pages lie at random. What no sequence owns, and padding, holds other numbers.
+    Pages are placed at random. Unowned pages and padding have other numbers.
     """
     rng = np.random.default_rng(seed)
     _, context, heads, group, head_dim = self.q.shape
@@ -500,7 +500,7 @@ def _attention_checks(
     return np.asarray(of(**fields)(*batch))
 
   def against_prefill(pieces: Pieces, seed: int, **options: Any) -> tuple[Any, Any]:
-    """Returns the live rows, and the same ones of the prefill."""
+    """Returns the live rows, and the same rows of the prefill."""
     found = rows_of(pieces, seed, **options)
     expected = np.concatenate([prefill[s, first : first + n] for s, first, n in pieces])
     return found[: len(expected)], expected
@@ -530,7 +530,7 @@ def _attention_checks(
   )
   drafts = min(tile, 9)
   verify: Pieces = [(s, first, min(drafts, context - first)) for s, first in places]
-  # One program for all of these, and padding behind the rows of each.
+  # One program for all of these, with padding after the rows of each.
   shape = {"num_segments": len(places), "num_rows": len(places) * tile}
   yield check(
     "invariance",
@@ -565,7 +565,7 @@ def _attention_gradient_checks(
   sizes: Sizes, sequences: Sequences, name: str, more: dict[str, Any]
 ) -> Iterator[Check]:
   tile = sizes.attention.query_tile
-  # Half of the context's first tiles, up to 512 rows: the definition gathers keys for every row.
+  # Half of the context's first tiles, up to 512 rows, because the definition gathers keys per row.
   num_rows = min(sizes.context // tile // 2, 512 // tile) * tile
   pieces: Pieces = [(0, first, tile) for first in range(0, num_rows, tile)]
   q, k, v, segments = sequences.batch(pieces, 11, len(pieces), num_rows)
@@ -586,7 +586,7 @@ def _attention_gradient_checks(
   out, found = kernel(q, k, v)
   exact = [x.astype(jnp.float32) for x in (q, k, v)]
   expected = jax.vjp(definition, *exact)[1](do.astype(jnp.float32))
-  # Pages that no row reads get zeros; among the others they would make any error look large.
+  # Pages that no row reads have zero gradients, which would make relative errors look large.
   read = np.unique(segments.page_table)
   unread = np.setdiff1d(np.arange(k.shape[1]), read)
   for label, got, want in zip(("dq", "dk", "dv"), found, expected):
@@ -608,7 +608,7 @@ def _attention_gradient_checks(
 
 
 def scoring_inputs(num_rows: int, features: int, vocabulary: int) -> tuple[Any, ...]:
-  """Returns token_logprobs' arguments; rows in turn are scored, sampled and greedy."""
+  """Returns arguments of token_logprobs; rows are scored, sampled and greedy in turn."""
   rng = np.random.default_rng(3)
   kind = np.arange(num_rows) % 3
   targets = np.where(kind == 0, rng.integers(0, vocabulary, num_rows), -1)
@@ -699,7 +699,7 @@ def _token_logprobs_gradient_checks(sizes: Sizes) -> Iterator[Check]:
 
 
 def random_experts(num_rows: int, num_experts: int) -> np.ndarray:
-  """Returns i32[n], each row's expert, ascending; the last expert has no rows."""
+  """Returns each row's expert, i32[n], ascending; the last expert has no rows."""
   experts = np.random.default_rng(3).integers(0, num_experts - 1, num_rows)
   return np.sort(experts).astype(np.int32)
 
@@ -728,7 +728,7 @@ def grouped_matmul_checks(sizes: Sizes) -> Iterator[Check]:
     expected = grouped_matmul.reference(x, counts, w)
     yield agreement(kernel, name, whole, expected, BFLOAT16)
     rng = np.random.default_rng(4)
-    # A row alone, in the order of others, and among fewer.
+    # The same rows in another order within their experts, and half of the rows.
     order = np.lexsort((rng.random(num_rows), experts))
     some = np.sort(rng.permutation(num_rows)[: num_rows // 2])
     choices: list[Any] = [np.asarray([row]) for row in rng.integers(0, num_rows, 8)]

@@ -1,7 +1,7 @@
-"""Questions that only a GPU answers, and the field of a `Config` that each answer may change.
+"""Questions that only a GPU can answer, and the field of a `Config` that each answer may change.
 
-Each is a function of a `Setting`, named by `--question`. A dry run asks the interpreter in the
-GPU's place, or lowers what it cannot run: its answers say nothing about hardware.
+Each is a function of a `Setting`, named by `--question`. A dry run uses the interpreter instead of
+a GPU, or lowers what it cannot run: its answers say nothing about hardware.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pallas_kernels import attention, gpu, matmul
 from pallas_kernels.bench import cases as cases_lib, checks as checks_lib
 from pallas_kernels.bench.timing import Contestant, Machine, race, shapes_of
 
-# Of the product that takes its left operand from registers or from shared memory.
+# Of the product with its left operand in registers or in shared memory.
 ROWS, COLUMNS, K = 64, 128, 256
 SECONDS_OF_A_RACE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What was asked, what was seen, and what may be changed for it."""
+  """A question, the observation, and the change that it permits."""
 
   name: str
   asked: str
@@ -43,11 +43,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """Where a question is asked.
+  """The setting of a question.
 
   Attributes:
-    sizes: of comparisons.
-    machine: that times; None in a dry run, which lowers instead.
+    sizes: sizes of comparisons.
+    machine: the machine that times; None in a dry run, which lowers instead.
   """
 
   sizes: checks_lib.Sizes
@@ -55,7 +55,7 @@ class Setting:
 
 
 def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
-  """Returns differing entries of each (name, found, expected), and whether there are none."""
+  """Returns the numbers of differing entries by name as text, and whether there are none."""
   counts = [
     (name, checks_lib.num_differing(found, expected), np.size(expected))
     for name, found, expected in pairs
@@ -65,7 +65,7 @@ def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
 
 
 def _products(setting: Setting, num_rows: int) -> tuple[Callable[..., Any], jax.Array, jax.Array]:
-  """Returns f32 x @ w under fields of `matmul.Config`, with x and w."""
+  """Returns a function of fields of `matmul.Config` that computes x @ w in f32, and x and w."""
   k, n, _ = setting.sizes.weights[-1]
   x, w = checks_lib.uneven(0, num_rows, k), checks_lib.uneven(1, k, n)
 
@@ -136,7 +136,7 @@ def operand_order(setting: Setting) -> Answer:
 
 
 def left_operand_product(x: jax.Array, w: jax.Array, from_registers: bool) -> jax.Array:
-  """Returns x @ w: f32[64, 128] of bf16[64, 256] and bf16[256, 128], as one wgmma a block of k."""
+  """Returns x @ w, f32[64, 128], of bf16[64, 256] and bf16[256, 128]; one wgmma per block of k."""
 
   def body(x_ref, w_ref, y_ref, *, x, w, y, loaded):
     plgpu.copy_gmem_to_smem(x_ref, x, loaded)
@@ -185,7 +185,7 @@ def register_operand(setting: Setting) -> Answer:
 
 
 def rotary(x: jax.Array, angle: jax.Array) -> jax.Array:
-  """Turns the two halves of every row, in f32."""
+  """Rotates the two halves of every row, in f32."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
@@ -246,7 +246,7 @@ def parallel_merge(setting: Setting) -> Answer:
 
 
 def _raced(setting: Setting, case: cases_lib.Case, contestants: list[Contestant]) -> list[str]:
-  """Times contestants, or lowers them; a sentence for each."""
+  """Times or lowers contestants; returns a sentence for each."""
   if setting.machine is None:
     for contestant in contestants:
       gpu.lower_for_cuda(contestant.call, *shapes_of(contestant.inputs))
@@ -302,7 +302,7 @@ def lowered_matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def export_matmul() -> jax.export.Exported:
-  """Lowers a matmul for an H200, whatever this machine is."""
+  """Lowers a matmul for an H200, on any machine."""
   shapes = (cases_lib.struct(64, 4096), cases_lib.struct(4096, 6144))
   with gpu.h200():
     return jax.export.export(jax.jit(lowered_matmul), platforms=["cuda"])(*shapes)
@@ -318,7 +318,7 @@ def cpu_lowering(setting: Setting) -> Answer:
     path = pathlib.Path(directory) / "matmul"
     program = "import pathlib; from pallas_kernels.bench import questions as q;"
     program += f" pathlib.Path({str(path)!r}).write_bytes(q.export_matmul().serialize())"
-    # A process that sees no GPU.
+    # A process without access to a GPU.
     subprocess.run(
       [sys.executable, "-c", program],
       cwd=root,
@@ -337,7 +337,7 @@ def cpu_lowering(setting: Setting) -> Answer:
 
 
 def ask(question: Callable[[Setting], Answer], setting: Setting) -> Answer:
-  """Returns a question's answer; of a dry run, without what may be changed for it."""
+  """Returns a question's answer; in a dry run, without the permitted change."""
   answer = question(setting)
   if setting.machine is not None:
     return answer

@@ -1,4 +1,4 @@
-"""The kernels for Hopper that JAX ships, each at a good configuration of its own search."""
+"""JAX's own kernels for Hopper, each with a good configuration from its own search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def ragged_dot(x: jax.Array, sizes: jax.Array, w: jax.Array) -> jax.Array:
-  """Returns each row times the weight of its group."""
+  """Returns each row times its group's weight."""
   shipped = importlib.import_module("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu")
   return shipped.ragged_dot(
     x,
@@ -37,7 +37,7 @@ def ragged_dot(x: jax.Array, sizes: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-  """Returns causal attention over keys in one piece; it takes float16."""
+  """Returns causal attention over contiguous keys, in float16."""
   shipped = importlib.import_module("jax.experimental.pallas.ops.gpu.attention_mgpu")
   config = shipped.TuningConfig(block_q=64, block_kv=128, max_concurrent_steps=2, causal=True)
   return shipped.attention(q, k, v, config)

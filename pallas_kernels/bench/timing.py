@@ -1,10 +1,10 @@
-"""Times functions against each other on a GPU, in one run, so that neither launches nor caches lie.
+"""Times functions against each other on a GPU, without distortion by launches or caches.
 
-A contestant is one function and the shapes of its inputs. One compiled program calls it on several
-copies of its inputs, one after the other: enough of them that no input stays in L2, and that one
-launch from Python lasts long. Programs of all contestants take turns; a number is the median of the
-turns, with the least and the most of them. Inputs are normal random numbers, since a GPU multiplies
-zeros faster; integers (page tables) are shared by the copies, as the layers of a model share them.
+A contestant is a function with the shapes of its inputs. One compiled program calls it on several
+copies of its inputs in sequence: enough copies that no input stays in L2 and that one launch from
+Python lasts long. Programs of all contestants take turns; results are the median of the turns with
+minimum and maximum. Inputs are normal random numbers, because a GPU multiplies zeros faster;
+integers (page tables) are shared by the copies, as among the layers of a model.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Inputs of all copies together are several times the 50 or 60 MB of L2, and bounded.
+# Bounds of the inputs of all copies together: several times the 50 or 60 MB of L2.
 LEAST_BYTES = 400_000_000
 MOST_BYTES = 4_000_000_000
 MOST_COPIES = 64
-# One program should last so long, and one turn of a contestant.
+# Minimum time of one program, and target time of one turn of a contestant.
 PROGRAM_SECONDS = 2e-3
 TURN_SECONDS = 10e-3
 LEAST_TURNS, MOST_TURNS = 3, 9
@@ -36,10 +36,10 @@ class Contestant:
   """One function and its inputs.
 
   Attributes:
-    name: in tables.
-    call: of the inputs; of the module torch and the inputs, if `is_torch`.
-    inputs: a tuple of trees; a `jax.ShapeDtypeStruct` is drawn, a numpy array is taken as it is.
-    is_torch: the function is PyTorch's.
+    name: name in tables.
+    call: function of the inputs; of the module torch and the inputs if `is_torch`.
+    inputs: a tuple of trees; a `jax.ShapeDtypeStruct` is drawn, a numpy array is used as it is.
+    is_torch: whether the function uses PyTorch.
   """
 
   name: str
@@ -50,7 +50,7 @@ class Contestant:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Seconds of one call; or the reason that there are none."""
+  """Seconds of one call, or the reason why there are none."""
 
   name: str
   median: float = 0.0
@@ -61,7 +61,7 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-  """What this GPU was seen to reach: bytes read and written a second, and operations a second."""
+  """Measured limits of this GPU: bytes read and written per second, and operations per second."""
 
   copy_bandwidth: float
   matmul_peak: float
@@ -69,14 +69,14 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """`launch` starts `num_calls` calls, `wait` waits for what `launch` returned."""
+  """A program: `launch` starts `num_calls` calls, `wait` waits for the result of `launch`."""
 
   launch: Callable[[], Any]
   wait: Callable[[Any], Any]
   num_calls: int
 
   def seconds(self, num_launches: int) -> float:
-    """Returns the seconds of one call, over that many launches."""
+    """Returns the seconds of one call, measured over `num_launches` launches."""
     started = time.perf_counter()
     out = None
     for _ in range(num_launches):
@@ -86,11 +86,11 @@ class Program:
 
 
 def num_copies(num_bytes: float, expected_seconds: float) -> int:
-  """Returns how many copies of inputs (and outputs) of that size one program goes through.
+  """Returns the number of copies of inputs (and outputs) in one program.
 
   Args:
-    num_bytes: of one copy.
-    expected_seconds: of one call, at best.
+    num_bytes: bytes of one copy.
+    expected_seconds: minimum seconds of one call.
   """
   least = max(LEAST_BYTES / num_bytes, PROGRAM_SECONDS / expected_seconds)
   most = min(MOST_BYTES / num_bytes, MOST_COPIES)
@@ -129,7 +129,7 @@ def program_of(contestant: Contestant, copies: int) -> Program:
   """Compiles the program of a contestant and runs it once.
 
   Raises:
-    Exception: of any kind, where the contestant cannot run here.
+    Exception: of any kind, if the contestant cannot run here.
   """
   program = (_torch_program if contestant.is_torch else _jax_program)(contestant, copies)
   program.wait(program.launch())
@@ -143,7 +143,7 @@ def _jax_program(contestant: Contestant, copies: int) -> Program:
   for seed in range(copies):
     drawn = jax.tree.leaves(draw([x for x in leaves if not isinstance(x, np.ndarray)], seed))
     sets.append([shared[i] if i in shared else drawn.pop(0) for i in range(len(leaves))])
-  # The kernel is lowered once, whatever the number of copies; and shared inputs stay shared.
+  # Lowers the kernel once for any number of copies, and keeps shared inputs shared.
   call = jax.jit(contestant.call)
   own = [[x for i, x in enumerate(s) if i not in shared] for s in sets]
 
@@ -171,35 +171,35 @@ def _torch_program(contestant: Contestant, copies: int) -> Program:
   ]
   contestant.call(torch, *sets[0])
   torch.cuda.synchronize()
-  # A graph launches all calls at once, as a compiled program does.
+  # A graph launches all calls at once, like a compiled program.
   graph = torch.cuda.CUDAGraph()
   with torch.cuda.graph(graph):
     out = [contestant.call(torch, *inputs) for inputs in sets]
-  # `out` and `sets` have to live as long as the graph.
+  # The lambda keeps `out` and `sets` alive as long as the graph.
   return Program(lambda: (graph.replay(), out, sets), lambda _: torch.cuda.synchronize(), copies)
 
 
 def race(
   contestants: Sequence[Contestant], num_bytes: float, expected_seconds: float, seconds: float
 ) -> list[Timing]:
-  """Times contestants in turn; one that fails says why and leaves the others alone.
+  """Times contestants in turn; a failing one has a reason and does not affect the others.
 
   Args:
-    contestants: of the same work.
-    num_bytes: that one call has to read and write.
-    expected_seconds: of one call, at best.
-    seconds: that all turns together may take, compiling aside.
+    contestants: contestants for the same work.
+    num_bytes: bytes that one call has to read and write.
+    expected_seconds: minimum seconds of one call.
+    seconds: limit of all turns together, without compilation.
   """
   copies = num_copies(num_bytes, expected_seconds)
   programs, launches, reasons = {}, {}, {}
   for contestant in contestants:
     try:
       program = program_of(contestant, copies)
-      # The first turn is a warm-up that says how many launches fill one.
+      # The first turn is a warm-up that determines the number of launches per turn.
       once = program.seconds(1) * program.num_calls
       launches[contestant.name] = max(1, round(TURN_SECONDS / once))
       programs[contestant.name] = program
-    # Whatever a contestant raises is its own affair, and a line of the table.
+    # A contestant's error is only recorded in the table.
     except Exception as error:
       reasons[contestant.name] = reason_of(error)
   one_round = sum(
@@ -222,12 +222,12 @@ def measure_machine(copy_bytes: int = 1 << 31, sizes: Sequence[int] = (4096, 819
   """Returns this GPU's bandwidth on a large copy, and the best rate of `jnp.dot` in bfloat16.
 
   Args:
-    copy_bytes: that are read, and as many written.
-    sizes: m, n and k of the products.
+    copy_bytes: bytes read, and as many written.
+    sizes: values of m, n and k of the products.
   """
   shape = (copy_bytes // 2,)
   source = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),)
-  # A copy by a kernel and one by the copy engine's call; the better one counts.
+  # A copy by a kernel and one by the copy engine; the faster one counts.
   copies = [Contestant("negative", lambda x: -x, source), Contestant("copy", jnp.copy, source)]
   timings = race(copies, 2 * copy_bytes, 1.0, 1.0)
   products = [

@@ -1,52 +1,53 @@
-"""Matmul of tokens with a weight or its slabs, and a SwiGLU pair; one reduction order whatever the
-batch.
+"""Matmul of tokens with a weight, its slabs or a SwiGLU pair, in one order for every batch.
 
   y[m, n] = sum over k of x[m, k] * w[k, n]  (+ bias[n]) (+ residual[m, n])         matmul
   y[m, n] = silu(x @ gate) * (x @ up)                                               swiglu
   y[m, n] = (stream[m, n] +) sum over slabs r of x[r] @ w[r]                        contract_slabs
 
-A weight may come as slabs [r, k, n]: of `matmul` and `swiglu` they are slabs of columns, and y is
-[r, m, n]; of `contract_slabs` they are slabs of the contraction. All are one launch.
+A weight may consist of slabs [r, k, n]: slabs of columns in `matmul` and `swiglu`, where y is
+[r, m, n], and slabs of the contraction in `contract_slabs`. Each call is one launch.
 
-The reduction is the contract, and follows the weight's (n, k) alone, never m. The contraction has
-parts: slabs, or `shards` of equal length that K is cut into. A part starts from zero and adds
-blocks of `block_k` in ascending order: bf16 products, f32 sums in the tensor core, which itself
-takes 16 at a time. Parts are added as one balanced binary tree in f32. Bias, then residual, are
-added in f32; then y is rounded, once. A stream is added to the rounded sum, and rounded once more:
-these are the bits of two operations, and those of a mesh whose devices hold some slabs each, gather
-their f32 sums and add them by `matmul_parts.add_partials`: a balanced tree of balanced trees.
+The reduction is the contract, and depends only on the weight's (n, k), never on m. The contraction
+has parts: slabs, or `shards` of equal length into which K is divided. A part starts from zero and
+adds blocks of `block_k` in ascending order: bf16 products, f32 sums in the tensor core, which
+itself processes 16 at a time. Parts are added as one balanced binary tree in f32. Bias, then
+residual, are added in f32; then y is rounded, once. A stream is added to the rounded sum, and the
+result is rounded again: these are the bits of two operations. They are also the bits of a mesh with
+some slabs per device that gathers the devices' f32 sums and adds them with
+`matmul_parts.add_partials`: a balanced tree of balanced trees.
 
-Two programs share that tree. `sequential`: one tile of y goes through all parts and adds two sums
-as soon as both exist, so that of eight parts four sums are alive at most; one of them waits in
-shared memory. `parallel`, for products whose tiles would leave most multiprocessors without one:
-each part of a tile is a tile by itself and leaves its f32 sum in memory, and `matmul_parts` adds
-them. Instructions and their order are the same for each part, and sums are single IEEE additions
-with no product beside them, so that nothing can be fused into them. Of Qwen3-8B in eight slabs, 65
-to 128 rows have 48 tiles for queries, keys and values, 96 for gate and up, and 256 for each of the
-two contractions, which would be 32 if they were sequential; an H200 has 132 multiprocessors. Up to
-64 rows, swapped, have 64 sequential ones, which an H100 was faster at than at parts of their own.
+Two programs compute this tree. `sequential`: one tile of y processes all parts and adds two sums as
+soon as both exist, so that with eight parts at most four sums are alive; one of them is kept in
+shared memory. `parallel`, for products with too few tiles for the multiprocessors: each part of a
+tile is a separate tile and writes its f32 sum to memory, and `matmul_parts` adds them. Instructions
+and their order are the same for each part, and sums are single IEEE additions without an adjacent
+product, so nothing can be fused. For Qwen3-8B in eight slabs, 65 to 128 rows have 48 tiles for
+queries, keys and values, 96 for gate and up, and 256 for each of the two contractions (32 if they
+were sequential); an H200 has 132 multiprocessors. Up to 64 rows, swapped, have 64 sequential tiles,
+which were faster on an H100 than separate parts.
 
-Two orientations share this order. The tall one lays tokens on wgmma's 64-row axis; the swapped one,
-for few tokens, lays the weight's columns there and tokens on the axis that may be as short as 8.
-That both give the same bits was seen on an H100 (docs/results/gpu.md), where few tokens are swapped
-by default; in the interpreter they would not, and none are:
+Two orientations share this order. The tall one puts tokens on wgmma's 64-row axis; the swapped one,
+for few tokens, puts the weight's columns there and tokens on the axis that may be as short as 8.
+Both gave the same bits on an H100 (docs/results/gpu.md), where few tokens are swapped by default.
+In the interpreter they would not, and nothing is swapped:
 
             tall   tokens x columns, block_m x block_n, for more than `swapped_rows` tokens
          swapped   columns x tokens, written back transposed
 
 One warpgroup of a block copies tiles by TMA into a ring of `stages`; the others multiply, and write
-a tile of y while the next one's operands already arrive. Blocks stay on their multiprocessor and
-walk over tiles. Tiles over the edge of m, n or k read zeros and write nothing. More than 8 tokens
-that are no multiple of 8 cost a copy of x and y: TMA moves 8 rows at a time.
+a tile of y while the operands of the next one arrive. Blocks stay on their multiprocessor and
+process several tiles. Tiles beyond the edge of m, n or k read zeros and write nothing. A number of
+tokens above 8 that is not a multiple of 8 costs a copy of x and y, because TMA moves 8 rows at a
+time.
 
-Backward: dx = dy @ w^T by the same kernel (so a row of dx depends on that row alone) and
-dw = x^T @ dy, whose sum over tokens is in ascending order; dy is rounded to bf16 first.
+Backward: dx = dy @ w^T with the same kernel (so a row of dx depends only on that row) and
+dw = x^T @ dy, with the sum over tokens in ascending order; dy is rounded to bf16 first.
 
-Shared memory: (stages of x and weights) + 64 x 64 of y (and residual), two for each warpgroup (+
-64 x columns of f32 for each warpgroup, where eight parts are added).
+Shared memory: (stages of x and weights) + 64 x 64 of y (and residual), two per warpgroup (+
+64 x columns of f32 per warpgroup, if eight parts are added).
 
-`config` has what a caller chooses and the tiles that follow from it, `products` the three functions
-with their gradients, `kernel` the program of all of them.
+`config` has the caller's choices and the resulting tiles, `products` the three functions with their
+gradients, `kernel` their common program.
 
 Source: Osama et al. 2023, https://arxiv.org/abs/2301.03598, for persistent tiles; Zhang et al.
 2025, https://arxiv.org/abs/2511.17826, for one tree over the contraction.
@@ -98,18 +99,18 @@ def is_supported(
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernel can run on these arguments here, else the reason that it cannot.
+  """Returns None if the kernel can run on these arguments here, else the reason.
 
   Args:
-    x: of the function that is asked about, as what follows.
-    w: the weights; joined, of a swiglu without `up`.
-    up: makes it a swiglu.
-    kind: the function that is asked about.
+    x: the argument x of the function.
+    w: its weights; for a swiglu without `up`, the joined weights.
+    up: the second weights of a swiglu.
+    kind: the function.
     transposed: whether w is w[n, k].
     bias: added to each row.
-    residual: that function's, or `contract_slabs`'s stream.
-    out_dtype: of the result.
-    config: of the tiles.
+    residual: the function's residual, or the stream of `contract_slabs`.
+    out_dtype: dtype of the result.
+    config: see `Config`.
     interpret: for a CPU.
   """
   pair = kind == "swiglu" or up is not None
@@ -191,7 +192,7 @@ def reference(
   bias: jax.Array | None = None,
   residual: jax.Array | None = None,
 ) -> jax.Array:
-  """The definition of `matmul`, in float32: f32[m, n] or f32[r, m, n]."""
+  """Computes the definition of `matmul` in float32: f32[m, n] or f32[r, m, n]."""
   w32 = w.astype(jnp.float32)
   w32 = w32.swapaxes(-1, -2) if transposed else w32
   y = jnp.matmul(x.astype(jnp.float32), w32, precision=lax.Precision.HIGHEST)
@@ -203,7 +204,7 @@ def reference(
 def swiglu_reference(
   x: jax.Array, gate: jax.Array, up: jax.Array | None = None, *, transposed: bool = False
 ) -> jax.Array:
-  """The definition of `swiglu`, in float32: f32[m, n] or f32[r, m, n]."""
+  """Computes the definition of `swiglu` in float32: f32[m, n] or f32[r, m, n]."""
   if up is None:
     gate, up = jnp.split(gate, 2, axis=-2 if transposed else -1)
   return jax.nn.silu(reference(x, gate, transposed=transposed)) * reference(
@@ -214,7 +215,7 @@ def swiglu_reference(
 def contract_slabs_reference(
   x: jax.Array, w: jax.Array, *, transposed: bool = False, stream: jax.Array | None = None
 ) -> jax.Array:
-  """The definition of `contract_slabs`, in float32 (the sum is not rounded): f32[m, n]."""
+  """Computes the definition of `contract_slabs` in float32, without rounding: f32[m, n]."""
   if x.ndim == 2:
     x = jnp.swapaxes(x.reshape(x.shape[0], w.shape[0], -1), 0, 1)
   partials = reference(x, w, transposed=transposed)
@@ -233,21 +234,21 @@ def matmul(
   config: Config = Config(),
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns x @ w (+ bias) (+ residual): f[m, n], rounded once; a row's bits depend on it alone.
+  """Returns x @ w (+ bias) (+ residual): f[m, n], rounded once; a row's bits depend only on it.
 
   Args:
     x: bf16[m, k]; m may be 0.
-    w: bf16[k, n], or bf16[n, k] where `transposed`. Or r slabs of columns, bf16[r, k, n]: y is then
-      f[r, m, n] by one launch, with the bits of a call for each slab.
-    transposed: w is stored with the contraction last, as an embedding table is.
+    w: bf16[k, n], or bf16[n, k] if `transposed`. Or r slabs of columns, bf16[r, k, n]: y is then
+      f[r, m, n] from one launch, with the bits of one call per slab.
+    transposed: whether w is stored with the contraction last, like an embedding table.
     bias: bf16 or f32 [n], or [r, n].
     residual: bf16 or f32 [m, n], or [r, m, n].
-    out_dtype: bfloat16 or float32; x's where None.
+    out_dtype: bfloat16 or float32; None is x's dtype.
     config: see `Config`.
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   reason = is_supported(
     x, w, transposed=transposed, bias=bias, residual=residual, out_dtype=out_dtype, config=config,
@@ -269,9 +270,9 @@ def swiglu(
 ) -> jax.Array:
   """Returns silu(x @ gate) * (x @ up): bf16[m, n], rounded once, after the product.
 
-  Arguments and refusals are those of `matmul`, slabs too; `up` has gate's shape. Without it `gate`
-  holds both, bf16[k, 2 n]: the columns of gate, and then those of up (of each slab, where there
-  are slabs). Neither is copied.
+  Arguments and errors are those of `matmul`, slabs included; `up` has gate's shape. Without it
+  `gate` contains both, bf16[k, 2 n]: the columns of gate, then those of up (per slab, if there are
+  slabs). Neither is copied.
   """
   reason = is_supported(
     x, gate, up, kind="swiglu", transposed=transposed, config=config, interpret=interpret
@@ -290,22 +291,22 @@ def contract_slabs(
   config: Config = Config(),
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns the sum over slabs of x[r] @ w[r], as one tree, rounded; or stream + that: f[m, n].
+  """Returns the rounded sum over slabs of x[r] @ w[r] as one tree, or stream + sum: f[m, n].
 
-  With a stream it is rounded twice, as `stream + contract_slabs(x, w)` is. A device that holds some
-  of a mesh's slabs asks for float32 of its own; its sum is one part of `add_partials`.
+  With a stream it is rounded twice, like `stream + contract_slabs(x, w)`. A device with some of a
+  mesh's slabs requests float32; its sum is one part for `add_partials`.
 
   Args:
     x: bf16[r, m, k], or bf16[m, r * k] with the slabs side by side; m may be 0.
-    w: bf16[r, k, n], or bf16[r, n, k] where `transposed`; r is 1, 2, 4 or 8.
-    transposed: w is stored with the contraction last.
+    w: bf16[r, k, n], or bf16[r, n, k] if `transposed`; r is 1, 2, 4 or 8.
+    transposed: whether w is stored with the contraction last.
     stream: bf16 or f32 [m, n].
-    out_dtype: bfloat16 or float32; x's where None.
+    out_dtype: bfloat16 or float32; None is x's dtype.
     config: see `Config`; its `shards` is 1.
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   reason = is_supported(
     x, w, kind="contract_slabs", transposed=transposed, residual=stream, out_dtype=out_dtype,

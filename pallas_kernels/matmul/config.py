@@ -1,4 +1,4 @@
-"""What a caller of `matmul` chooses, and the tiles that follow from it."""
+"""Configuration of `matmul`, and the resulting tiles."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import jax.numpy as jnp
 from pallas_kernels import gpu
 from pallas_kernels.matmul_tiles import Plan
 
-# Shared memory is laid out in tiles of 8 rows x 64 bfloat16, and TMA copies whole ones: n and k are
-# multiples of 64; of more than 8 tokens, up to 7 rows of zeros are added.
+# Shared memory is laid out in tiles of 8 rows x 64 bfloat16, and TMA copies whole tiles: n and k
+# are multiples of 64; more than 8 tokens are padded with up to 7 rows of zeros.
 MULTIPLE = 64
 ROW_MULTIPLE = 8
-# A weight of at most so many columns has narrow tiles, so that its slabs fill more of the machine.
+# Weights with at most this many columns have narrow tiles, so that slabs fill more of the machine.
 NARROW_COLUMNS = 1024
-# By default no more tokens than these take the swapped orientation.
+# Maximum number of tokens in the swapped orientation by default.
 MOST_SWAPPED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """The reduction, and how it is spread over the machine.
+  """The reduction, and its distribution over the machine.
 
   Attributes:
-    block_k: contract. Elements of the contraction that are copied, then added, at once.
+    block_k: contract. Elements of the contraction that are copied and added at a time.
     shards: contract. Equal parts of the contraction, added as one tree: 1, 2, 4 or 8.
-    swapped_rows: tuning. Up to so many tokens take the swapped orientation, which reads a weight
-      faster where they are few; both, and every width of the swapped one, gave the same bits on an
-      H100 (docs/results/gpu.md). None is 64 on a GPU, and 0 in the interpreter, where each shape of
-      a product has bits of its own. Engines ask again at their start (`run.self_test`).
-    block_m: tuning. Tokens of a tall tile: 64 for each of its warpgroups.
-    block_n: tuning. Columns of a tall tile; halved for a pair and where parts are added, at most
-      128 for a weight (or a slab) of at most 1,024 columns. It follows no number of rows.
-    swapped_block_n: tuning. Columns of a swapped tile: 64 for each of its warpgroups.
-    max_stages: tuning. Depth of the ring, where shared memory allows it.
-    snake_width: tuning. Tiles along n that are walked together, so that L2 serves them; of these
-      the largest divisor that it shares with their number.
-    mode: tuning. "sequential", "parallel", or "auto": parallel where a product of several parts has
+    swapped_rows: tuning. Maximum number of tokens in the swapped orientation, which reads a weight
+      faster for few tokens; both orientations, and every width of the swapped one, gave the same
+      bits on an H100 (docs/results/gpu.md). None is 64 on a GPU, and 0 in the interpreter, where
+      bits depend on the shape of a product. Engines check this at their start (`run.self_test`).
+    block_m: tuning. Tokens of a tall tile: 64 per warpgroup.
+    block_n: tuning. Columns of a tall tile; halved for a pair and if parts are added, at most 128
+      for a weight (or a slab) of at most 1,024 columns. It does not depend on the number of rows.
+    swapped_block_n: tuning. Columns of a swapped tile: 64 per warpgroup.
+    max_stages: tuning. Maximum depth of the ring, if it fits in shared memory.
+    snake_width: tuning. Tiles along n that are visited together, to reuse L2; reduced to its
+      greatest common divisor with the number of tiles.
+    mode: tuning. "sequential", "parallel", or "auto": parallel if a product of several parts has
       tiles for fewer than a third of the multiprocessors (and no bias). Both give the same bits.
   """
 
@@ -67,7 +67,7 @@ class Config:
   def shared_memory_bytes(
     self, num_rows: int, *, pair: bool = False, residual: bool = False
   ) -> int:
-    """Returns what a block takes for that many tokens."""
+    """Returns the shared memory of a block for `num_rows` tokens."""
     return plan(
       self, num_rows, pair=pair, residual_dtype=jnp.bfloat16 if residual else None
     ).shared_memory_bytes
@@ -87,15 +87,15 @@ def plan(
   residual_dtype: Any = None,
   interpret: bool = False,
 ) -> Plan:
-  """Returns the tiles for that many tokens; the order of no sum depends on them.
+  """Returns the tiles for `num_rows` tokens; no order of sums depends on them.
 
   Args:
     config: see `Config`.
     num_rows: m.
-    columns: n, where it may make tiles narrow.
+    columns: n, if it may make tiles narrow.
     pair: whether it is a `swiglu`.
     joined: whether its weights are one array.
-    slabs: those that are added; None where they are not, and K is cut into the config's shards.
+    slabs: number of slabs that are added; None if K is divided into the config's shards instead.
     x_k_last: see `Plan`.
     w_k_last: see `Plan`.
     out_dtype: see `Plan`.
@@ -106,11 +106,11 @@ def plan(
   swapped_rows = config.swapped_rows
   if swapped_rows is None:
     swapped_rows = 0 if interpret else MOST_SWAPPED_ROWS
-  # Tokens that are contracted (dw) have no short side: they stay tall.
+  # If tokens are contracted (dw) there is no short side, so tiles stay tall.
   swapped = x_k_last and num_rows <= swapped_rows
   if swapped:
     block_m = next(size for size in (8, 16, 32, 64) if num_rows <= size)
-    # A tile's second 64 columns would be written over the first where there are no more than those.
+    # With only 64 columns, a tile's second 64 columns would overwrite the first.
     block_n = config.swapped_block_n if columns is None else min(config.swapped_block_n, columns)
   else:
     block_m = config.block_m

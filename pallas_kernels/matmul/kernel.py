@@ -1,4 +1,4 @@
-"""The program of every product here: tiles of y, in rings of copied operands."""
+"""The kernel of all products: tiles of y, with operands copied into rings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pallas_kernels import gpu
 from pallas_kernels.matmul.config import ROW_MULTIPLE
 from pallas_kernels.matmul_tiles import SQUARE, WGMMA_ROWS, Groups, Plan, Tile
 
-# Of so many parts, the first half's sum waits in shared memory for the second's.
+# After this many parts, the sum of the first half is stored in shared memory.
 PARKED_PARTS = 4
-# The copying warpgroup gives registers to the two others: 24 + 2 * 240 of 504 a thread.
+# The copying warpgroup gives registers to the two others: 24 + 2 * 240 of 504 per thread.
 COPY_REGISTERS = 24
 MULTIPLY_REGISTERS = 240
 
@@ -34,15 +34,15 @@ def contract(
   interpret: bool,
   groups: Groups | None = None,
 ) -> jax.Array:
-  """The kernel. x is [m, k], or [k, m] unless `x_k_last`; weights are [k, n], or [n, k].
+  """Runs the kernel. x is [m, k], or [k, m] unless `x_k_last`; weights are [k, n] or [n, k].
 
-  Of x, of weights, or of both there may be r, [r, ...]: of y, bias and residual there are r then,
-  unless those slabs are summed, where x may also be [m, r * k]. Of parts that lie apart y has one
-  plane each, [s, m, n] or [r, s, m, n].
-  With groups whose rows are cut, each tile takes one of the weights; where the contraction is cut,
-  x and w are one matrix each, and y one for each item. What no item covers is not written.
+  x, weights, or both may have a leading axis r; then y, bias and residual have it too, unless slabs
+  are summed, in which case x may also be [m, r * k]. Parts that are apart have one plane of y each,
+  [s, m, n] or [r, s, m, n].
+  With groups of rows, each tile uses one of the weights; if the contraction is divided by groups, x
+  and w are one matrix each, and y has one per item. Parts of y without an item are not written.
 
-  Compiled by itself: a layer that calls it as another does adds nothing to a program's text.
+  Compiled separately, so that layers with equal calls share one program.
   """
   w_shape = weights[0].shape
   k, n = (w_shape[-1], w_shape[-2]) if tiles.w_k_last else w_shape[-2:]
@@ -56,12 +56,12 @@ def contract(
   if not tiles.x_k_last:
     weights = tuple(_whole_rows(w) for w in weights)
   m = x.shape[-2 if tiles.x_k_last else -1]
-  # A contraction of tokens has the rows of zeros too.
+  # A contraction over tokens includes the padding rows of zeros.
   k = k if tiles.x_k_last else x.shape[-2]
   part_size = k if tiles.slabs_summed else k // shards
   cut_rows, cut_parts = (groups, None) if tiles.x_k_last else (None, groups)
   grid = (-(-m // tiles.block_m), -(-n // tiles.block_n))
-  # A remainder would cost a division by what is known on the GPU alone, which is made of floats.
+  # A remainder would need a division by a number only known on the GPU, which is done in floats.
   snake_width = math.gcd(tiles.snake_width, grid[1])
   planes = None
   if cut_rows is not None:
@@ -89,7 +89,7 @@ def contract(
     x_buffer = buffers["x"]
     w_buffers = [buffers[f"w{i}"] for i in range(tiles.num_weights)]
     w_refs, (*optional_refs, y_ref) = refs[: len(weights)], refs[len(weights) :]
-    # (reference, first column) of each.
+    # (reference, first column) of each weight.
     halves = [(w_refs[0], 0), (w_refs[0], n)] if tiles.joined else [(ref, 0) for ref in w_refs]
     bias_ref = optional_refs[0] if bias is not None else None
     residual_ref = optional_refs[-1] if residual is not None else None
@@ -122,7 +122,7 @@ def contract(
       return Tile(*corner, steps, first_part=pl.multiple_of(first, tiles.block_k), plane=plane)
 
     def for_each_tile(visit: Callable[[Tile, Any], None]) -> Any:
-      """Visits this block's tiles, each with the number of steps before it; returns all steps."""
+      """Visits this block's tiles with the number of steps before each; returns the total steps."""
       num_tiles = jnp.int32(most_tiles)
       if cut_rows is not None:
         num_tiles = work_refs[1][0] * grid[1]
@@ -148,7 +148,7 @@ def contract(
           shard, part = tile.shard, i
           if parts_of_tile > 1:
             shard, part = lax.div(i, jnp.int32(tile.steps)), lax.rem(i, jnp.int32(tile.steps))
-          # Where a slab is not a matrix of its own, it is cut from one.
+          # A slab that is not a separate matrix is a slice of one.
           x_first = w_first = tile.first_part
           if shards > 1 and not (tiles.slabs_summed and x.ndim == 3):
             x_first = x_first + shard * part_size
@@ -173,11 +173,11 @@ def contract(
             source = w_ref.at[(*matrix, *w_index)]
             plgpu.copy_gmem_to_smem(source, w_buffer.at[slot], full.at[slot])
 
-        # One loop over all parts: the compiler would unroll short ones into registers it lacks.
+        # One loop over all parts: the compiler would unroll short loops and run out of registers.
         lax.fori_loop(0, parts_of_tile * tile.steps, copy_step, None)
 
       past = for_each_tile(copy_tile)
-      # No barrier is left with an arrival that was not waited for.
+      # Waits for all remaining arrivals on barriers.
       drain = lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
       lax.fori_loop(jnp.maximum(past - stages, 0), past, drain, None)
 
@@ -188,7 +188,7 @@ def contract(
       mine = pl.ds(warpgroup * WGMMA_ROWS, WGMMA_ROWS)
 
       def multiply(accumulators, slot):
-        """Adds one block of the contraction; the warpgroup's 64 rows are tokens, or columns."""
+        """Adds one block of the contraction; the warpgroup's 64 rows are tokens or columns."""
         x_tile = x_buffer.at[slot] if tiles.x_k_last else x_buffer.at[slot].T
         for accumulator, w_buffer in zip(accumulators, w_buffers):
           w_tile = w_buffer.at[slot].T if tiles.w_k_last else w_buffer.at[slot]
@@ -204,7 +204,7 @@ def contract(
           slot = lax.rem(step, stages)
           plgpu.barrier_wait(full.at[slot])
           multiply(accumulators, slot)
-          # The previous block has been read once only this one's products are under way.
+          # The previous block has been read when only this block's products are in flight.
           plgpu.wgmma_wait(len(accumulators))
           previous = lax.rem(step + stages - 1, stages)
           pl.when(step > first_step)(lambda: plgpu.barrier_arrive(empty.at[previous]))
@@ -212,7 +212,7 @@ def contract(
         lax.fori_loop(first_step, first_step + steps, add_step, None)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(empty.at[lax.rem(first_step + steps - 1, stages)])
-        # Layouts are named wherever the search for them would be long (minutes, on JAX 0.10).
+        # Layouts are given where inferring them would take long (minutes, on JAX 0.10).
         return tuple(
           plgpu.layout_cast(accumulator[...], plgpu.Layout.WGMMA) for accumulator in accumulators
         )
@@ -224,14 +224,14 @@ def contract(
 
       def add(lefts, rights):
         if lefts is None:
-          # Not before: the barrier keeps it from being read where all registers are taken.
+          # The barrier prevents an earlier read, when all registers are in use.
           plgpu.commit_smem()
           lefts = (plgpu.layout_cast(buffers["parked"].at[warpgroup][...], plgpu.Layout.WGMMA),)
-        # The compiler would move sums behind the last part, and keep every part until then.
+        # Without the barrier the compiler would move sums after the last part and keep all parts.
         return lax.optimization_barrier(tuple(a + b for a, b in zip(lefts, rights)))
 
       def multiply_tile(tile, first_step):
-        # Sums of 1, 2, 4, ... parts that wait for their right neighbour, the larger first.
+        # Sums of 1, 2, 4, ... parts without a right neighbour yet, larger ones first.
         pending = []
         for part in range(parts_of_tile):
           total = pl.run_scoped(
@@ -255,7 +255,7 @@ def contract(
         write_tile(list(pending[0]), tile)
 
       def leave(square, row, columns, tile):
-        """Copies a square to y, or those of its rows that the tile may write."""
+        """Copies a square, or the rows of it that the tile may write, to y."""
         plane = () if planes is None else (tile.plane,)
 
         def copy(first, size):
@@ -264,7 +264,7 @@ def contract(
 
         if cut_rows is None:
           return copy(0, tiles.square[0])
-        # A group's last rows leave by eights: the next group's rows are not touched.
+        # A group's last rows are copied in blocks of eight, so that the next group is not touched.
         is_whole = row + WGMMA_ROWS <= tile.past_row
         pl.when(is_whole)(lambda: copy(0, WGMMA_ROWS))
         for first in range(0, WGMMA_ROWS, ROW_MULTIPLE):
@@ -276,8 +276,8 @@ def contract(
         row, column, first = tile.row, tile.column, warpgroup * WGMMA_ROWS
         row, column = (row, column + first) if tiles.swapped else (row + first, column)
         plane = () if planes is None else (tile.plane,)
-        # Of one square of columns Mosaic drops that axis, and with it a later square's place: what
-        # TMA should leave out for lying past n would be written over the first.
+        # With a single square of columns Mosaic drops that axis, and with it the offset of later
+        # squares: data beyond n, which TMA should skip, would overwrite the first square.
         num_pieces = 1 if tiles.swapped else min(tiles.block_n, n) // SQUARE
         for piece in range(num_pieces):
           columns = pl.ds(column + piece * SQUARE, SQUARE)
@@ -308,7 +308,7 @@ def contract(
           _write(y.at[warpgroup, slot], value.astype(tiles.out_dtype), tiles.swapped)
           plgpu.commit_smem()
           leave(y.at[warpgroup, slot], row, columns, tile)
-        if num_pieces % 2:  # The next tile's first square goes into the slot of this one's last.
+        if num_pieces % 2:  # The next tile's first square uses the slot of this tile's last.
           plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
       for_each_tile(multiply_tile)
@@ -332,7 +332,7 @@ def contract(
 
 
 def _whole_rows(x: jax.Array) -> jax.Array:
-  """Adds rows of zeros up to a multiple of 8, where there are more than 8."""
+  """Pads rows with zeros to a multiple of 8 if there are more than 8."""
   rows = x.shape[-2]
   missing = -rows % ROW_MULTIPLE if rows > ROW_MULTIPLE else 0
   axes = [(0, 0)] * (x.ndim - 2) + [(0, missing), (0, 0)]
@@ -340,7 +340,7 @@ def _whole_rows(x: jax.Array) -> jax.Array:
 
 
 def _read(buffer: Any, swapped: bool) -> Any:
-  """Reads a square of [tokens, columns] as the accumulator lies, in f32."""
+  """Reads a square of [tokens, columns] in the accumulator's layout, in f32."""
   if not swapped:
     return plgpu.layout_cast(buffer[...], plgpu.Layout.WGMMA).astype(jnp.float32)
   value = plgpu.layout_cast(buffer.T[...], plgpu.Layout.WGMMA_TRANSPOSED)

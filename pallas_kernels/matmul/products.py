@@ -15,7 +15,7 @@ from pallas_kernels.matmul.kernel import contract
 from pallas_kernels.matmul_parts import MAX_PARTS, add_parts
 from pallas_kernels.matmul_tiles import Plan
 
-# Parts lie apart where fewer than one multiprocessor in so many would have a tile.
+# Parts are computed apart if fewer than 1 / IDLE_SHARE of the multiprocessors would have a tile.
 IDLE_SHARE = 3
 
 
@@ -45,7 +45,7 @@ def _matmul_backward(transposed, out_dtype, config, interpret, saved, dy):
   dw = _weight_gradient(x, rounded, transposed, w.dtype, config, interpret)
   dbias = None
   if bias is not None:
-    # Rows of ones add up dy, in the order of dw.
+    # A product with ones adds up dy, in the order of dw.
     ones = jnp.ones((x.shape[0], MULTIPLE), x.dtype)
     dbias = _weight_gradient(ones, rounded, False, bias.dtype, config, interpret)[..., 0, :]
   return dx, dw, dbias, None if residual is None else dy.astype(residual.dtype)
@@ -75,7 +75,7 @@ def _swiglu_forward(x, gate, up, transposed, config, interpret):
 
 def _swiglu_backward(transposed, config, interpret, saved, dy):
   x, gate, up = saved
-  # The two sums are made again, in the forward's order, instead of stored.
+  # The two sums are recomputed in the forward's order instead of stored.
   again = lambda w: matmul(x, w, None, None, transposed, "float32", config, interpret)
   gated, raised = jnp.split(again(gate), 2, axis=-1) if up is None else (again(gate), again(up))
   activated, pull = jax.vjp(jax.nn.silu, gated)
@@ -126,7 +126,7 @@ def _contract_slabs_backward(transposed, out_dtype, config, interpret, saved, dy
   rounded = dy.astype(x.dtype)
   dx = _slab_gradients(rounded, w, transposed, x.dtype, config, interpret)
   dw = _weight_gradient(x, rounded, transposed, w.dtype, config, interpret)
-  if x.ndim == 2:  # Slabs lie side by side.
+  if x.ndim == 2:  # Slabs are side by side.
     dx = jnp.swapaxes(dx, 0, 1).reshape(rows, -1)
     if transposed:
       dw = jnp.swapaxes(dw.reshape(dw.shape[0], slabs, -1), 0, 1)
@@ -141,10 +141,10 @@ contract_slabs.defvjp(_contract_slabs_forward, _contract_slabs_backward)
 def _input_gradient(
   dy: jax.Array, w: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
 ) -> jax.Array:
-  """Returns dy @ w^T, [m, k]: a forward matmul of the weight stored the other way round.
+  """Returns dy @ w^T, [m, k]: a forward matmul with the transposed weight.
 
-  Slabs, [r, m, n] and w's, are parts of one contraction, rounded once; of more than eight, eights
-  are added in ascending order.
+  Slabs, dy's [r, m, n] and w's, are parts of one contraction, rounded once; if there are more than
+  eight, groups of eight are added in ascending order.
   """
   if w.ndim == 2:
     return _slab_gradients(dy, w, transposed, dtype, config, interpret)
@@ -174,7 +174,7 @@ def _input_gradient(
 def _slab_gradients(
   dy: jax.Array, w: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
 ) -> jax.Array:
-  """Returns dy @ w^T, [m, k], or that of each slab, [r, m, k]."""
+  """Returns dy @ w^T, [m, k], or per slab, [r, m, k]."""
   whole = dataclasses.replace(config, shards=1)
   columns = w.shape[-1 if transposed else -2]
   tiles = plan(
@@ -191,7 +191,7 @@ def _slab_gradients(
 def _weight_gradient(
   x: jax.Array, dy: jax.Array, transposed: bool, dtype: Any, config: Config, interpret: bool
 ) -> jax.Array:
-  """Returns the sum over tokens of x^T dy, [k, n] or, where transposed, [n, k]; for each slab."""
+  """Returns the sum over tokens of x^T dy, [k, n] or, if transposed, [n, k], for each slab."""
   if x.shape[-2] == 0:
     n, k = dy.shape[-1], x.shape[-1]
     slabs = dy.shape[:-2] or x.shape[:-2]
@@ -211,7 +211,7 @@ def _product(
   config: Config,
   interpret: bool,
 ) -> jax.Array:
-  """Returns y, in the mode that fills the machine; both modes give one set of bits."""
+  """Returns y, computed in the mode that fills the machine; both modes give the same bits."""
   if not _is_parallel(tiles, x, weights[0], bias, config, interpret):
     return contract(tiles, x, weights, bias, residual, interpret)
   each = dataclasses.replace(
@@ -237,7 +237,7 @@ def _is_parallel(
   config: Config,
   interpret: bool,
 ) -> bool:
-  """Whether parts are tiles of their own. It never decides a bit."""
+  """Returns whether parts are separate tiles. It never affects bits."""
   m, n = x.shape[-2], w.shape[-2 if tiles.w_k_last else -1]
   if tiles.shards == 1 or bias is not None or config.mode == "sequential" or m == 0:
     return False

@@ -1,52 +1,52 @@
-"""Scores of given or sampled next tokens, from hidden states, without logits in memory.
+"""Scores given or sampled next tokens from hidden states, without logits in memory.
 
   z = hidden @ table^T        t = z * (1 / temperature)  (temperature 0: 1, and no noise)
   token = target, or argmax(t + gumbel(key)) where target is -1; ties go to the lowest id
   logprob = t[token] - logsumexp(t)                 raw_logprob = z[token] - logsumexp(z)
   entropy = logsumexp(t) - sum(softmax(t) * t)
 
-One warpgroup takes 64 rows and `vocabulary_tile` ids: it multiplies in the tensor core (bf16
-products, f32 sums, blocks of `block_k` in ascending order from zero) and leaves eight numbers a
-row, relative to the tile's own maximum, its sums taken 32 ids at a time in ascending order, each
-in one step of a loop, so that few values are alive beside the logits:
+One warpgroup processes 64 rows and `vocabulary_tile` ids: it multiplies in the tensor core (bf16
+products, f32 sums, blocks of `block_k` in ascending order from zero) and writes eight numbers per
+row, relative to the tile's own maximum. Sums are taken 32 ids at a time in ascending order, one
+loop step each, so that few values are alive besides the logits:
 
   m = max(z)   l = sum(exp(z - m))   of t too, and s = sum(exp(t - m) * (t - m))
   the highest t + gumbel (or the target), its id, its z
 
-The vocabulary is cut into `shards` slabs of equal length, as a mesh would cut it, and a slab into
-tiles, the last of which may be shorter. A second kernel folds the tiles of a slab from left to
-right, a third merges slabs as one balanced binary tree, both by
+The vocabulary is divided into `shards` slabs of equal length, as on a mesh, and a slab into tiles;
+the last tile may be shorter. A second kernel folds the tiles of a slab from left to right, a third
+merges slabs as one balanced binary tree, both with
 
   M = max(m)   L = sum(exp(m - M) * l)   S = sum(exp(m - M) * (s + (m - M) * l))
 
-Every product that is added to something is rounded first (`rounding.product`): tiles are read by
-another program for few rows than for many, and neither may fuse what the other does not.
+Products are rounded before they are added (`rounding.product`), because few and many rows use
+different programs and neither may fuse what the other does not.
 
-None of this follows the number of rows: a row's bits depend on that row alone. Up to 64 rows, a
-block's two warpgroups take two tiles of the vocabulary; beyond, they take 64 rows each.
+None of this depends on the number of rows: a row's bits depend only on that row. With up to 64
+rows, a block's two warpgroups process two tiles of the vocabulary; with more, 64 rows each.
 
-Noise is counter-based: bits of id i are Threefry-2x32 of (row's key, i), as `jax.random.gumbel`
-draws them under `jax_threefry_partitionable`, so that both draw the same noise up to the rounding
-of a logarithm. Where none of 64 rows samples, none is drawn; a row that is given or greedy adds
-none in either case, and all of its sums are one code.
+Noise is counter-based: the bits of id i are Threefry-2x32 of (row's key, i), as drawn by
+`jax.random.gumbel` under `jax_threefry_partitionable`; the noise is equal up to the rounding of a
+logarithm. If none of 64 rows samples, no noise is drawn. Rows with a target and greedy rows never
+add noise, and their sums are computed by the same code in both cases.
 
-Backward: logits are computed again, `gradient_columns` ids at a time, and become
+Backward: logits are recomputed, `gradient_columns` ids at a time, and become
 
   dz = [id is token] * (dlogprob * inverse + draw_logprob) - softmax(z) * draw_logprob
        - softmax(t) * (dlogprob + dentropy * (t - logsumexp(t) + entropy)) * inverse
 
 with inverse = 1 / temperature, rounded to bf16. Then dhidden = dz @ table, added chunk by chunk in
-ascending order in f32, and dtable = dz^T @ hidden, over rows in ascending order, by `matmul`'s
-kernels. A row of dhidden depends on that row alone. The token is a constant.
+ascending order in f32, and dtable = dz^T @ hidden, over rows in ascending order, with `matmul`'s
+kernels. A row of dhidden depends only on that row. The token is a constant.
 
-Rows whose distribution is filtered (top-k, top-p, min-p) or biased are not for this kernel: a
-filter has to see a row whole. The caller takes another path for them.
+Rows with filters (top-k, top-p, min-p) or biases are not supported, because a filter needs the
+whole row; the caller uses another path for them.
 
 Shared memory: stages of (64 or 128 rows + 1 or 2 tiles of ids) x block_k; backward, 64 x 32 of dz,
-two for each warpgroup.
+two per warpgroup.
 
-`config` has what decides the sums and the tiles, `noise` JAX's random numbers, `tiles` the product,
-`forward` and `backward` what they make of its tiles; `token_partials` merges.
+`config` has the order of sums and the tiles, `noise` JAX's random numbers, `tiles` the product,
+`forward` and `backward` the processing of its tiles; `token_partials` merges.
 
 Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; Maddison et al. 2014,
 https://arxiv.org/abs/1411.0030; Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405.
@@ -93,9 +93,9 @@ def is_supported(
   config: Config = Config(),
   interpret: bool = False,
 ) -> str | None:
-  """Returns None if the kernel can run on these arguments here, else the reason that it cannot.
+  """Returns None if the kernel can run on these arguments here, else the reason.
 
-  It cannot see whether a row is filtered or biased; such rows are the caller's to keep away.
+  It cannot detect filtered or biased rows; the caller has to exclude them.
   """
   if hidden.ndim != 2 or table.ndim not in (2, 3) or table.shape[-1] != hidden.shape[1]:
     return (
@@ -121,7 +121,7 @@ def is_supported(
   if table.ndim == 3 and table.shape[0] != config.shards:
     return f"got a table of {table.shape[0]} slabs, expected Config.shards={config.shards}"
   vocabulary = table.size // features
-  # Slabs begin at a multiple of 8 rows of the table, chunks of the gradient at one of 64.
+  # Slabs start at a multiple of 8 rows of the table, chunks of the gradient at a multiple of 64.
   multiple = max(MULTIPLE, config.shards * ROW_MULTIPLE)
   if vocabulary == 0 or vocabulary % multiple or vocabulary >= MAX_VOCABULARY:
     return (
@@ -143,7 +143,7 @@ def reference(
   temperature: jax.Array,
   keys: jax.Array,
 ) -> TokenLogprobs:
-  """The definition, in float32; it holds f32[n, v]."""
+  """Computes the definition in float32, with f32[n, v] in memory."""
   rows = table.reshape(-1, table.shape[-1]).astype(jnp.float32)
   z = jnp.dot(hidden.astype(jnp.float32), rows.T, precision=lax.Precision.HIGHEST)
   t = z * (1 / jnp.where(temperature > 0, temperature, 1.0))[:, None]
@@ -168,21 +168,21 @@ def token_logprobs(
   config: Config = Config(),
   interpret: bool = False,
 ) -> TokenLogprobs:
-  """Returns each row's token and its scores; a row's bits depend on that row alone.
+  """Returns each row's token and its scores; a row's bits depend only on that row.
 
-  A gradient reaches hidden and table, from logprob, raw_logprob and entropy.
+  Differentiable w.r.t. hidden and table, through logprob, raw_logprob and entropy.
 
   Args:
     hidden: bf16[n, d], after the final norm; n may be 0.
     table: bf16[v, d] or [r, v / r, d], the unembedding.
     targets: i32[n], the token to score, below v; -1 samples one.
     temperature: f32[n]; 0 takes the argmax, and is scored at temperature 1.
-    keys: u32[n, 2], key data of each row's Threefry key; read only where a row is sampled.
+    keys: u32[n, 2], key data of each row's Threefry key; only read if a row is sampled.
     config: see `Config`.
     interpret: run on a CPU; slow, for tests.
 
   Raises:
-    NotImplementedError: `is_supported` gives a reason; the message is that reason.
+    NotImplementedError: with the reason given by `is_supported`.
   """
   reason = is_supported(
     hidden, table, targets, temperature, keys, config=config, interpret=interpret

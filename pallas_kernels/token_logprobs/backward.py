@@ -1,4 +1,4 @@
-"""Gradients of token scores: logits again, chunk by chunk, and two products of each."""
+"""Gradients of token scores: recomputes logits chunk by chunk, with two products per chunk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gradients(
     dz = _logit_gradients(hidden, table, saved, cotangents, start, width, config, interpret)
     part = lax.dynamic_slice_in_dim(table, start, width)
     dhidden = product(dz, part, residual=dhidden, out_dtype=jnp.float32)
-    # The weight's gradient of a product that is not read, and that is therefore not computed.
+    # The weight gradient of a product; the product itself is unused and therefore not computed.
     _, pull = jax.vjp(lambda part: product(hidden, part, transposed=True), part)
     return dhidden, pull(dz)[0]
 
@@ -65,7 +65,7 @@ def _logit_gradients(
   config: Config,
   interpret: bool,
 ) -> jax.Array:
-  """Returns dz of ids from `start`: bf16[n, width]."""
+  """Returns dz of the ids from `start`, bf16[n, width]."""
   num_rows = hidden.shape[0]
   padded = -(-num_rows // MERGED_ROWS) * MERGED_ROWS
   temperature, tokens, *others = (*saved, *cotangents)
@@ -102,7 +102,7 @@ def _logit_gradients(
       columns = pl.ds(place.index * config.vocabulary_tile + i * STRIP, STRIP)
       plgpu.copy_smem_to_gmem(strip, dz_ref.at[rows, columns])
 
-    # An even number, so the next tile's first strip finds its slot free.
+    # An even number of strips, so the next tile's first strip finds its slot free.
     lax.fori_loop(0, len(parts), write_strip, None)
 
   dz = over_tiles(

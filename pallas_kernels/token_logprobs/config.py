@@ -1,4 +1,4 @@
-"""What decides the sums of token scores, and the tiles that follow from it."""
+"""The order of sums of token scores, and the resulting tiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pallas_kernels import gpu, matmul
 # Rows of one wgmma, and of one warpgroup.
 ROWS = 64
 WARPGROUPS = 2
-# dz leaves so many columns at a time.
+# Columns in which dz is written at a time.
 STRIP = 32
 # TMA copies whole tiles of 8 rows x 64 bfloat16.
 ROW_MULTIPLE = 8
@@ -20,16 +20,17 @@ MULTIPLE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-  """The order of all sums, and how the work is spread over the machine.
+  """The order of all sums, and the distribution of work over the machine.
 
   Attributes:
     shards: contract. Slabs of the vocabulary, merged as one tree: 1, 2, 4 or 8.
     vocabulary_tile: contract. Ids of one partial.
-    block_k: contract. Features that are copied, then added, at once.
-    gradient_columns: contract of dhidden. Ids whose dz is in memory at once.
-    gradient: its products. `shards` must be 1: a row of dz has no logical shards.
-    max_stages: tuning. Depth of the ring, where shared memory allows it.
-    snake_width: tuning. Tiles of the vocabulary that are walked together, so that L2 serves them.
+    block_k: contract. Features that are copied and added at a time.
+    gradient_columns: contract of dhidden. Ids with dz in memory at a time.
+    gradient: configuration of the gradient's products. Its `shards` must be 1, because a row of dz
+      has no logical shards.
+    max_stages: tuning. Maximum depth of the ring, if it fits in shared memory.
+    snake_width: tuning. Tiles of the vocabulary that are visited together, to reuse L2.
   """
 
   shards: int = 8
@@ -55,7 +56,7 @@ class Config:
       raise ValueError(f"got gradient.shards={self.gradient.shards}; expected 1.")
 
   def shared_memory_bytes(self, num_rows: int) -> int:
-    """Returns the most that a block takes for that many rows, forward or backward."""
+    """Returns the maximum shared memory of a block for `num_rows` rows, forward or backward."""
     return max(
       gpu.shared_memory_bytes(tiles.scratch(tiles.stages))
       for tiles in (plan(self, num_rows), plan(self, num_rows, backward=True))
@@ -64,7 +65,7 @@ class Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """What one block's two warpgroups share: `row_groups` x 64 rows, `column_groups` tiles of ids."""
+  """The work of a block's two warpgroups: `row_groups` x 64 rows, `column_groups` tiles of ids."""
 
   row_groups: int
   column_groups: int
@@ -89,12 +90,12 @@ class Plan:
 
   @property
   def stages(self) -> int:
-    """The deepest ring that fits."""
+    """Depth of the deepest ring that fits."""
     return gpu.deepest_ring(self.scratch, self.max_stages)
 
 
 def plan(config: Config, num_rows: int, *, backward: bool = False) -> Plan:
-  """Returns what a block takes for that many rows; the order of no sum depends on it."""
+  """Returns the plan of a block for `num_rows` rows; no order of sums depends on it."""
   row_groups = 1 if num_rows <= ROWS else WARPGROUPS
   return Plan(
     row_groups=row_groups,

@@ -1,4 +1,4 @@
-"""Scores of tokens: what a tile of logits comes to, and the kernel that finds it."""
+"""Scores of tokens: the partial results of a tile of logits, and their kernel."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pallas_kernels.token_partials import (
   merge_slabs,
 )
 
-# Ids whose terms are added at once; noise takes many registers an id.
+# Ids with terms added at a time; noise takes many registers per id.
 PIECE = 32
-# An id travels as f32.
+# Ids are stored as f32.
 MAX_VOCABULARY = 1 << 24
-# Stands for minus infinity: finite, so that 0 * ABSENT is 0.
+# Replaces minus infinity: finite, so that 0 * ABSENT is 0.
 ABSENT = -1e30
-# In place of a target: take the argmax, without or with noise.
+# Replace a target: take the argmax, without or with noise.
 GREEDY = -1
 SAMPLED = -2
 # The target is an id of another slab.
@@ -37,13 +37,13 @@ ELSEWHERE = -3
 
 
 class TokenLogprobs(NamedTuple):
-  """What is known of each row's token.
+  """Each row's token and scores.
 
   Attributes:
-    tokens: i32[n], the target, or the sampled one.
-    logprob: f32[n], under the tempered distribution.
-    raw_logprob: f32[n], at temperature 1.
-    entropy: f32[n], of the tempered distribution.
+    tokens: i32[n], the target or the sampled token.
+    logprob: f32[n], log-probability under the tempered distribution.
+    raw_logprob: f32[n], log-probability at temperature 1.
+    entropy: f32[n], entropy of the tempered distribution.
   """
 
   tokens: jax.Array
@@ -52,7 +52,7 @@ class TokenLogprobs(NamedTuple):
   entropy: jax.Array
 
 
-# Static, so that calls of one shape share one program in whatever holds them.
+# Jitted with static arguments, so that calls of one shape share one program.
 @functools.partial(jax.jit, static_argnums=(5, 6))
 def scores_of(
   hidden: jax.Array,
@@ -94,12 +94,12 @@ def scores_of(
       for i in range(0, config.vocabulary_tile, PIECE)
     ]
     raw_maximum = jnp.max(functools.reduce(jnp.maximum, pieces), axis=1)
-    # A positive factor keeps the order, so no pass over t is needed, nor registers for it.
+    # A positive factor keeps the order, so this needs neither a pass over t nor registers for it.
     maximum = product_of_rows(raw_maximum, inverse)
     # An id that is absent from this slab may be another slab's target.
     target = jnp.where(target < place.past, target, ELSEWHERE)
 
-    # One step's registers at a time beside the logits: unrolled, they spill.
+    # A loop keeps one step's registers at a time besides the logits; unrolled, they would spill.
     def add_piece(i, sums):
       raw_total, total, weighted, *best = sums
       z = lax.switch(i, [lambda z=z: z for z in pieces])
@@ -112,12 +112,12 @@ def scores_of(
       weighted = weighted + jnp.sum(product(weights, below), axis=1)
 
       def with_noise(t):
-        # Keys are read where they are used: kept, they would cost the sums their registers.
+        # Keys are read where they are used; keeping them would take registers from the sums.
         key_0, key_1 = (wide(of_rows(ref)) for ref in key_refs)
         noise = gumbel(random_bits(key_0, key_1, ids.astype(jnp.uint32)))
         return jnp.where(wide(target) == SAMPLED, t + noise, t)
 
-      # Whether a neighbour samples decides about the noise alone.
+      # Whether a neighbouring row samples only affects the noise.
       scores = lax.cond(is_noisy, with_noise, lambda t: t, t)
       is_target = jnp.where(ids == wide(target), -ABSENT, ABSENT)
       scores = jnp.where((wide(target) == SAMPLED) | (wide(target) == GREEDY), scores, is_target)

@@ -1,4 +1,4 @@
-"""The Gumbel noise of `jax.random`, made of a key and an id where it is added."""
+"""The Gumbel noise of `jax.random`, computed from a key and an id where it is added."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 def threefry_2x32(key_0: Any, key_1: Any, high: Any, low: Any) -> tuple[Any, Any]:
-  """Returns the two words that Threefry-2x32, 20 rounds, makes of a counter; all uint32."""
+  """Returns the two words of Threefry-2x32 with 20 rounds for a counter; all uint32."""
   keys = (key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA))
   x, y = high + keys[0], low + keys[1]
   for step in range(5):
@@ -25,13 +25,13 @@ def threefry_2x32(key_0: Any, key_1: Any, high: Any, low: Any) -> tuple[Any, Any
 
 
 def random_bits(key_0: Any, key_1: Any, ids: Any) -> Any:
-  """Returns `jax.random.bits` of the key at these indices: all of one shape, uint32."""
+  """Returns `jax.random.bits` of the key at these indices; all uint32 of one shape."""
   x, y = threefry_2x32(key_0, key_1, jnp.zeros_like(ids), ids)
   return x ^ y
 
 
 def gumbel(bits: Any) -> Any:
-  """Returns the noise that `jax.random.gumbel` makes of uint32 bits in its default mode, f32."""
+  """Returns the f32 noise of `jax.random.gumbel` in its default mode for uint32 bits."""
   mantissa = lax.shift_right_logical(bits, jnp.full_like(bits, 9)) | jnp.uint32(0x3F800000)
   uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - 1.0
   uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)

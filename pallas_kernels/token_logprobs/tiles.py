@@ -1,4 +1,4 @@
-"""The product of token scores: every tile of logits, handed to what makes something of it."""
+"""The product of token scores: computes tiles of logits and passes each to a callback."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from pallas_kernels.token_logprobs.config import (
   Plan,
 )
 
-# The copying warpgroup gives registers to the two others: 40 + 2 * 232 of 512 a thread.
+# The copying warpgroup gives registers to the two others: 40 + 2 * 232 of 512 per thread.
 COPY_REGISTERS = 40
 MULTIPLY_REGISTERS = 232
 
 
 class Place(NamedTuple):
-  """Where a warpgroup's tile of logits lies.
+  """Position of a warpgroup's tile of logits.
 
   Attributes:
-    row: of `hidden`, the first of 64.
+    row: the first of 64 rows of `hidden`.
     first: id of the first column.
-    past: id behind the slab's last one; columns from there on are not of this slab.
-    index: of the tile, among those of all slabs.
+    past: end of the slab's ids; columns from there on do not belong to the slab.
+    index: index of the tile among those of all slabs.
   """
 
   row: Any
@@ -57,21 +57,21 @@ def over_tiles(
   width: int,
   interpret: bool,
 ) -> jax.Array:
-  """The product: hands every tile of logits to `visit`, which writes what it makes of it.
+  """Computes the product and passes every tile of logits to `visit`, which writes its result.
 
   Args:
     visit: `(logits f32[64, w], place, references to inputs and output, strips)`; the warpgroup's
-      two strips of shared memory are there backward only.
-    name: of the kernel, in profiles.
-    tiles: of one block.
-    config: of the caller.
+      two strips of shared memory only exist in the backward pass.
+    name: name of the kernel in profiles.
+    tiles: plan of one block.
+    config: configuration of the caller.
     hidden: bf16[n, d].
     table: bf16[v, d].
-    inputs: more arrays for `visit`.
-    out_type: of what `visit` writes.
-    start: i32[], id where the first slab begins, a multiple of 64.
-    slabs: how many, one behind the other.
-    width: ids of a slab; its last tile may go past its end.
+    inputs: further arrays for `visit`.
+    out_type: type of the output of `visit`.
+    start: i32[], first id of the first slab, a multiple of 64.
+    slabs: number of consecutive slabs.
+    width: ids of a slab; its last tile may extend past its end.
     interpret: run on the CPU.
   """
   hidden = whole_rows(hidden)
@@ -87,7 +87,7 @@ def over_tiles(
   def body(start_ref, hidden_ref, table_ref, *refs, full, empty, strips=None, **buffers):
     hidden_buffer, table_buffer = buffers["hidden"], buffers["table"]
     warpgroup = lax.axis_index("warpgroup")
-    # As a product, so that TMA is seen to begin at a whole tile of 8 rows.
+    # As a product, so that the compiler sees that TMA starts at a whole tile of 8 rows.
     start = start_ref[0] * MULTIPLE
 
     def for_each_block(visit_block: Callable[[Any, Any, Any, Any], None]) -> None:
@@ -111,7 +111,7 @@ def over_tiles(
           rows = hidden_ref.at[pl.ds(row, block_rows), part]
           plgpu.copy_gmem_to_smem(rows, hidden_buffer.at[slot], full.at[slot])
           for group in range(tiles.column_groups):
-            # With an odd number of tiles, the last one is copied for a group that drops it.
+            # With an odd number of tiles, the last one is copied again for a group that drops it.
             first = jnp.minimum(tile + group, tiles_per_slab - 1) * tiles.vocabulary_tile
             ids = table_ref.at[pl.ds(start + slab * width + first, tiles.vocabulary_tile), part]
             place = pl.ds(group * tiles.vocabulary_tile, tiles.vocabulary_tile)
@@ -120,7 +120,7 @@ def over_tiles(
         lax.fori_loop(0, steps, copy_step, None)
 
       for_each_block(copy_block)
-      # No barrier is left with an arrival that was not waited for.
+      # Waits for all remaining arrivals on barriers.
       past = lax.div(num_visits - lax.axis_index("block") + num_blocks - 1, num_blocks) * steps
       drain = lambda step, _: plgpu.barrier_wait(empty.at[lax.rem(step, stages)])
       lax.fori_loop(jnp.maximum(past - stages, 0), past, drain, None)
@@ -140,7 +140,7 @@ def over_tiles(
             plgpu.barrier_wait(full.at[slot])
             ids = table_buffer.at[slot, my_ids].T
             plgpu.wgmma(accumulator, hidden_buffer.at[slot, my_rows], ids)
-            # The previous block has been read once only this one's products are under way.
+            # The previous block has been read when only this block's products are in flight.
             plgpu.wgmma_wait(1)
             previous = lax.rem(first_step + i + stages - 1, stages)
             pl.when(i > 0)(lambda: plgpu.barrier_arrive(empty.at[previous]))
@@ -181,22 +181,22 @@ def over_tiles(
 
 
 def ids_of(first: Any, count: int) -> Any:
-  """Returns i32[64, count]: ids of the columns from `first`."""
+  """Returns the ids of the columns from `first`, i32[64, count]."""
   ids = plgpu.broadcasted_iota(jnp.int32, (ROWS, count), 1, layout=plgpu.Layout.WGMMA)
   return ids + first
 
 
 def along_columns(values: Any, count: int) -> Any:
-  """Repeats one value a row along `count` columns: [64] to [64, count]."""
+  """Repeats one value per row along `count` columns: [64] to [64, count]."""
   return lax.broadcast_in_dim(values, (ROWS, count), (0,))
 
 
 def inverse_of(temperature: jax.Array, padded: int) -> jax.Array:
-  """Returns what logits are multiplied by: f32[padded]."""
+  """Returns the factors of the logits, f32[padded]."""
   inverse = 1 / jnp.where(temperature > 0, temperature, jnp.float32(1))
   return jnp.pad(inverse, (0, padded - inverse.shape[0]), constant_values=1)
 
 
 def whole_rows(hidden: jax.Array) -> jax.Array:
-  """Adds rows of zeros up to a multiple of 8."""
+  """Pads rows with zeros to a multiple of 8."""
   return jnp.pad(hidden, ((0, -hidden.shape[0] % ROW_MULTIPLE), (0, 0)))
