@@ -69,7 +69,7 @@ class Limits:
     trial_seconds: longest wait of a request for a free trial worker.
   """
 
-  compile_seconds: float = 0.6
+  compile_seconds: float = 0.3
   mask_seconds: float = 0.4
   wall_seconds: float = 10.0
   memory_bytes: int = 1 << 30
