@@ -148,7 +148,7 @@ def llama_answer(directory: pathlib.Path, dtype: str) -> Answer:
   kind = {"float32": "F32", "bfloat16": "BF16"}[dtype]
   file = directory.with_name(f"{directory.name}-{kind.lower()}.gguf")
   if not file.exists():
-    partial = file.with_name(f"{file.name}.partial")
+    partial = file.with_name(f"{file.stem}.partial.gguf")
     peer_models.write_gguf(directory, partial, kind)
     partial.replace(file)
   models: dict[int, llama_cpp.Model] = {}
