@@ -149,6 +149,7 @@ def llama_answer(directory: pathlib.Path, dtype: str) -> Answer:
   file = directory.with_name(f"{directory.name}-{kind.lower()}.gguf")
   if not file.exists():
     partial = file.with_name(f"{file.stem}.partial.gguf")
+    partial.unlink(missing_ok=True)  # Of a run that was killed.
     peer_models.write_gguf(directory, partial, kind)
     partial.replace(file)
   models: dict[int, llama_cpp.Model] = {}
