@@ -37,11 +37,11 @@ from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
 
 # By arm: learning rate, and rank of the adapters (0 trains all weights).
-ARMS = {"full": (1e-5, 0), "lora": (5e-4, 8)}
+ARMS = {"full": (3e-6, 0), "lora": (2e-4, 8)}
 # Options of the generators, chosen so that the model's initial accuracy is between 10 and 60 %.
 GENERATORS = {
   "basic_arithmetic": dict(
-    min_terms=2, max_terms=2, min_digits=1, max_digits=2, operators=("+", "-"),
+    min_terms=2, max_terms=2, min_digits=1, max_digits=1, operators=("+", "-"),
     allow_parentheses=False, allow_negation=False,
   ),
   "products": dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1),
@@ -59,8 +59,9 @@ class Settings:
     groups_per_step: problems per step.
     group_size: completions per problem.
     max_tokens: maximum tokens of a completion.
-    heldout: problems of an evaluation, each answered once at temperature 1.
+    heldout: problems of an evaluation, each answered once.
     every: steps between evaluations.
+    temperature: of rollouts and evaluations. At 1 the model begins at 8 %, at 0.6 at 25 %.
     compute_dtype: compute dtype of engine and trainer.
   """
 
@@ -68,9 +69,10 @@ class Settings:
   num_steps: int = 40
   groups_per_step: int = 8
   group_size: int = 8
-  max_tokens: int = 16
+  max_tokens: int = 24
   heldout: int = 200
   every: int = 20
+  temperature: float = 0.6
   compute_dtype: str = "float32"
 
 
@@ -104,12 +106,13 @@ def config_of(settings: Settings, cell: Cell) -> RunConfig:
       groups_per_step=settings.groups_per_step,
       group_size=settings.group_size,
       max_tokens=settings.max_tokens,
+      temperature=settings.temperature,
     ),
     trainer=TrainerConfig(remat="layer"),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=rate, warmup_steps=2),
     evaluation=EvaluationConfig(
-      num_problems=settings.heldout, temperature=1.0, every=settings.every
+      num_problems=settings.heldout, temperature=settings.temperature, every=settings.every
     ),
   )
 
