@@ -58,7 +58,7 @@ def token_of(file: str) -> str:
     return os.environ.get(TOKEN_VARIABLE, "")
   token = pathlib.Path(file).read_text().strip()
   if not token:
-    raise ValueError(f"--token_file: got {file}, which is empty, expected a token; write one.")
+    raise ValueError(f"--token_file: got {file}, an empty file, expected a token; write one.")
   return token
 
 
@@ -77,8 +77,8 @@ def tenants_of(file: str) -> dict[str, str]:
       continue
     if len(words) != 2 or words[1] in found or words[0] in found.values():
       raise ValueError(
-        f"--tenants_file: got line {number} of {file} with {len(words)} words, or with a name or a"
-        " token that is there twice, expected NAME TOKEN; correct it."
+        f"--tenants_file: got line {number} of {file} with {len(words)} words, or a name or token"
+        " that occurs twice, expected NAME TOKEN; correct it."
       )
     found[words[1]] = words[0]
   return found
@@ -119,7 +119,8 @@ def adapter_directories(flags: Sequence[str], model: str) -> dict[str, str]:
       raise ValueError(f"--adapter: got {flag!r}, expected NAME=DIR; write --adapter=poet=DIR.")
     if name == model:
       raise ValueError(
-        f"--adapter: got the name {name!r}, which is the model's, expected another; rename it."
+        f"--adapter: got the name {name!r}, which the model has, expected a different one; rename"
+        " it."
       )
     if name in found:
       raise ValueError(
@@ -158,12 +159,15 @@ def load(name: str) -> Family:
   chat = chat_template.ChatConfig(system=args.system, now=args.now)
   tokenizer = policy_lib.chatting(model.tokenizer, chat)
   if now := tokenizer.chat_config.now:
-    say(f"the chat template reads the clock: until this server ends it is {now} (--now={now})")
+    say(
+      f"the chat template reads the clock: its time stays {now} while this server runs"
+      f" (--now={now})"
+    )
   defaults = served_lib.generation_defaults(tokenizer)
   if defaults.in_force:
-    say(f"generation_config.json: where a request says nothing else, {defaults.in_force}")
+    say(f"generation_config.json: defaults of requests: {defaults.in_force}")
   if defaults.not_taken:
-    say(f"generation_config.json: {', '.join(defaults.not_taken)} not taken: not supported")
+    say(f"generation_config.json: ignored, because not supported: {', '.join(defaults.not_taken)}")
   served_name = name_of(name)
   directories = adapter_directories(args.adapter, served_name)
   adapters = {
@@ -180,7 +184,7 @@ def load(name: str) -> Family:
     adapters=adapters,
   )
   say(engine.plan())
-  say("compiling its steps, or reading them from JAX's cache")
+  say("compiling the engine's steps, or loading them from JAX's cache")
   warm(engine)
   return Family(
     served_name,
@@ -207,14 +211,15 @@ def sleep(family: Family) -> dict[str, Sleeping]:
     num_anticipated=args.anticipated,
     verbosity=args.answer_length,
   )
-  found = Sleeping(
-    args.contexts, engine, asked, identity=family.identity, config=config
-  )
-  say(f"measuring its steps, for {step_times.SECONDS:g} s")
+  found = Sleeping(args.contexts, engine, asked, identity=family.identity, config=config)
+  say(f"timing the engine's steps for {step_times.SECONDS:g} s")
   engine.step_times = step_times.measure(engine)
   if args.anticipated or args.drafts:
     engine.drafter = SuffixDrafter(budget=Budget(engine.step_times, BudgetConfig()))
-  say(f"sleeping for {len(found.contexts.namespaces(step=found.step))} callers' contexts")
+  say(
+    f"sleep-time compute for the contexts of {len(found.contexts.namespaces(step=found.step))}"
+    " callers"
+  )
   return {family.base.name: found}
 
 
@@ -236,7 +241,9 @@ def say(line: str) -> None:
 def main(argv: list[str]) -> None:
   with command_line.refusals():
     if len(argv) > 2:
-      raise ValueError(f"seerjax.serve: got {argv[1:]}, expected one MODEL and flags; write one.")
+      raise ValueError(
+        f"seerjax.serve: got {argv[1:]}, expected one MODEL and flags; name one model."
+      )
     config = serve_config()
     logging.basicConfig(
       format="%(asctime)s %(message)s", level=logging.WARNING, stream=sys.stderr, force=True
@@ -259,42 +266,76 @@ def main(argv: list[str]) -> None:
 def define_flags() -> None:
   """Defines the flags of the command."""
   usual = ServeConfig()
-  flags.DEFINE_string("host", usual.host, "Address to listen at; another needs a token.")
-  flags.DEFINE_integer("port", usual.port, "Port to listen at; 0 takes a free one.")
-  flags.DEFINE_string("token_file", "", "File with the token that clients have to send.")
-  flags.DEFINE_string("tenants_file", "", "File with a client's NAME and TOKEN a line.")
-  flags.DEFINE_string("contexts", "", "Directory of contexts, which are slept for; '' has none.")
-  flags.DEFINE_bool("is_taught", False, "The model was trained to rewrite contexts, as nano-sleep.")
-  flags.DEFINE_integer("sleepers", 1, "Rewrites of a context.")
-  flags.DEFINE_integer("rethinks", 3, "Calls of a sleeper, at most.")
-  flags.DEFINE_integer("sleep_tokens", 256, "Of one call of a sleeper, at most.")
-  flags.DEFINE_integer("answer_length", 0, "Of answers from a context, 0 the shortest.")
-  flags.DEFINE_integer("anticipated", 0, "Questions of a context that are answered for drafts.")
-  flags.DEFINE_bool("drafts", False, "Rewrites are drafts of their context's questions.")
-  flags.DEFINE_integer("pinned_pages", 0, "Pages that starts of contexts' questions may keep.")
-  flags.DEFINE_multi_string("adapter", [], "NAME=DIR: an adapter beside the model, as PEFT writes.")
-  flags.DEFINE_string("system", "", "Begins a conversation that has no system message.")
   flags.DEFINE_string(
-    "now", "", "2026-11-27T12:00:00+01:00, for a template that reads the clock; '': the start."
+    "host", usual.host, "Address to listen on; an address other than localhost needs a token."
   )
-  flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0: the model's.")
-  flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks model and memory.")
+  flags.DEFINE_integer("port", usual.port, "Port to listen on; 0 picks a free one.")
+  flags.DEFINE_string("token_file", "", "File with the token that clients must send.")
+  flags.DEFINE_string("tenants_file", "", "File with one NAME TOKEN pair per line, one per client.")
+  flags.DEFINE_string(
+    "contexts", "", "Directory of contexts for sleep-time compute; '' turns it off."
+  )
+  flags.DEFINE_bool(
+    "is_taught", False, "Whether the model was trained to rewrite contexts, like nano-sleep."
+  )
+  flags.DEFINE_integer("sleepers", 1, "Number of rewrites per context.")
+  flags.DEFINE_integer("rethinks", 3, "Maximum number of model calls per rewrite.")
+  flags.DEFINE_integer("sleep_tokens", 256, "Maximum number of tokens per call of a rewrite.")
+  flags.DEFINE_integer("answer_length", 0, "Length of answers from a context; 0 is the shortest.")
+  flags.DEFINE_integer(
+    "anticipated", 0, "Number of questions per context to answer in advance, as drafts."
+  )
+  flags.DEFINE_bool(
+    "drafts", False, "Whether rewrites serve as drafts for questions about their context."
+  )
+  flags.DEFINE_integer(
+    "pinned_pages", 0, "Number of KV pages that may stay pinned for prompts of contexts."
+  )
+  flags.DEFINE_multi_string(
+    "adapter", [], "NAME=DIR: an adapter to serve with the model, in PEFT's format."
+  )
+  flags.DEFINE_string("system", "", "System message for conversations without one.")
+  flags.DEFINE_string(
+    "now",
+    "",
+    "Time for a template that reads the clock, like 2026-11-27T12:00:00+01:00; '': start time.",
+  )
+  flags.DEFINE_integer(
+    "max_context", 0, "Maximum tokens of a prompt plus its response; 0: the model's limit."
+  )
+  flags.DEFINE_integer(
+    "max_sequences",
+    0,
+    "Maximum number of concurrent sequences; 0 derives it from model and memory.",
+  )
   flags.DEFINE_integer(
     "reserved_tokens", EngineConfig().reserved_tokens,
-    "Of each answer, ahead of what it has, for which memory is counted; 0 counts whole answers.",
+    "Future tokens per response to reserve memory for; 0 reserves for whole responses.",
   )  # fmt: skip
   placement.define_flags()
-  flags.DEFINE_integer("num_pages", 0, "Pages of keys and values; 0 asks the free memory.")
-  flags.DEFINE_integer("key_seed", 0, "Of the sampling key, which is a part of the fingerprint.")
-  flags.DEFINE_integer("max_body_bytes", usual.max_body_bytes, "Of one request.")
-  flags.DEFINE_integer("max_answer_tokens", usual.max_answer_tokens, "Of one answer.")
-  flags.DEFINE_integer("max_waiting", usual.max_waiting, "Answers that wait for the engine.")
+  flags.DEFINE_integer("num_pages", 0, "Number of KV pages; 0 derives it from the free memory.")
+  flags.DEFINE_integer("key_seed", 0, "Seed of the sampling key, which is part of the fingerprint.")
   flags.DEFINE_integer(
-    "max_waiting_of_client", usual.max_waiting_of_client, "Those of one client."
+    "max_body_bytes", usual.max_body_bytes, "Maximum size of a request body in bytes."
   )
-  flags.DEFINE_float("timeout_seconds", usual.timeout_seconds, "That an answer may take.")
-  flags.DEFINE_float("grace_seconds", usual.grace_seconds, "After SIGTERM, for what runs.")
-  flags.DEFINE_bool("strict_fields", False, "Refuses fields that would have no effect.")
+  flags.DEFINE_integer(
+    "max_answer_tokens", usual.max_answer_tokens, "Maximum number of tokens per response."
+  )
+  flags.DEFINE_integer(
+    "max_waiting", usual.max_waiting, "Maximum number of responses queued for the engine."
+  )
+  flags.DEFINE_integer(
+    "max_waiting_of_client",
+    usual.max_waiting_of_client,
+    "Maximum number of queued responses per client.",
+  )
+  flags.DEFINE_float(
+    "timeout_seconds", usual.timeout_seconds, "Maximum number of seconds per response."
+  )
+  flags.DEFINE_float(
+    "grace_seconds", usual.grace_seconds, "Seconds after SIGTERM for running requests to finish."
+  )
+  flags.DEFINE_bool("strict_fields", False, "Whether to refuse fields that would have no effect.")
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ class Asking:
       seconds = self._service.config.timeout_seconds
       await self._refuse(
         Refusal(
-          f"the server: got no whole answer in {seconds:g} s, expected one; ask for fewer tokens,"
-          " or later.",
+          f"the server: got no complete response in {seconds:g} s, expected one; request fewer"
+          " tokens, or retry later.",
           status=504,
           kind="timeout_error",
           code="timeout",
@@ -98,10 +98,10 @@ class Asking:
       entry.status, entry.reason = 503, "stopped"
       raise
     except Exception:
-      LOG.exception("%s: got an error of the server's own", entry.answer_id)
+      LOG.exception("%s: got an internal error", entry.answer_id)
       await self._refuse(
         Refusal(
-          "the server: got an error of its own, expected none; look into its log.",
+          "the server: got an internal error, expected none; see the server's log.",
           status=500,
           kind="server_error",
           code="internal_error",
@@ -242,7 +242,7 @@ class Asking:
         continue
       if found.finish_reason == "error":
         raise Refusal(
-          f"the answer: got an error ({found.error}), expected none; ask again.",
+          f"the answer: got an error ({found.error}), expected none; retry.",
           status=500,
           kind="server_error",
           code="answer_failed",

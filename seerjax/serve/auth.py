@@ -30,8 +30,8 @@ def namespace_of(request: Request, config: ServeConfig) -> str:
   ]
   if not (found and scheme.lower() == "bearer"):
     raise Refusal(
-      "authorization: got none that is valid, expected 'Bearer TOKEN' with the server's token; send"
-      " it as the API key.",
+      "authorization: got no valid token, expected 'Bearer TOKEN' with the server's token; send it"
+      " as the API key.",
       status=401,
       kind="authentication_error",
       code="invalid_api_key",
@@ -47,8 +47,8 @@ def require_token(request: Request, config: ServeConfig) -> None:
   """
   if namespace_of(request, config):
     raise Refusal(
-      "authorization: got a tenant's token, expected the server's own for what concerns all; ask"
-      " whoever runs the server.",
+      "authorization: got a tenant's token, expected the server's own token on this route; contact"
+      " the server's administrator.",
       status=403,
       kind="permission_error",
       code="not_a_tenants",

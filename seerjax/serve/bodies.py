@@ -64,7 +64,7 @@ def parsed(body: bytes) -> dict[str, Any]:
     return found
 
   def no_number(word: str) -> NoReturn:
-    refuse(None, word, "JSON, which has no such number", "send a finite number")
+    refuse(None, word, "a finite number, as JSON requires", "send a finite number")
 
   try:
     value = json.loads(
@@ -73,7 +73,7 @@ def parsed(body: bytes) -> dict[str, Any]:
   except RecursionError:
     refuse(None, "JSON nested too deeply", f"at most {MAX_DEPTH} levels", "flatten it")
   except (ValueError, UnicodeDecodeError) as error:
-    refuse(None, f"what is no JSON ({error})", "one JSON object", "correct it")
+    refuse(None, f"invalid JSON ({error})", "one JSON object", "correct it")
   if not isinstance(value, dict):
     refuse(None, f"a JSON {type(value).__name__}", "one JSON object", 'send {"model": ...}')
   if _depth(value) > MAX_DEPTH:
@@ -129,7 +129,7 @@ class Fields:
         continue
       if name in NEUTRAL:
         only = " or ".join(json.dumps(one) for one in NEUTRAL[name])
-        refuse(where, shown(value), f"{only}, for it is not supported", "leave it out")
+        refuse(where, shown(value), f"{only}, since other values are not supported", "leave it out")
       raise Refusal(
         f"{where}: got a field that is not supported, expected one of {', '.join(supported)};"
         " leave it out.",

@@ -65,19 +65,20 @@ class ServeConfig:
     if self.host not in LOOPBACK and not self.token:
       raise ValueError(
         f"ServeConfig.host: got {self.host!r} without a token, expected one of {LOOPBACK}, or a"
-        " token: all that reach the port may ask; set SEERJAX_SERVE_TOKEN or --token_file."
+        " token, since anyone who reaches the port may send requests; set SEERJAX_SERVE_TOKEN or"
+        " --token_file."
       )
     for token in (self.token, *self.tenants):
       if not token.isascii() or any(not letter.isprintable() for letter in token):
         raise ValueError(
-          "ServeConfig.token: got one that no header can carry, expected printable ASCII; make"
-          " another."
+          "ServeConfig.token: got a token that does not fit in a header, expected printable ASCII;"
+          " choose another."
         )
     if self.tenants and (not self.token or self.token in self.tenants or "" in self.tenants):
       raise ValueError(
-        f"ServeConfig.tenants: got {len(self.tenants)} of them with tokens that are empty, or the"
-        " server's own, or beside a server that has none, expected a token of its own for each and"
-        " one for the server: who sends none could be anybody; set SEERJAX_SERVE_TOKEN."
+        f"ServeConfig.tenants: got {len(self.tenants)} tenants, and an empty token, the server's"
+        " own token, or a server without a token, expected a separate token for each tenant and one"
+        " for the server; set SEERJAX_SERVE_TOKEN."
       )
     for name in self.tenants.values():
       if not name.isprintable() or not name:

@@ -227,9 +227,8 @@ class EngineThread:
         self.refused += 1
         seconds = self._retry_seconds()
         raise Refusal(
-          f"the server: got {count} answers that would wait, {own} of them this client's, expected"
-          f" at most {self._max_waiting} and {self._max_waiting_of_client}; ask again in"
-          f" {seconds} s.",
+          f"the server: got {count} responses to queue, {own} of them for this client, expected at"
+          f" most {self._max_waiting} and {self._max_waiting_of_client}; retry in {seconds} s.",
           status=429,
           kind="rate_limit_error",
           code="rate_limit_exceeded",
@@ -314,7 +313,7 @@ class EngineThread:
       try:
         self._turn()
       except Exception:
-        LOG.exception("the engine's thread met what it does not know; its requests are given up")
+        LOG.exception("the engine thread: got an unexpected error; its requests are aborted")
         self._give_up_all(broken())
     for sleeping in self.sleeping.values():
       sleeping.close()
@@ -363,7 +362,7 @@ class EngineThread:
     except (ValueError, Refusal) as error:
       return error
     except Exception:
-      LOG.exception("the engine's thread: got an error of the server's own in what it was asked")
+      LOG.exception("the engine thread: got an internal error in a call to it")
       return broken()
 
   def _drop(self, job_ids: Iterable[str]) -> None:
@@ -453,13 +452,13 @@ class EngineThread:
       updates = engine.step()
     except Exception:
       self._failures[name] += 1
-      LOG.exception("model %s: a step broke off, for the %s. time", name, self._failures[name])
+      LOG.exception("model %s: a step failed (failure %s in a row)", name, self._failures[name])
       if self._failures[name] >= MAX_FAILURES:
         self._failures[name] = 0
         for job in {choice.job for choice in self._live[name].values()}:
           self._give_up(job, broken())
         if name in self.sleeping:  # Background rows may cause the failure.
-          LOG.error("model %s: sleeps no more, until the server is started again", name)
+          LOG.error("model %s: sleep-time compute is off until the server is restarted", name)
           self.sleeping[name].give_up()
       return
     self._failures[name] = 0
@@ -558,7 +557,7 @@ class EngineThread:
 
   def _fail(self, job: Job) -> None:
     """Ends a job because of the exception being handled; other jobs continue."""
-    LOG.exception("%s: got an error of the server's own; it is given up", job.job_id)
+    LOG.exception("%s: got an internal error; the request is aborted", job.job_id)
     self._give_up(job, broken())
 
   def _give_up(self, job: Job, refusal: Refusal) -> None:
@@ -598,7 +597,7 @@ def _changed(reading: Reading) -> Refusal:
   name = reading.context.name
   return Refusal(
     f"context: got a question about version {reading.context.version} of {shown(name)}, which"
-    " changed or went while it waited, expected the one that is there; ask again.",
+    " changed or was removed while the question was queued, expected the current version; retry.",
     status=409,
     kind="conflict_error",
     param="context",
@@ -610,8 +609,8 @@ def _changed(reading: Reading) -> Refusal:
 def stopping() -> Refusal:
   """Returns the refusal of requests while the server stops."""
   return Refusal(
-    "the server: got a request while it stops, expected it to run; ask again when it is back: the"
-    " same seed gives the same bits.",
+    "the server: got a request while it is shutting down, expected a running server; retry after"
+    " the restart: the same seed gives the same bits.",
     status=503,
     kind="server_error",
     code="server_stopping",
@@ -622,7 +621,7 @@ def stopping() -> Refusal:
 def broken() -> Refusal:
   """Returns the refusal for an internal error."""
   return Refusal(
-    "the server: got an error of its own, expected none; look into its log, and ask again.",
+    "the server: got an internal error, expected none; see the server's log, and retry.",
     status=500,
     kind="server_error",
     code="internal_error",

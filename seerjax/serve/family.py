@@ -138,8 +138,8 @@ class Family:
     is_file = gguf_file.is_named(path) and path.is_file()
     if not path.is_dir() and not is_file:
       raise FileNotFoundError(
-        f"got {directory!r}, which is no directory, expected one on the server's machine; write its"
-        " whole path."
+        f"got {directory!r}, which is not a directory, expected one on the server's machine; write"
+        " the absolute path."
       )
     is_adapter = (path / peft.CONFIG_FILE).is_file()
     if name != self.base.name:
@@ -154,7 +154,7 @@ class Family:
     if is_adapter:
       raise ValueError(
         f"got the adapter {directory!r} for the base {name!r}, expected a model; name one of the"
-        f" adapters that are served ({', '.join(self._adapters) or 'there is none'})."
+        f" served adapters ({', '.join(self._adapters) or 'there are none'})."
       )
     masters, config = huggingface.load(path, self._model.numerics)
     if config != self._model.config:
@@ -174,7 +174,7 @@ class Family:
       if new[part] != old[part]:
         raise ValueError(
           f"got another {'vocabulary' if part == 'backend' else part} in the tokenizer of {path},"
-          " expected that of the model that is served; start a server of the directory."
+          " expected that of the served model; start a server for the directory."
         )
 
   def put(self, loaded: Loaded) -> Served:
@@ -212,6 +212,6 @@ def _difference(found: Any, expected: Any) -> str:
     if got != should:
       break
   return (
-    f"got a model with {field.name}={got}, expected {should}, as of the model that is served; start"
-    " a server of the directory."
+    f"got a model with {field.name}={got}, expected {should}, as in the served model; start a"
+    " server for the directory."
   )

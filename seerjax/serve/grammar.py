@@ -54,7 +54,7 @@ MOST_REMEMBERED = 1024  # Grammars whose trial result is cached.
 MOST_DEATHS = 2
 MAX_REASON = 160  # Characters of the library's error message.
 MOST_LOST = 3  # Consecutive workers that ended without an answer and not because of a grammar.
-LOST = "it cannot be started, or is ended from outside"
+LOST = "it cannot be started, or is killed from outside"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class Compiler:
     if isinstance(found, str):
       refuse(
         grammar.param, f"a grammar that cannot be used ({found})",
-        "one that llguidance reads, within the limits of a request", "correct or simplify it",
+        "one that llguidance accepts, within the limits of a request", "correct or simplify it",
         code="invalid_grammar",
       )  # fmt: skip
     return AnswerMask(self, grammar, digest, found)
@@ -264,8 +264,8 @@ class Compiler:
       line = self._trials.get(timeout=self.limits.trial_seconds)
     except queue.Empty:
       raise Refusal(
-        f"{grammar.param}: got a grammar while {NUM_TRIALS} others are being compiled, expected"
-        " one of them to be done; ask again.",
+        f"{grammar.param}: got a grammar while {NUM_TRIALS} others are being compiled, expected a"
+        " free compiler; retry.",
         status=429, kind="rate_limit_error", param=grammar.param, code="rate_limit_exceeded",
         retry_seconds=1,
       ) from None  # fmt: skip
@@ -289,8 +289,8 @@ class Compiler:
       self._trials.put(line)
     if not answers and ending == "":
       raise Refusal(
-        f"{grammar.param}: got a grammar, and no process that reads one ({LOST}), expected one;"
-        " look into the machine's memory and limits of processes.",
+        f"{grammar.param}: got a grammar, but no process to compile it ({LOST}), expected one;"
+        " check the machine's memory and process limits.",
         status=503, kind="server_error", param=grammar.param, code="no_grammars",
       )  # fmt: skip
     if not answers:
@@ -352,7 +352,7 @@ class Compiler:
     by_line: dict[bool, list[AnswerMask]] = {}
     for mask in unsent:
       if self._deaths[mask.digest] >= MOST_DEATHS:
-        mask.failure = _failure(mask, "it has ended others before")
+        mask.failure = _failure(mask, "it has crashed other workers before")
       else:
         by_line.setdefault(mask.digest in self._slow, []).append(mask)
     gone = []
@@ -475,7 +475,7 @@ class Compiler:
       return f"it took more than {limits.memory_bytes >> 20} MiB of memory"
     with contextlib.suppress(ValueError):
       ending = signal.Signals(-int(ending)).name
-    return f"the library that reads it ended by {ending or 'an unknown cause'}"
+    return f"the library that compiles it crashed ({ending or 'unknown cause'})"
 
   def _started(self) -> workers.Server:
     """Returns the server, starting it if it does not run. The caller holds the lock."""
@@ -514,7 +514,7 @@ def _one_line(reason: str) -> str:
 
 def _failure(mask: AnswerMask, reason: str) -> str:
   return (
-    f"{mask.grammar.param}: got an answer of {len(mask.answer)} tokens from which its grammar does"
-    f" not go on ({_one_line(reason)}), expected one that it allows, within the limits of a"
-    " request; simplify it."
+    f"{mask.grammar.param}: got a response of {len(mask.answer)} tokens that its grammar cannot"
+    f" continue ({_one_line(reason)}), expected one that it allows, within the limits of a request;"
+    " simplify it."
   )

@@ -268,7 +268,7 @@ class Worker:
 def _why(matcher: Any) -> str:
   reason = f"{matcher.stop_reason()}: {matcher.get_error()}".replace("<non-verbose/>", "")
   reason = reason.removeprefix("InternalError: ")
-  return "no text goes on from here" if "NoExtension" in reason else reason
+  return "no text can continue from here" if "NoExtension" in reason else reason
 
 
 if __name__ == "__main__":

@@ -31,24 +31,24 @@ class Metrics:
       f"seerjax_{name}", text, buckets=SECONDS, registry=registry
     )
     self.requests = counter("requests", "Requests by route and status.", "route", "status")
-    self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
-    self.answer_tokens = counter("answer_tokens", "Tokens of answers that clients got.")
-    self.sampled_tokens = counter("sampled_tokens", "Tokens that engines sampled.", "model")
-    self.first_token = histogram("first_token_seconds", "Seconds until a first token.")
-    self.duration = histogram("request_seconds", "Seconds of a request.")
+    self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.")
+    self.answer_tokens = counter("answer_tokens", "Response tokens sent to clients.")
+    self.sampled_tokens = counter("sampled_tokens", "Tokens sampled by the engines.", "model")
+    self.first_token = histogram("first_token_seconds", "Seconds until the first token.")
+    self.duration = histogram("request_seconds", "Seconds per request.")
 
     def gauge(name: str, text: str, read) -> None:
       prometheus.Gauge(f"seerjax_{name}", text, registry=registry).set_function(read)
 
-    gauge("waiting", "Choices that wait for an engine.", lambda: thread.num_waiting)
-    gauge("running", "Choices that an engine has.", lambda: thread.num_running)
-    gauge("refused", "Requests refused because too many waited.", lambda: thread.refused)
+    gauge("waiting", "Choices queued for an engine.", lambda: thread.num_waiting)
+    gauge("running", "Choices running in an engine.", lambda: thread.num_running)
+    gauge("refused", "Requests refused because the queue was full.", lambda: thread.refused)
     contexts = prometheus.Gauge(
-      "seerjax_contexts", "Contexts by the state of their sleep.", ["state"], registry=registry
+      "seerjax_contexts", "Contexts by sleep state.", ["state"], registry=registry
     )
     for state in states.STATES if thread.sleeping else ():
       contexts.labels(state).set_function(lambda state=state: _contexts(thread, state))
-    gauge("free_pages", "Pages that could be given out.", lambda: _free_pages(thread))
+    gauge("free_pages", "Free KV pages.", lambda: _free_pages(thread))
 
   def text(self) -> bytes:
     """Returns the metrics in Prometheus' text format."""

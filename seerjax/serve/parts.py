@@ -175,7 +175,7 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
   """
 
   def no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON's")
+    raise ValueError(f"{word} is not a JSON number")
 
   decoder = json.JSONDecoder(parse_constant=no_number)
   found: dict[str, tuple[Any, str]] = {}
@@ -186,13 +186,13 @@ def _members(text: str) -> dict[str, tuple[Any, str]]:
     name, place = decoder.raw_decode(text, place)
     place = _after_space(text, place)
     if not isinstance(name, str) or name in found or text[place : place + 1] != ":":
-      raise ValueError(f"expected a name of its own and a colon at {place}")
+      raise ValueError(f"expected a new name and a colon at {place}")
     begin = _after_space(text, place + 1)
     value, place = decoder.raw_decode(text, begin)
     found[name] = (value, text[begin:place])
     place, separator = _after_space(text, place), ","
   if text[place:] != "}":
-    raise ValueError(f"expected the object's end at {place}")
+    raise ValueError(f"expected the end of the object at {place}")
   return found
 
 

@@ -104,7 +104,7 @@ class Asked:
 def _penalty(name: str) -> Callable[[str, Any], float]:
   low, high, none = PENALTIES[name]
   expected = f"{low:g} <= {name} <= {high:g}"
-  return bodies.number(lambda x: low <= x <= high, expected, f"{none} penalises no token")
+  return bodies.number(lambda x: low <= x <= high, expected, f"{none} means no penalty")
 
 
 def _stops(name: str, value: Any) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def _stops(name: str, value: Any) -> tuple[str, ...]:
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
   for token in bodies.json_list(name, value):
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-      refuse(name, shown(token), "token ids from 0 on", "encode with the model's tokenizer")
+      refuse(name, shown(token), "token ids of at least 0", "encode with the model's tokenizer")
   return tuple(value)
 
 
@@ -134,11 +134,11 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
   )
   for token, number in value.items():
     if not token.isascii() or not token.isdigit() or len(token) > 10:
-      refuse(name, f"the key {shown(token)}", "a token id, such as \"42\"", "write its number")
+      refuse(name, f"the key {shown(token)}", "a token id, such as \"42\"", "write the id's digits")
     found.append((int(token), bias(f"{name}.{token}", number)))
   ids = [token for token, _ in found]
   if len({*ids}) < len(ids):
-    refuse(name, "one token id twice", "each once", "add its biases")
+    refuse(name, "a token id twice", "each once", "merge the entries")
   return tuple(found)
 
 
@@ -166,14 +166,17 @@ def _grammar_of(name: str, value: Any) -> Grammar | None:
     return Grammar(kind="object", source="", param=name)
   if kind != "json_schema":
     refuse(
-      f"{name}.type", shown(kind), "text, json_object or json_schema", "write one of them, alone"
+      f"{name}.type",
+      shown(kind),
+      "text, json_object or json_schema",
+      "write one of them, without other fields",
     )
   where = f"{name}.json_schema"
   fields = bodies.Fields(bodies.json_object(where, value.get("json_schema")), where)
   fields.take("name", "", bodies.text)
   fields.take("description", "", bodies.text)
   fields.take("strict", True, bodies.boolean)  # Schemas are always enforced.
-  schema = fields.require("schema", bodies.json_object, "a schema is an object")
+  schema = fields.require("schema", bodies.json_object, "send the schema as an object")
   fields.finish(("name", "description", "strict", "schema"))
   return Grammar(kind="json", source=schemas.source(f"{where}.schema", schema), param=name)
 
@@ -195,9 +198,9 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
   **{name: _penalty(name) for name in PENALTIES},
   "logit_bias": _logit_bias,
 }
-_SEED = bodies.whole(0, 2**32 - 1, "0 <= seed < 2**32, or leave it out for a fresh one")
-_TOP = bodies.whole(0, MAX_TOP_LOGPROBS, "ask for fewer")
-_TOKENS = bodies.whole(1, 2**31 - 1, "ask for one token at least")
+_SEED = bodies.whole(0, 2**32 - 1, "0 <= seed < 2**32, or leave it out for a random one")
+_TOP = bodies.whole(0, MAX_TOP_LOGPROBS, "request fewer")
+_TOKENS = bodies.whole(1, 2**31 - 1, "request at least one token")
 SHARED = (
   "model", *_SAMPLING, "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream",
   "stream_options", "response_format", "regex", "json_whitespace", "prompt_logprobs", "user",
@@ -248,7 +251,7 @@ def _shared(fields: bodies.Fields) -> dict[str, Any]:
   grammar = fields.take("response_format", None, _grammar_of)
   regex = fields.take("regex", None, _regex)
   if grammar and regex:
-    refuse("regex", "it beside response_format", "one of them", "leave one out")
+    refuse("regex", "it together with response_format", "one of them", "leave one out")
   if fields.take("json_whitespace", False, bodies.boolean):
     if grammar is None:
       refuse("json_whitespace", "it without JSON", "a response_format of JSON", "leave it out")
@@ -261,7 +264,7 @@ def _shared(fields: bodies.Fields) -> dict[str, Any]:
     stop=fields.take("stop", (), _stops),
     stop_token_ids=fields.take("stop_token_ids", (), _token_ids),
     seed=fields.take("seed", None, _SEED),
-    num_choices=fields.take("n", 1, bodies.whole(1, MAX_CHOICES, "ask again for more")),
+    num_choices=fields.take("n", 1, bodies.whole(1, MAX_CHOICES, "send several requests")),
     is_streamed=is_streamed,
     wants_usage=wants_usage,
     grammar=grammar or regex,
@@ -282,7 +285,7 @@ def chat(body: Mapping[str, Any]) -> Asked:
   messages = fields.require("messages", _messages, 'send [{"role": "user", "content": "..."}]')
   newer = fields.take("max_completion_tokens", None, _TOKENS)
   if newer is not None and shared["max_tokens"] not in (None, newer):
-    refuse("max_tokens", "it beside max_completion_tokens", "one of them", "leave one out")
+    refuse("max_tokens", "it together with max_completion_tokens", "one of them", "leave one out")
   wants_logprobs = fields.take("logprobs", False, bodies.boolean)
   num_top = fields.take("top_logprobs", 0, _TOP)
   if num_top and not wants_logprobs:
@@ -291,13 +294,15 @@ def chat(body: Mapping[str, Any]) -> Asked:
   is_told, called = _tool_choice(fields, tools)
   if called is not None and shared["grammar"] is not None:
     param = shared["grammar"].param
-    refuse("tool_choice", f"calls beside {param}", "one of them", f"leave {param} out")
+    refuse(
+      "tool_choice", f"required calls together with {param}", "one of them", f"leave {param} out"
+    )
   variables = fields.take("chat_template_kwargs", {}, bodies.json_object)
   context = fields.take("context", "", bodies.text)
   if context and (len(messages) > 1 or messages[0]["role"] != "user" or tools):
     refuse(
-      "context", f"it beside {len(messages)} messages and {len(tools)} tools",
-      "one message of the user, the question, and no tools", "leave the others out",
+      "context", f"it with {len(messages)} messages and {len(tools)} tools",
+      "one user message, the question, and no tools", "leave the others out",
     )  # fmt: skip
   fields.finish(CHAT)
   return Asked(
@@ -335,15 +340,17 @@ def _tool_choice(
     if wanted not in known:
       refuse(
         f"{name}.function.name", shown(wanted),
-        f"one of the {len(known)} of tools" + (f", such as {shown(known[0])}" if known else ""),
+        f"one of the {len(known)} functions in tools"
+        + (f", such as {shown(known[0])}" if known else ""),
         "name one of them",
       )  # fmt: skip
     functions, is_one = [functions[known.index(wanted)]], True
   elif choice in ("auto", "none"):
     if is_one and tools and choice == "auto":
       refuse(
-        "parallel_tool_calls", "false where a model may call or not",
-        "it beside tool_choice \"required\" or a named function", "leave it out, or set those",
+        "parallel_tool_calls", "false when calls are optional",
+        "it with tool_choice \"required\" or a named function",
+        "leave it out, or set tool_choice",
       )  # fmt: skip
     return choice == "auto", None
   elif choice != "required":
@@ -353,14 +360,14 @@ def _tool_choice(
       "write one of them",
     )  # fmt: skip
   elif not tools:
-    refuse(name, '"required" without tools', "tools that may be called", "send them as tools")
+    refuse(name, '"required" without tools', "tools to call", "send them as tools")
   source = schemas.calls("tools", functions, is_one=is_one)
   return True, Grammar(kind="calls", source=source, param="tools")
 
 
 def _messages(name: str, value: Any) -> tuple[dict[str, Any], ...]:
   if not bodies.json_list(name, value):
-    refuse(name, "no messages", "one at least", 'send [{"role": "user", "content": "..."}]')
+    refuse(name, "no messages", "at least one", 'send [{"role": "user", "content": "..."}]')
   return tuple(_message(f"{name}[{place}]", one) for place, one in enumerate(value))
 
 
@@ -387,11 +394,16 @@ def _message(name: str, value: Any) -> dict[str, Any]:
     content = "".join(_part(f"{name}.content[{i}]", part) for i, part in enumerate(content))
   message["content"] = bodies.text(f"{name}.content", content)
   if role == "user" and not content:
-    refuse(f"{name}.content", "nothing", "at least one character", "say something")
+    refuse(f"{name}.content", "nothing", "at least one character", "send some text")
   if "tool_calls" in message:
     where = f"{name}.tool_calls"
     if role != "assistant":
-      refuse(where, f"calls of the role {role}", "those of the assistant", "leave it out")
+      refuse(
+        where,
+        f"calls in a message of role {role}",
+        "calls in assistant messages only",
+        "leave it out",
+      )
     calls = bodies.json_list(where, message["tool_calls"])
     message["tool_calls"] = [_call(f"{where}[{place}]", one) for place, one in enumerate(calls)]
   for field in ("name", "tool_call_id", "reasoning_content"):
@@ -424,14 +436,19 @@ def _call(name: str, value: Any) -> dict[str, Any]:
   except (ValueError, RecursionError):
     is_object = False
   if not is_object:
-    refuse(f"{where}.arguments", shown(written), "a JSON object as text", "send what was answered")
+    refuse(
+      f"{where}.arguments",
+      shown(written),
+      "a JSON object as text",
+      "send the arguments as they were returned",
+    )
   return found
 
 
 def _part(name: str, value: Any) -> str:
   kind = bodies.json_object(name, value).get("type")
   if kind != "text" or set(value) != {"type", "text"}:
-    refuse(f"{name}.type", shown(kind), 'parts {"type": "text", "text": ...}', "send text alone")
+    refuse(f"{name}.type", shown(kind), 'parts {"type": "text", "text": ...}', "send text only")
   return bodies.text(f"{name}.text", value["text"])
 
 
@@ -456,7 +473,7 @@ def weights(body: Mapping[str, Any]) -> tuple[str, str]:
   """
   fields = bodies.Fields(body)
   model = fields.take("model", "", bodies.text)
-  directory = fields.require("directory", bodies.text, "name one on the server's machine")
+  directory = fields.require("directory", bodies.text, "name a directory on the server's machine")
   fields.finish(("model", "directory"))
   return model, directory
 
@@ -488,8 +505,10 @@ def context(body: Mapping[str, Any]) -> ContextBody:
     refuse("name", shown(name), f"1 to {MAX_NAME} printable characters", "rename it")
   found = ContextBody(
     name=name,
-    text=fields.require("text", bodies.text, "send what is to be read"),
-    ttl_steps=fields.take("ttl_steps", None, bodies.whole(1, 2**53, "leave it out to keep it")),
+    text=fields.require("text", bodies.text, "send the text of the context"),
+    ttl_steps=fields.take(
+      "ttl_steps", None, bodies.whole(1, 2**53, "leave it out to keep the context")
+    ),
   )
   fields.finish(("name", "text", "ttl_steps"))
   return found
@@ -505,8 +524,8 @@ def completion(body: Mapping[str, Any]) -> Asked:
   shared = _shared(fields)
   prompts = fields.require("prompt", _prompts, "send text, or token ids")
   if len(prompts) * shared["num_choices"] > MAX_CHOICES:
-    got = f"{shared['num_choices']} of each of {len(prompts)} prompts"
-    refuse("n", got, f"at most {MAX_CHOICES} answers in all", "ask again for more")
+    got = f"{shared['num_choices']} for each of {len(prompts)} prompts"
+    refuse("n", got, f"at most {MAX_CHOICES} choices in total", "send several requests")
   num_top = fields.take("logprobs", None, _completion_logprobs)
   is_echoed = fields.take("echo", False, bodies.boolean)
   fields.finish(COMPLETION)
@@ -534,13 +553,13 @@ def _prompts(name: str, value: Any) -> tuple[str | tuple[int, ...], ...]:
   elif bodies.json_list(name, value) and not isinstance(value[0], str | list):
     value = [value]  # One prompt, as token ids.
   if not value:
-    refuse(name, "no prompt", "one at least", "send text, or token ids")
+    refuse(name, "no prompt", "at least one", "send text, or token ids")
   if len(value) > MAX_CHOICES:
-    refuse(name, f"{len(value)} prompts", f"at most {MAX_CHOICES}", "ask again for more")
+    refuse(name, f"{len(value)} prompts", f"at most {MAX_CHOICES}", "send several requests")
   prompts = tuple(
     one if isinstance(one, str) else _token_ids(f"{name}[{place}]", one)
     for place, one in enumerate(value)
   )
   if not all(prompts):
-    refuse(name, "an empty prompt", "one token at least", "say something")
+    refuse(name, "an empty prompt", "at least one token", "send some text")
   return prompts

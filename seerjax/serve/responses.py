@@ -30,14 +30,14 @@ SAME = (
 SUPPORTED = (*SAME, "input", "instructions", "max_output_tokens", "text", "top_logprobs", "include")
 # Fields that are accepted only with values that have no effect; others need missing features.
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-  "background": ((False,), "ask for a stream"),
+  "background": ((False,), "request a stream"),
   "conversation": ((), "no conversation is stored: send its earlier items as input"),
   "max_tool_calls": ((), "leave it out: there are no tools"),
   "parallel_tool_calls": ((True, False), "leave it out: there are no tools"),
   "previous_response_id": ((), "no response is stored: send the earlier items as input"),
   "prompt": ((), "send the text itself as instructions and input"),
   "tool_choice": (("auto", "none"), "leave it out: there are no tools"),
-  "tools": (([],), "ask /v1/chat/completions, which knows tools"),
+  "tools": (([],), "use /v1/chat/completions, which supports tools"),
   "truncation": (("disabled",), "send less input"),
 }
 # Names of chat fields, as refusals have them, and the names in the client's body.
@@ -120,7 +120,7 @@ def _messages(value: Any) -> dict[str, dict[str, Any]]:
   if isinstance(value, str):
     return {"input": {"role": "user", "content": value}}
   if not isinstance(value, list) or not value:
-    refuse("input", shown(value), "text, or a list of at least one item", "say something")
+    refuse("input", shown(value), "text, or a list of at least one item", "send some text")
   messages: dict[str, dict[str, Any]] = {}
   thought = ""
   for place, item in enumerate(value):
@@ -132,7 +132,7 @@ def _messages(value: Any) -> dict[str, dict[str, Any]]:
     if kind == "reasoning":
       known = ("type", "id", "status", "content", "summary", "encrypted_content")
     elif kind != "message":
-      refuse(f"{where}.type", shown(kind), '"message" or "reasoning"', "send text alone")
+      refuse(f"{where}.type", shown(kind), '"message" or "reasoning"', "send text only")
     for name in item:
       if name not in known:
         refuse(f"{where}.{name[:80]}", "a field that is not supported", ", ".join(known),
@@ -157,7 +157,7 @@ def _text_of(where: str, content: Any) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("input_text", "output_text", "reasoning_text"):
       refuse(
-        f"{where}[{place}].type", shown(kind), "input_text or output_text", "send text alone"
+        f"{where}[{place}].type", shown(kind), "input_text or output_text", "send text only"
       )
     if not isinstance(part.get("text"), str):
       refuse(f"{where}[{place}].text", shown(part.get("text")), "text", "write it in quotes")

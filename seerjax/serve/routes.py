@@ -78,8 +78,8 @@ def application(service: Service) -> Starlette:
     auth.namespace_of(request, config)
     # Not 501: clients retry on status 500 and above.
     raise Refusal(
-      "/v1/embeddings: got a request for embeddings, expected one for text: these models answer,"
-      " and were not trained to embed; ask a server of an embedding model.",
+      "/v1/embeddings: got a request for embeddings, expected one for text: these models generate"
+      " text and were not trained to embed; use a server with an embedding model.",
       code="unsupported_route",
     )
 
@@ -173,8 +173,8 @@ async def _replace_weights(service: Service, request: Request) -> Response:
 async def _replaced(service: Service, request: Request) -> Served:
   if not service.config.token:
     raise Refusal(
-      "weights: got a server without a token, expected one that has one: every caller of the port"
-      " could replace them; set SEERJAX_SERVE_TOKEN or --token_file.",
+      "weights: got a server without a token, expected one with a token, since any caller could"
+      " replace the weights; set SEERJAX_SERVE_TOKEN or --token_file.",
       status=403,
       kind="permission_error",
       code="token_required",
@@ -185,14 +185,14 @@ async def _replaced(service: Service, request: Request) -> Served:
   family = service.families.get(served.base.name)
   if family is None:
     raise Refusal(
-      f"model: got {shown(served.name)}, whose weights this server keeps, expected one of"
-      f" {', '.join(service.families) or 'none'}; start a server of the directory.",
+      f"model: got {shown(served.name)}, a model with fixed weights, expected one of"
+      f" {', '.join(service.families) or 'none'}; start a server for the directory.",
       param="model",
     )
   if service.is_swapping:
     raise Refusal(
-      "weights: got another directory while one is being put in place, expected one after the"
-      " other; ask again when that is done.",
+      "weights: got another directory during a weight update, expected one update at a time; retry"
+      " when it is done.",
       status=409,
       kind="conflict_error",
       code="weights_busy",

@@ -77,8 +77,8 @@ def source(name: str, schema: Mapping[str, Any]) -> str:
         written = value.written if isinstance(value, Inexact) else str(value)
         refuse(
           name, f"the number {shown(written)[1:-1]}",
-          "numbers that 64-bit floats and integers hold as they are written",
-          "round it, or ask for text", code="inexact_number",
+          "numbers that 64-bit floats or integers represent exactly",
+          "round it, or request text", code="inexact_number",
         )  # fmt: skip
     level = inner
   return json.dumps(schema)

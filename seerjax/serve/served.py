@@ -104,8 +104,8 @@ class Served:
   def __post_init__(self):
     if self.engine.tokenizer is None:
       raise ValueError(
-        f"Served {self.name!r}: got an engine without a tokenizer, expected a model that has one;"
-        " load it with seerjax.load_model."
+        f"Served {self.name!r}: got an engine without a tokenizer, expected a model with one; load"
+        " it with seerjax.load_model."
       )
     self.tokenizer: Tokenizer = self.engine.tokenizer
     if self.beside is not None:
@@ -264,10 +264,10 @@ def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...
       if not (has_to_call or parts.knows_tools(template)):
         refuse(
           "tools", f"{len(asked.tools)} tools",
-          "none: this model's chat template knows no tools, or does not mark calls by"
+          "none: this model's chat template does not support tools, or does not mark calls with"
           f" {parts.CALL}",
           'leave it out, set tool_choice to "required" or a function, which needs no template, or'
-          " serve a model that was trained with tools",
+          ' serve a model trained with tools',
         )  # fmt: skip
       if parts.reads_tools(template):
         variables["tools"] = list(asked.tools)
@@ -303,10 +303,10 @@ def _sampling(
     usual = max_answer_tokens if asked.is_chat else protocol.COMPLETION_TOKENS
     most = min(room, max_answer_tokens, served.defaults.max_tokens or usual)
   elif most > max_answer_tokens:
-    refuse(length, most, f"at most {max_answer_tokens}, this server's bound", "lower it")
+    refuse(length, most, f"at most {max_answer_tokens}, the limit of this server", "lower it")
   elif most > room:
     refuse(
-      length, f"{most} beside a prompt of {num_prompt} tokens",
+      length, f"{most} with a prompt of {num_prompt} tokens",
       f"a sum of at most the context of {context}", f"lower it to {room}",
       code="context_length_exceeded",
     )  # fmt: skip

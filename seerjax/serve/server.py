@@ -49,7 +49,7 @@ class Connection(H11Protocol):
       return
     refusal = Refusal(
       f"the server: got {len(self.connections)} connections, expected at most {self.most}; close"
-      " some, or ask again in 1 s.",
+      " some, or retry in 1 s.",
       status=503,
       kind="server_error",
       code="too_many_connections",
@@ -88,8 +88,8 @@ class Connection(H11Protocol):
   def send_400_response(self, msg: str) -> None:
     """Responds to invalid HTTP with 400; aborts the connection if a response has started."""
     refusal = Refusal(
-      "the request: got what is no HTTP/1.1 (its first line, a header or a length), expected a"
-      " request; use an HTTP client."
+      "the request: got invalid HTTP/1.1 (request line, header or length), expected a request; use"
+      " an HTTP client."
     )
     response = service_lib.refused(refusal)
     headers = [*response.raw_headers, (b"connection", b"close")]
@@ -163,8 +163,8 @@ def bound(service: Service) -> socket.socket:
   except OSError as error:
     found.close()
     raise OSError(
-      f"--port: got {config.host}:{config.port}, where nothing can listen ({error}), expected a"
-      " free one; take another, or 0 for any."
+      f"--port: got {config.host}:{config.port}, where listening failed ({error}), expected a free"
+      " port; choose another, or 0 for any."
     ) from error
   return found
 

@@ -133,8 +133,8 @@ class Service:
       return
     if self._num_new_grammars >= MOST_NEW_GRAMMARS:
       raise Refusal(
-        f"{grammar.param}: got a grammar while {MOST_NEW_GRAMMARS} others wait to be compiled,"
-        " expected fewer; ask again.",
+        f"{grammar.param}: got a grammar while {MOST_NEW_GRAMMARS} others are queued for"
+        " compilation, expected fewer; retry.",
         status=429, kind="rate_limit_error", param=grammar.param, code="rate_limit_exceeded",
         retry_seconds=1,
       )  # fmt: skip
@@ -155,9 +155,9 @@ class Service:
     found = self.sleeping.get(served.name)
     if found is None:
       raise Refusal(
-        f"context: got one for {shown(served.name)}, which sleeps for none, expected one of"
-        f" {', '.join(self.sleeping) or 'none: this server sleeps for no model'}; start the server"
-        " with --contexts.",
+        f"context: got one for {shown(served.name)}, which has no contexts, expected one of"
+        f" {', '.join(self.sleeping) or 'none: this server has no contexts'}; start the server with"
+        " --contexts.",
         status=404,
         param="context",
         code="no_contexts",
@@ -236,7 +236,7 @@ async def read_body(request: Request, config: ServeConfig) -> bytes:
         chunks.append(chunk)
   except TimeoutError as error:
     raise Refusal(
-      f"the body: got {size} bytes in {config.body_seconds:g} s, expected all of it; send it"
+      f"the body: got {size} bytes in {config.body_seconds:g} s, expected the whole body; send it"
       " faster.",
       status=408,
     ) from error

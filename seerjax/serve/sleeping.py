@@ -188,7 +188,7 @@ class Sleeping:
     """Returns (state of a context, a sentence that explains it)."""
     progress = self.runner.progress(context, step=self.step)
     if self._is_off and progress.state in (states.QUEUED, states.RUNNING):
-      return states.SKIPPED, "this server sleeps no more: steps broke off; see its log"
+      return states.SKIPPED, "sleep-time compute is off because steps failed; see the server's log"
     return progress.state, progress.reason
 
   def take(self, completions: Iterable[Completion]) -> list[Completion]:
@@ -241,7 +241,7 @@ class Sleeping:
     except UnicodeEncodeError as error:
       raise Refusal(
         f"text: got a lone surrogate at offset {error.start}, expected characters that UTF-8 can"
-        " hold; replace it.",
+        " encode; replace it.",
         param="text",
       ) from error
     ids = self._tokenizer.encode(text, special_tokens_as_text=True)
@@ -249,7 +249,7 @@ class Sleeping:
     if len(ids) + self._config.sleep_tokens > room:
       raise Refusal(
         f"text: got {len(ids)} tokens, expected at most {max(0, room - self._config.sleep_tokens)}:"
-        f" the context of {room} without the {self._config.sleep_tokens} of sleep; shorten it.",
+        f" the context of {room} minus {self._config.sleep_tokens} for a rewrite; shorten it.",
         param="text",
         code="context_length_exceeded",
       )
@@ -326,8 +326,8 @@ class Sleeping:
       return self.contexts.get(namespace or EVERYBODY, name, step=self.step)
     except ValueError as error:
       raise Refusal(
-        f"context: got {shown(name)}, which is none of this caller's, expected a registered one;"
-        " POST /v1/contexts registers it (again, if its time is over).",
+        f"context: got {shown(name)}, which this caller has not registered, expected a registered"
+        " one; POST /v1/contexts registers it (again, if it expired).",
         status=404,
         param="context",
         code="context_not_found",

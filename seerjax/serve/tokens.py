@@ -29,12 +29,12 @@ def tokenize(body: Mapping[str, Any], find: Find) -> dict[str, Any]:
   read = protocol.chat if "messages" in sent else protocol.completion
   asked = read(sent)
   if asked.context:
-    refuse("context", shown(asked.context), "none: its text and rewrites change as it is slept for",
-           "ask for an answer, whose usage counts them")  # fmt: skip
+    refuse("context", shown(asked.context), "none, since sleep-time compute changes the text",
+           "send a request; the usage of the response has the counts")  # fmt: skip
   served = find(asked.model)
   prompts, _ = served_lib.prompts_of(asked, served)
   if len(prompts) != 1:
-    refuse("prompt", f"{len(prompts)} prompts", "one", "ask once for each")
+    refuse("prompt", f"{len(prompts)} prompts", "one", "send one request for each")
   (ids,) = prompts
   texts = [served.vocabulary.text_of(token) for token in ids] if wants_texts else None
   return {
@@ -61,5 +61,7 @@ def detokenize(body: Mapping[str, Any], find: Find) -> dict[str, Any]:
     refuse("tokens", shown(tokens), "a list of token ids", "write [...]")
   for token in tokens:
     if type(token) is not int or not 0 <= token < most:
-      refuse("tokens", shown(token), f"ids from 0 to {most - 1}", "encode with its tokenizer")
+      refuse(
+        "tokens", shown(token), f"ids from 0 to {most - 1}", "encode with the model's tokenizer"
+      )
   return {"prompt": served.tokenizer.decode(tokens, skip_special_tokens=False)}

@@ -200,7 +200,7 @@ def test_a_context_says_what_became_of_its_sleep(tmp_path, caplog):
     service.thread.call(service.sleeping["tiny"].give_up, lambda _: None)
     edited = register(asked, text="Bo has 3 pens.")
     assert (edited["state"], edited["version"]) == ("skipped", 2)
-    assert "this server sleeps no more" in edited["state_reason"]
+    assert "sleep-time compute is off because steps failed" in edited["state_reason"]
   # What was cut is known after a restart, too.
   with running(tmp_path) as (_, url), client(url) as asked:
     slept(asked)
@@ -225,7 +225,8 @@ def test_tenants_share_nothing_and_know_nothing_of_one_another(tmp_path):
     ):  # fmt: skip
       assert act.status_code == 404
       message = act.json()["error"]["message"]
-      assert message.startswith("context: got '") and "which is none of this caller's" in message
+      assert message.startswith("context: got '")
+      assert "which this caller has not registered" in message
     assert bo.get("/v1/contexts").json()["data"] == []
     assert chat(ana).json()["choices"][0]["message"] == chat(own).json()["choices"][0]["message"]
     assert ana.delete("/v1/contexts/c").status_code == 200
@@ -266,7 +267,7 @@ def test_an_edit_ends_what_was_made_and_a_question_that_waited_is_asked_again(tm
     while not found:
       time.sleep(0.01)
     assert isinstance(found[0], Refusal) and found[0].status == 409
-    assert "got a question about version 1 of 'c', which changed or went" in found[0].message
+    assert "got a question about version 1 of 'c', which changed or was removed" in found[0].message
     assert all(one["policy_version"] == 0 for one in slept(asked)["rewrites"])
     assert chat(asked).json()["context"]["version"] == 2
     assert register(asked, ttl_steps=1)["steps_left"] == 1
@@ -395,20 +396,20 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
   [
     ("contexts", {"text": "a"}, 400, "name: got nothing, expected a value; name the context"),
     ("contexts", {"name": "", "text": "a"}, 400, "name: got '', expected 1 to 200 printable char"),
-    ("contexts", {"name": "c"}, 400, "text: got nothing, expected a value; send what is to be re"),
+    ("contexts", {"name": "c"}, 400, "text: got nothing, expected a value; send the text"),
     ("contexts", {"name": "c", "text": " "}, 400, "contexts: got an empty context 'c', expected a"),
     ("contexts", {"name": "c", "text": "a" * 99}, 400, "tokens, expected at most 58: the context "),
     ("contexts", {"name": "c", "text": "a", "ttl_steps": 0}, 400, "ttl_steps: got 0, expected 1 t"),
     ("contexts", {"name": "c", "text": "a", "x": 1}, 400, "x: got a field that is not supported, "),
     ("contexts?model=big", {"name": "c", "text": "a"}, 404, "model: got 'big', expected one of ti"),
-    ("chat/completions", {"context": "no"}, 404, "context: got 'no', which is none of this caller"),
+    ("chat/completions", {"context": "no"}, 404, "context: got 'no', which this caller has not"),
     (
       "chat/completions", {"context": "c", "messages": [*user("a"), *user("b")]}, 400,
-      "context: got it beside 2 messages and 0 tools, expected one message of the user, the questi",
+      "context: got it with 2 messages and 0 tools, expected one user message, the question",
     ),
     (
       "chat/completions", {"context": "c", "messages": [{"role": "system", "content": "a"}]}, 400,
-      "context: got it beside 1 messages and 0 tools, expected one message of the user, the questi",
+      "context: got it with 1 messages and 0 tools, expected one user message, the question",
     ),
   ],
 )  # fmt: skip
@@ -429,16 +430,19 @@ def test_a_server_without_contexts_says_so():
   with serving.running() as (_, url), client(url) as asked:
     for answer in (asked.get("/v1/contexts"), chat(asked)):
       assert answer.status_code == 404
-      assert "which sleeps for none, expected one of none" in answer.json()["error"]["message"]
+      assert "which has no contexts, expected one of none" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
   "fields, message",
   [
-    (dict(tenants={"a": "x"}), "got 1 of them with tokens that are empty, or the server's own"),
-    (dict(token="a", tenants={"a": "x"}), "got 1 of them with tokens that are empty, or the serv"),
+    (dict(tenants={"a": "x"}), "got 1 tenants, and an empty token, the server's own token"),
+    (dict(token="a", tenants={"a": "x"}), "got 1 tenants, and an empty token"),
     (dict(token="t", tenants={"a": ""}), "tenants: got the name '', expected printable text; ren"),
-    (dict(token="t", tenants={"\n": "x"}), "got one that no header can carry, expected printable"),
+    (
+      dict(token="t", tenants={"\n": "x"}),
+      "got a token that does not fit in a header, expected printable",
+    ),
   ],
 )
 def test_tenants_without_a_token_of_their_own_are_refused(fields, message):

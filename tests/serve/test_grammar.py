@@ -48,7 +48,7 @@ def test_a_mask_is_a_function_of_the_answer_alone(compiler):
 def test_an_answer_that_is_none_of_the_grammar_is_refused(compiler):
   mask = compiler.mask(Grammar(kind="regex", source="[0-9]{2}", param="regex"))
   outside = min(set(range(word_engine.CONFIG.vocab_size)) - ids_of(mask(())))
-  with pytest.raises(ValueError, match="regex: got an answer of 1 tokens from which its grammar"):
+  with pytest.raises(ValueError, match="regex: got a response of 1 tokens that its grammar"):
     mask((outside,))
 
 
@@ -72,7 +72,7 @@ def test_masks_of_beginnings_stay_at_hand_for_who_scores_them(compiler):
 # Of each kind of what a stranger may send, one; `test_hostile_grammars.py` has the others.
 REFUSED = {
   "kills the library": ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "SIGSEGV"),
-  "a reference to itself": ({"$ref": "#"}, "no text goes on"),
+  "a reference to itself": ({"$ref": "#"}, "no text can continue"),
   "a reference to nothing": ({"$ref": "#/$defs/a"}, ""),
   "a reference elsewhere": ({"$ref": "http://example.com/a.json"}, ""),
   "no value": ({"enum": []}, ""),
@@ -85,7 +85,7 @@ REFUSED = {
   ),
   "a pattern that is none": ({"type": "string", "pattern": "("}, ""),
   "a lone surrogate": ({"const": "\ud800"}, ""),
-  "no text": (r"[^\s\S]", "no text goes on"),
+  "no text": (r"[^\s\S]", "no text can continue"),
   "a million letters": ("a{1000000}", ""),
   "a million million letters": ("(a{1000000}){1000000}", ""),
   "no expression": ("(", "at 1(8): invalid regex"),
@@ -148,7 +148,7 @@ def test_a_worker_that_dies_ends_one_answer_and_the_others_go_on_by_the_same_mas
     mask.ask((digit, digit))
   fresh.gather(0)
   os.kill(worker, signal.SIGKILL)
-  with pytest.raises(ValueError, match="regex: got an answer of 2 tokens.*SIGKILL"):
+  with pytest.raises(ValueError, match="regex: got a response of 2 tokens.*SIGKILL"):
     first((digit, digit))
   for mask, count in ((second, 8), (third, 9)):
     expected = compiler.mask(of_regex(f"[0-9]{{{count}}}"))
@@ -185,7 +185,7 @@ def test_a_mask_that_takes_too_much_ends_its_answer(fresh, source, reason):
       allowed = ids_of(mask(answer))
       answer.append(answer[0] if answer[0] in allowed else min(allowed))
 
-  with pytest.raises(ValueError, match=rf"regex: got an answer of \d+ tokens from .*{reason}"):
+  with pytest.raises(ValueError, match=rf"regex: got a response of \d+ tokens that .*{reason}"):
     go_on()
   np.testing.assert_array_equal(*(fresh.mask(of_regex("[0-9]"))(()) for _ in range(2)))
 

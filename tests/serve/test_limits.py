@@ -115,8 +115,8 @@ def test_too_many_that_wait_are_told_when_to_ask_again():
     ask("b")
     until(lambda: thread.num_waiting == 3)
     of_all = plain.post("/v1/completions", json=body(user="b"))
-    for refused, numbers in ((of_client, "got 3 answers that would wait, 3 of them this client's"),
-                             (of_all, "got 4 answers that would wait, 2 of them this client's")):
+    for refused, numbers in ((of_client, "got 3 responses to queue, 3 of them for this client"),
+                             (of_all, "got 4 responses to queue, 2 of them for this client")):
       error = error_of(refused)
       assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
       assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
@@ -160,7 +160,7 @@ def test_an_answer_that_takes_too_long_is_given_up_in_words():
     done = plain.post("/v1/completions", json=body())
     error = error_of(done)
     assert (done.status_code, error["type"], error["code"]) == (504, "timeout_error", "timeout")
-    assert "got no whole answer in 0.3 s" in error["message"]
+    assert "got no complete response in 0.3 s" in error["message"]
     # The engine has not looked yet, so it still has it; the next step ends that.
     gate.let(1)
     until(lambda: service.thread.num_running == 0)

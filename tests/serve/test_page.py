@@ -110,7 +110,7 @@ def test_an_answer_has_one_digest_alone_and_beside_64_others(browser):
     tab.run("document.querySelector('.again').click()")
     tab.wait("document.querySelector('.verdict.same, .verdict.bad')")
     assert tab.run("document.querySelector('.verdict').textContent") == (
-      "Same digest: equal to the last bit"
+      "Same digest: identical to the last bit"
     )
     assert tab.run(shown) == [digest(expected)] * 2
     # There were others: more was sampled than the answer, in more places than one.

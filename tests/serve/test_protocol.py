@@ -65,7 +65,7 @@ def test_what_asks_for_nothing_is_taken_and_all_else_of_it_refused():
   assert chat(min_tokens=0, length_penalty=1.0, ignore_eos=False) == chat()
   found = refusal(chat, length_penalty=0.5)
   assert found.param == "length_penalty"
-  assert "got 0.5, expected 1, for it is not supported; leave it out." in found.message
+  assert "got 0.5, expected 1, since other values are not supported; leave it out." in found.message
 
 
 WITHOUT_EFFECT = [
@@ -147,15 +147,15 @@ def test_response_formats_are_grammars():
     ({"logit_bias": [1]}, "logit_bias", "got [1] (a list), expected an object"),
     ({"logit_bias": {"a": 1}}, "logit_bias", "got the key 'a', expected a token id"),
     ({"logit_bias": {"1": 1e9}}, "logit_bias.1", "expected from -1e+06 to 1e+06"),
-    ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias", "got one token id twice"),
+    ({"logit_bias": {"1": 1, "01": 1}}, "logit_bias", "got a token id twice"),
     ({"logit_bias": {str(i): 1 for i in range(17)}}, "logit_bias", "got 17 entries"),
-    ({"max_tokens": 0}, "max_tokens", "ask for one token at least."),
+    ({"max_tokens": 0}, "max_tokens", "request at least one token."),
     ({"n": 0}, "n", "got 0, expected 1 to 128"),
-    ({"seed": -1}, "seed", "leave it out for a fresh one"),
+    ({"seed": -1}, "seed", "leave it out for a random one"),
     ({"stop": ["a"] * 17}, "stop", "got 17 strings, expected at most 16"),
     ({"stop": ""}, "stop", "got an empty string"),
     ({"stop": 3}, "stop", "got 3 (a whole number), expected a list"),
-    ({"stop_token_ids": ["a"]}, "stop_token_ids", "got 'a', expected token ids from 0 on"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids", "got 'a', expected token ids of at least 0"),
     ({"stream": 1}, "stream", "got 1 (a whole number), expected true or false"),
     ({"stream_options": {}}, "stream_options", "expected stream to be true"),
     ({"regex": ""}, "regex", "got an empty expression"),
@@ -164,7 +164,7 @@ def test_response_formats_are_grammars():
     (
       {"response_format": {"type": "json_schema", "json_schema": {}}},
       "response_format.json_schema.schema",
-      "got nothing, expected a value; a schema is an object.",
+      "got nothing, expected a value; send the schema as an object.",
     ),
     ({"user": 3}, "user", "write it in quotes."),
   ],
@@ -179,13 +179,13 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
 @pytest.mark.parametrize(
   "fields, param, expected",
   [
-    ({"messages": []}, "messages", "got no messages, expected one at least"),
+    ({"messages": []}, "messages", "got no messages, expected at least one"),
     ({"messages": None}, "messages", "got nothing, expected a value"),
     ({"messages": [{"role": "god", "content": "x"}]}, "messages[0].role", "got 'god', expected"),
-    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "say something"),
+    ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "send some text"),
     ({"messages": [{"role": "user", "images": 1}]}, "messages[0].images", "leave it out"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls",
-     "got calls of the role user, expected those of the assistant"),
+     "got calls in a message of role user, expected calls in assistant messages"),
     (
       {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
       "messages[0].tool_calls[0].function.name",
@@ -196,7 +196,7 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}
       ]},
       "messages[0].tool_calls[0].function.arguments",
-      "got '[]', expected a JSON object as text; send what was answered.",
+      "got '[]', expected a JSON object as text; send the arguments as they were returned.",
     ),
     (
       {"messages": [{"role": "assistant", "tool_calls": [{"type": "code"}]}]},
@@ -206,7 +206,7 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
     (
       {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
       "messages[0].content[0].type",
-      "send text alone",
+      "send text only",
     ),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "leave one out"),
     ({"top_logprobs": 2}, "top_logprobs", "expected logprobs to be true"),
@@ -226,13 +226,13 @@ def test_a_wrong_field_of_a_chat_is_named(fields, param: str, expected: str):
   "fields, param, expected",
   [
     ({"prompt": None}, "prompt", "got nothing, expected a value; send text, or token ids."),
-    ({"prompt": []}, "prompt", "got no prompt, expected one at least"),
+    ({"prompt": []}, "prompt", "got no prompt, expected at least one"),
     ({"prompt": ""}, "prompt", "got an empty prompt"),
     ({"prompt": ["a"] * 129}, "prompt", "got 129 prompts, expected at most 128"),
     ({"prompt": [[1.5]]}, "prompt[0]", "got 1.5, expected token ids"),
     ({"logprobs": 17}, "logprobs", "got 17, expected 0 to 16"),
-    ({"suffix": "x"}, "suffix", 'expected "", for it is not supported'),
-    ({"best_of": 2}, "best_of", "expected 1, for it is not supported"),
+    ({"suffix": "x"}, "suffix", 'expected "", since other values are not supported'),
+    ({"best_of": 2}, "best_of", "expected 1, since other values are not supported"),
   ],
 )
 def test_a_wrong_field_of_a_completion_is_named(fields, param: str, expected: str):

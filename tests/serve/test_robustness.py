@@ -335,7 +335,7 @@ def test_more_answers_than_may_be_asked_for_at_once_are_refused():
   with pytest.raises(protocol.Refusal) as refused:
     protocol.completion({"prompt": ["x"] * 100, "n": 2})
   assert refused.value.param == "n"
-  assert "got 2 of each of 100 prompts, expected at most 128 answers" in refused.value.message
+  assert "got 2 for each of 100 prompts, expected at most 128 choices" in refused.value.message
 
 
 def test_a_variable_of_our_own_is_refused():

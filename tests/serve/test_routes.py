@@ -383,7 +383,7 @@ def test_health_and_metrics(plain):
       {"messages": serving.HELLO, "max_tokens": 5000},
       400,
       "max_tokens",
-      "expected at most 1024, this server's bound",
+      "expected at most 1024, the limit of this server",
     ),
     (
       {"messages": serving.HELLO, "logit_bias": {"512": 1}},
@@ -401,7 +401,7 @@ def test_health_and_metrics(plain):
       {"messages": serving.HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]},
       400,
       "tools",
-      "this model's chat template knows no tools",
+      "this model's chat template does not support tools",
     ),
     (
       {"messages": serving.HELLO, "regex": "("},
@@ -430,7 +430,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(plain):
 
 def test_bodies_that_are_no_json_are_refused(plain):
   done = plain.post("/v1/completions", content=b"{", headers={"content-type": "application/json"})
-  assert done.status_code == 400 and "no JSON" in done.json()["error"]["message"]
+  assert done.status_code == 400 and "invalid JSON" in done.json()["error"]["message"]
   done = plain.post("/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
   assert done.status_code == 415
   assert "got 'text/plain', expected application/json" in done.json()["error"]["message"]
@@ -502,7 +502,7 @@ def test_a_wrong_token_is_refused_in_one_way_and_a_body_that_is_too_long():
     ({"host": "0.0.0.0"}, "ServeConfig.host: got '0.0.0.0' without a token"),
     ({"max_waiting": 0}, "ServeConfig.max_waiting: got 0, expected a whole number of at least 1"),
     ({"grace_seconds": 0}, "expected more than 0 seconds; raise it."),
-    ({"token": "é"}, "got one that no header can carry"),
+    ({"token": "é"}, "got a token that does not fit in a header"),
   ],
 )
 def test_a_wrong_bound_is_refused(fields, expected: str):

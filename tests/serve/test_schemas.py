@@ -166,11 +166,11 @@ def test_who_need_not_call_has_no_grammar(fields):
     ({"tool_choice": "required", "tools": []}, "tool_choice", "got \"required\" without tools"),
     (
       {"tool_choice": {"type": "function", "function": {"name": "h"}}},
-      "tool_choice.function.name", "got 'h', expected one of the 2 of tools, such as 'f'",
+      "tool_choice.function.name", "got 'h', expected one of the 2 functions in tools, such as 'f'",
     ),
     (
       {"tool_choice": NAMED, "tools": None},
-      "tool_choice.function.name", "got 'g', expected one of the 0 of tools",
+      "tool_choice.function.name", "got 'g', expected one of the 0 functions in tools",
     ),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", "got nothing, expected a"),
     (
@@ -179,12 +179,12 @@ def test_who_need_not_call_has_no_grammar(fields):
     ),
     (
       {"parallel_tool_calls": False}, "parallel_tool_calls",
-      "got false where a model may call or not",
+      "got false when calls are optional",
     ),
-    ({"tool_choice": NAMED, "regex": "a"}, "tool_choice", "got calls beside regex, expected one"),
+    ({"tool_choice": NAMED, "regex": "a"}, "tool_choice", "got required calls together with regex"),
     (
       {"tool_choice": "required", "response_format": {"type": "json_object"}},
-      "tool_choice", "got calls beside response_format",
+      "tool_choice", "got required calls together with response_format",
     ),
     (
       {"tools": [{"type": "function", "function": {"name": ""}}]},

@@ -105,7 +105,7 @@ def test_tools_that_may_be_called_need_a_template_that_knows_them(client, kind):
     return
   with pytest.raises(openai.BadRequestError) as refused:
     client.chat.completions.create(**fields)
-  assert "knows no tools" in str(refused.value)
+  assert "does not support tools" in str(refused.value)
   assert 'set tool_choice to "required" or a function' in str(refused.value)
 
 
