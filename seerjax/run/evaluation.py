@@ -222,6 +222,7 @@ def evaluate(
   by_problem = lambda values: np.asarray(values, np.float64).reshape(-1, config.num_samples)
   correct = by_problem([verdict.correct for verdict in verdicts])
   formed = by_problem([verdict.well_formed for verdict in verdicts])
+  both = correct * formed  # A task may accept the answer of a text that is not well formed.
   accuracy, error = _mean(correct.mean(axis=1))
   reward, reward_error = _mean(by_problem([one.reward for one in verdicts]).mean(axis=1))
   numbers = dict(
@@ -231,7 +232,7 @@ def evaluate(
     reward_standard_error=reward_error,
     well_formed=float(formed.mean()),
     ended=float(np.mean([one.completion.finish_reason == "stop" for one in answers])),
-    accuracy_well_formed=float(correct.sum() / max(formed.sum(), 1.0)),
+    accuracy_well_formed=float(both.sum() / max(formed.sum(), 1.0)),
     length=float(np.mean([len(one.completion.tokens) for one in answers])),
   )
   num_correct = correct.sum(axis=1).astype(int).tolist()

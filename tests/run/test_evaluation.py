@@ -15,7 +15,7 @@ from seerjax.types import Completion, Problem, Verdict
 
 TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 # (text, number of tokens, why it ended) of the first request, the second, and so on.
-ANSWERS = (("aa", 2, "stop"), ("b", 1, "stop"), ("abca", 3, "length"), ("bb", 6, "stop"))
+ANSWERS = (("a", 2, "stop"), ("b", 1, "stop"), ("abca", 3, "length"), ("bb", 6, "stop"))
 
 
 class Letters:
@@ -79,7 +79,7 @@ def test_the_first_answer_is_to_the_first_request_of_all():
   evaluate(every, seed=5)
   answer = evaluate(first, seed=5, by=evaluation.first_answer)
   assert first == every[:1]
-  assert answer.completion.text == "aa" and answer.verdict.correct
+  assert answer.completion.text == "a" and answer.verdict.correct
   assert answer.problem.prompt == f"{answer.problem.problem_id}?"
 
 
@@ -90,9 +90,9 @@ def test_fractions_by_hand_whoever_finishes_first(is_reversed):
     standard_error=0.25,  # A fair coin deviates by a half; four throws by a quarter.
     reward=0.25,  # Of 0, 0.5, 0 and 0.5.
     reward_standard_error=0.125,
-    well_formed=0.75,
+    well_formed=0.5,
     ended=0.75,
-    accuracy_well_formed=2 / 3,
+    accuracy_well_formed=1 / 2,  # Not the first, which is correct all the same.
     length=3.0,
   )
 
@@ -121,7 +121,7 @@ def test_fewer_problems_are_the_first_of_all():
 def test_the_line_for_people_says_every_number():
   assert evaluation.describe(evaluate()) == (
     "mean reward 0.25 (95 % interval 0.005 to 0.495), "
-    "50.0% correct (standard error 25.0%), 66.7% of the well-formed 75.0%, 75.0% ended by"
+    "50.0% correct (standard error 25.0%), 50.0% of the well-formed 50.0%, 75.0% ended by"
     " themselves, 3.0 tokens on average"
   )
 
@@ -176,10 +176,10 @@ def test_several_samples_of_a_problem_are_one_problem_to_the_errors():
 
 def test_parts_are_means_and_weighted_in_the_reward():
   found = evaluate(has_parts=True, reward_weights={"letters": 0.5})
-  assert found["part/letters"] == 2.25 and found["part/short"] == 0.75
-  assert found["reward"] == 0.5 * 2.25 + 0.75
+  assert found["part/letters"] == 2.0 and found["part/short"] == 0.75
+  assert found["reward"] == 0.5 * 2.0 + 0.75
   assert "(95 % interval" in evaluation.describe(found)
-  assert "parts letters 2.25 and short 0.75, " in evaluation.describe(found)
+  assert "parts letters 2 and short 0.75, " in evaluation.describe(found)
 
 
 @pytest.mark.parametrize(
