@@ -5,7 +5,7 @@ Claim: a cluster of one worker reaches at least 0.95 of the tokens/s of a rollou
 tokens (5 % native).
 Command: bash launch/local.sh experiments.cluster_price --workdir=runs/cluster_price
   in a minute: --config.turns=2 --config.implementations="('native',)"
-Hardware: 2 CPU cores, some minutes. Numbers: docs/results/cluster.md
+Hardware: 2 CPU cores, some minutes. Numbers: docs/results/cluster_cost.md
 
 nano answers word problems without stop tokens, so every chunk has its 128 tokens. Both rollouts
 write a journal in --workdir, syncing each chunk to disk before it counts, and take turns. Seconds

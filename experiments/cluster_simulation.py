@@ -4,7 +4,7 @@ Claim: reports the cost of the scheduler, of KV pages that migrate with requests
 weights to every engine, and of the journal, each as a share of one iteration of Seer's largest
 workload.
 Command: bash launch/local.sh experiments.cluster_simulation --workdir=runs/cluster_simulation
-Hardware: 1 CPU core, some minutes; no accelerator. Numbers: docs/results/cluster.md
+Hardware: 1 CPU core, some minutes; no accelerator. Numbers: docs/results/cluster_cost.md
 
 An instance of Kimi-K2 has 32 devices and does not fit on 8. Instances and prompts grow together
 (100 prompts of 8 completions per instance). The rollout is simulated with the cost model of

@@ -6,7 +6,7 @@ completions. Both are trained on these tokens with the same optimiser and batche
 chains along held-out completions, with the target's noise, so that a drafted token is accepted if
 it equals the completion's token.
 Command: bash launch/local.sh experiments.draft_kinds --workdir=runs/draft_kinds
-Hardware: 2 CPU cores, about 10 minutes. Numbers: docs/results/speculation_models.md
+Hardware: 2 CPU cores, about 10 minutes. Numbers: docs/results/speculation_targets.md
 
   target -- completions, temperature 1, train and held-out --> answers.npz, heldout.npz
   model  -- trained (trainer.distill)        -->  acceptance by position, tokens per step

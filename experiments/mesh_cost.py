@@ -5,7 +5,7 @@ more than `psum`, whose rounding depends on the number of devices.
 Command: bash launch/local.sh experiments.mesh_cost --workdir=runs/mesh_cost
   in a minute: --groups=1 --repetitions=1 --implementations=native
 Hardware: 2 CPU cores, some minutes. The devices are virtual devices of this CPU and share its
-cores, so no mesh is faster than one device here. Numbers: docs/results/cluster.md
+cores, so no mesh is faster than one device here. Numbers: docs/results/cluster_cost.md
 
 The micro-batch is that of `gradient_cost`, on 1, 2, 4 and 8 devices of the model axis, which take
 turns. The sum of a layer over its slabs, f32[slabs, rows, hidden], is also timed alone: as a tree

@@ -6,7 +6,7 @@ speed-up predicted by Leviathan's model and the "alpha" of an article on "SpecIn
 which knows the cost of drafts and learns their acceptance, drafts with the model, from a text's own
 past (`hybrid_drafter`), or not at all.
 Command: bash launch/local.sh experiments.speculation --workdir=runs/speculation
-Hardware: 2 CPU cores, 2 GiB, under 20 minutes. Numbers: docs/results/speculation_models.md
+Hardware: 2 CPU cores, 2 GiB, under 20 minutes. Numbers: docs/results/speculation_speed.md
 
 A cell is a target, its draft, a task, a batch and a shape of draft: `length` tokens ahead, each
 with `width` - 1 leaf siblings (a comb; width 1 is a chain). In each turn two engines answer the
