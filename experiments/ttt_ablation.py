@@ -2,7 +2,8 @@
 
 Claim: none in advance; the table reports the results, favourable or not.
 Command: bash launch/local.sh experiments.ttt_ablation --workdir=docs/results/ttt
-Hardware: 2 CPU cores, about a minute a cell, 120 cells by default. Numbers: docs/results/ttt_training.md
+Hardware: 2 CPU cores, about a minute a cell, 120 cells by default.
+Numbers: docs/results/ttt_training.md
 
 Every cell is a run of `ttt.discover` of at least 7,680 attempts. With training off the objective
 has no effect, so each kind of reuse has one such cell. A finished cell is one line of cells.jsonl
