@@ -10,6 +10,7 @@ with the trainer's forward under `value_and_grad`, by bit; a process of its own 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import pytest
 DTYPES = ("float32", "bfloat16")
 OF_A_BLOCK = drawn_models.OF_A_MACHINE  # Schedules, which share an engine's programs.
 BLOCKS = 12  # In both dtypes, on one instance and on two.
-ANOTHER_PROCESS, TWIN = ((BLOCKS + place) * OF_A_BLOCK for place in range(2))
+ANOTHER_PROCESS, TWIN, DAILY = ((BLOCKS + place) * OF_A_BLOCK for place in range(3))
 EVENTS = (
   "chunks",
   "preempted",
@@ -46,6 +47,17 @@ def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, t
   assert events["cases"] == OF_A_BLOCK
   of_two = ("several instances", "pages migrated") if block % 2 else ()
   tell_events(f"block {block}", events, EVENTS + of_two)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_schedule_changes_no_bit_of_a_pretrained_model(dtype, smollm2, seed, tell_events):
+  case = drawn_models.draw_of(drawn_models.pretrained(str(smollm2), dtype), seed, DAILY)
+  # Few requests, with drafts from their group's texts; pages leave for the host and the disk.
+  case = dataclasses.replace(case, groups=1, group_size=2, right=0.8, suffix_paths=1)
+  events = collections.Counter()
+  model_cases.run_case(case, events)
+  tell_events("one schedule", events, ("chunks", "drafted tokens", "comparisons", "micro-batches"))
 
 
 @pytest.mark.long

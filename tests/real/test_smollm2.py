@@ -43,7 +43,9 @@ def test_eight_greedy_answers_are_those_of_transformers(engine: Engine):
       Request(
         request_id=row["question"],
         prompt=tuple(row["prompt"]),
-        sampling=SamplingParams(temperature=0.0, max_tokens=row["max_tokens"]),
+        sampling=SamplingParams(
+          temperature=0.0, max_tokens=row["max_tokens"], stop_token_ids=engine.tokenizer.eos_ids
+        ),
       )
       for row in rows
     ]
