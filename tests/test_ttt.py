@@ -424,7 +424,7 @@ def test_what_was_done_before_a_worker_died_is_saved(tmp_path):
   problem = tmp_path / "mortal.py"
   problem.write_text(MORTAL)
   config = dict(problem=str(problem), tiny=NO_WARM_START, checkpoint_every=10)
-  with pytest.raises(edits.WorkerDied, match="--resume goes on after the last whole step"):
+  with pytest.raises(edits.WorkerDied, match="--resume continues after the last complete step"):
     discover(tmp_path / "run", loading.load(str(problem)), num_workers=1, **config)
   # Two steps of sixteen attempts; in the third it died.
   assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0, 2)
@@ -963,11 +963,20 @@ def test_signs_there_and_back():
   ("changes", "message"),
   [
     (dict(hidden_size=60), "TinyConfig: got hidden_size=60, num_heads=8, num_layers=2, expected h"),
-    (dict(num_heads=4), "TinyConfig: got hidden_size=64, num_heads=4, .* expected heads in eights"),
-    (dict(num_heads=0), "TinyConfig: got hidden_size=64, num_heads=0, .* expected heads in eights"),
-    (dict(num_layers=0), "num_layers=0, expected heads .* and a layer; 64, 8 and 2 are usual"),
+    (
+      dict(num_heads=4),
+      "TinyConfig: got hidden_size=64, num_heads=4, .* expected num_heads to be a multiple",
+    ),
+    (
+      dict(num_heads=0),
+      "TinyConfig: got hidden_size=64, num_heads=0, .* expected num_heads to be a multiple",
+    ),
+    (
+      dict(num_layers=0),
+      "num_layers=0, expected num_heads .* and at least one layer; 64, 8 and 2 are usual",
+    ),
     (dict(warm_sentences=-1), "TinyConfig: got warm_sentences=-1, warm_passes=2, expected at le"),
-    (dict(warm_passes=-1), "warm_passes=-1, expected at least 0; 0 begins with random weights"),
+    (dict(warm_passes=-1), "warm_passes=-1, expected at least 0; 0 starts from random weights"),
   ],
 )
 def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
@@ -1005,7 +1014,7 @@ def test_an_objective_that_cannot_be_is_refused(changes, message):
     (dict(checkpoint_every=0), "DiscoverConfig.checkpoint_every: got 0, expected at least 1"),
     (
       dict(groups_per_step=2, search=puct.SearchConfig(islands=3)),
-      "got search.islands=3 and groups_per_step=2, expected a group for each island; raise groups",
+      "got search.islands=3 and groups_per_step=2, expected at least one group per island; raise",
     ),
     (dict(temperature=0.0), r"temperature: got 0.0, expected 0.0001 <= .* \(attempts of a gr"),
     (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected a finite"),
@@ -1017,14 +1026,14 @@ def test_a_run_that_cannot_be_is_refused(changes, message):
 
 
 def test_a_problem_without_a_language_is_refused_before_any_file(tmp_path):
-  with pytest.raises(ValueError, match="digits: got a problem without a language of edits, expect"):
+  with pytest.raises(ValueError, match="digits: got a problem without an edit language, expect"):
     discover(tmp_path / "run", tiny_problem.Row(language=None))
   assert not (tmp_path / "run").exists()
 
 
 def test_an_invalid_start_is_refused_before_any_file(tmp_path):
   expected = (
-    r"digits: got an invalid start \(got the digit 6, expected 0 to 5\), expected a valid one; mend"
+    r"digits: got an invalid start \(got the digit 6, expected 0 to 5\), expected a valid one; fix"
     " its `start`, and try --check_problem"
   )
   with pytest.raises(ValueError, match=expected):
@@ -1045,7 +1054,9 @@ def test_a_negative_number_of_workers_is_refused_before_any_file(tmp_path):
 
 
 def test_programs_of_another_config_are_refused(tmp_path):
-  with pytest.raises(ValueError, match="discover.programs: got programs of another config or mode"):
+  with pytest.raises(
+    ValueError, match="discover.programs: got programs for a different config or model"
+  ):
     discover(tmp_path / "run", optimizer=step_lib.OptimizerConfig(learning_rate=0.02))
   assert not (tmp_path / "run").exists()
 
@@ -1165,7 +1176,11 @@ def test_the_best_of_another_run_is_refused_and_kept(whole, tmp_path):
 
 
 def test_a_verdict_that_is_taken_back_is_refused_and_writes_no_best(tmp_path):
-  with pytest.raises(ValueError, match=r"got an artefact that was valid and now is not \(no more"):
+  with pytest.raises(
+    ValueError,
+    match=r"got an artefact that was valid before and is not now \(no"
+    r" more",
+  ):
     discover(tmp_path / "run", Fickle(), tiny=NO_WARM_START)
   assert not (tmp_path / "run" / "best.json").exists()
 
@@ -1192,11 +1207,11 @@ def test_another_text_of_the_problem_is_refused_or_recorded(tmp_path):
 def test_a_defect_of_the_language_is_said_once_and_the_run_goes_on(tmp_path):
   heard = []
   environment = tiny_problem.Row(language=tiny_problem.Digits(stop_at=3, stop=lambda: 1 / 0))
-  found = discover(
-    tmp_path / "run", environment, num_steps=2, tiny=NO_WARM_START, say=heard.append
-  )
-  assert heard[-1] == "step 1: 1 sentences failed, the first: apply raised ZeroDivisionError: " \
+  found = discover(tmp_path / "run", environment, num_steps=2, tiny=NO_WARM_START, say=heard.append)
+  assert (
+    heard[-1] == "step 1: 1 sentences failed, the first: apply raised ZeroDivisionError: "
     "division by zero"
+  )
   assert found.summary["attempts"] == 2 * PER_STEP
 
 

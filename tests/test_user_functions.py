@@ -346,7 +346,7 @@ def test_what_cannot_be_copied_is_no_artefact():
   within: list[Any] = []
   within.append(within)
   score = environment_lib.verified(tiny_problem.Row(), within)
-  assert not score.is_valid and "got what cannot be copied (RecursionError)" in score.reason
+  assert not score.is_valid and "got data that cannot be copied (RecursionError)" in score.reason
 
 
 @pytest.mark.thorough  # Every day, tests/run/test_hidden_inputs.py has such a function too.

@@ -69,7 +69,7 @@ class Child:
       if not -MAX_VALUE <= number <= MAX_VALUE:
         raise ValueError(
           f"Child.{field}: got {number}, expected a finite number up to {MAX_VALUE} in size; leave"
-          " what is invalid out of the children, an expansion counts without any too."
+          " invalid attempts out of the children; an expansion without children counts, too."
         )
 
 
@@ -156,7 +156,7 @@ def start(
   """
   if not seeds:
     raise ValueError(
-      "archive.start: got no seeds, expected at least one; call Environment.start once a group."
+      "archive.start: got no seeds, expected at least one; call Environment.start once per group."
     )
   if keep_children < 1:
     raise ValueError(
@@ -204,7 +204,7 @@ def record_step(
     if parent_id not in living or parent_id >= archive.next_id:
       raise ValueError(
         f"archive.record_step: got parent {parent_id}, expected the id of one of the"
-        f" {len(archive.states)} living states; expand what `puct.select` returned for this very"
+        f" {len(archive.states)} living states; expand what `puct.select` returned for this"
         " archive."
       )
     for state_id in _upwards(records, parent_id):
@@ -296,7 +296,8 @@ def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:
   """
   if root not in archive.roots:
     raise ValueError(
-      f"archive.replant: got root {root}, expected one of {archive.roots}; close a tree that grows."
+      f"archive.replant: got root {root}, expected one of {archive.roots}; close the tree of one of"
+      " them."
     )
   planted = _admit(seed, archive.next_id, None, step=step)
   return dataclasses.replace(
@@ -415,21 +416,21 @@ def _flaw(archive: Archive) -> str:
     if not all(-MAX_VALUE <= number <= MAX_VALUE for number in numbers):
       return f"state {state.state_id} has value, reward and best_child {numbers}"
     if state.parent is not None and state.parent not in known:
-      return f"state {state.state_id} has parent {state.parent}, which is not there"
+      return f"state {state.state_id} has parent {state.parent}, which does not exist"
     if state.state_id in known:
-      return f"state {state.state_id} is there twice"
+      return f"state {state.state_id} occurs twice"
     known.add(state.state_id)
   if not {*archive.roots} <= {state.state_id for state in seeds(archive)}:
     return f"roots {archive.roots} are not all living seeds"
   if max(known, default=0) >= archive.next_id:
-    return f"next_id {archive.next_id} was given already"
+    return f"next_id {archive.next_id} is already in use"
   return ""
 
 
 def _damaged(flaw: str) -> str:
   return (
-    f"archive.from_json: got a damaged archive ({flaw}), expected what to_json wrote; resume from"
-    " another checkpoint."
+    f"archive.from_json: got a damaged archive ({flaw}), expected the output of to_json; resume"
+    " from another checkpoint."
   )
 
 

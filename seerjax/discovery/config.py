@@ -57,13 +57,13 @@ class TinyConfig:
     ):
       raise ValueError(
         f"TinyConfig: got hidden_size={self.hidden_size}, num_heads={self.num_heads},"
-        f" num_layers={self.num_layers}, expected heads in eights that divide the features, and a"
-        " layer; 64, 8 and 2 are usual."
+        f" num_layers={self.num_layers}, expected num_heads to be a multiple of 8 that divides"
+        " hidden_size, and at least one layer; 64, 8 and 2 are usual."
       )
     if self.warm_sentences < 0 or self.warm_passes < 0:
       raise ValueError(
         f"TinyConfig: got warm_sentences={self.warm_sentences}, warm_passes={self.warm_passes},"
-        " expected at least 0; 0 begins with random weights."
+        " expected at least 0; 0 starts from random weights."
       )
 
 
@@ -182,7 +182,7 @@ class DiscoverConfig:
     if self.num_instances > parallel.MAX_INSTANCES:
       raise ValueError(
         f"DiscoverConfig.num_instances: got {self.num_instances}, expected at most"
-        f" {parallel.MAX_INSTANCES} (one a device); lower it."
+        f" {parallel.MAX_INSTANCES} (one per device); lower it."
       )
     if self.seed >= 2**63:
       raise ValueError(
@@ -195,8 +195,9 @@ class DiscoverConfig:
       )
     if self.search.islands > self.groups_per_step:
       raise ValueError(
-        f"DiscoverConfig: got search.islands={self.search.islands} and groups_per_step="
-        f"{self.groups_per_step}, expected a group for each island; raise groups_per_step."
+        f"DiscoverConfig: got search.islands={self.search.islands} and"
+        f" groups_per_step={self.groups_per_step}, expected at least one group per island; raise"
+        " groups_per_step."
       )
     if not types.is_temperature(self.temperature):
       raise ValueError(
@@ -210,9 +211,7 @@ class DiscoverConfig:
     optimizer = self.optimizer
     if self.model == "tiny":
       max_tokens = len(environment_lib.language_of(environment).allowed)
-      optimizer = dataclasses.replace(
-        optimizer, learning_rate=optimizer.learning_rate or TINY_RATE
-      )
+      optimizer = dataclasses.replace(optimizer, learning_rate=optimizer.learning_rate or TINY_RATE)
     return RunConfig(
       seed=self.seed,
       num_steps=self.num_steps,

@@ -48,7 +48,7 @@ class EditPolicy:
       raise ValueError(
         f"EditLanguage: got a prompt of {num} ids and sentences of {len(self._language.allowed)},"
         f" expected a prompt of at most {self._max_prompt} within the context; raise"
-        " --config.engine.max_context, or have the language's prompt say less."
+        " --config.engine.max_context, or shorten the language's prompt."
       )
 
   def ask(

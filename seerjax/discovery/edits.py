@@ -102,7 +102,7 @@ class Judge:
     """
     if environment.language is None:
       raise ValueError(
-        f"{environment.name}: got a problem without a language of edits, expected one; give it"
+        f"{environment.name}: got a problem without an edit language, expected one; define"
         " LANGUAGE, or choose a model that writes programs with --config.model."
       )
     if num_workers < 0:
@@ -112,7 +112,7 @@ class Judge:
     if num_workers > 1 and isinstance(environment, environment_lib.Timed):
       raise ValueError(
         f"Judge: got num_workers={num_workers} for {environment.name}, which is timed, expected at"
-        " most 1: side by side they slow each other down; set --config.num_workers=1."
+        " most 1, since parallel workers slow each other down; set --config.num_workers=1."
       )
     self._environment = environment
     self._pool = None
@@ -148,8 +148,8 @@ class Judge:
     except concurrent.futures.process.BrokenProcessPool:
       raise WorkerDied(
         f"Judge: got a worker process of {self._environment.name} that died, expected its verdicts;"
-        " was memory short, or does the problem end its process (os._exit, a crash in C)? With"
-        " --config.num_workers=0 it can be seen; --resume goes on after the last whole step."
+        " check for a lack of memory, os._exit or a crash in C: --config.num_workers=0 shows it,"
+        " and --resume continues after the last complete step."
       ) from None
     return found
 

@@ -76,7 +76,7 @@ class Score:
     if self.is_valid and not (abs(self.value) <= MAX_VALUE and 0 < self.reward <= MAX_VALUE):
       raise ValueError(
         f"Score: got value={self.value}, reward={self.reward} of a valid artefact, expected a"
-        f" finite value and a positive reward, up to {MAX_VALUE} in size; mend the verifier, or"
+        f" finite value and a positive reward, up to {MAX_VALUE} in size; fix the verifier, or"
         " return `invalid(reason)`."
       )
     if not self.is_valid and (not math.isnan(self.value) or self.reward or not self.reason):
@@ -227,7 +227,9 @@ def verified(environment: Environment, artefact: Artefact) -> Score:
   try:
     own = types.copied(artefact)
   except Exception as error:  # A list that contains itself, or an object that cannot be copied.
-    return invalid(f"artefact: got what cannot be copied ({type(error).__name__}), expected JSON")
+    return invalid(
+      f"artefact: got data that cannot be copied ({type(error).__name__}), expected JSON"
+    )
   return environment.verify(own)
 
 
@@ -312,7 +314,7 @@ def language_of(environment: Environment) -> EditLanguage:
   """
   if environment.language is None:
     raise ValueError(
-      f"{environment.name}: got a problem without a language of edits, expected one; give it"
-      " LANGUAGE, or choose a model that writes programs with --config.model."
+      f"{environment.name}: got a problem without an edit language, expected one; define LANGUAGE,"
+      " or choose a model that writes programs with --config.model."
     )
   return environment.language

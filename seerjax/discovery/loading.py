@@ -46,7 +46,7 @@ def load(name: str, **arguments: Any) -> Environment:
     except (Exception, SystemExit) as error:
       raise ValueError(
         f"problem: got {problem_file.named(error)} from {attribute}({', '.join(numbers)}), expected"
-        " a problem; mend it, or correct --config.problem."
+        " a problem; fix it, or correct --config.problem."
       ) from error
   if not isinstance(found, Environment):
     missing = [member for member in MEMBERS if not hasattr(found, member)]
@@ -74,6 +74,6 @@ def check_name(name: str) -> None:
     )
   if len(parts) == 3 and not (parts[2].isascii() and parts[2].isdecimal()):
     raise ValueError(
-      f"problem: got {name!r}, expected a number behind the second colon; leave it away, or write"
+      f"problem: got {name!r}, expected a number after the second colon; leave it out, or write"
       f" {parts[0]}:{parts[1]}:26."
     )

@@ -83,7 +83,7 @@ def check_apart(
         Finding(
           "error",
           f"{stage}: got a process that ended with status {process.exitcode}, expected every"
-          " function to return; leave os._exit out, and look for a crash in C.",
+          " function to return; remove os._exit, and look for a crash in C.",
         )
       ]
     finally:
@@ -93,8 +93,8 @@ def check_apart(
   return [
     Finding(
       "error",
-      f"{stage}: got no end within {seconds:g} seconds, expected less; look for a loop without end"
-      " there, make the problem faster, or raise --check_seconds.",
+      f"{stage}: did not end within {seconds:g} seconds, expected less time; look for an infinite"
+      " loop, make the problem faster, or raise --check_seconds.",
     )
   ]
 
@@ -146,7 +146,7 @@ def check(
   if defects:
     findings.error(
       f"verify: it failed on {len(defects)} of {len(scored)} artefacts near the starts"
-      f" ({defects[0]}), expected a number or (None, reason); mend it."
+      f" ({defects[0]}), expected a number or (None, reason); fix it."
     )
   valid = [(artefact, score) for artefact, score in scored if score.is_valid]
   begin("description and picture")
@@ -191,7 +191,7 @@ def _check_starts(environment: Environment, seed: int, findings: _Findings) -> l
   for each in seeds:
     artefact, raised = _tried(environment.start, each)
     if raised:
-      findings.error(f"start: start({each}) raised {raised}; expected an artefact, mend it.")
+      findings.error(f"start: start({each}) raised {raised}; expected an artefact, fix it.")
       return starts
     if reason := problem_file.not_plain(artefact):
       findings.error(f"start: start({each}) is not equal to itself after JSON: {reason}.")
@@ -200,26 +200,27 @@ def _check_starts(environment: Environment, seed: int, findings: _Findings) -> l
     again, raised = _tried(environment.start, each)
     if raised or problem_file.not_plain(again) or _text(again) != kept:
       findings.error(
-        f"start: got two different artefacts of start({each}), expected equal ones; draw all that"
-        " is random from np.random.default_rng(seed)."
+        f"start: got two different artefacts of start({each}), expected equal ones; take all random"
+        " numbers from np.random.default_rng(seed)."
       )
     score, raised = _tried(environment.verify, artefact)
     if raised:
-      findings.error(f"verify: it raised {raised} on start({each}); expected a score, mend it.")
+      findings.error(f"verify: it raised {raised} on start({each}); expected a score, fix it.")
       return starts
     if _text(artefact) != kept:
       findings.error(
-        f"verify: it changed start({each}), expected the artefact left as it is; work on a copy."
+        f"verify: it changed start({each}), expected it to leave the artefact unchanged; work on a"
+        " copy."
       )
     elif not score.is_valid:
       findings.error(
-        f"start: start({each}) is invalid ({score.reason}), expected a valid artefact; mend start,"
+        f"start: start({each}) is invalid ({score.reason}), expected a valid artefact; fix start,"
         " verify or reward."
       )
     elif not _is_repeated(environment, score, json.loads(kept)):
       findings.error(
-        f"verify: got two different scores of start({each}), expected equal ones; draw nothing at"
-        " random there, read no clock, and keep nothing from one call to the next."
+        f"verify: got two different scores of start({each}), expected equal ones; use no random"
+        " numbers, no clock, and no state between calls."
       )
     if findings:
       return starts
@@ -235,36 +236,35 @@ def _is_repeated(environment: Environment, score: Score, artefact: Artefact) -> 
   return repr(again) == repr(score)
 
 
-def _check_words(
-  environment: Environment, valid: Sequence[Artefact], findings: _Findings
-) -> None:
+def _check_words(environment: Environment, valid: Sequence[Artefact], findings: _Findings) -> None:
   artefact = valid[0]
   score = environment.verify(artefact)
   text, raised = _tried(environment.describe, artefact, score)
   if raised or not text.strip():
     got = f"raised {raised}" if raised else "returned an empty text"
-    findings.error(f"describe: it {got}; expected the problem as text, mend it.")
+    findings.error(f"describe: it {got}; expected the problem as text, fix it.")
   elif len(text) > MAX_DESCRIPTION:
     findings.warning(
       f"describe: got {len(text)} characters, expected at most {MAX_DESCRIPTION}; shorten the"
-      " artefact in it (a program is given the whole one)."
+      " artefact in it (programs get the whole artefact)."
     )
   else:
     # With an equal score, the texts can differ only because of the artefacts.
     other = next((each for each in valid if _text(each) != _text(artefact)), artefact)
     told, raised = _tried(environment.describe, other, score)
     if raised:
-      findings.error(f"describe: it raised {raised} on {_short(other)}; expected text, mend it.")
+      findings.error(f"describe: it raised {raised} on {_short(other)}; expected text, fix it.")
     elif told == text and other is not artefact:
       findings.warning(
-        "describe: got one text for two different artefacts, expected it to say something of each;"
-        " print the artefact, or what matters of it."
+        "describe: got one text for two different artefacts, expected a text that depends on the"
+        " artefact; print the artefact, or its main parts."
       )
   figure, raised = _tried(environment.picture, artefact)
   if raised or not hasattr(figure, "savefig"):
     got = f"raised {raised}" if raised else f"returned {_short(figure)}"
     findings.warning(
-      f"picture: it {got}; expected a matplotlib.figure.Figure, without which a report has none."
+      f"picture: it {got}; expected a matplotlib.figure.Figure; without it, reports have no"
+      " picture."
     )
 
 
@@ -291,24 +291,24 @@ def _check_hostile(
 
   if accepted:
     findings.error(
-      f"verify: it takes {listed(accepted)} for valid, expected (None, reason); check type, length"
+      f"verify: it accepts {listed(accepted)} as valid, expected (None, reason); check type, length"
       " and range of everything in the artefact, positively (`if not 0 <= x <= 1: return None,"
       " ...`), so that NaN fails too."
     )
   if raising:
     findings.error(
       f"verify: it raised on {listed(raising)}, expected a score; return `invalid(reason)` before"
-      " such data is computed with."
+      " computing with such data."
     )
   if defective:
     findings.error(
       f"verify: it failed on {listed(defective)}, expected (None, reason); check type and length"
-      " first, and compute then."
+      " before computing."
     )
   if gains:
     findings.warning(
-      f"verify: {listed(gains)} gain a thousandfold, expected no easy record; refuse numbers out of"
-      " range if that is no answer."
+      f"verify: {listed(gains)} gain a factor of 1000, expected no easy record; reject numbers out"
+      " of range if they are not valid answers."
     )
 
 
@@ -335,14 +335,15 @@ def _check_language(
   if not is_whole or not allowed or any(not 0 <= low < high <= size for low, high in allowed):
     findings.error(
       f"language: got allowed={allowed}, expected (low, high) with 0 <= low < high <= {size} for"
-      " each place; mend it."
+      " each place; fix it."
     )
     return []
   if stop is not None and not (
     _is_integer(stop) and any(low <= stop < high for low, high in allowed)
   ):
     findings.error(
-      f"language: got stop_token={stop!r}, which no place allows; allow it at one, or make it None."
+      f"language: got stop_token={stop!r}, which no position allows; allow it at one, or make it"
+      " None."
     )
   valid = list(starts)
   scored = []
@@ -359,13 +360,13 @@ def _check_language(
   if 2 * refused > _NUM_SAMPLES:
     findings.warning(
       f"language: apply refused {refused} of {_NUM_SAMPLES} random sentences, expected at most"
-      " half; leave out an edit that cannot be done, instead of refusing the whole sentence."
+      " half; skip an edit that cannot be applied instead of rejecting the whole sentence."
     )
   num_invalid = len(scored) + len(starts) - len(valid)
   if 2 * num_invalid > len(scored):
     findings.warning(
       f"language: {num_invalid} of {len(scored)} random sentences make an invalid artefact,"
-      " expected at most half; have `apply` leave out an edit that breaks a rule."
+      " expected at most half; have `apply` skip an edit that breaks a rule."
     )
   return scored
 
@@ -387,9 +388,9 @@ def _tried_sentence(
     return f"got the prompt {got}, expected a tuple of ids; return tuple(map(int, ids)).", None
   if raised or not prompt or not all(0 <= token < language.vocab_size for token in prompt):
     got = f"prompt raised {raised}" if raised else f"got the prompt {prompt}"
-    return f"{got}, expected at least one id and all below {language.vocab_size}; mend it.", None
+    return f"{got}, expected at least one id and all below {language.vocab_size}; fix it.", None
   if len(prompt) > MAX_PROMPT:
-    return f"got a prompt of {len(prompt)} ids, expected at most {MAX_PROMPT}; say less.", None
+    return f"got a prompt of {len(prompt)} ids, expected at most {MAX_PROMPT}; shorten it.", None
   kept = _text(artefact)
   results = []
   for given in (artefact, json.loads(kept)):
@@ -399,16 +400,16 @@ def _tried_sentence(
       results.append(None)
     except (Exception, SystemExit) as error:
       got = problem_file.named(error)
-      return f"apply raised {got} for {tokens}, expected ValueError alone.", None
+      return f"apply raised {got} for {tokens}, expected no exception but ValueError.", None
   if _text(artefact) != kept:
     return f"apply changed its artefact for {tokens}, expected a new one; copy it first.", None
   for result in results:
     if reason := problem_file.not_plain(result):
-      return f"apply returned no plain data for {tokens}: {reason}.", None
+      return f"apply did not return plain data for {tokens}: {reason}.", None
   if _text(results[0]) != _text(results[1]):
     return (
-      f"got two different artefacts of apply for {tokens}, expected equal ones; draw all that is"
-      " random from np.random.default_rng(seed), and stop tools by counts, not by a clock.",
+      f"got two different artefacts of apply for {tokens}, expected equal ones; take all random"
+      " numbers from np.random.default_rng(seed), and limit tools by counts, not by time.",
       None,
     )
   return "", results[0]
@@ -423,8 +424,8 @@ def _check_rewards(
     if worse.reward > better.reward:
       findings.error(
         f"reward: got {better.reward:.6g} for the value {better.value:.6g} and {worse.reward:.6g}"
-        f" for the worse value {worse.value:.6g}, expected it to rise as the value gets better"
-        f" (is_maximised is {environment.is_maximised}); mend one of the two."
+        f" for the worse value {worse.value:.6g}, expected a higher reward for a better value"
+        f" (is_maximised is {environment.is_maximised}); fix one of the two."
       )
       break
   values = {score.value for score in scores}
@@ -434,19 +435,19 @@ def _check_rewards(
     findings.warning(
       f"verify: got {len(values)} different values of {num_artefacts} different artefacts"
       f" ({', '.join(f'{value:.6g}' for value in sorted(values))}), expected a continuous measure;"
-      " say how near an artefact comes, else nothing shows the way."
+      " score how close an artefact comes, or the search gets no signal."
     )
   elif 2 * len(rewards) < len(values):
     findings.warning(
       f"reward: got {len(rewards)} different rewards of {len(values)} different values, expected as"
-      " many; they drown in rounding: write reward(value) in a fitting unit."
+      " many; rounding hides the differences: use a suitable unit in reward(value)."
     )
   low, high = REWARD_SCALE
   if not low <= max(rewards) <= high:
     size = "tiny" if max(rewards) < low else "huge"
     findings.warning(
-      f"reward: got at most {max(rewards):.3g}, which is {size}, expected {low:g} to {high:g};"
-      " write reward(value) in a fitting unit, such as 1000 / value."
+      f"reward: got at most {max(rewards):.3g}, which is {size}, expected {low:g} to {high:g}; use"
+      " a suitable unit in reward(value), such as 1000 / value."
     )
 
 
@@ -483,7 +484,7 @@ def hostile(artefact: Artefact, draws: random.Random) -> Iterator[tuple[str, Any
     ("{}", {}, (dict,)), ("[None]", [None], ()), ("['1']", ["1"], ()), ("[nan]", [math.nan], ()),
     ("10,000 zeros", [0] * 10_000, (list,)), ("an array of nan", np.full(3, np.nan), ()),
     ("an array of bool", np.ones(3, bool), ()), ("a set", {1}, ()), ("an object", object(), ()),
-    ("a list 10,000 deep", deep, ()), ("a list within itself", loop, ()),
+    ("a list 10,000 deep", deep, ()), ("a list that contains itself", loop, ()),
   ):  # fmt: skip
     yield what, alien, kind in like
   leaves, containers = _places(artefact)

@@ -58,7 +58,8 @@ MAX_NUMBER = 1e300  # Absolute value; sums of a few larger numbers could overflo
 DEFECTS = ("verify raised", "verify returned", "reward raised", "reward returned")
 _NAME = re.compile(r"[A-Za-z0-9_.-]+", re.ASCII)
 _FORMS = (
-  f"a finite number up to {environment.MAX_VALUE} in size, or (None, reason) for what is no answer"
+  f"a finite number up to {environment.MAX_VALUE} in size, or (None, reason) for an invalid"
+  " artefact"
 )
 
 
@@ -87,7 +88,7 @@ class OwnProblem:
     """
     artefact = self.functions["start"](seed)
     if reason := not_plain(artefact):
-      raise ValueError(f"{self.path}: start({seed}) returned no plain data: {reason}.")
+      raise ValueError(f"{self.path}: start({seed}) did not return plain data: {reason}.")
     return artefact
 
   def describe(self, artefact: Artefact, score: Score) -> str:
@@ -160,8 +161,8 @@ def load(path: str | os.PathLike[str]) -> Environment:
   missing = [name for name in REQUIRED if not callable(names.get(name))]
   if missing:
     raise ValueError(
-      f"{path}: got no function {', '.join(missing)}, expected all of {', '.join(REQUIRED)}; write"
-      " it, or begin with a copy of examples/vehicle_routing.py."
+      f"{path}: got no function {', '.join(missing)}, expected all of {', '.join(REQUIRED)}; define"
+      " it, or start from a copy of examples/vehicle_routing.py."
     )
   functions = {name: names[name] for name in (*REQUIRED, "reward") if callable(names.get(name))}
   for name, function in functions.items():
@@ -205,7 +206,7 @@ def not_plain(artefact: Any) -> str:
         return f"{where(place)}: got {got}, expected a number below {MAX_NUMBER} in size"
     elif type(item) in (list, dict):
       if len(place) >= MAX_DEPTH:
-        return f"artefact: got more than {MAX_DEPTH} lists within each other, expected fewer"
+        return f"artefact: got lists nested deeper than {MAX_DEPTH}, expected less"
       count += len(item)
       if count > MAX_ITEMS:
         return f"artefact: got more than {MAX_ITEMS} items, expected fewer"
@@ -241,13 +242,13 @@ def _imported(path: pathlib.Path) -> types.ModuleType:
     del sys.modules[name]
     raise ValueError(
       f"{path}: got a syntax error in line {error.lineno} ({error.msg}), expected Python"
-      f" {sys.version_info.major}.{sys.version_info.minor}; mend that line."
+      f" {sys.version_info.major}.{sys.version_info.minor}; fix that line."
     ) from error
   except (Exception, SystemExit) as error:
     del sys.modules[name]
     raise ValueError(
-      f"{path}: got {named(error)} while importing it, expected a file that can be imported;"
-      f" `python {path}` shows the line, and a module it imports may have to be installed."
+      f"{path}: got {named(error)} while importing it, expected a file that can be imported; run"
+      f" `python {path}` to see the line; a module that it imports may be missing."
     ) from error
   return module
 
@@ -264,14 +265,14 @@ def _check_arguments(
   except TypeError:
     raise ValueError(
       f"{path}: got {name}{signature}, expected {name}({', '.join(expected)}); change its"
-      " arguments, or give further ones a default."
+      " arguments, or give additional ones defaults."
     ) from None
 
 
 def _name(path: pathlib.Path, name: Any) -> str:
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise ValueError(
-      f"{path}: got NAME={name!r}, expected letters, digits and _ . - (files are named by it);"
+      f"{path}: got NAME={name!r}, expected letters, digits and _ . - (file names contain it);"
       " change it."
     )
   return name
@@ -301,9 +302,7 @@ def _published(path: pathlib.Path, published: Any) -> tuple[Published, ...]:
 
 
 def _language(path: pathlib.Path, language: Any) -> EditLanguage | None:
-  if language is None or (
-    isinstance(language, EditLanguage) and not isinstance(language, type)
-  ):
+  if language is None or (isinstance(language, EditLanguage) and not isinstance(language, type)):
     return language
   members = ("vocab_size", "allowed", "stop_token", "prompt", "apply")
   missing = [member for member in members if not hasattr(language, member)]
@@ -333,7 +332,7 @@ def _read(returned: Any) -> tuple[float, str, str]:
     value = returned["value"]
     reason, certificate = returned.get("reason", ""), returned.get("certificate", "")
   if not isinstance(reason, str) or not isinstance(certificate, str):
-    return math.nan, "verify returned a reason or certificate that is no text", ""
+    return math.nan, "verify returned a reason or certificate that is not text", ""
   if reason:
     return math.nan, reason, ""
   number = int | float | Fraction | np.integer | np.floating

@@ -74,8 +74,8 @@ class ProgramPolicy:
     if num + self._reserved > self._max_context:
       raise ValueError(
         f"ProgramConfig: got a context of {self._max_context} tokens, expected at least"
-        f" {num + self._reserved}: {num} of a short question, {self._config.thinking_tokens} to"
-        f" think, {self._config.answer_tokens} to answer, and some to spare; raise"
+        f" {num + self._reserved}: {num} for a short question, {self._config.thinking_tokens} for"
+        f" thinking, {self._config.answer_tokens} for the answer, and a reserve; raise"
         " --config.engine.max_context (if the model has more), or lower"
         " --config.programs.thinking_tokens and --config.programs.answer_tokens."
       )

@@ -102,7 +102,7 @@ def read_program(text: str) -> str:
     line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
     what = error.msg if isinstance(error, SyntaxError) else type(error).__name__
     raise ValueError(
-      f"got a program that is no Python ({what}{line}), expected Python; mend it."
+      f"got a program that is no Python ({what}{line}), expected Python; fix it."
     ) from None
   functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
   found = [function for function in functions if function.name == FUNCTION]
@@ -155,8 +155,7 @@ def attempt(
   if not 0 < seconds < limits.wall_seconds:
     raise ValueError(
       f"programs.attempt: got seconds={seconds}, expected 0 < seconds < limits.wall_seconds ="
-      f" {limits.wall_seconds}; a program needs a little longer than it is told, to start and to"
-      " hand over its result."
+      f" {limits.wall_seconds}; a program needs extra time to start and to return its result."
     )
   try:
     source = read_program(text)

@@ -83,8 +83,8 @@ class SearchConfig:
     ):
       raise ValueError(
         f"SearchConfig: got islands={self.islands}, patience={self.patience} with"
-        f" reuse={self.reuse!r}, expected at least 1 and 0, and these but for 'puct': other ways to"
-        " reuse have one archive, which is never begun anew; set --config.search.islands=1 and"
+        f" reuse={self.reuse!r}, expected at least 1 and 0, and exactly 1 and 0 unless reuse is"
+        " 'puct', since only 'puct' has islands and restarts; set --config.search.islands=1 and"
         " --config.search.patience=0."
       )
     if not 0 <= self.c < math.inf:
@@ -165,8 +165,8 @@ def by_score(archive: Archive, num: int, config: SearchConfig, seed: int) -> tup
   del seed
   if config.islands > num:
     raise ValueError(
-      f"SearchConfig.islands: got {config.islands} for {num} groups, expected at most one a group;"
-      " lower it, or raise groups_per_step."
+      f"SearchConfig.islands: got {config.islands} for {num} groups, expected at most one per"
+      " group; lower it, or raise groups_per_step."
     )
   above = archives.ancestors(archive)
   taken = [0] * num

@@ -82,8 +82,8 @@ def write_best(
       return
   elif not score.is_valid:
     raise ValueError(
-      f"{environment.name}: got an artefact that was valid and now is not ({score.reason}),"
-      " expected one verdict; have verify draw nothing and read no clock, or try --check_problem."
+      f"{environment.name}: got an artefact that was valid before and is not now ({score.reason}),"
+      " expected the same verdict; make verify deterministic, or try --check_problem."
     )
   lineage = [
     # Steps count from 1, as in metrics.jsonl; the start has step 0.
@@ -129,6 +129,5 @@ def read_best(directory: pathlib.Path) -> dict[str, Any]:
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"{path}: got a damaged file ({type(error).__name__}: {error}), expected the best artefact as"
-      " it was written; take it from a copy, or remove it: the best of the checkpoint is written"
-      " again on --resume."
+      " written; restore a copy, or remove it: --resume writes the checkpoint's best again."
     ) from error

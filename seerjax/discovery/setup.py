@@ -108,8 +108,8 @@ def set_up(
     programs = programs_lib.make_programs(run_config, policy.model)
   elif programs.made_for != programs_lib.key_of(run_config, policy.model):
     raise ValueError(
-      "discover.programs: got programs of another config or model, expected make_programs of these;"
-      " share them only between runs of one shape."
+      "discover.programs: got programs for a different config or model, expected the result of"
+      " make_programs for this one; share programs only between runs of one shape."
     )
   # The first weights are kept even without a KL penalty, because the distance to them is logged.
   memory = memory_lib.memory_plan(run_config, policy.model, keeps_base=config.train)
@@ -201,7 +201,7 @@ def writer_of(
   if policy.tokenizer is None:
     raise ValueError(
       f"DiscoverConfig.model: got {config.model!r} and a policy without a tokenizer, expected one;"
-      " pass the model's own."
+      " pass the model's tokenizer."
     )
   tokenizer = policy_lib.chatting(policy.tokenizer, config.chat)
   return ProgramPolicy(environment, group, config.programs, tokenizer, context)

@@ -51,7 +51,7 @@ def seed_of(
   score = environment_lib.verified(environment, artefact)
   if not score.is_valid:
     raise ValueError(
-      f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; mend its"
+      f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; fix its"
       " `start`, and try --check_problem."
     )
   return archive_lib.Child(

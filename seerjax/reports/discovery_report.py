@@ -45,7 +45,7 @@ MAX_TITLE_TEXT = 400  # Characters of a node's tooltip.
 BEST_CHART = Chart(
   title="Best so far",
   names=("search/best",),
-  note="of all attempts up to here, in the problem's unit",
+  note="over all attempts so far, in the problem's unit",
   digits=VALUE_DIGITS,
   is_smoothed=False,
 )
@@ -53,7 +53,7 @@ SEARCH_CHARTS = (
   Chart(
     title="Value of attempts",
     names=("search/value_p10", "search/value_median", "search/value_p90"),
-    note="of the step's valid attempts, in the problem's unit",
+    note="over the step's valid attempts, in the problem's unit",
     labels=("10 %", "median", "90 %"),
     digits=6,
   ),
@@ -63,36 +63,36 @@ SEARCH_CHARTS = (
     note="share of the step's attempts",
     is_percent=True,
   ),
-  Chart(title="Archive", names=("search/archive_size",), note="states that live, starts included"),
+  Chart(title="Archive", names=("search/archive_size",), note="living states, including starts"),
   Chart(
     title="Seed trees alive",
     names=("search/seed_trees_alive",),
-    note="starts with living descendants; at 1 all of the search is one family",
+    note="starts with living descendants; at 1, all states have one ancestor",
   ),
-  Chart(title="Tokens", names=("search/tokens",), note="sampled since the beginning"),
+  Chart(title="Tokens", names=("search/tokens",), note="sampled since the start of the run"),
 )
 LEARNING_CHARTS = (
   Chart(
     title="β",
     names=("objective/beta",),
-    note="tilt of the groups, mean; on rewards divided by their group's range",
+    note="mean tilt of the groups, for rewards divided by their group's range",
     # With a single outstanding attempt in a group beta is unbounded: 1e7 and more.
     is_logarithmic=True,
   ),
   Chart(
     title="Effective samples",
     names=("objective/effective_samples",),
-    note="attempts of a group that count once it is tilted, mean over groups",
+    note="effective number of attempts in a tilted group, mean over groups",
   ),
   Chart(
     title="Divergence",
     names=("objective/divergence",),
-    note="nats between the tilted and the even group, mean over groups",
+    note="nats between the tilted and the uniform group, mean over groups",
   ),
   Chart(
     title="KL to the base",
     names=("objective/kl_to_base",),
-    note="nats per token, of the weights that sampled to the first ones",
+    note="nats per token, from the sampling weights to the initial ones",
   ),
   Chart(title="Entropy", names=("train/entropy",), note="nats per token"),
   Chart(title="Gradient norm", names=("train/grad_norm",), note="global, before clipping"),
@@ -102,7 +102,7 @@ LEARNING_CHARTS = (
 REWARD_CHART = Chart(
   title="Rewards of attempts",
   names=(*(f"search/reward_p{p}" for p in (0, 10, 25, 50, 75, 90, 100)), "search/reward_mean"),
-  note="bands: half, four fifths and all of the step's attempts; 0 of those that are not valid",
+  note="bands: 50 %, 80 % and 100 % of the step's attempts; invalid attempts count as 0",
 )
 
 
@@ -190,7 +190,7 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
   if not path.is_file():
     raise ValueError(
       f"discovery report: got {run_dir} without {BEST}, expected the directory of"
-      " experiments.ttt_discover; pass its --workdir (other runs are drawn by python -m"
+      " experiments.ttt_discover; pass its --workdir (for other runs, use python -m"
       " seerjax.reports.run_report)."
     )
   best = run_directory.read_json(path)
@@ -221,13 +221,12 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(
       f"discovery report: got a damaged {path} ({type(error).__name__}: {error}), expected the"
-      f" fields {', '.join(BEST_FIELDS)} as ttt.discover writes them; take it from a copy, or run"
-      " again."
+      f" fields {', '.join(BEST_FIELDS)} as ttt.discover writes them; restore a copy, or run again."
     ) from error
   if best["problem"] != environment.name:
     raise ValueError(
       f"discovery report: got the problem {environment.name!r} for a run of {best['problem']!r},"
-      " expected the same; load the problem that config.json names."
+      " expected the same problem; load the one that config.json names."
     )
   written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
   return Found(
@@ -276,9 +275,7 @@ def headline(found: Found) -> str:
     tiles.append((page.number(whole), "CPU seconds", note))
   if "contract/max_abs_logprob_gap" in run.curves:
     gap = float(np.max(run.curves["contract/max_abs_logprob_gap"][1]))
-    tiles.append(
-      (page.number(gap), "log-probability gap", "nats, engine to trainer, at most")
-    )
+    tiles.append((page.number(gap), "log-probability gap", "nats, engine to trainer, at most"))
   return page.header(f"discovery · {run.name}", found.environment.name, tiles)
 
 
@@ -307,11 +304,11 @@ def artefact_section(found: Found, picture: str) -> str:
   certificate = (
     f"The value is certified: {found.certificate}."
     if found.certificate
-    else "The value is as the problem computes it, without a certificate."
+    else "The value is computed by the problem, without a certificate."
   )
   return (
     f'<h2>The best artefact</h2><div class="grid2"><figure>{picture}'
-    f'<p class="note">{page.escape(certificate)} All of it is in {BEST}.</p></figure>'
+    f'<p class="note">{page.escape(certificate)} The complete artefact is in {BEST}.</p></figure>'
     f"{_published(found)}</div>"
   )
 
@@ -345,14 +342,15 @@ def _published(found: Found) -> str:
   claim = (
     f"This run is better than {beaten} of {len(comparable)} published values."
     if comparable
-    else "They are of other inputs, so that this run beats none of them."
+    else "They are for other inputs, so this run is not compared with them."
   )
   return (
     f"<figure><figcaption><h3>Published values, {_direction(found)}</h3></figcaption>"
     '<div class="scroll"><table class="ranks"><tr><th>value</th><th>who</th><th>when</th>'
     f'<th>where</th><th>this run is</th></tr>{text}</table></div><p class="note">{claim}'
-    " They are as printed at their sources: a difference"
-    " below their last digit says nothing, and later ones may exist.</p></figure>"
+    " Values are as printed in their"
+    " sources: a difference below the last digit is not significant, and newer values may"
+    " exist.</p></figure>"
   )
 
 
@@ -362,7 +360,7 @@ def _cells(*texts: str) -> str:
 
 def _comparison(found: Found, other: float) -> str:
   if math.isnan(other):
-    return "better: nothing valid there"
+    return "better: no valid result there"
   gain = found.gain(other)
   if not gain:
     return "equal"
@@ -388,10 +386,10 @@ def baselines_section(found: Found) -> str:
     for name, value in values.items()
   )
   return (
-    "<h2>Others, at equal CPU time</h2>"
-    f'<p class="lead">Each had {page.escape(budget)}, like this run.'
-    ' One seed each.</p><figure><div class="scroll"><table class="ranks"><tr><th>method</th>'
-    f"<th>best value</th><th>this run is</th></tr>{rows}</table></div></figure>"
+    f'<h2>Baselines at equal CPU time</h2><p class="lead">Each had {page.escape(budget)}, like this'
+    ' run. One seed each.</p><figure><div class="scroll"><table'
+    ' class="ranks"><tr><th>method</th><th>best value</th><th>this run'
+    f" is</th></tr>{rows}</table></div></figure>"
   )
 
 
@@ -404,9 +402,9 @@ def path_section(found: Found) -> str:
     rows += f"<tr>{_cells(*cells)}</tr>"
     before = state.value
   return (
-    f'<h2>The way there</h2><div class="grid2">{charts.line_chart(BEST_CHART, found.run)}'
-    f"{lineage_chart(found)}</div><details><summary>Ancestors of the best, and the tokens that"
-    ' made them</summary><div class="scroll"><table class="ranks"><tr><th>step</th><th>value</th>'
+    f'<h2>Search history</h2><div class="grid2">{charts.line_chart(BEST_CHART, found.run)}'
+    f"{lineage_chart(found)}</div><details><summary>Ancestors of the best, with their tokens"
+    '</summary><div class="scroll"><table class="ranks"><tr><th>step</th><th>value</th>'
     f"<th>change</th><th>tokens</th></tr>{rows}</table></div></details>"
   )
 
@@ -463,8 +461,8 @@ def lineage_chart(found: Found) -> str:
       f"<title>{page.escape(words)}</title></circle>"
     )
   note = (
-    "dots: ancestors of the best, each made from the one before; faint: all else that was kept of"
-    " what grew from its start"
+    "dots: ancestors of the best, each made from the previous one; faint: other kept descendants of"
+    " the same start"
   )
   note += "" if math.isnan(goal) else "; dashed: the best published value"
   return (
@@ -519,7 +517,7 @@ def learning_section(found: Found) -> str:
   """Returns the section on training; one sentence if training was off."""
   if found.run.config.get("train") is False:
     return (
-      '<h2>Learning</h2><p class="lead">Training was off: the weights that began sampled every'
+      '<h2>Learning</h2><p class="lead">Training was off: the initial weights sampled every'
       " attempt.</p>"
     )
   figures = "".join(charts.line_chart(chart, found.run) for chart in LEARNING_CHARTS)
@@ -583,7 +581,7 @@ def artefact_picture(found: Found) -> str:
     return inline_svg(text.getvalue(), "Picture of the best artefact")
   except Exception as error:  # User code may raise anything; the page is written all the same.
     return (
-      '<p class="lead">There is no picture: the problem\'s picture(artefact) raised'
+      '<p class="lead">No picture: the problem\'s picture(artefact) raised'
       f" {page.escape(type(error).__name__)}: {page.escape(error)}</p>"
     )
 
@@ -622,9 +620,7 @@ def inline_svg(text: str, label: str) -> str:
   return xml.tostring(safe, encoding="unicode")
 
 
-def _safe(
-  element: xml.Element, names: Mapping[str, str], unused: dict[str, str]
-) -> xml.Element:
+def _safe(element: xml.Element, names: Mapping[str, str], unused: dict[str, str]) -> xml.Element:
   """Returns a copy with only the known elements and attributes; links become groups."""
   tag = element.tag.removeprefix(SVG)
   made = xml.Element("g" if tag == "a" else tag)

@@ -174,12 +174,12 @@ def html(title: str, transcripts: Sequence[Transcript]) -> str:
   tiles = [
     (page.number(num_tokens), "tokens said", f"{len(transcripts)} answers"),
     (page.number(len(said)), "steps", f"{num_guessed} of them with drafts"),
-    (page.number(1 + num_held / max(num_guessed, 1), 3), "tokens a step", "that had a draft"),
+    (page.number(1 + num_held / max(num_guessed, 1), 3), "tokens per step", "that had a draft"),
   ]
   keys = (
-    '<p class="lead drafts"><span class="held">guessed, and held</span> '
-    '<span class="missed">guessed in vain</span> <span class="own">the target\'s own</span>'
-    " \u00b7 with drafts or without, an answer is the same to the bit</p>"
+    '<p class="lead drafts"><span class="held">drafted and accepted</span> <span'
+    ' class="missed">drafted and rejected</span> <span class="own">sampled by the target</span>'
+    ' \u00b7 with or without drafts, a response is bit-identical</p>'
   )
   head = page.header("drafts", title, tiles)
   return page.html_page(title, [head, keys, *map(section, transcripts)])

@@ -130,16 +130,15 @@ def section(step: int, trace: Trace, num_pages: int) -> str:
     places.setdefault(span.request_id, set()).add(span.instance)
   moved = sum(len(instances) > 1 for instances in places.values())
   facts = (
-    f"step {step}: {trace.num_steps} visits of the engine, {len(places)} requests in"
-    f" {len(trace.spans)} chunks, {moved} of them on more than one instance; {trace.tail_steps()}"
-    f" visits for the last tenth alone; {trace.preemptions} preempted"
+    f"step {step}: {trace.num_steps} engine visits, {len(places)} requests in {len(trace.spans)}"
+    f" chunks, {moved} of them on more than one instance; {trace.tail_steps()} visits for only the"
+    f" last tenth; {trace.preemptions} preempted"
   )
   return (
     f'<h2>Rollout</h2><p class="lead">{facts}.</p><figure>{gantt(trace)}<p class="note">chunks by'
-    " instance and visit (a step of the engine, or several that decode), coloured by group; dark"
-    " edges begin probes; shaded is the tail</p>"
-    f'</figure><figure>{occupancy(trace, num_pages)}<p class="note">pages in use, by'
-    " instance and visit</p></figure>"
+    " instance and visit (one engine step, or several decode steps), coloured by group; dark edges"
+    f" mark probes; the tail is shaded</p></figure><figure>{occupancy(trace, num_pages)}<p"
+    ' class="note">pages in use, by instance and visit</p></figure>'
   )
 
 
@@ -170,9 +169,10 @@ def drafts_section(drafts: Acceptance) -> str:
   by_references = drafts.length_by_references
   return (
     f'<h2>Drafts</h2><p class="lead">{drafts.num_drafted:,} tokens drafted from sibling texts,'
-    f" {drafts.num_accepted:,} of them accepted ({drafts.rate:.0%}); {drafts.length:.2f} tokens a"
-    f' step and request, the bonus included.</p><div class="grid2"><figure>'
-    f'{bars(by_position, 1.0, ".0%")}<p class="note">drafted tokens that held, by position in the'
-    f' draft</p></figure><figure>{bars(by_references, max(by_references.values()), ".2f")}'
-    '<p class="note">tokens a step, by number of sibling texts known</p></figure></div>'
+    f" {drafts.num_accepted:,} of them accepted ({drafts.rate:.0%}); {drafts.length:.2f} tokens per"
+    " step and request, including the bonus token.</p><div"
+    f' class="grid2"><figure>{bars(by_position, 1.0, ".0%")}<p class="note">accepted draft tokens,'
+    " by position in the"
+    f" draft</p></figure><figure>{bars(by_references, max(by_references.values()), '.2f')}<p"
+    ' class="note">tokens per step, by number of known sibling texts</p></figure></div>'
   )

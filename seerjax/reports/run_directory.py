@@ -58,8 +58,8 @@ def load(run_dir: str | os.PathLike) -> Run:
   sources = (metrics.FILE_NAME, "summary.json", "config.json", journal.FILE_NAME)
   if not any((path / name).is_file() for name in sources):
     raise ValueError(
-      f"report: got {path}, which holds none of {', '.join(sources)}, expected the directory of a"
-      " run; pass the one that the experiment printed."
+      f"report: got {path}, which has none of {', '.join(sources)}, expected a run directory; pass"
+      " the one that the experiment printed."
     )
   lines = metrics.read(path / metrics.FILE_NAME) if (path / metrics.FILE_NAME).is_file() else []
   curves: dict[str, tuple[list, list]] = {}
@@ -115,6 +115,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding="utf-8"))
   except ValueError as error:
     raise ValueError(
-      f"report: got {path}, which is not JSON ({error}), expected a JSON object; mend or remove it."
+      f"report: got {path}, which is not JSON ({error}), expected a JSON object; fix or remove it."
     ) from error
   return value if isinstance(value, dict) else {"value": value}

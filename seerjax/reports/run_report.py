@@ -31,7 +31,7 @@ CONTRACT_CHARTS = (
   Chart(
     title="KL, rollout ‖ trainer",
     names=("contract/kl",),
-    note="nats, with the weights that sampled, before the update",
+    note="nats, with the sampling weights, before the update",
     is_contract=True,
   ),
   Chart(
@@ -51,7 +51,7 @@ CHARTS = (
   Chart(
     title="Accuracy",
     names=("rollout/accuracy", "heldout/accuracy"),
-    note="share of right answers",
+    note="share of correct answers",
     labels=("training problems", "held-out"),
     is_percent=True,
   ),
@@ -110,7 +110,7 @@ def headline(run: Run) -> str:
 def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
   """Returns whether a metric is zero at all recorded steps, and a sentence that says so."""
   if points is None or not len(points[1]):
-    return False, f"{what} was not recorded, so nothing is claimed."
+    return False, f"{what} was not recorded, so no claim is made."
   steps, values = points
   wrong = np.flatnonzero(values != 0.0)  # Includes NaN.
   if not len(wrong):
@@ -135,9 +135,9 @@ def contract_section(run: Run) -> str:
   ]
   held = all(ok for ok, _ in verdicts)
   title = (
-    "The trainer saw the same bits that the engine sampled"
+    "The trainer computed the same bits as the engine"
     if held
-    else "Equal bits are not shown for this run"
+    else "Bit equality is not shown for this run"
   )
   sentences = " ".join(sentence for _, sentence in verdicts)
   charts = "".join(line_chart(chart, run) for chart in CONTRACT_CHARTS)
@@ -178,7 +178,7 @@ def charts_of(run: Run) -> tuple[Chart, ...]:
         Chart(
           title=f"Held-out: {of_set}",
           names=names,
-          note="mean reward, and share of right answers",
+          note="mean reward, and share of correct answers",
           labels=("mean reward", "accuracy"),
         )
       )
@@ -252,8 +252,8 @@ def transcripts_section(run: Run) -> str:
     if entries
   )
   return (
-    '<h2>Transcripts</h2><p class="lead">The first member of each of the step\'s first groups;'
-    f' none was chosen by hand.</p><div class="grid2">{columns}</div>'
+    '<h2>Transcripts</h2><p class="lead">The first member of each of the step\'s first groups; none'
+    f' was selected by hand.</p><div class="grid2">{columns}</div>'
   )
 
 

@@ -67,8 +67,8 @@ class CallJournal:
         self._write({"kind": "calls", "format": FORMAT, "settings": settings})
       elif differing := journal.settings_differences(found, settings):
         raise ValueError(
-          f"{self.path}: got another thinker ({'; '.join(differing)}), expected the one that the"
-          " journal began with; restore it, or name another journal."
+          f"{self.path}: got a different thinker ({'; '.join(differing)}), expected the one that"
+          " started the journal; restore it, or use another journal."
         )
     except BaseException:
       self.close()

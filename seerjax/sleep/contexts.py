@@ -147,7 +147,7 @@ def context_id(tokens: Sequence[int], identity: Identity) -> str:
   """
   if not len(tokens):
     raise ValueError(
-      "context_id: got no token, expected one at least; an empty context has nothing to sleep on."
+      "context_id: got no token, expected at least one; an empty context needs no sleep."
     )
   fields = [[int(token) for token in tokens], *dataclasses.astuple(identity)]
   return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
@@ -258,8 +258,8 @@ class Contexts:
     self._check_text(text, f"context {name!r}")
     if not name or not namespace:
       raise ValueError(
-        f"register: got the namespace {namespace!r} and the name {name!r}, expected a character at"
-        " least in both; name them."
+        f"register: got the namespace {namespace!r} and the name {name!r}, expected at least one"
+        " character in each; set both."
       )
     if ttl_steps is not None and ttl_steps < 1:
       raise ValueError(
@@ -268,8 +268,8 @@ class Contexts:
     key, before = (namespace, name), self._contexts.get((namespace, name))
     if before is None and self._num_of(namespace) >= self._max_contexts:
       raise ValueError(
-        f"register: got another context of a namespace that has {self._max_contexts}, expected at"
-        " most so many; forget one, or raise max_contexts."
+        f"register: got a new context for a namespace that has {self._max_contexts}, the limit;"
+        " forget one, or raise max_contexts."
       )
     found = context_id(tokens, self._identity)
     is_same = before is not None and before.text == text and before.context_id == found
@@ -301,7 +301,7 @@ class Contexts:
     if context is None:
       raise ValueError(
         f"contexts: got the name {name!r}, which is unknown in this namespace, expected a"
-        " registered context; register it (again, if its time to live is over)."
+        " registered context; register it (again, if it expired)."
       )
     return context
 
@@ -475,7 +475,7 @@ class Contexts:
       self.counts.damaged += 1
       self.said.append(
         f"{path}: got {len(data)} bytes that do not match their checksum, expected the rewrite of"
-        f" job {job} for {name!r}, version {kept.rewrite.version}; it is dropped, to be slept"
+        f" job {job} for {name!r}, version {kept.rewrite.version}; it is dropped, and its job runs"
         " again."
       )
     return tuple(found)
@@ -556,12 +556,12 @@ class Contexts:
     except UnicodeEncodeError as error:
       raise ValueError(
         f"contexts: got a {what} with a lone surrogate at offset {error.start}, expected characters"
-        " that UTF-8 can hold; replace it."
+        " that UTF-8 can encode; replace it."
       ) from error
     if not text.strip():
       raise ValueError(
-        f"contexts: got an empty {what}, expected at least one character that is no space; leave it"
-        " out."
+        f"contexts: got an empty {what}, expected at least one character that is not a space; leave"
+        " it out."
       )
     if size > MAX_TEXT:
       raise ValueError(
@@ -597,5 +597,5 @@ def _store(path: pathlib.Path, text: str) -> None:
     raise OSError(
       error.errno,
       f"contexts: got '{os.strerror(error.errno)}' writing {len(data)} bytes to {path}, expected"
-      " room for them; free some space and sleep again: every earlier rewrite is still there",
+      " enough disk space; free some and sleep again: earlier rewrites are kept",
     ) from error

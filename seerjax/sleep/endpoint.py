@@ -74,11 +74,11 @@ class EndpointConfig:
     if parts.username or parts.password or parts.query or parts.fragment:
       raise ValueError(
         f"--endpoint: got {_shown_url(self.url)!r} with a user, a query or a fragment, expected"
-        " host and path alone; give the key in an environment variable (key_variable)."
+        " only host and path; put the key in an environment variable (key_variable)."
       )
     if not self.model:
       raise ValueError(
-        "EndpointConfig.model: got '', expected the model's name at the endpoint; ask its"
+        "EndpointConfig.model: got '', expected the model's name at the endpoint; see its"
         " /v1/models."
       )
     if not self.timeout_seconds > 0 or self.max_tries < 1 or not self.pause_seconds >= 0:
@@ -118,7 +118,7 @@ class Endpoint:
       if not self._key or not re.fullmatch(r"[\x21-\x7e]+", self._key):
         raise ValueError(
           f"EndpointConfig.key_variable: got {config.key_variable!r}, which"
-          f" {'holds what no header can' if self._key else 'is not set'}, expected the endpoint's"
+          f" {'does not fit in a header' if self._key else 'is not set'}, expected the endpoint's"
           f" key in it; run: export {config.key_variable}=..."
         )
 
@@ -193,37 +193,37 @@ class Endpoint:
       response = connection.getresponse()
       answer = response.read(MAX_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
-      self._hang(is_late, f"no connection that answers ({type(error).__name__}: {error})")
+      self._hang(is_late, f"no response ({type(error).__name__}: {error})")
     finally:
       timer.cancel()
       connection.close()
     if len(answer) > MAX_BYTES:
       raise NoAnswer(
         f"{self.config.url}: got more than {MAX_BYTES >> 20} MiB, expected one answer; lower"
-        " max_tokens, or look what answers there."
+        " max_tokens, or check which program answers there."
       )
     if is_late.is_set() or response.length:
-      self._hang(is_late, f"{len(answer)} bytes, and {response.length} less than were announced")
+      self._hang(is_late, f"{len(answer)} bytes, and {response.length} fewer than announced")
     if response.status == 200:
       return answer
     words = answer[:300].decode("utf-8", "replace")
     said = f"status {response.status} ({words!r})"
     if response.status in _TRANSIENT or response.status >= 500:
-      self._retry(said, "200", "wait, or ask less at once")
+      self._retry(said, "200", "wait, or send fewer requests at once")
     if 300 <= response.status < 400:
       raise NoAnswer(
-        f"{self.config.url}: got {said}, a redirection, expected an answer from there; name the"
-        " place itself, since a key goes nowhere else."
+        f"{self.config.url}: got {said}, a redirection, expected a direct response; use the final"
+        " URL, since the key is not sent elsewhere."
       )
     raise NoAnswer(
-      f"{self.config.url}: got {said}, expected 200; see its own words, and check model, key and"
-      " the prompt's length."
+      f"{self.config.url}: got {said}, expected 200; see its message, and check model, key and"
+      " prompt length."
     )
 
   def _hang(self, is_late: threading.Event, met: str) -> NoReturn:
     if is_late.is_set():
-      met = f"no whole answer in {self.config.timeout_seconds:g} seconds"
-    self._retry(met, "an answer", "see whether it runs, or raise EndpointConfig.timeout_seconds")
+      met = f"no complete response in {self.config.timeout_seconds:g} seconds"
+    self._retry(met, "an answer", "check that it runs, or raise EndpointConfig.timeout_seconds")
 
   def _checked(self, answer: bytes, max_tokens: int) -> Completed:
     """Parses and validates the body of a response."""
@@ -231,20 +231,20 @@ class Endpoint:
       body = json.loads(answer)
     except (ValueError, RecursionError):
       self._retry(
-        f"what is no JSON ({answer[:100].decode('utf-8', 'replace')!r})", "a chat completion",
-        "look whether a proxy answers in its place",
+        f"invalid JSON ({answer[:100].decode('utf-8', 'replace')!r})", "a chat completion",
+        "check whether a proxy responds instead",
       )  # fmt: skip
     choices = body.get("choices") if isinstance(body, Mapping) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, Mapping) or not isinstance(choice.get("message"), Mapping):
       self._retry(
         f"no choices ({answer[:100].decode('utf-8', 'replace')!r})", "one with a message",
-        "look whether this is a chat endpoint",
+        "check that this is a chat endpoint",
       )  # fmt: skip
     message = choice["message"]
     texts = [message.get(field) or "" for field in ("content", "reasoning_content")]
     if not all(isinstance(text, str) for text in texts):
-      self._retry("content that is no text", "text", "ask for no other modality")
+      self._retry("content that is not text", "text", "request text only")
     usage = body.get("usage")
     usage = usage if isinstance(usage, Mapping) else {}
     num_tokens, num_prompt_tokens = (
@@ -252,14 +252,14 @@ class Endpoint:
     )
     if not _is_count(num_tokens):
       self._retry(
-        "no usage.completion_tokens", "how many tokens were generated",
-        "ask an endpoint that counts them: they are the price",
+        "no usage.completion_tokens", "the number of generated tokens",
+        "use an endpoint that counts them: costs are based on them",
       )  # fmt: skip
     self._check_count(num_tokens, _hidden_tokens(usage), texts, max_tokens)
     reason = choice.get("finish_reason")
     if reason not in _FINISHED:
       self._retry(
-        f"finish_reason={reason!r}", f"one of {_FINISHED}", "see what ended the answer"
+        f"finish_reason={reason!r}", f"one of {_FINISHED}", "check why the response ended"
       )
     return Completed(
       text=re.sub("[\ud800-\udfff]", "\ufffd", texts[0]),
@@ -275,15 +275,15 @@ class Endpoint:
     if num_tokens > max_tokens + 1:
       self._retry(
         f"{num_tokens} tokens", f"at most max_tokens = {max_tokens}",
-        "ask an endpoint that keeps the limit",
+        "use an endpoint that respects the limit",
       )  # fmt: skip
     text = "".join(texts)
     # Every token has at least one byte, except the end token.
     most = (self._count(text) if self._count else len(text.encode("utf-8", "replace"))) + 1
     if num_tokens - num_hidden > most:
       self._retry(
-        f"a text of at most {most} tokens that is said to have {num_tokens - num_hidden}",
-        "as many as it says", "look whether part of the answer is lost",
+        f"a text of at most {most} tokens with a reported count of {num_tokens - num_hidden}",
+        "at most as many", "check whether part of the response is missing",
       )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ class EngineThinker:
     """
     if engine.tokenizer is None:
       raise ValueError(
-        "EngineThinker: got an engine without a tokenizer, expected one that reads and writes text;"
-        " load its model with seerjax.load_model."
+        "EngineThinker: got an engine without a tokenizer, expected one with a tokenizer; load its"
+        " model with seerjax.load_model."
       )
     self._engine = engine
     self._tokenizer = engine.tokenizer

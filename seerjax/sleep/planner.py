@@ -47,7 +47,7 @@ def break_even(
   if not 0 < latency_price < math.inf:
     raise ValueError(
       f"break_even: got latency_price={latency_price}, expected more than 0 and finite; 10 is the"
-      " published price of a token for which a user waits, 1 that of one like any other."
+      " published price of a token while a user waits, 1 that of any other token."
     )
   if not min(sleep_tokens, full_tokens, short_tokens) >= 0:
     raise ValueError(
@@ -187,7 +187,7 @@ class PlannerConfig:
     if not 0 < self.latency_price < math.inf:
       raise ValueError(
         f"PlannerConfig.latency_price: got {self.latency_price}, expected more than 0 and finite;"
-        " 10 is the published price of a token for which a user waits."
+        " 10 is the published price of a token while a user waits."
       )
     if self.num_trials < 1:
       raise ValueError(

@@ -94,18 +94,18 @@ class ProtocolConfig:
       )
 
     if not self.arms or any(arm not in ARMS for arm in self.arms):
-      refuse("arms", f"one at least of {ARMS}", "correct the spelling")
+      refuse("arms", f"at least one of {ARMS}", "correct the spelling")
     if not self.parallel or min(self.parallel) < 1:
-      refuse("parallel", "numbers of rewrites from 1 on", "(1,) is one sleeper alone")
+      refuse("parallel", "numbers of rewrites of at least 1", "(1,) is a single rewrite")
     if not 1 <= self.max_rethinks <= MAX_RETHINKS:
-      refuse("max_rethinks", f"1 to {MAX_RETHINKS}", "1 asks a sleeper once")
+      refuse("max_rethinks", f"1 to {MAX_RETHINKS}", "1 is one call per rewrite")
     for field in ("sleep_tokens", "wake_tokens", "max_samples", "num_at_once"):
       if vars(self)[field] < 1:
         refuse(field, "at least 1", "raise it")
     if any(not 1 <= cut < self.wake_tokens for cut in self.cuts):
       refuse("cuts", f"limits from 1 to below wake_tokens = {self.wake_tokens}", "drop the others")
     if any(place < 0 for place in self.verbosities):
-      refuse("verbosities", "places from 0 on", "() is all of them")
+      refuse("verbosities", "positions of at least 0", "() selects all")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class Item:
     fields.check(self)
     if not self.questions:
       raise ValueError(
-        f"Item {self.context.context_id!r}: got a context without questions, expected one at least;"
+        f"Item {self.context.context_id!r}: got a context without questions, expected at least one;"
         " leave the context out."
       )
     for problem in self.questions:
@@ -188,7 +188,7 @@ class Row:
     if not latency_price > 0:
       raise ValueError(
         f"Row.cost: got latency_price={latency_price}, expected more than 0; 10 is the published"
-        " price of a token for which a user waits."
+        " price of a token while a user waits."
       )
     return latency_price * self.num_tokens + self.num_sleep_tokens / self.num_sharing
 
@@ -240,8 +240,8 @@ def run(
   verbosities = config.verbosities or tuple(range(prompts.num_verbosities))
   if max(verbosities) >= prompts.num_verbosities:
     raise ValueError(
-      f"ProtocolConfig.verbosities: got {config.verbosities}, expected places below"
-      f" {prompts.num_verbosities}, the verbosities of these prompts; drop the others."
+      f"ProtocolConfig.verbosities: got {config.verbosities}, expected positions below"
+      f" {prompts.num_verbosities}, the number of verbosities of these prompts; drop the others."
     )
   return _run(given, prompts, verdict, ask, config, verbosities)
 
@@ -594,6 +594,7 @@ def mean_cost(rows: Sequence[Row], latency_price: float) -> float:
   costs = [row.cost(latency_price) for row in rows if not row.error]
   if not costs:
     raise ValueError(
-      f"mean_cost: got {len(rows)} rows without an answer, expected one with; see their errors."
+      f"mean_cost: got {len(rows)} rows, all without an answer, expected at least one with; see"
+      " their errors."
     )
   return math.fsum(costs) / len(costs)

@@ -220,8 +220,8 @@ class Runner:
     """
     if config.verbosity >= prompts.num_verbosities:
       raise ValueError(
-        f"RunnerConfig.verbosity: got {config.verbosity}, expected a place below"
-        f" {prompts.num_verbosities}, the verbosities of these prompts; lower it."
+        f"RunnerConfig.verbosity: got {config.verbosity}, expected a position below"
+        f" {prompts.num_verbosities}, the number of verbosities of these prompts; lower it."
       )
     self._engine, self._contexts, self._prompts = engine, contexts, prompts
     self._config, self._planner_config = config, planner_config or PlannerConfig()

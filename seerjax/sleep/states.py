@@ -82,15 +82,15 @@ class Progress(NamedTuple):
     if self.state == SKIPPED:
       assert self.decision is not None
       return _why_not(self.decision)
-    ended = f"{self.num_over} of {self.num_jobs} sleepers ended"
+    ended = f"{self.num_over} of {self.num_jobs} rewrites finished"
     if self.state == QUEUED:
-      return f"{ended}; the others wait for room beside other contexts and requests"
+      return f"{ended}; the others are queued behind other contexts and requests"
     counts = (
-      (self.num_running, "in work"),
-      (self.num_read, "with a rewrite that is read"),
-      (self.num_quarantined, "with a false equation, which is not read"),
-      (self.num_empty, "without a rewrite"),
-      (self.num_truncated, "cut at their limit of tokens (--sleep_tokens)"),
+      (self.num_running, "running"),
+      (self.num_read, "in use"),
+      (self.num_quarantined, "not used because of a false equation"),
+      (self.num_empty, "empty"),
+      (self.num_truncated, "cut off at the token limit (--sleep_tokens)"),
     )
     return "; ".join([ended, *(f"{count} {what}" for count, what in counts if count)])
 
@@ -99,9 +99,9 @@ def _why_not(decision: Decision) -> str:
   """Returns the reason why the planner skips a context."""
   if decision.expected is None:
     return (
-      "not worth it: questions are first answered without a rewrite, to see what these answers take"
+      "not worth it: the first questions are answered without a rewrite, to measure their cost"
     )
   to_come = f"{decision.expected_questions:.1f} questions are expected"
   if decision.break_even == math.inf:
-    return f"not worth it: answers from rewrites take no fewer tokens ({to_come})"
-  return f"not worth it: {to_come}, and sleep pays from {decision.break_even:.1f} on"
+    return f"not worth it: answers from rewrites take as many tokens ({to_come})"
+  return f"not worth it: {to_come}, and sleep pays off from {decision.break_even:.1f}"

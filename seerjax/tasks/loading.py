@@ -169,7 +169,7 @@ def imported(name: str, *, caller: str, example: str, expected: str) -> Any:
     raise ValueError(
       f"{caller}: got {name!r}, whose module has a syntax error in line {error.lineno} of"
       f" {error.filename} ({error.msg}), expected Python"
-      f" {sys.version_info.major}.{sys.version_info.minor}; mend that line."
+      f" {sys.version_info.major}.{sys.version_info.minor}; fix that line."
     ) from error
   except (ImportError, ValueError) as error:
     raise ValueError(
@@ -179,7 +179,7 @@ def imported(name: str, *, caller: str, example: str, expected: str) -> Any:
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{caller}: got {name!r}, whose module {module_name!r} raised {type(error).__name__}"
-      f" ({error}) when it was imported, expected one that only defines; mend it, or put what runs"
+      f" ({error}) when it was imported, expected one that only defines; fix it, or put what runs"
       " under if __name__ == '__main__'."
     ) from error
   if attribute not in vars(module):
@@ -205,7 +205,7 @@ def _outside_task(name: str, path: str | os.PathLike[str] | None) -> Task:
     except (Exception, SystemExit) as error:
       raise ValueError(
         f"tasks.load: got {type(error).__name__} ({error}) from {attribute}({arguments}), expected"
-        " a task; mend it, or set --config.task_path to what it reads."
+        " a task; fix it, or set --config.task_path to what it reads."
       ) from error
   elif callable(found) and not hasattr(found, "problem"):
     return _with_prompts(name, path, cast(Reward, found))

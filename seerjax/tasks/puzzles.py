@@ -107,7 +107,7 @@ def _value(formula: str, kinds: Kinds) -> tuple[bool, str]:
 def _refusal(formula: str, kinds: Kinds, what: str) -> str:
   return (
     f"puzzles.value: got {formula!r} with {what}, expected one formula in Polish notation over the"
-    f" letters {''.join(kinds)}, such as '&A!B'; mend it."
+    f" letters {''.join(kinds)}, such as '&A!B'; fix it."
   )
 
 

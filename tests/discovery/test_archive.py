@@ -295,10 +295,10 @@ def test_another_format_is_refused(text):
     ('"value": 2.0', '"value": 1e999', r"state 2 has value, reward and best_child \(inf"),
     ('"value": 2.0', '"value": "2.0"', "Type.*Error"),
     ('"artefact": 2.0', '"artefact": NaN', "got nan, expected JSON"),
-    ('"parent": 0', '"parent": 7', "state 2 has parent 7, which is not there"),
-    ('"state_id": 1', '"state_id": 0', "state 0 is there twice"),
+    ('"parent": 0', '"parent": 7', "state 2 has parent 7, which does not exist"),
+    ('"state_id": 1', '"state_id": 0', "state 0 occurs twice"),
     ('"roots": [0, 1]', '"roots": [0, 2]', r"roots \(0, 2\) are not all living seeds"),
-    ('"next_id": 3', '"next_id": 2', "next_id 2 was given already"),
+    ('"next_id": 3', '"next_id": 2', "next_id 2 is already in use"),
     ('"seed_tree"', '"tree"', "TypeError"),
     ('"tokens"', '"words"', "KeyError"),
     ('"departed": []', '"departed": [0]', "Error"),
@@ -309,7 +309,7 @@ def test_a_damaged_archive_is_refused_with_what_is_wrong(old, new, message):
   text = archive.to_json(archive.record_expansion(seeds(0.0, 1.0), 0, [child(2.0)], step=0))
   assert archive.from_json(text) and old in text
   with pytest.raises(
-    ValueError, match=rf"got a damaged archive \(.*{message}.*\), expected what to_json wrote"
+    ValueError, match=rf"got a damaged archive \(.*{message}.*\), expected the output of to_json"
   ):
     archive.from_json(text.replace(old, new))
 
@@ -348,5 +348,5 @@ def test_replanting_by_hand():
 
 
 def test_what_does_not_grow_cannot_be_replanted():
-  with pytest.raises(ValueError, match=r"replant: got root 7, expected one of \(0, 1\); close a"):
+  with pytest.raises(ValueError, match=r"replant: got root 7, expected one of \(0, 1\); close the"):
     archive.replant(seeds(0.0, 1.0), 7, child(1.0), step=0)

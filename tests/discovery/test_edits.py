@@ -266,7 +266,7 @@ def same(found: list[Attempt], expected: list[Attempt]) -> bool:
 
 def test_a_problem_without_a_language_is_refused():
   expected = (
-    "digits: got a problem without a language of edits, expected one; give it LANGUAGE, or choose a"
+    "digits: got a problem without an edit language, expected one; define LANGUAGE, or choose a"
     " model that writes programs with --config.model"
   )
   with pytest.raises(ValueError, match=expected):
@@ -286,7 +286,9 @@ class TimedRow(tiny_problem.Row):
 
 def test_workers_side_by_side_are_refused_where_attempts_are_timed():
   environment = TimedRow()
-  with pytest.raises(ValueError, match="which is timed, expected at most 1: side by side they"):
+  with pytest.raises(
+    ValueError, match="which is timed, expected at most 1, since parallel workers"
+  ):
     edits.Judge(environment, TimedRow, 2)
   with edits.Judge(environment, TimedRow, 1) as judge:
     assert judge.worker_seconds == 0

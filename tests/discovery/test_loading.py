@@ -95,8 +95,8 @@ def test_a_name_of_another_form_is_refused(name):
 @pytest.mark.parametrize("number", ["-1", "2.5", "x", " 3", "", "٣", "²"])
 def test_what_is_no_number_is_refused(number):
   expected = (
-    f"problem: got 'tiny_problem:Row:{number}', expected a number behind the second colon; leave it"
-    " away, or write tiny_problem:Row:26"
+    f"problem: got 'tiny_problem:Row:{number}', expected a number after the second colon; leave it"
+    " out, or write tiny_problem:Row:26"
   )
   with pytest.raises(ValueError, match=re.escape(expected)):
     loading.load(f"tiny_problem:Row:{number}")
@@ -108,7 +108,7 @@ def test_what_is_no_number_is_refused(number):
     ("Missing", "has no 'Missing', expected a problem; it has"),
     ("NOTHING", r"without \['name', .*'picture'\], expected a problem with name, is_maximised"),
     ("Bare", r"without \['is_maximised', .*'picture'\], expected a problem with name"),
-    ("raises", r"problem: got KeyError: 'no' from raises\(\), expected a problem; mend it"),
+    ("raises", r"problem: got KeyError: 'no' from raises\(\), expected a problem; fix it"),
     ("refuses:4", "^refuses: got 4"),
   ],
 )

@@ -211,7 +211,7 @@ def test_verify_may_return_a_number_in_several_forms(written, returned, value, c
     ("float('inf')", "verify returned inf, expected a finite number"),
     ("10**400", "verify returned inf, expected a finite number"),
     ("-1e301", "verify returned -1e+301, expected a finite number up to 1e+300 in size"),
-    ("(0.3, 3)", "verify returned a reason or certificate that is no text"),
+    ("(0.3, 3)", "verify returned a reason or certificate that is not text"),
     ("{'value': 0.3, 'valid': True}", "verify returned dict, expected a finite number"),
     ("1 / 0", "verify raised ZeroDivisionError: division by zero"),
     ("random.no_such_name", "verify raised AttributeError: module 'random' has no attribute"),
@@ -284,7 +284,7 @@ def test_lists_without_end_are_no_plain_data():
   for _ in range(10_000):
     deep = [deep]
   for endless in (loop, deep):
-    assert problem_file.not_plain(endless).startswith("artefact: got more than 64 lists within")
+    assert problem_file.not_plain(endless).startswith("artefact: got lists nested deeper than 64")
   many = [0] * 1000
   for _ in range(4):
     many = [many] * 30  # 810 million numbers, if anybody walked through them all.
@@ -304,7 +304,9 @@ def test_plain_data_is_equal_to_itself_after_json(artefact):
 
 def test_a_start_that_is_no_plain_data_is_refused(written):
   path = written(("return [draws.uniform(0.1, 0.3) for _ in range(3)]", "return (0.1, 0.1, 0.1)"))
-  with pytest.raises(ValueError, match="start\\(5\\) returned no plain data: artefact: got tuple"):
+  with pytest.raises(
+    ValueError, match="start\\(5\\) did not return plain data: artefact: got tuple"
+  ):
     problem_file.load(path).start(5)
 
 
@@ -337,13 +339,13 @@ VALUE = "return artefact[0] * artefact[1] * artefact[2]"
     # A run's seeds are large.
     ([(START, "return [0.1, 0.2, 0.3 if seed < 100 else 7]")], "error", "is invalid (expected num"),
     ([(VALUE, "return random.random()")], "error", "verify: got two different scores of start(0)"),
-    ([(VALUE, "artefact.sort(); " + VALUE)], "error", "verify: it changed start(0), expected the"),
+    ([(VALUE, "artefact.sort(); " + VALUE)], "error", "verify: it changed start(0), expected it"),
     ([(CHECK, "    pass\n")], "error", "verify: it failed on "),
     ([("type(x) not in (int, float) or ", "")], "error", "verify: it failed on "),
     ([(CHECK, "    pass\n"), ("sum(artefact) <= 1", "True"), (VALUE, "return len(str(artefact))")],
-     "error", "verify: it takes "),
+     "error", "verify: it accepts "),
     ([("<= 1:\n      ", "< 1e308:\n      "), ("sum(artefact) <= 1", "True")],
-     "warning", ") gain a thousandfold, expected no easy record"),
+     "warning", ") gain a factor of 1000, expected no easy record"),
     ([(VALUE, "return float(artefact[0] > 0.2)")], "warning", "verify: got 2 different values of"),
     ([(VALUE, "return 5")], "warning", "verify: got 1 different values of "),
     ([(VALUE, VALUE + " / 1e20")], "warning", "reward: got 1 different rewards of "),
@@ -378,7 +380,7 @@ def test_the_checker_finds_a_reward_that_falls(written):
   # One hostile product underflows.
   assert "reward raised ZeroDivisionError: float division by zero" in findings[0].sentence
   assert findings[1].sentence.startswith("reward: got ")
-  assert "to rise as the value gets better (is_maximised is True)" in findings[1].sentence
+  assert "a higher reward for a better value (is_maximised is True)" in findings[1].sentence
 
 
 @pytest.mark.parametrize(
@@ -388,17 +390,22 @@ def test_the_checker_finds_a_reward_that_falls(written):
     ("vocab_size = 8", "vocab_size = '8'", "error", "got vocab_size='8', expected a multiple of 8"),
     ("(3, 5)", "(3,)", "error", "got allowed=((0, 3), (3,)), expected (low, high) with"),
     ("(3, 5)", "(3.0, 5)", "error", "got allowed=((0, 3), (3.0, 5)), expected (low, high) with"),
-    ("stop_token = None", "stop_token = '3'", "error", "got stop_token='3', which no place allows"),
+    (
+      "stop_token = None",
+      "stop_token = '3'",
+      "error",
+      "got stop_token='3', which no position allows",
+    ),
     ("(3, 5)", "(3, 9)", "error", "got allowed=((0, 3), (3, 9)), expected (low, high) with"),
     ("((0, 3), (3, 5))", "()", "error", "got allowed=(), expected (low, high)"),
-    ("stop_token = None", "stop_token = 7", "error", "got stop_token=7, which no place allows"),
+    ("stop_token = None", "stop_token = 7", "error", "got stop_token=7, which no position allows"),
     ("return tuple(min", "return tuple(3 + min", "warning", ""),
     ("return tuple(min(int(8 * x), 7)", "return tuple(8", "error", "got the prompt (8, 8, 8), exp"),
     ("for x in artefact)", "for x in [])", "error", "got the prompt (), expected at least one id"),
     ("for x in artefact)", "for x in 40 * artefact)", "error", "got a prompt of 120 ids, expected"),
     ("return tuple(min", "return 1 / 0 and (min", "error", "prompt raised ZeroDivisionError: divi"),
     ("= list(artefact)", "= artefact", "error", "apply changed its artefact for ("),
-    ("return changed", "return tuple(changed)", "error", "apply returned no plain data for ("),
+    ("return changed", "return tuple(changed)", "error", "apply did not return plain data for ("),
     ("1.01", "random.random()", "error", "got two different artefacts of apply for ("),
     ("return changed", "return changed[5]", "error", "apply raised IndexError: list index out of"),
     ("return changed", "raise ValueError('no')", "warning", "apply refused 96 of 96 random sent"),
@@ -456,7 +463,7 @@ def test_a_file_that_does_not_load_is_found(written):
     ("import os; os._exit(0)", "starts: got a process that ended with status 0, expected every fu"),
     pytest.param(
       "while True: pass",
-      "starts: got no end within 15 seconds, expected less; look for a loop",
+      "starts: did not end within 15 seconds, expected less time; look for",
       marks=pytest.mark.thorough,
     ),
   ],
@@ -489,7 +496,7 @@ def test_hostile_artefacts_are_many_kinds_at_many_places():
   start = {"rows": [[1, 2], [3, 4]], "name": "x", "on": True, "note": None}
   cases = list(problem_check.hostile(start, random.Random(0)))
   names = [what for what, _, _ in cases]
-  assert {"nan", "1j", "a list within itself", "nan at artefact['rows'][1][0]"} <= set(names)
+  assert {"nan", "1j", "a list that contains itself", "nan at artefact['rows'][1][0]"} <= set(names)
   assert "True at artefact['rows'][0][0]" in names
   assert len(cases) > 150
   # Whatever is not plain data is never allowed to be valid.

@@ -105,7 +105,7 @@ def test_arguments_are_given_by_name(head):
     ("```python\n" + GOOD, "got a block of Python that is not closed, expected ``` at its end"),
     (fenced(GOOD) + "```python\n" + GOOD, "got a block of Python that is not closed"),
     (fenced("#" * 70_000 + "\n"), "got a program of 70001 characters, expected at most 65536"),
-    (fenced("x = (\n"), r"no Python \('\(' was never closed in line 1\), expected Python; mend it"),
+    (fenced("x = (\n"), r"no Python \('\(' was never closed in line 1\), expected Python; fix it"),
     (fenced("x = 1\0\n"), "got a program that is no Python"),
     (fenced("x = '\ud800'\n"), "got a program that is no Python"),
     (fenced("x = " + "-" * 60_000 + "1\n"), "got a program that is no Python"),

@@ -196,7 +196,7 @@ def test_a_file_that_hangs_as_it_is_imported_is_found(tmp_path):
   path = tmp_path / "hangs.py"
   path.write_text("while True:\n  pass\n")
   done = run("--check_problem", "--check_seconds=5", f"--config.problem={path}")
-  assert done.returncode == 2 and "loading: got no end within" in done.stdout, done.stderr
+  assert done.returncode == 2 and "loading: did not end within" in done.stdout, done.stderr
 
 
 @pytest.mark.long

@@ -80,7 +80,7 @@ def test_a_rival_that_nobody_knows_is_refused():
 
 def test_a_problem_without_edits_is_refused_before_anything_runs(tmp_path: pathlib.Path):
   contest = Contest(problems=("apple_machines_programs",))
-  with pytest.raises(ValueError, match="got a problem without a language of edits, expected one"):
+  with pytest.raises(ValueError, match="got a problem without an edit language, expected one"):
     ttt_rivals.run(contest, tmp_path)
 
 

@@ -197,7 +197,7 @@ def test_every_section_is_there(page):
     "The value is certified: 11/4.",
     "Published values, higher is better",
     "This run is better than 1 of 2 published values.",
-    "Others, at equal CPU time",
+    "Baselines at equal CPU time",
     "Each had 180 CPU seconds",
     "tool from random starts",
     "Best so far",
@@ -231,7 +231,7 @@ def test_values_of_other_inputs_are_shown_and_not_beaten(tmp_path):
   make_best(tmp_path)
   others = (OTHERS[0]._replace(is_comparable=False),)
   page = rendered(tmp_path, Stairs(published=others))
-  assert "not comparable" in page and "so that this run beats none of them" in page
+  assert "not comparable" in page and "so this run is not compared with them" in page
   assert "published: " not in page
 
 
@@ -264,7 +264,7 @@ def test_rivals_are_compared_and_one_that_found_nothing_is_told(page):
   assert rows_of(page, "method") == [
     ["classical", "2.875", "worse by 0.125"],
     ["random edits", "1.5", "better by 1.25"],
-    ["tool from random starts", "nothing valid", "better: nothing valid there"],
+    ["tool from random starts", "no valid result", "better: no valid result there"],
   ]
 
 
@@ -366,7 +366,7 @@ def test_what_is_no_svg_is_refused():
 @pytest.mark.parametrize(
   "environment, expected",
   [
-    (Undrawn(), "There is no picture: the problem's picture(artefact) raised RuntimeError: no ink"),
+    (Undrawn(), "No picture: the problem's picture(artefact) raised RuntimeError: no ink"),
     (Misdrawn(), "raised TypeError: got str, expected a matplotlib.figure.Figure"),
   ],
 )
@@ -392,7 +392,7 @@ def test_hostile_text_stays_text(tmp_path):
 def test_a_picture_of_hostile_text_is_drawn_as_shapes(tmp_path):
   make_best(tmp_path, problem=EVIL)
   page = rendered(tmp_path, Stairs(name=EVIL))
-  assert 'aria-label="Picture of the best artefact"' in page and "There is no picture" not in page
+  assert 'aria-label="Picture of the best artefact"' in page and "No picture" not in page
   assert "<script" not in page and "onload" not in page and "onerror=alert(1)&gt;" in page
 
 
@@ -403,7 +403,7 @@ def test_the_first_record_of_a_run_is_enough(tmp_path):
   )
   text = Tags(rendered(tmp_path, Stairs(published=()))).text
   assert "the start itself" in text and "The problem lists no published values." in text
-  assert "The value is as the problem computes it, without a certificate." in text
+  assert "The value is computed by the problem, without a certificate." in text
   assert "1 of 1 states" in text
   assert "Others" not in text and "Search" not in text and "to the bit" not in text
 
@@ -418,7 +418,7 @@ def test_without_training_the_page_says_so_and_claims_nothing(tmp_path):
   make_run(tmp_path, train=False)
   make_summary(tmp_path)
   text = Tags(rendered(tmp_path, Stairs())).text
-  assert "Training was off: the weights that began sampled every attempt." in text
+  assert "Training was off: the initial weights sampled every attempt." in text
   assert "to the bit" not in text and "log-probability gap" not in text and "Entropy" not in text
 
 
@@ -438,7 +438,7 @@ def test_directories_that_are_no_discovery_are_refused(tmp_path):
   with pytest.raises(ValueError, match="got the problem 'other' for a run of 'stairs_3'"):
     discovery_report.render(tmp_path, Stairs(name="other"))
   (tmp_path / "config.json").unlink()
-  with pytest.raises(ValueError, match=r"holds none of metrics.jsonl"):
+  with pytest.raises(ValueError, match=r"has none of metrics.jsonl"):
     discovery_report.render(tmp_path, Stairs())
 
 

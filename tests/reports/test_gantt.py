@@ -45,7 +45,7 @@ def test_memory_is_drawn_for_every_instance():
 
 def test_a_section_says_what_happened_and_escapes_names():
   text = gantt.section(3, TRACE, 10)
-  assert "step 3: 10 visits of the engine, 3 requests in 4 chunks, 1 of them on more than" in text
+  assert "step 3: 10 engine visits, 3 requests in 4 chunks, 1 of them on more than" in text
   assert "<b>" not in re.sub(r"<title>.*?</title>", "", text) and "1/&lt;b&gt;" in text
 
 

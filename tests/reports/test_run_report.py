@@ -141,7 +141,7 @@ def test_every_section_is_there(page):
     "Reward",
     "Accuracy",
     "Response lengths",
-    "5 visits of the engine, 1 requests in 1 chunks",
+    "5 engine visits, 1 requests in 1 chunks",
     "8 tokens drafted from sibling texts, 6 of them accepted (75%); 4.00 tokens a step",
     "Transcripts",
     "<h3>Step 1</h3>",
@@ -179,7 +179,7 @@ def test_a_gap_is_said_with_its_step(tmp_path):
   make_run(tmp_path, gap=1e-7)
   text = Tags(run_report.render(tmp_path).read_text()).text
   assert "is not zero at 1 of 60 recorded steps: at most 1e-07 nats, at step 7." in text
-  assert "Equal bits are not shown" in text and "is exactly 0.0" not in text
+  assert "Bit equality is not shown" in text and "is exactly 0.0" not in text
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
   assert "not finite: 1" in run_report.render(tmp_path).read_text()
   (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0, "contract/kl": 0.0}\n')
   page = run_report.render(tmp_path).read_text()
-  assert "was not recorded, so nothing is claimed" in page and "<b>2</b>" in page
+  assert "was not recorded, so no claim is made" in page and "<b>2</b>" in page
 
 
 @pytest.mark.thorough

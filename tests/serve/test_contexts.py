@@ -181,13 +181,13 @@ def test_a_context_says_what_became_of_its_sleep(tmp_path, caplog):
     assert [value for _, _, value in gauge()] == ["0.0"] * 5
     registered = register(asked)
     assert (registered["state"], registered["state_reason"][:22]) == (
-      "queued", "0 of 2 sleepers ended;",
+      "queued", "0 of 2 rewrites finish",
     )  # fmt: skip
     slept(asked)
     found = asked.get("/v1/contexts/c").json()
     # Six tokens are too few for this model.
     assert found["state"] == "truncated"
-    assert "2 cut at their limit of tokens (--sleep_tokens)" in found["state_reason"]
+    assert "2 cut off at the token limit (--sleep_tokens)" in found["state_reason"]
     assert all(one["is_truncated"] for one in found["rewrites"])
     listed = asked.get("/v1/contexts").json()["data"]
     assert [one["state"] for one in listed] == ["truncated"]

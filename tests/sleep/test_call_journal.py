@@ -99,7 +99,7 @@ def test_other_thinkers_writers_and_files_are_refused(tmp_path: pathlib.Path):
   with CallJournal(path, settings=WHO), second:
     CallJournal(path, settings=WHO)
   with pytest.raises(
-    ValueError, match=r"got another thinker \(model was 'tiny' and is 'huge'\), expected the one"
+    ValueError, match=r"got a different thinker \(model was 'tiny' and is 'huge'\), expected the"
   ):
     CallJournal(path, settings=WHO | {"model": "huge"})
   with pytest.raises(ValueError, match="CallJournal: got settings that are not JSON"):
@@ -130,7 +130,7 @@ def test_a_closed_journal_and_a_full_disk_are_refused(tmp_path: pathlib.Path):
   ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
   try:
-    with pytest.raises(OSError, match="expected room for them; free some space") as found:
+    with pytest.raises(OSError, match="expected enough disk space; free some") as found:
       journal.append(call("more"), SAID)
     assert found.value.errno == errno.EFBIG
   finally:

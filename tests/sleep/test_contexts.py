@@ -320,14 +320,14 @@ def refusals(registry: Contexts):
   yield lambda: registered(registry, "a", name=""), "got the namespace 'mine' and the name '', exp"
   yield lambda: registered(registry, "a", ttl=0), "register: got ttl_steps=0, expected at least 1"
   no_token = lambda: registry.register("mine", "c", "a", [], step=0)
-  yield no_token, "context_id: got no token, expected one at least; an empty context has nothing"
+  yield no_token, "context_id: got no token, expected at least one; an empty context needs"
   good = registered(registry, "a", step=5)
   yield lambda: registered(registry, "a", step=4), "contexts: got step 4, expected at least 5, the"
   blank = lambda: registry.keep("mine", "c", rewrite_of(good, " "), step=5)
-  yield blank, "contexts: got an empty rewrite, expected at least one character that is no space"
+  yield blank, "contexts: got an empty rewrite, expected at least one character that is not a space"
   registered(registry, "a", name="d", step=5)
   third = lambda: registered(registry, "a", name="e", step=5)
-  yield third, "register: got another context of a namespace that has 2, expected at most so many"
+  yield third, "register: got a new context for a namespace that has 2, the limit"
 
 
 def test_bad_input_is_refused(tmp_path: pathlib.Path):
@@ -368,7 +368,7 @@ def test_a_full_disk_is_refused_and_leaves_what_was_there(tmp_path: pathlib.Path
   try:
     with pytest.raises(OSError, match="free some space and resume") as found:
       registry.keep("mine", "c", rewrite_of(context, "small", job=1), step=0)
-    with pytest.raises(OSError, match="expected room for them; free some space and sleep again"):
+    with pytest.raises(OSError, match="expected enough disk space; free some and sleep again"):
       registry.keep("mine", "c", rewrite_of(context, "large" * size, job=1), step=0)
     assert found.value.errno == errno.EFBIG
   finally:

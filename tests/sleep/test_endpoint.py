@@ -145,21 +145,24 @@ def close(handler) -> None:
 
 
 BAD: list[tuple[Any, str]] = [
-  ((500, b"boom"), "got status 500 ('boom'), expected 200; wait, or ask less at once."),
-  ((429, b"slow"), "got status 429 ('slow'), expected 200; wait, or ask less at once."),
-  (b"<html>", "got what is no JSON ('<html>'), expected a chat completion; look whether a proxy"),
-  (b"[" * 100_000, "got what is no JSON ('[[["),
+  ((500, b"boom"), "got status 500 ('boom'), expected 200; wait, or send fewer requests at once."),
+  ((429, b"slow"), "got status 429 ('slow'), expected 200; wait, or send fewer requests at once."),
+  (b"<html>", "got invalid JSON ('<html>'), expected a chat completion; check whether a proxy"),
+  (b"[" * 100_000, "got invalid JSON ('[[["),
   ({"choices": []}, """got no choices ('{"choices": []}'), expected one with a message; look"""),
   ([1], "got no choices ('[1]'), expected one with a message"),
   ({"choices": [{"text": "a completion"}]}, "got no choices ('{"),
-  (said([{"type": "text"}]), "got content that is no text, expected text; ask for no other"),
-  ({**said(), "usage": None}, "got no usage.completion_tokens, expected how many tokens were gen"),
-  (said(tokens=True), "got no usage.completion_tokens, expected how many tokens were generated"),
-  (said(tokens=18), "got 18 tokens, expected at most max_tokens = 16; ask an endpoint that keeps"),
-  (said("ab", tokens=9), "got a text of at most 3 tokens that is said to have 9, expected as many"),
-  (said(None, tokens=2), "got a text of at most 1 tokens that is said to have 2, expected as many"),
+  (said([{"type": "text"}]), "got content that is not text, expected text; request text"),
+  ({**said(), "usage": None}, "got no usage.completion_tokens, expected the number of generated"),
+  (said(tokens=True), "got no usage.completion_tokens, expected the number of generated tokens"),
+  (said(tokens=18), "got 18 tokens, expected at most max_tokens = 16; use an endpoint that"
+                    " respects"),
+  (said("ab", tokens=9), "got a text of at most 3 tokens with a reported count of 9, expected as"
+                         " many"),
+  (said(None, tokens=2), "got a text of at most 1 tokens with a reported count of 2, expected as"
+                         " many"),
   (said(finish_reason="content_filter"), "got finish_reason='content_filter', expected one of"),
-  (close, "got no connection that answers (RemoteDisconnected: "),
+  (close, "got no response (RemoteDisconnected: "),
   (half, "bytes, and 8"),
 ]  # fmt: skip
 
@@ -178,7 +181,9 @@ def test_a_bad_answer_is_asked_for_again(bad: Any, message: str):
 
 @pytest.mark.parametrize("bad", [hang, drip])
 def test_what_hangs_is_left(bad: Callable[[Any], None]):
-  late = pytest.raises(NoAnswer, match="got no whole answer in 0.2 seconds, expected an answer")
+  late = pytest.raises(
+    NoAnswer, match="got no complete response in 0.2 seconds, expected an answer"
+  )
   with answering(bad) as (url, _), late:
     asked(url, timeout_seconds=0.2, max_tries=2)
 
@@ -186,10 +191,13 @@ def test_what_hangs_is_left(bad: Callable[[Any], None]):
 @pytest.mark.parametrize(
   "bad, message",
   [
-    ((401, b"no"), "got status 401 ('no'), expected 200; see its own words, and check model, key"),
+    ((401, b"no"), "got status 401 ('no'), expected 200; see its message, and check model, key"),
     ((400, b"too long"), "got status 400 ('too long'), expected 200"),
-    ((307, b""), "got status 307 (''), a redirection, expected an answer from there; name the pl"),
-    (b" " * (17 << 20), "got more than 16 MiB, expected one answer; lower max_tokens, or look wh"),
+    ((307, b""), "got status 307 (''), a redirection, expected a direct response; use the final"),
+    (
+      b" " * (17 << 20),
+      "got more than 16 MiB, expected one answer; lower max_tokens, or check which",
+    ),
   ],
 )
 def test_what_would_be_refused_again_is_asked_once(bad: Any, message: str):
@@ -202,14 +210,14 @@ def test_what_would_be_refused_again_is_asked_once(bad: Any, message: str):
 def test_nobody_there_is_no_answer():
   with answering(said()) as (url, _):
     pass
-  with pytest.raises(NoAnswer, match=r"got no connection that answers \(ConnectionRefusedError"):
+  with pytest.raises(NoAnswer, match=r"got no response \(ConnectionRefusedError"):
     asked(url)
 
 
 def test_a_count_of_ones_own_is_asked():
   with answering(said("one two", tokens=5)) as (url, _):
     assert asked(url, count=lambda text: 4).num_tokens == 5
-    with pytest.raises(NoAnswer, match="got a text of at most 3 tokens that is said to have 5"):
+    with pytest.raises(NoAnswer, match="got a text of at most 3 tokens with a reported count of 5"):
       asked(url, count=lambda text: len(text.split()))
 
 

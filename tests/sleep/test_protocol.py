@@ -261,7 +261,7 @@ def test_the_price_of_a_question_is_what_it_took_and_its_share_of_sleep():
   for price in (0, -1, math.nan):
     with pytest.raises(ValueError, match=f"Row.cost: got latency_price={price}, expected more"):
       row.cost(price)
-  with pytest.raises(ValueError, match="mean_cost: got 1 rows without an answer, expected one"):
+  with pytest.raises(ValueError, match="mean_cost: got 1 rows, all without an answer, expected"):
     protocol.mean_cost([dataclasses.replace(row, error="x")], 10)
 
 
@@ -309,11 +309,11 @@ def test_a_rewrite_with_control_tokens_stays_data_for_every_later_question():
 
 def refusals():
   bad = lambda **fields: lambda: ProtocolConfig(**fields)
-  yield bad(arms=("wakes",)), "ProtocolConfig.arms: got ('wakes',), expected one at least of ('te"
-  yield bad(arms=()), "ProtocolConfig.arms: got (), expected one at least of"
+  yield bad(arms=("wakes",)), "ProtocolConfig.arms: got ('wakes',), expected at least one of ('te"
+  yield bad(arms=()), "ProtocolConfig.arms: got (), expected at least one of"
   yield bad(parallel=(1, 0)), "ProtocolConfig.parallel: got (1, 0), expected numbers of rewrites"
-  yield bad(parallel=()), "ProtocolConfig.parallel: got (), expected numbers of rewrites from 1 on"
-  yield bad(max_rethinks=0), "ProtocolConfig.max_rethinks: got 0, expected 1 to 10; 1 asks a sleep"
+  yield bad(parallel=()), "ProtocolConfig.parallel: got (), expected numbers of rewrites"
+  yield bad(max_rethinks=0), "ProtocolConfig.max_rethinks: got 0, expected 1 to 10; 1 is one call"
   yield bad(max_rethinks=11), "ProtocolConfig.max_rethinks: got 11, expected 1 to 10"
   yield bad(sleep_tokens=0), "ProtocolConfig.sleep_tokens: got 0, expected at least 1; raise it."
   yield bad(wake_tokens=0), "ProtocolConfig.wake_tokens: got 0, expected at least 1; raise it."
@@ -321,12 +321,12 @@ def refusals():
   yield bad(num_at_once=0), "ProtocolConfig.num_at_once: got 0, expected at least 1; raise it."
   yield bad(cuts=(512,)), "ProtocolConfig.cuts: got (512,), expected limits from 1 to below wake_t"
   yield bad(cuts=(0,)), "ProtocolConfig.cuts: got (0,), expected limits from 1 to below"
-  yield bad(verbosities=(-1,)), "ProtocolConfig.verbosities: got (-1,), expected places from 0 on"
+  yield bad(verbosities=(-1,)), "ProtocolConfig.verbosities: got (-1,), expected positions of"
   four = ProtocolConfig(verbosities=(0, 4))
-  yield lambda: rows_of(Reader(), four), "got (0, 4), expected places below 4, the verbosities of"
+  yield lambda: rows_of(Reader(), four), "got (0, 4), expected positions below 4, the number"
   context = StatefulContext(context_id="c", text="Ana has 2 pens.")
   none = lambda: Item(context=context, questions=())
-  yield none, "Item 'c': got a context without questions, expected one at least; leave the context"
+  yield none, "Item 'c': got a context without questions, expected at least one; leave the context"
   problem = Problem(problem_id="p", prompt="x", context=context.text)
   blank = lambda: Item(context=context, questions=(problem,))
   yield blank, "Item 'c': got 'p' with the question '' about 'Ana has 2 pens.', expected a question"

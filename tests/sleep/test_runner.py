@@ -322,6 +322,6 @@ def test_budgets_that_are_none_are_refused(fields, message):
 
 
 def test_a_verbosity_that_the_prompts_lack_is_refused(tmp_path):
-  message = "got 1, expected a place below 1, the verbosities of"
+  message = "got 1, expected a position below 1, the number of verbosities of"
   with Contexts(tmp_path, identity=NANO) as registry, pytest.raises(ValueError, match=message):
     Runner(make_engine(), registry, PROMPTS, config=RunnerConfig(verbosity=1))

@@ -242,7 +242,7 @@ def refusals():
   yield bad(max_operand=3), "StatefulConfig.max_operand: got 3, expected at least 4"
   yield bad(max_total=79), "max_total: got 79, expected at least 2 * max_operand = 80; raise it"
   mixed = StatefulWordProblems(config=StatefulConfig(kinds=("mixed",)))
-  yield lambda: mixed.contexts("train"), "expected one at least of ('story', 'trade', 'people')"
+  yield lambda: mixed.contexts("train"), "expected at least one of ('story', 'trade', 'people')"
   yield lambda: task.contexts("dev"), "got split 'dev', expected one of ('train', 'heldout', 't"
   yield lambda: TASK.questions("test", 10_000), "got problem index 10000 of split 'test'"
   yield lambda: TASK.problem("test", -1), "got problem index -1 of split 'test'"
