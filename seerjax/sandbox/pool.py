@@ -21,7 +21,7 @@ class Pool:
     if num_workers < 1 or max_waiting < 0:
       raise ValueError(
         f"Pool: got num_workers={num_workers}, max_waiting={max_waiting}, expected at least 1 and"
-        " at least 0; two or more waiting keep the workers busy."
+        " at least 0; two or more queued programs keep the workers busy."
       )
     self._num_workers = num_workers
     self._max_waiting = max_waiting
@@ -52,7 +52,7 @@ class Pool:
         lambda: self._is_closed or len(self._waiting) < self._max_waiting + self._num_free()
       )
       if self._is_closed:
-        raise ValueError("Pool.submit: got a closed pool, expected an open one; make a new Pool.")
+        raise ValueError("Pool.submit: got a closed pool, expected an open one; create a new Pool.")
       self._waiting.append((future, call, arguments))
       if self._num_idle < len(self._waiting) and len(self._threads) < self._num_workers:
         thread = threading.Thread(target=self._work, name="sandbox-pool", daemon=True)

@@ -70,18 +70,18 @@ class Limits:
     for field, value in dataclasses.asdict(self).items():
       if not 0 < value < math.inf:
         raise ValueError(
-          f"Limits.{field}: got {value}, expected a positive finite number; nothing can run within"
-          " less, and a limit there must be."
+          f"Limits.{field}: got {value}, expected a positive finite number; every limit must be"
+          " set, and 0 would stop every program."
         )
       if not field.endswith("seconds") and not isinstance(value, int):
         raise ValueError(
-          f"Limits.{field}: got {value!r}, expected a whole number (int), which the kernel takes;"
+          f"Limits.{field}: got {value!r}, expected a whole number (int), as the kernel requires;"
           " round it."
         )
       if value > MAX_LIMIT:
         raise ValueError(
-          f"Limits.{field}: got {value}, expected at most {MAX_LIMIT}, which the kernel can hold;"
-          " lower it."
+          f"Limits.{field}: got {value}, expected at most {MAX_LIMIT}, the kernel's maximum; lower"
+          " it."
         )
 
 
@@ -210,8 +210,8 @@ class Sandbox:
       parts = name.split("/")
       if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ValueError(
-          f"Sandbox.run: got the file name {name!r}, expected one beneath the working directory,"
-          " such as 'src/main.cc'; name it without '..' and without a leading '/'."
+          f"Sandbox.run: got the file name {name!r}, expected one below the working directory, such"
+          " as 'src/main.cc'; name it without '..' and without a leading '/'."
         )
     request = {"command": list(command), "files": list(files), "outputs": list(outputs)}
     outcome, _ = self._call(request, [stdin, *files.values()], limits)
@@ -249,7 +249,7 @@ class Sandbox:
       text = json.dumps(dict(arguments), allow_nan=False, default=server.as_plain)
     except (TypeError, ValueError, RecursionError) as error:
       raise ValueError(
-        f"Sandbox.run_python: got arguments that JSON cannot hold ({error}), expected finite"
+        f"Sandbox.run_python: got arguments that JSON cannot represent ({error}), expected finite"
         " numbers, strings, lists and dicts; convert them first."
       ) from error
     request = {"function": function, "arguments": json.loads(text), "files": [], "outputs": []}
@@ -260,7 +260,7 @@ class Sandbox:
     try:
       return parse_result(result), outcome
     except ValueError as error:
-      reason = f"{function}: got a result that is refused: {error}\n".encode(errors="replace")
+      reason = f"{function}: got an invalid result: {error}\n".encode(errors="replace")
       return None, outcome._replace(status="failed", stderr=outcome.stderr + reason)
 
   def _start(self) -> None:
@@ -317,8 +317,8 @@ class Sandbox:
     header, (*parts,) = reply
     if "error" in header:
       raise RuntimeError(
-        f"Sandbox: got {header['error']!r} while isolating a program, expected what worked at the"
-        f" start ({self.describe()}); nothing was run."
+        f"Sandbox: got {header['error']!r} while isolating a program, expected the isolation that"
+        f" worked at the start ({self.describe()}); nothing was run."
       )
     stdout, stderr, result, *contents = parts
     outcome = Outcome(
@@ -360,7 +360,7 @@ class Sandbox:
     """Returns a socket to a fresh supervisor; restarts the server if it was killed."""
     with self._lock:
       if self._is_closed:
-        raise ValueError("Sandbox: got a call after close(), expected none; make a new Sandbox.")
+        raise ValueError("Sandbox: got a call after close(), expected none; create a new Sandbox.")
       ours, theirs = socket.socketpair()
       with theirs:
         try:
@@ -372,8 +372,8 @@ class Sandbox:
           if self._plan != plan:
             ours.close()
             raise RuntimeError(
-              f"Sandbox: got {self.describe()} from a server that had to be started again, expected"
-              " what the first one enforced; make a new Sandbox."
+              f"Sandbox: got {self.describe()} from a restarted server, expected the isolation of"
+              " the first one; create a new Sandbox."
             ) from None
           socket.send_fds(self._control, [b"+"], [theirs.fileno()])
       return ours
@@ -417,7 +417,7 @@ def parse_result(text: bytes) -> Any:
       or more than `MAX_LISTS` lists or `MAX_DEPTH` levels; has the reason.
   """
   if not text:
-    raise ValueError("got none at all, expected a value; end by returning, not by exiting")
+    raise ValueError("got no result, expected a value; return instead of exiting")
   # This also counts brackets in strings, which are rare.
   if (num := text.count(b"[") + text.count(b"{")) > MAX_LISTS:
     raise ValueError(f"got {num} lists and dicts, expected at most {MAX_LISTS}")
@@ -434,7 +434,7 @@ def parse_result(text: bytes) -> Any:
     if b"\\ud" in text.lower():
       json.dumps(value, ensure_ascii=False).encode()
   except RecursionError as error:
-    raise ValueError(f"got lists nested too deep, expected at most {MAX_DEPTH} levels") from error
+    raise ValueError(f"got lists nested too deeply, expected at most {MAX_DEPTH} levels") from error
   level = [value]
   for _ in range(MAX_DEPTH):
     level = [
@@ -445,5 +445,5 @@ def parse_result(text: bytes) -> Any:
       if isinstance(child, list | dict)
     ]
   if level:
-    raise ValueError(f"got lists nested too deep, expected at most {MAX_DEPTH} levels")
+    raise ValueError(f"got lists nested too deeply, expected at most {MAX_DEPTH} levels")
   return value

@@ -99,7 +99,7 @@ class UnitTests:
         warnings.simplefilter("ignore")  # The tests' own warnings, for example about "\d".
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-      raise ValueError(f"got tests that are no Python ({error}), expected Python") from error
+      raise ValueError(f"got tests that are not valid Python ({error}), expected Python") from error
     if not body:
       raise ValueError("got no tests, expected at least one assertion")
     values = []

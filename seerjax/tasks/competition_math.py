@@ -234,7 +234,7 @@ def _with_answers(
       f" with \\boxed{{...}}): {', '.join(missing[:MAX_NAMED])}{more}"
     )
     if not problems:
-      raise ValueError(f"{line}, expected one at least; use the original files.")
+      raise ValueError(f"{line}, expected at least one; use the original files.")
     logging.warning("%s. They are left out.", line)
   return problems
 

@@ -123,9 +123,9 @@ def require_same(stored: Mapping[str, str], current: Mapping[str, str], *, what:
   """
   if found := differences(data_of(stored), data_of(current)):
     raise ValueError(
-      f"{what}: got other data than the run's ({'; '.join(found)}), expected equal problems in"
-      " their order (else held-out ones may be learnt, and unlike sets be compared); restore the"
-      f" file, or pass {ACCEPT}, which goes on and records both."
+      f"{what}: got data that differ from the run's ({'; '.join(found)}), expected the same"
+      " problems in the same order (otherwise training may use held-out problems, and results are"
+      f" not comparable); restore the file, or pass {ACCEPT}, which continues and records both."
     )
 
 

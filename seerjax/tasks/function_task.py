@@ -52,7 +52,7 @@ class FunctionTask(splits.Splits):
       raise ValueError(
         f"{self.name}: got reward {reward!r} ({type(reward).__name__}) for the prompt"
         f" {problem.prompt[:200]!r}, expected a finite float, or a mapping of names to finite"
-        " floats; return 0.0 for a text that cannot be judged."
+        " floats; return 0.0 for a text that cannot be scored."
       )
     found = {name: value for name, value in values.items() if value is not None}
     if not isinstance(reward, Mapping):
@@ -109,8 +109,8 @@ def function_task(name: str, path: str | os.PathLike[str], reward: Reward) -> Fu
       row["prompt"] = _last_question(path, index, row)
     elif not isinstance(row["prompt"], str) or not row["prompt"].strip():
       raise ValueError(
-        f"{path}, row {index + 1}: got prompt={row['prompt']!r}, expected a string that is not"
-        " empty; repair or remove that row."
+        f"{path}, row {index + 1}: got prompt={row['prompt']!r}, expected a non-empty string;"
+        " repair or remove that row."
       )
     answer = row.get("answer", "")
     problems.append(
@@ -142,7 +142,7 @@ def _last_question(path: str | os.PathLike[str], index: int, row: dict[str, Any]
   asked = [message.get("content") for message in messages if message["role"] == "user"]
   if not asked or not isinstance(asked[-1], str) or not asked[-1].strip():
     raise ValueError(
-      f"{path}, row {index + 1}: got messages without a user's last text, expected one; repair or"
-      " remove that row."
+      f"{path}, row {index + 1}: got messages that do not end with a user message, expected one;"
+      " repair or remove that row."
     )
   return asked[-1]

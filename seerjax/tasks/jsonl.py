@@ -39,7 +39,7 @@ def numbered_rows(
     lines = path.read_text(encoding="utf-8").split("\n")
   except UnicodeDecodeError as error:
     raise ValueError(
-      f"{path}: got bytes that are no UTF-8 at offset {error.start}, expected UTF-8 JSON lines;"
+      f"{path}: got bytes that are not UTF-8 at offset {error.start}, expected UTF-8 JSON lines;"
       " re-encode the file."
     ) from error
   for number, line in enumerate(lines, start=1):
@@ -49,7 +49,7 @@ def numbered_rows(
       row = json.loads(line)
     except (ValueError, RecursionError) as error:
       raise ValueError(
-        f"{path}, line {number}: got text that is not JSON ({error}), expected one JSON object a"
+        f"{path}, line {number}: got text that is not JSON ({error}), expected one JSON object per"
         " line; repair or remove that line."
       ) from error
     if not isinstance(row, dict):
@@ -65,8 +65,8 @@ def numbered_rows(
         )
       if not isinstance(row[key], str) or not row[key].strip():
         raise ValueError(
-          f"{path}, line {number}: got {key}={row[key]!r}, expected a string that is not empty;"
-          " repair or remove that line."
+          f"{path}, line {number}: got {key}={row[key]!r}, expected a non-empty string; repair or"
+          " remove that line."
         )
     rows.append((number, row))
   if not rows:

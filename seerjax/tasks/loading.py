@@ -55,8 +55,8 @@ def load(
     return _drawn(name, path, reasoning_gym.load(name, options))
   if options:
     raise ValueError(
-      f"{name}: got the options {dict(options)}, expected none, because only generators of"
-      " reasoning_gym have some; drop --config.task_options or choose another task."
+      f"{name}: got the options {dict(options)}, expected none, because only reasoning_gym"
+      " generators have options; drop --config.task_options or choose another task."
     )
   if reward is not None:
     return _with_prompts(name, path, reward)
@@ -179,8 +179,8 @@ def imported(name: str, *, caller: str, example: str, expected: str) -> Any:
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{caller}: got {name!r}, whose module {module_name!r} raised {type(error).__name__}"
-      f" ({error}) when it was imported, expected one that only defines; fix it, or put what runs"
-      " under if __name__ == '__main__'."
+      f" ({error}) when it was imported, expected one with only definitions; fix it, or move other"
+      " code under if __name__ == '__main__'."
     ) from error
   if attribute not in vars(module):
     raise ValueError(

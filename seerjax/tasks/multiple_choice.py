@@ -132,7 +132,7 @@ def _read_mmlu(path: pathlib.Path, instruction: str) -> list[Problem]:
       ) from error
     except UnicodeDecodeError as error:
       raise ValueError(
-        f"{path}: got bytes that are no UTF-8 at offset {error.start}, expected UTF-8 CSV;"
+        f"{path}: got bytes that are not UTF-8 at offset {error.start}, expected UTF-8 CSV;"
         " re-encode the file."
       ) from error
   if not problems:
@@ -181,7 +181,7 @@ def _read_commonsense_qa(path: pathlib.Path, instruction: str) -> list[Problem]:
     if not pairs or not is_text or [label for label, _ in pairs] != [*LETTERS[: len(pairs)]]:
       raise ValueError(
         f"{where}: got the question {question!r} and choices={choices!r}, expected a text and"
-        " lettered choices from 'A' on; use the original files, or repair that line."
+        " choices lettered from 'A'; use the original files, or repair that line."
       )
     assert isinstance(question, str)
     texts = [text.strip() for _, text in pairs]

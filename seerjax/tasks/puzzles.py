@@ -59,7 +59,7 @@ class PuzzlesConfig:
     if not NUM_PEOPLE[0] <= self.max_people <= len(NAMES):
       raise ValueError(
         f"PuzzlesConfig.max_people: got {self.max_people}, expected {NUM_PEOPLE[0]} to"
-        f" {len(NAMES)}; {NUM_PEOPLE[1]} is what a small model can learn."
+        f" {len(NAMES)}; {NUM_PEOPLE[1]} is the number that a small model can learn."
       )
 
 

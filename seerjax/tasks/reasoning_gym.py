@@ -57,11 +57,13 @@ LIMITS = Limits(wall_seconds=5.0, cpu_seconds=5.0)
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _BEFORE = re.compile(r"=|:\s|\bis\b:?")  # Separates an untagged answer from the rest of its line.
 
-_UNORDERED = "its problems follow the order of sets, which PYTHONHASHSEED decides"
+_UNORDERED = "its problems depend on the order of sets, and so on PYTHONHASHSEED"
 # Unusable generators, with the reason.
 REFUSED: Mapping[str, str] = {
-  "codeio": "its scorer gives full marks to {}, and its time grows with the cube of an answer",
-  "coin_flip": "its scorer gives full marks to 0 for 0.25, and computes 10**999999999 if told to",
+  "codeio": "its scorer gives full marks to {}, and its time grows with the cube of the answer's"
+  " length",
+  "coin_flip": "its scorer gives full marks to 0 for 0.25, and computes 10**999999999 if an answer"
+  " contains it",
   "composite": "it mixes other generators",
   "game_of_life_halting": "its scorer gives full marks to every text",
   "intermediate_integration": _UNORDERED,
@@ -190,7 +192,7 @@ class ReasoningGym:
     self.faults[reason] = self.faults.get(reason, 0) + 1
     if (total := sum(self.faults.values())) & (total - 1) == 0:  # The 1st, 2nd, 4th, 8th, ...
       logging.warning(
-        "%s: its scorer failed on %d text(s) so far, which got reward 0; the last one was %r (%s)",
+        "%s: the scorer failed on %d text(s) so far, which got reward 0; last text: %r (%s)",
         self.name, total, answer[:80], reason,
       )  # fmt: skip
     return 0.0
@@ -270,8 +272,8 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> ReasoningGym:
   except Exception as error:  # The package asserts, and unchecked options may raise anything.
     task.close()
     raise ValueError(
-      f"{name}: got {type(error).__name__} ({error}) for the options {options}, expected ones that"
-      " give problems; correct them, or leave them away."
+      f"{name}: got {type(error).__name__} ({error}) for the options {options}, expected options"
+      " that yield problems; correct them, or leave them out."
     ) from error
   return task
 
@@ -289,7 +291,7 @@ def _package() -> Any:
     raise ValueError(
       f"tasks.load: got a task of {PACKAGE}, which cannot be imported ({error}), expected the extra"
       " 'environments' (pip install 'seerjax[environments]'; in the checkout launch/local.sh"
-      " installs it). Its dependency pycosat has no wheels and is built from C: where that fails,"
+      " installs it). Its dependency pycosat has no wheels and is built from C: if that fails,"
       " install a C compiler and Python's headers (apt install gcc python3-dev)."
     ) from error
 
@@ -306,9 +308,7 @@ def _scorer(generator: str, options: tuple[tuple[str, str], ...]) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _entry(
-  generator: str, options: tuple[tuple[str, str], ...], split: str, index: int
-) -> _Entry:
+def _entry(generator: str, options: tuple[tuple[str, str], ...], split: str, index: int) -> _Entry:
   """Returns a problem of a split.
 
   Raises:
@@ -322,8 +322,8 @@ def _entry(
     if splits.is_heldout(entry["question"].strip(), HELDOUT_SHARE) == (split == "heldout"):
       return _Entry(entry=entry, config=config, item=item)
   raise ValueError(
-    f"{PREFIX}{generator}: got no question of split {split!r} among {CANDIDATES}, expected one;"
-    " the options leave too few different questions: widen their range."
+    f"{PREFIX}{generator}: got no question of split {split!r} among {CANDIDATES}, expected one; the"
+    " options allow too few different questions: widen their range."
   )
 
 
@@ -378,8 +378,11 @@ def _is_term(node: ast.expr, powers: int) -> bool:
       numbers = [one.value for one in ast.walk(exponent) if isinstance(one, ast.Constant)]
       is_small = all(isinstance(one, int | float) and one <= MAX_EXPONENT for one in numbers)
       is_flat = not any(isinstance(one, ast.Pow) for one in ast.walk(exponent))
-      return powers < 2 and is_small and is_flat and (
-        _is_term(base, powers + 1) and _is_term(exponent, powers + 1)
+      return (
+        powers < 2
+        and is_small
+        and is_flat
+        and (_is_term(base, powers + 1) and _is_term(exponent, powers + 1))
       )
     case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), left=left, right=right):
       return _is_term(left, powers) and _is_term(right, powers)

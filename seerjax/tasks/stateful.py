@@ -78,7 +78,7 @@ class StatefulContext:
     if not self.text.strip():
       raise ValueError(
         f"StatefulContext {self.context_id!r}: got an empty context, expected at least one"
-        " character that is no space; drop it, or ask its questions without sleep."
+        " character that is not a space; drop it, or ask its questions without sleep."
       )
 
 
@@ -155,7 +155,7 @@ def joined_prompt(question: str, context: str, rewritten: str, *, joint: str = "
   """
   if not question.strip():
     raise ValueError(
-      f"wake_prompt: got the question {question!r}, expected at least one character that is no"
+      f"wake_prompt: got the question {question!r}, expected at least one character that is not a"
       " space; a context without a question is the arm 'leak'."
     )
   if not context.strip() and not rewritten.strip():
@@ -276,17 +276,17 @@ class StatefulConfig:
 
     check(
       0 <= self.predictability <= MAX_PREDICTABILITY, "predictability",
-      f"0 to {MAX_PREDICTABILITY:g}", "0 asks all questions alike",
+      f"0 to {MAX_PREDICTABILITY:g}", "0 asks all questions equally often",
     )  # fmt: skip
     check(1 <= self.num_questions <= 100, "num_questions", "1 to 100", "10 is usual")
     check(
       self.steps is None or (len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= 100),
       "steps", "(least, most) with 1 <= least <= most <= 100", "write (6, 6) for six",
     )  # fmt: skip
-    check(0 <= self.distractor_rate <= 1, "distractor_rate", "0 to 1", "0 says none")
+    check(0 <= self.distractor_rate <= 1, "distractor_rate", "0 to 1", "0 leaves out all")
     check(
       all(kind in (*TEST_KINDS, *ASKED_KINDS) for kind in self.kinds), "kinds",
-      f"kinds of {(*TEST_KINDS, *ASKED_KINDS)}", "correct the spelling; () tells all",
+      f"kinds of {(*TEST_KINDS, *ASKED_KINDS)}", "correct the spelling; () allows all",
     )  # fmt: skip
     check(self.max_operand >= 4, "max_operand", "at least 4", "40 is usual")
     check(
@@ -523,8 +523,8 @@ class StatefulWordProblems:
     found = {kind: share for kind, share in kinds.items() if kind in (self.config.kinds or usual)}
     if not found:
       raise ValueError(
-        f"StatefulConfig.kinds: got {self.config.kinds}, expected one at least of {tuple(usual)},"
-        f" which the split {split!r} tells; 'star' and 'mixed' are told in 'test'."
+        f"StatefulConfig.kinds: got {self.config.kinds}, expected at least one of {tuple(usual)},"
+        f" the kinds of the split {split!r}; 'star' and 'mixed' occur in 'test'."
       )
     return found
 

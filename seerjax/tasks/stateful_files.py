@@ -152,7 +152,7 @@ def load(path: str | os.PathLike[str], *, split_again: bool = False) -> Stateful
   for where, row in rows:
     context, question = _parts(where, row, split_again)
     if not context:
-      left_out.append(f"{where}: got {question[:60]!r}, before which nothing is told; left out.")
+      left_out.append(f"{where}: got {question[:60]!r}, which has no context before it; left out.")
       continue
     problems = found.setdefault(context, [])
     problems.append(
@@ -167,7 +167,7 @@ def load(path: str | os.PathLike[str], *, split_again: bool = False) -> Stateful
     )
   if not found:
     raise ValueError(
-      f"{path}: got no row with a context, expected one at least ({left_out[0]}); choose another"
+      f"{path}: got no row with a context, expected at least one ({left_out[0]}); choose another"
       " file."
     )
   return StatefulFile(
@@ -234,7 +234,7 @@ def _text(where: str, row: Mapping[str, Any], key: str) -> str:
   # In these data, an empty context is a single dot.
   if not isinstance(value, str) or not value.strip(" .\n\t"):
     raise ValueError(
-      f"{where}: got {key}={value!r}, expected a text that is not empty; repair or remove that row."
+      f"{where}: got {key}={value!r}, expected a non-empty text; repair or remove that row."
     )
   return value.strip()
 

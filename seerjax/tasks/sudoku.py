@@ -47,8 +47,8 @@ class SudokuConfig:
     fields.check(self)
     if self.size not in BOXES:
       raise ValueError(
-        f"SudokuConfig.size: got {self.size}, expected one of {tuple(BOXES)}; 4 is what a small"
-        " model can learn."
+        f"SudokuConfig.size: got {self.size}, expected one of {tuple(BOXES)}; 4 is the size that a"
+        " small model can learn."
       )
     if not 0 < self.min_empty <= self.max_empty <= 1:
       raise ValueError(

@@ -254,8 +254,8 @@ def load(path: str | os.PathLike[str], config: SWEConfig = SWEConfig()) -> SWEFe
   if not blocks:
     raise ValueError(
       f"{path}: got {len(history)} commits, none of which modifies {config.min_files} to"
-      f" {config.max_files} files that end with {' or '.join(config.extensions)}, expected one at"
-      " least; lower SWEConfig.min_files, or name other extensions."
+      f" {config.max_files} files that end with {' or '.join(config.extensions)}, expected at least"
+      " one; lower SWEConfig.min_files, or name other extensions."
     )
   return SWEFeatures(path=path, config=config, history=history, blocks=blocks)
 
@@ -346,7 +346,7 @@ def _output(
   what = " ".join(word for word in command[len(_GIT) + 2 : len(_GIT) + 3])
   if is_late.is_set():
     raise TimeoutError(
-      f"{path}: got no end of 'git {what}' in {timeout_seconds:g} seconds, expected one; raise"
+      f"{path}: 'git {what}' did not end in {timeout_seconds:g} seconds, expected less; raise"
       " SWEConfig.timeout_seconds, or lower max_commits."
     )
   if len(written) > MAX_BYTES:
@@ -357,6 +357,6 @@ def _output(
   if code != 0:
     raise ValueError(
       f"{path}: got {complaint[:300]!r} from 'git {what}', expected a repository with commits that"
-      " this user may read; correct the path, or see git's own words."
+      " this user may read; correct the path, or see git's message."
     )
   return written

@@ -74,8 +74,8 @@ def test_prompts_in_another_order_are_refused_before_any_work(copied, tmp_path):
   reward = Reward()
   other = task_of(tmp_path / "rows.jsonl", ROWS[::-1], reward)
   message = (
-    r"--resume: got other data than the run's \(heldout was '\w{16}' and is '\w{16}'; train was"
-    r" '\w{16}' and is '\w{16}'\), expected equal problems .* or pass --accept_new_data"
+    r"--resume: got data that differ from the run's \(heldout was '\w{16}' and is '\w{16}'; train"
+    r" was '\w{16}' and is '\w{16}'\), expected the same problems .* or pass --accept_new_data"
   )
   with pytest.raises(ValueError, match=message):
     train(copied, other, resume=True)
@@ -103,7 +103,7 @@ def test_other_data_are_accepted_by_name_and_both_are_recorded(copied, tmp_path)
   prompts = {(one.step, one.group): one.prompt_text for one in entries}
   assert len(prompts) == 4
   # The run is of the new data now.
-  with pytest.raises(ValueError, match="--resume: got other data than the run's"):
+  with pytest.raises(ValueError, match="--resume: got data that differ from the run's"):
     train(copied, task_of(tmp_path / "rows.jsonl", ROWS), resume=True)
 
 
@@ -114,7 +114,7 @@ def test_a_journal_of_other_problems_is_refused_by_their_names(tmp_path):
 
   with book() as one:
     assert one.data == {"train": "1"}
-  with pytest.raises(ValueError, match=r"journal.jsonl: got other data .*train was '1' and is '2'"):
+  with pytest.raises(ValueError, match=r"journal.jsonl: got data .*train was '1' and is '2'"):
     book(data={"train": "2"})
   with book(data={"train": "2"}, accept_new_data=True) as one:
     assert one.data == {"train": "2"} and len(one.fingerprints) == 2
@@ -185,7 +185,6 @@ def test_a_run_keeps_the_moment_at_which_it_began(tmp_path):
   given = chat_template.ChatConfig(now="2027-01-02T03:04:05+00:00")
   with pytest.raises(ValueError, match=rf"chat.now was '{now[:10]}.*' and is '2027-01-02T03:04:05"):
     train_by_clock(directory, task_of(path, ROWS), "UTC", resume=True, settings=dict(chat=given))
-
 
   def ruin(step: int, state: Any, numbers: dict[str, float]) -> None:
     state.params.clear()

@@ -872,7 +872,7 @@ def test_a_sandbox_that_is_closed_leaves_no_server():
   box.close()
   assert settles(lambda: processes_below(os.getpid()) - before, set())
   assert open_files() == files
-  with pytest.raises(ValueError, match=r"got a call after close\(\), expected none; make a new"):
+  with pytest.raises(ValueError, match=r"got a call after close\(\), expected none; create a new"):
     box.run(["true"])
 
 
@@ -913,7 +913,7 @@ def test_without_namespaces_landlock_and_seccomp_isolate():
   assert "expected all isolation" in said and "pass --allow_weak_sandbox" in said
   assert "weak result 3" in said
   assert "from its server, expected it to start; run" in said
-  assert "from a server that had to be started again, expected what the first one enforced" in said
+  assert "from a restarted server, expected the isolation of the first one" in said
 
 
 def test_it_says_what_it_enforces(box: sandbox.Sandbox):
@@ -925,16 +925,18 @@ def test_it_says_what_it_enforces(box: sandbox.Sandbox):
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a\0b"])
 def test_names_that_lead_outside_are_refused(box: sandbox.Sandbox, name: str):
-  with pytest.raises(ValueError, match="expected one beneath the working directory"):
+  with pytest.raises(ValueError, match="expected one below the working directory"):
     box.run(["true"], files={name: b""})
-  with pytest.raises(ValueError, match="expected one beneath the working directory"):
+  with pytest.raises(ValueError, match="expected one below the working directory"):
     box.run(["true"], outputs=[name])
 
 
 def test_commands_arguments_and_limits_that_cannot_be_are_refused(box: sandbox.Sandbox):
   with pytest.raises(ValueError, match=r"got command \[\], expected a program's name, then"):
     box.run([])
-  with pytest.raises(ValueError, match="got arguments that JSON cannot hold .*, expected finite"):
+  with pytest.raises(
+    ValueError, match="got arguments that JSON cannot represent .*, expected finite"
+  ):
     box.run_python("", "f", dict(x=math.nan))
   with pytest.raises(ValueError, match="got a set, expected what JSON can hold; return lists"):
     box.run_python("", "f", dict(x={1}))
@@ -960,12 +962,12 @@ def test_counts_that_are_not_whole_are_refused(field: str):
 @pytest.mark.parametrize(
   "text, message",
   [
-    (b"", "got none at all, expected a value"),
+    (b"", "got no result, expected a value"),
     (b"[1e999]", "got 1e999, expected a finite number"),
     (b"[NaN]", "got NaN, expected a finite number"),
     (b"-Infinity", "got -Infinity, expected a finite number"),
-    (b"[" * 65 + b"]" * 65, "nested too deep, expected at most 64 levels"),
-    (b"[" * 100_000, "nested too deep, expected at most 64 levels"),
+    (b"[" * 65 + b"]" * 65, "nested too deeply, expected at most 64 levels"),
+    (b"[" * 100_000, "nested too deeply, expected at most 64 levels"),
     (b'"\\uD800"', "surrogates not allowed"),
     (b'"\xed\xa0\x80"', "invalid continuation byte"),
     ("[1]".encode("utf-16"), "invalid start byte"),

@@ -167,8 +167,8 @@ def test_a_file_is_read_and_an_answer_judged(tmp_path):
     ({"tests": "  # none"}, "line 3: got no tests"),
     ({"tests": [1]}, r"line 3: got tests=\[1\], expected a text or a list of texts"),
     ({"tests": {"a": 1}}, 'line 3: got tests={"a": 1}, expected a text or a list of texts'),
-    ({"tests": "assert add("}, r"line 3: got tests that are no Python \('\(' was never closed"),
-    ({"prompt": 5, "tests": ADD}, "line 3: got prompt=5, expected a string that is not empty"),
+    ({"tests": "assert add("}, r"line 3: got tests that are not valid Python \('\(' was never"),
+    ({"prompt": 5, "tests": ADD}, "line 3: got prompt=5, expected a non-empty string"),
   ],
 )
 def test_rows_that_cannot_be_used_are_refused_by_line(tmp_path, row, message):

@@ -174,7 +174,7 @@ def test_lines_are_read_and_an_answer_of_their_own_counts(tmp_path):
     ({"solution": 5}, "line 2: got problem=.* that ends with '5', expected a text and an answer"),
     ({"answer": ["1"]}, "line 2: got problem=.* the answer \"\\['1'\\]\" and a solution"),
     ({"answer": True}, "line 2: got problem=.* the answer 'True' and a solution"),
-    ({"problem": ""}, "line 2: got problem='', expected a string that is not empty"),
+    ({"problem": ""}, "line 2: got problem='', expected a non-empty string"),
   ],
 )
 def test_lines_that_cannot_be_used_are_refused(tmp_path, row, message):
@@ -216,7 +216,7 @@ def test_rows_without_an_answer_are_left_out_by_name(tmp_path, caplog):
   assert "math.jsonl: got 8 of 10 rows without an answer" in line
   assert "line 2, line 3, line 4, line 5, line 6 and 3 more. They are left out." in line
   path.write_text(json.dumps(ROW | {"solution": "No box."}))
-  message = r"got 1 of 1 rows without .*: line 1, expected one at least"
+  message = r"got 1 of 1 rows without .*: line 1, expected at least one"
   with pytest.raises(ValueError, match=message):
     competition_math.load(path)
 

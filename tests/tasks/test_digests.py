@@ -61,7 +61,7 @@ def test_what_a_run_reads_of_a_file_moves_its_digests(tmp_path, rows, moved: set
   stored, current = digests.of_task(one), digests.of_task(other)
   assert {name for name in stored if stored[name] != current[name]} == moved
   if moved:
-    message = r"--resume: got other data than the run's \(.*(train|heldout) was '\w{16}' and is '"
+    message = r"--resume: got data that differ from the run's \(.*(train|heldout) was '\w{16}' and is '"
     with pytest.raises(ValueError, match=f"{message}.*or pass --accept_new_data, which"):
       digests.require_same(stored, current, what="--resume")
   else:
@@ -104,7 +104,7 @@ def test_a_set_of_an_evaluation_has_the_digest_of_what_it_asks(tmp_path):
   assert set(found) == {"more.heldout", "more.source"}
   assert found["more.heldout"] == digests.of_task(task)["heldout"]
   assert set(digests.data_of(found)) == {"more.heldout"}
-  message = r"got other data than the run's \(more.heldout was '\w{16}' and is None"
+  message = r"got data that differ from the run's \(more.heldout was '\w{16}' and is None"
   with pytest.raises(ValueError, match=message):
     digests.require_same(found, {}, what="--resume")
 

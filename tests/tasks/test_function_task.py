@@ -50,11 +50,17 @@ def test_a_reward_may_take_the_whole_row(tmp_path):
   [
     ({"text": "a"}, r"row 1: got the keys \('text',\) and messages=None, expected \"prompt\", or"),
     ({"messages": "a"}, "row 1: got the keys .* and messages='a', expected \"prompt\", or"),
-    ({"messages": [{"content": "a"}]}, "row 1: got the keys .* expected \"prompt\", or"),
-    ({"messages": [{"role": "user"}]}, "row 1: got messages without a user's last text, expected"),
-    ({"messages": [{"role": "system", "content": "a"}]}, "row 1: got messages without a user's"),
-    ({"prompt": " "}, "row 1: got prompt=' ', expected a string that is not empty; repair or"),
-    ({"prompt": 5}, "row 1: got prompt=5, expected a string that is not empty; repair or remove"),
+    ({"messages": [{"content": "a"}]}, 'row 1: got the keys .* expected "prompt", or'),
+    (
+      {"messages": [{"role": "user"}]},
+      "row 1: got messages that do not end with a user message, expected",
+    ),
+    (
+      {"messages": [{"role": "system", "content": "a"}]},
+      "row 1: got messages that do not end with a user",
+    ),
+    ({"prompt": " "}, "row 1: got prompt=' ', expected a non-empty string; repair or"),
+    ({"prompt": 5}, "row 1: got prompt=5, expected a non-empty string; repair or remove"),
   ],
 )
 def test_a_row_that_asks_nothing_is_refused(tmp_path, row, message):

@@ -13,10 +13,10 @@ from seerjax.tasks import jsonl
     (b'{"prompt": "a"}\n{"prompt"', "line 2: got text that is not JSON"),
     (b"[1]", "line 1: got a JSON list, expected an object"),
     (b'\n{"text": "a"}', r"line 2: got the keys \('text',\), expected 'prompt' among them"),
-    (b'{"prompt": ""}', "line 1: got prompt='', expected a string that is not empty"),
-    (b'{"prompt": 5}', "line 1: got prompt=5, expected a string"),
+    (b'{"prompt": ""}', "line 1: got prompt='', expected a non-empty string"),
+    (b'{"prompt": 5}', "line 1: got prompt=5, expected a non-empty string"),
     (b"\n \n", "got an empty file, expected at least one row"),
-    (b'{"prompt": "\xff"}', "got bytes that are no UTF-8 at offset 12"),
+    (b'{"prompt": "\xff"}', "got bytes that are not UTF-8 at offset 12"),
     (b"[" * 100_000, "line 1: got text that is not JSON"),
   ],
 )

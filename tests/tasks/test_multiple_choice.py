@@ -110,7 +110,7 @@ def test_one_file_of_mmlu_is_parted(tmp_path):
     (b'"q\nr",1,2,3,4,A\nq,1,2,3,4,E\n', "x.csv, line 3: got the answer 'E', expected one"),
     (b"q,1,2,3,4,AB\n", "x.csv, line 1: got the answer 'AB', expected one letter of ABCD"),
     (b"q,1,2,3,4,A\n\"q\" r,1,2,3,4,A\n", "x.csv, line 2: got text that is not CSV"),
-    (b"q\xff,1,2,3,4,A\n", "x.csv: got bytes that are no UTF-8 at offset 1"),
+    (b"q\xff,1,2,3,4,A\n", "x.csv: got bytes that are not UTF-8 at offset 1"),
     (b"\n", "x.csv: got an empty file, expected at least one row"),
   ],
 )
@@ -150,11 +150,14 @@ def test_one_file_of_commonsense_qa_may_be_either_way(tmp_path):
 @pytest.mark.parametrize(
   ("row", "message"),
   [
-    ({**CSQA_FLAT, "answerKey": ""}, "line 2: got answerKey='', expected a string that is not"),
+    ({**CSQA_FLAT, "answerKey": ""}, "line 2: got answerKey='', expected a non-empty string"),
     ({**CSQA_FLAT, "answerKey": "F"}, "line 2: got the answer 'F', expected one letter of ABCDE"),
     ({**CSQA_FLAT, "choices": 5}, "line 2: got the question 'Where does one lie.*choices=5, exp"),
     ({**CSQA_FLAT, "choices": []}, "line 2: got the question 'Where does one lie.*choices="),
-    ({**CSQA_FLAT, "choices": {"label": ["B"], "text": ["x"]}}, "line 2: .* choices from 'A' on"),
+    (
+      {**CSQA_FLAT, "choices": {"label": ["B"], "text": ["x"]}},
+      "line 2: .* choices lettered from 'A'",
+    ),
     ({**CSQA_FLAT, "question": " "}, "line 2: got the question ' ' and choices="),
     ({**CSQA_ROW, "question": {"stem": "?", "choices": [5]}}, r"line 2: .*choices=\[5\], expected"),
   ],

@@ -182,7 +182,7 @@ def test_options_and_package_are_what_a_resume_is_held_to():
   assert stored["package"] == f"reasoning-gym {package_version()}"
   assert stored == digests.of_task(loading.load("reasoning_gym.chain_sum"))
   other = digests.of_task(loading.load("reasoning_gym.chain_sum", options={"max_terms": 3}))
-  with pytest.raises(ValueError, match="--resume: got other data than the run's .problems was '"):
+  with pytest.raises(ValueError, match="--resume: got data that differ from the run's .problems was '"):
     digests.require_same(stored, other, what="--resume")
   older = stored | {"package": "reasoning-gym 0.1.24"}
   message = f"package was 'reasoning-gym 0.1.24' and is 'reasoning-gym {package_version()}'"
@@ -203,7 +203,7 @@ def package_version() -> str:
     ("chain_sum", {"max_term": 3}, "got the option 'max_term', expected one of .*'max_terms'"),
     ("chain_sum", {"size": 3}, "got the option 'size', expected one of min_terms"),
     ("chain_sum", {"max_terms": 1}, r"got AssertionError \(max_terms must be >= min_terms\) for"),
-    ("chain_sum", {"max_terms": "x"}, "got TypeError .* expected ones that give problems"),
+    ("chain_sum", {"max_terms": "x"}, "got TypeError .* expected options that yield problems"),
     ("chain_sum", {"seed": 128}, "got the option seed=128, expected a whole number from 0 to 127"),
     ("chain_sum", {"seed": 0.5}, "got the option seed=0.5, expected a whole number"),
     ("count_bits", {"max_n": 1}, "got ValueError .*split 'train' .*too few different questions"),

@@ -237,7 +237,7 @@ def refusals():
   yield bad(predictability=float("nan")), "predictability: got nan, expected a finite number"
   yield bad(num_questions=0), "StatefulConfig.num_questions: got 0, expected 1 to 100; 10 is usual"
   yield bad(steps=(3, 2)), r"StatefulConfig.steps: got (3, 2), expected (least, most) with"
-  yield bad(distractor_rate=1.5), "distractor_rate: got 1.5, expected 0 to 1; 0 says none"
+  yield bad(distractor_rate=1.5), "distractor_rate: got 1.5, expected 0 to 1; 0 leaves out all"
   yield bad(kinds=("storey",)), "kinds: got ('storey',), expected kinds of ('story', 'trade'"
   yield bad(max_operand=3), "StatefulConfig.max_operand: got 3, expected at least 4"
   yield bad(max_total=79), "max_total: got 79, expected at least 2 * max_operand = 80; raise it"
@@ -250,7 +250,8 @@ def refusals():
   yield lambda: task.wake_prompt("How?"), "'How?' without context and without rewrite, expected"
   yield (
     lambda: StatefulContext(context_id="7", text=" "),
-    "StatefulContext '7': got an empty context, expected at least one character that is no space",
+    "StatefulContext '7': got an empty context, expected at least one character that is not a"
+    " space",
   )
 
 
@@ -303,5 +304,5 @@ def test_a_branch_is_told_to_who_asks_and_is_never_a_star():
     assert task.sleep_verdict(context, context.notes).reward == 1.0
   assert num_compared_with_the_first > 100
   assert all(one.kind != "branch" for one in StatefulWordProblems().contexts("train")[:100])
-  with pytest.raises(ValueError, match="which the split 'test' tells"):
+  with pytest.raises(ValueError, match="the kinds of the split 'test'"):
     task.contexts("test")

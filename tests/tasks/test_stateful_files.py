@@ -94,7 +94,7 @@ def test_what_only_asks_is_left_out_and_named(tmp_path: pathlib.Path):
   task = stateful_files.load(path)
   assert task.num_problems("test") == 1
   (sentence,) = task.left_out
-  assert sentence.startswith(f"{path}, line 2: got 'What is 2 plus 2?', before which nothing is")
+  assert sentence.startswith(f"{path}, line 2: got 'What is 2 plus 2?', which has no context")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_what_only_asks_is_left_out_and_named(tmp_path: pathlib.Path):
     ([AIME | {"stateful_aime_context": " ."}], "line 1: got stateful_aime_context=' .', expected"),
     ([AIME | {"answer": "many"}], "line 1: got answer='many', expected a number, alone or after"),
     ([AIME, AIME | {"answer": True}], "line 2: got answer='True', expected a number, alone or"),
-    ([{"question": "Why?", "answer": "1"}], "got no row with a context, expected one at least"),
+    ([{"question": "Why?", "answer": "1"}], "got no row with a context, expected at least one"),
   ],
 )
 def test_bad_rows_are_refused_by_file_and_line(tmp_path: pathlib.Path, rows, message: str):

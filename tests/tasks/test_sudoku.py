@@ -103,7 +103,7 @@ def test_verdict_never_raises(words, digits):
 @pytest.mark.parametrize(
   ("config", "message"),
   [
-    (dict(size=5), r"SudokuConfig.size: got 5, expected one of \(4, 6, 8, 9\); 4 is what a small"),
+    (dict(size=5), r"SudokuConfig.size: got 5, expected one of \(4, 6, 8, 9\); 4 is the size"),
     (dict(min_empty=0.7), "got min_empty=0.7, max_empty=0.6, expected 0 < min_empty <= max_empty"),
   ],
 )
