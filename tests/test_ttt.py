@@ -1190,7 +1190,7 @@ def test_another_text_of_the_problem_is_refused_or_recorded(tmp_path):
   config = dict(problem=str(problem), num_steps=1, tiny=NO_WARM_START)
   discover(tmp_path / "run", **config)
   problem.write_text(problem.read_text() + "\n# Changed.\n")
-  message = r"got data that differ from the run's \(problem was '\w{16}' and is '.*--accept_new_data"
+  message = r"got data that differ from the run's \(problem was '\w{16}' and is .*--accept_new_data"
   with pytest.raises(ValueError, match=message):
     discover(tmp_path / "run", resume=True, **config)
   heard: list[str] = []

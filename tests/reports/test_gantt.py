@@ -60,7 +60,7 @@ def test_drafts_are_drawn_by_position_and_by_siblings():
   for held, references in ((2, 0), (1, 0), (2, 7)):
     drafts.add(2, held, references)
   text = gantt.drafts_section(drafts)
-  assert "6 tokens drafted from sibling texts, 5 of them accepted (83%); 2.67 tokens a step" in text
+  assert "6 tokens drafted from sibling texts, 5 of them accepted (83%); 2.67 tokens per" in text
   # All three first tokens held and two of the second; 2.5 tokens a step alone, 3 with siblings.
   for label in (">100%<", ">67%<", ">2.50<", ">3.00<", ">7<"):
     assert label in text

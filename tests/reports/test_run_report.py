@@ -142,7 +142,7 @@ def test_every_section_is_there(page):
     "Accuracy",
     "Response lengths",
     "5 engine visits, 1 requests in 1 chunks",
-    "8 tokens drafted from sibling texts, 6 of them accepted (75%); 4.00 tokens a step",
+    "8 tokens drafted from sibling texts, 6 of them accepted (75%); 4.00 tokens per step",
     "Transcripts",
     "<h3>Step 1</h3>",
     f"<h3>Step {NUM_STEPS}</h3>",

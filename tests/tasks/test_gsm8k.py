@@ -230,7 +230,7 @@ def test_missing_files_are_refused_by_name(tmp_path):
   [
     ('{"question": "a"', "line 3: got text that is not JSON"),
     ('{"question": "a"}', r"line 3: got the keys \('question',\), expected 'answer' among them"),
-    ('{"question": "", "answer": "#### 1"}', "line 3: got question='', expected a string"),
+    ('{"question": "", "answer": "#### 1"}', "line 3: got question='', expected a non-empty"),
     ('{"question": "a", "answer": "seven"}', "row 3: got the answer 'seven', expected it to end"),
     ('{"question": "a", "answer": "#### seven"}', "row 3: got the answer '#### seven', expected"),
   ],
