@@ -71,7 +71,7 @@ def _told() -> Any:
     data += _broadcast(_words(b"", length - FIRST_BYTES)).tobytes()
   value = pickle.loads(data[:length])
   if not is_found:
-    raise Disagreement(f"process 0 ended with {value}; its own log says where.")
+    raise Disagreement(f"process 0 ended with {value}; see its log.")
   return value
 
 
@@ -136,8 +136,8 @@ def compare(what: str, decisions: Mapping[str, Any]) -> None:
     for digest, who in sides.items()
   )
   raise Disagreement(
-    f"{what}: got {name} that differs between processes ({told}), expected one; give all of them"
-    " the same code, flags and files. What was saved is whole: start again with --resume."
+    f"{what}: got {name} that differs between processes ({told}), expected a single value; give all"
+    " processes the same code, flags and files. Checkpoints are intact: restart with --resume."
   )
 
 

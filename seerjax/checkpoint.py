@@ -126,7 +126,7 @@ def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
       aside = _set_aside(path)
       before = max(other for other in steps(directory))
       said.append(
-        f"DAMAGED CHECKPOINT of step {step}: {error} It was renamed {aside.name}, and the run"
+        f"DAMAGED CHECKPOINT of step {step}: {error} It was renamed to {aside.name}, and the run"
         f" resumes from step {before}."
       )
   return said
@@ -145,7 +145,7 @@ def _set_aside(path: Place) -> Place:
       os.rename(path, aside)
       _sync(path.parent)
       return aside
-  raise AssertionError("a million damaged checkpoints of one step")
+  raise AssertionError("a million damaged checkpoints for one step")
 
 
 def save(
@@ -198,7 +198,7 @@ def save(
   target = _path(place, step)
   if _is_published(target):
     raise ValueError(
-      f"checkpoint.save: got step {step}, which {target} holds already, expected a new step; resume"
+      f"checkpoint.save: got step {step}, which {target} already holds, expected a new step; resume"
       " from the latest one, or choose another directory."
     )
   _require_json(host_state, "host_state")
@@ -206,7 +206,7 @@ def save(
   for name, part in (parts or {}).items():
     if name in (ARRAYS, DESCRIPTION) or not name.isidentifier():
       raise ValueError(
-        f"checkpoint.save: got a part {name!r}, expected a name of letters other than {ARRAYS!r};"
+        f"checkpoint.save: got a part named {name!r}, expected letters only, and not {ARRAYS!r};"
         " rename it."
       )
     trees[name] = _leaves(part, f"checkpoint.save: {name}")
@@ -214,7 +214,7 @@ def save(
     numerics.require_finite(
       leaves,
       what=f"checkpoint.save: {name} of step {step}",
-      remedy="go on from the last checkpoint, with a lower learning rate where training diverged",
+      remedy="continue from the last checkpoint, with a lower learning rate if training diverged",
     )
   epochs = _continue_epochs(place, step, dict(fingerprint), accept_new_numerics)
 
@@ -226,9 +226,9 @@ def save(
       return target
     if jax.process_count() > 1:
       raise NotImplementedError(
-        f"checkpoint.save: got {place} from {jax.process_count()} processes, expected one: they"
-        " have no directory in common to fill first; keep checkpoints on a shared disk, and copy"
-        " them from there."
+        f"checkpoint.save: got {place} from {jax.process_count()} processes, expected one process:"
+        " they have no shared directory to write to first; keep checkpoints on a shared disk, and"
+        " copy them from there."
       )
     with tempfile.TemporaryDirectory(prefix="checkpoint-") as name:
       here = pathlib.Path(name)
@@ -442,7 +442,7 @@ def _orbax_errors(directory: pathlib.Path, step: int) -> Iterator[None]:
       raise
     raise OSError(
       f"{directory}: got {found[0][:300]!r} while step {step} was saved, expected room for it; free"
-      " some, and resume: earlier checkpoints are whole."
+      " some space, and resume: earlier checkpoints are intact."
     ) from None
 
 
@@ -468,8 +468,8 @@ def _open(directory: str | os.PathLike) -> Place:
     named = path.read_text().strip()
     if not object_store.is_remote(named):
       raise ValueError(
-        f"{path}: got a file that says {named[:80]!r}, expected a directory, or a file with a place"
-        " such as gs://bucket/run; write that, or remove the file."
+        f"{path}: got a file with the text {named[:80]!r}, expected a directory, or a file with a"
+        " URL such as gs://bucket/run; write one, or remove the file."
       )
     return object_store.open_place(named)
   return path
@@ -560,9 +560,8 @@ def _require_json(value: Any, where: str) -> None:
       _require_json(item, f"{where}[{index}]")
     return
   raise ValueError(
-    f"checkpoint.save: got {type(value).__name__} {value!r} at {where}, expected JSON that comes"
-    " back"
-    " equal (str, bool, int, finite float, None, list, dict); convert it."
+    f"checkpoint.save: got {type(value).__name__} {value!r} at {where}, expected JSON that"
+    " round-trips (str, bool, int, finite float, None, list, dict); convert it."
   )
 
 
@@ -578,8 +577,8 @@ def _require_equal_leaves(
   if differing:
     more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
     raise ValueError(
-      f"{path}: got other leaves than this run has ({'; '.join(differing[:8])}{more}); build the"
-      " model and the optimiser as the run that saved it did."
+      f"{path}: got other leaves than those of this run ({'; '.join(differing[:8])}{more}); build"
+      " the same model and optimiser as the run that saved it."
     )
 
 
@@ -611,8 +610,8 @@ def _remedy(path: Place) -> str:
   """Returns advice for a damaged checkpoint."""
   others = [step for step in steps(path.parent) if _path(path.parent, step) != path]
   if not others:
-    return "there is no other; take it from a copy, or start a new run."
-  return f"remove {path}, and the run resumes from step {max(others)}."
+    return "there is no other checkpoint; restore it from a copy, or start a new run."
+  return f"remove {path} to resume from step {max(others)}."
 
 
 def _require_whole(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -> None:

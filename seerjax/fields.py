@@ -81,7 +81,7 @@ def shown(value: Any) -> str:
   try:
     text = repr(value)
   except ValueError:  # Python prints no integer of thousands of digits.
-    return "a number of thousands of digits"
+    return "a number with thousands of digits"
   return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

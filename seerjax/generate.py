@@ -71,7 +71,7 @@ def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple
   """
   if not prompt.strip():
     raise ValueError(
-      f"--prompt: got {prompt!r}, expected at least one character that is no space; write"
+      f"--prompt: got {prompt!r}, expected at least one character other than spaces; write"
       " --prompt='How many ...?', or --prompt=- to read it from stdin."
     )
   tokenizer = policy.require_tokenizer()
@@ -177,8 +177,8 @@ def answerer(
     room = engine.config.max_context - len(tokens)
     if room < 1:
       raise ValueError(
-        f"generate: got a conversation of {len(tokens)} tokens, expected less than"
-        f" {engine.config.max_context}; /new begins another."
+        f"generate: got a conversation of {len(tokens)} tokens, expected fewer than"
+        f" {engine.config.max_context}; /new starts a new one."
       )
     request = Request(
       request_id=str(len(messages)),
@@ -215,7 +215,9 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
       messages = []
       tell("forgotten")
     elif line.startswith("/"):
-      tell(f"got {line.split()[0]!r}, expected /help or /new; begin with a space to say it")
+      tell(
+        f"got {line.split()[0]!r}, expected /help or /new; start with a space to send it as text"
+      )
     elif line:
       asked = [*messages, {"role": "user", "content": line.strip()}]
       try:
@@ -244,8 +246,8 @@ def chat(
   with contextlib.suppress(ImportError):
     import readline  # noqa: F401  Enables line editing.
   print(
-    f"{flags.FLAGS.model}, {context} tokens in all; /help says what there is, Ctrl-D ends it. The"
-    " first answer waits for its program to be compiled.",
+    f"{flags.FLAGS.model}, {context} tokens in all; /help lists the commands, Ctrl-D ends the chat."
+    " The first answer takes longer, because its program is compiled.",
     file=sys.stderr,
   )
   answer = answerer(
@@ -282,7 +284,7 @@ def drafted(engine: engine_lib.Engine) -> str:
   if not isinstance(engine.drafter, ModelDrafter):
     return ""
   acceptance = engine.drafter.acceptance
-  return f"; {acceptance.length:.2f} tokens a step, {acceptance.rate:.0%} of the drafted ones right"
+  return f"; {acceptance.length:.2f} tokens per step, {acceptance.rate:.0%} of drafts accepted"
 
 
 def main(argv: list[str]) -> None:
@@ -354,24 +356,24 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("prompt", None, "What is asked; - reads it from stdin. None is a chat.")
-  flags.DEFINE_string("system", "", "Begins a conversation, where the model has such a turn.")
+  flags.DEFINE_string("prompt", None, "Prompt; - reads it from stdin. Without it, a chat starts.")
+  flags.DEFINE_string("system", "", "System message at the start, if the model supports one.")
   flags.DEFINE_multi_string("variable", [], "NAME=VALUE for the chat template; may be repeated.")
   flags.DEFINE_string(
-    "now", "", "2026-11-27T12:00:00+01:00, for a template that reads the clock; '': now."
+    "now", "", "Time for the chat template, as in 2026-11-27T12:00:00+01:00; '' is now."
   )
   flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
-  flags.DEFINE_string("draft", "", "A smaller model of the same words, which guesses ahead.")
-  flags.DEFINE_integer("draft_tokens", DRAFT_TOKENS, "Guessed in each step.", 1, MAX_STEPS)
-  flags.DEFINE_float("temperature", 1.0, "0 is greedy.")
+  flags.DEFINE_string("draft", "", "Smaller model with the same vocabulary, which drafts tokens.")
+  flags.DEFINE_integer("draft_tokens", DRAFT_TOKENS, "Tokens drafted per step.", 1, MAX_STEPS)
+  flags.DEFINE_float("temperature", 1.0, "Sampling temperature; 0 is greedy.")
   flags.DEFINE_integer("top_k", 0, "Keeps the k most likely tokens; 0 keeps all.")
   flags.DEFINE_float("top_p", 1.0, "Keeps the most likely tokens up to this probability.")
-  flags.DEFINE_integer("max_tokens", 256, "Most tokens generated.")
-  flags.DEFINE_integer("seed", 0, "Of the request; the same seed gives the same text.")
+  flags.DEFINE_integer("max_tokens", 256, "Maximum number of generated tokens.")
+  flags.DEFINE_integer("seed", 0, "Seed of the request; the same seed gives the same text.")
   flags.DEFINE_multi_string("stop", [], "Ends the text before this string; may be repeated.")
-  flags.DEFINE_integer("max_context", 0, "Positions of prompt and answer; 0 asks the model.")
+  flags.DEFINE_integer("max_context", 0, "Most tokens of prompt and answer; 0 is the model limit.")
   placement.define_flags()
-  flags.DEFINE_bool("raw", False, "Sends the prompt as it stands, without the chat template.")
+  flags.DEFINE_bool("raw", False, "Sends the prompt unchanged, without the chat template.")
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def _check_mask(function: str, values: Array, mask: Array) -> None:
   if values.shape != mask.shape:
     raise ValueError(
       f"{function}: got values of shape {values.shape} and a mask of shape {mask.shape}, expected"
-      " equal shapes; broadcast the mask by hand."
+      " equal shapes; broadcast the mask explicitly."
     )
   if mask.dtype != jnp.bool_:
     raise ValueError(
@@ -194,7 +194,7 @@ def disk_error(what: str, path: pathlib.Path, error: OSError) -> OSError:
   return OSError(
     error.errno,
     f"{what}: got '{os.strerror(error.errno)}' writing {path} ({free} bytes free), expected room"
-    " for it; free some space and resume: everything finished before is still there",
+    " for it; free some space and resume: all earlier results are kept",
   )
 
 
@@ -222,7 +222,7 @@ def _lines(path: pathlib.Path, data: bytes) -> list[tuple[dict[str, Any], int]]:
     except (ValueError, KeyError, TypeError) as error:
       raise ValueError(
         f"{path}: got {_short(data[start:newline])} as line {len(result) + 1}, expected a JSON"
-        " object with a step; mend or remove that line."
+        " object with a step; fix or remove that line."
       ) from error
     start = newline + 1
     result.append(({name: decode_number(value) for name, value in values.items()}, start))
@@ -336,8 +336,8 @@ class Writer:
     """
     if step < self._last_step:
       raise ValueError(
-        f"metrics.write: got step {step} after step {self._last_step}, expected steps that never go"
-        " back; open the writer with resume_step to drop later steps."
+        f"metrics.write: got step {step} after step {self._last_step}, expected non-decreasing"
+        " steps; open the writer with resume_step to drop later steps."
       )
     for name in scalars:
       if not NAME.fullmatch(name):
@@ -408,8 +408,8 @@ class Writer:
     data = self.path.read_bytes()
     if data and resume_step is None:
       raise ValueError(
-        f"{self.path}: got a file of {len(data)} bytes, expected none at the start of a new run;"
-        " resume that run, or choose another directory."
+        f"{self.path}: got an existing file of {len(data)} bytes, expected none at the start of a"
+        " new run; resume that run, or choose another directory."
       )
     for values, end in _lines(self.path, data):
       if values["step"] > (-1 if resume_step is None else resume_step):
@@ -422,8 +422,8 @@ class Writer:
   def _append(self, line: bytes) -> None:
     if self._descriptor is None:
       raise ValueError(
-        f"metrics.write: got a writer of {self.path} that is closed, expected an open one; write"
-        " before close."
+        f"metrics.write: got a closed writer of {self.path}, expected an open one; write before"
+        " close."
       )
     try:
       done = 0

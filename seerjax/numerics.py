@@ -107,7 +107,7 @@ class NumericsConfig:
     if self.uses_kernels and self.compute_dtype != "bfloat16":
       raise ValueError(
         f"NumericsConfig: got implementation={self.implementation!r} in {self.compute_dtype},"
-        " expected compute_dtype='bfloat16', which is what the kernels multiply; set it, or"
+        " expected compute_dtype='bfloat16', which the kernels require; set it, or"
         " implementation='tiled'."
       )
     for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
@@ -117,8 +117,8 @@ class NumericsConfig:
       if value < 1 or value & (value - 1):
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
-          " row_tile=0 (which leaves it to the platform), query_tile=8, slot_tile=8, kv_split=256,"
-          " reduction_shards=8 (0 leaves it to the model)."
+          " row_tile=0 (chosen for the platform), query_tile=8, slot_tile=8, kv_split=256,"
+          " reduction_shards=8 (0 chooses for the model)."
         )
 
   @property
@@ -175,11 +175,11 @@ def require_key(key: PRNGKeyArray, *, what: str) -> None:
     ValueError: if it is not a typed key of `KEY_IMPLEMENTATION`.
   """
   is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-  got = f"a key of {jax.random.key_impl(key)!s}" if is_typed else f"{key!r}, which is no typed key"
+  got = f"a key of {jax.random.key_impl(key)!s}" if is_typed else f"{key!r}, not a typed key"
   if not is_typed or str(jax.random.key_impl(key)) != KEY_IMPLEMENTATION:
     raise ValueError(
-      f"{what}: got {got}, expected one of {KEY_IMPLEMENTATION}, whose noise does not depend on the"
-      f" batch; make it by seerjax.numerics.key(seed), or by jax.random.key(seed,"
+      f"{what}: got {got}, expected a {KEY_IMPLEMENTATION} key, for noise that does not depend on"
+      " the batch; make it with seerjax.numerics.key(seed), or jax.random.key(seed,"
       f" impl={KEY_IMPLEMENTATION!r})."
     )
 
@@ -250,18 +250,18 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
   """
   if numerics.implementation == "auto":
     raise ValueError(
-      "NumericsConfig.implementation: got 'auto', expected the one that this machine runs; a"
-      " fingerprint names it, so take models.config.numerics_for(model, numerics)."
+      "NumericsConfig.implementation: got 'auto', expected a concrete implementation, because a"
+      " fingerprint names it; use models.config.numerics_for(model, numerics)."
     )
   if not numerics.row_tile:
     raise ValueError(
-      "NumericsConfig.row_tile: got 0, expected the rows that this platform takes; a fingerprint"
-      " names them, so take models.config.numerics_for(model, numerics)."
+      "NumericsConfig.row_tile: got 0, expected the number for this platform, because a fingerprint"
+      " names it; use models.config.numerics_for(model, numerics)."
     )
   if not numerics.reduction_shards:
     raise ValueError(
-      "NumericsConfig.reduction_shards: got 0, expected the number that the model decides; a"
-      " fingerprint names it, so take models.config.numerics_for(model, numerics)."
+      "NumericsConfig.reduction_shards: got 0, expected the number for the model, because a"
+      " fingerprint names it; use models.config.numerics_for(model, numerics)."
     )
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)

@@ -33,8 +33,8 @@ def require_two_slashes(place: str | os.PathLike) -> None:
   text = os.fspath(place)
   if re.match(r"[a-z][a-z0-9]+:/(?!/)", text):
     raise ValueError(
-      f"got {text!r}, expected two slashes behind the colon, or a directory: pathlib takes one"
-      " away; pass it as a string."
+      f"got {text!r}, expected two slashes after the colon, or a directory: pathlib removes one;"
+      " pass it as a string."
     )
 
 
@@ -50,12 +50,12 @@ def open_place(place: str) -> epath.Path:
     path.exists()
   except KeyError as error:
     raise ValueError(
-      f"checkpoints: got {place!r}, expected a place that etils.epath knows, gs:// or s3://; name"
+      f"checkpoints: got {place!r}, expected a URL that etils.epath supports, gs:// or s3://; pass"
       " one, or a directory."
     ) from error
   except ImportError as error:
     raise ValueError(
-      f"checkpoints: got {place!r} without what speaks {scheme}:// ({error}), expected the package"
+      f"checkpoints: got {place!r} without support for {scheme}:// ({error}), expected the package"
       f" {PACKAGES.get(scheme, 'of its kind')}; pip install {PACKAGES.get(scheme, 'it')}."
     ) from error
   return path

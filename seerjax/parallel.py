@@ -74,7 +74,7 @@ class SliceConfig:
     if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
       raise ValueError(
         f"SliceConfig: got process_id={self.process_id} of num_processes={self.num_processes},"
-        " expected a number from 0 and below that of the processes; number them from 0."
+        " expected 0 <= process_id < num_processes; number processes from 0."
       )
     for field in ("start_seconds", "heartbeat_seconds"):
       if vars(self)[field] < 1:
@@ -86,7 +86,7 @@ class SliceConfig:
     if not self.launcher and self.num_processes > 1 and not is_address:
       raise ValueError(
         f"SliceConfig.coordinator: got {self.coordinator!r}, expected 'host:port' of process 0,"
-        f" which {self.num_processes} processes can reach; 127.0.0.1:9123 will do on one machine."
+        f" reachable from all {self.num_processes} processes; use 127.0.0.1:9123 on one machine."
       )
 
 
@@ -106,7 +106,7 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
   if num_devices % count:
     raise ValueError(
       f"parallel.start: got {num_devices} devices (num_instances x model_shards) for {count}"
-      " processes, expected as many for each; lower --num_processes, or raise"
+      " processes, expected the same number for each; lower --num_processes, or raise"
       " --config.num_instances."
     )
   if count > 1 and not config.launcher:
@@ -135,7 +135,7 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
   if jax.process_count() != count:
     raise ValueError(
       f"parallel.start: got {jax.process_count()} processes from {config.launcher!r}, expected"
-      f" num_processes={count}; give the number that was started."
+      f" num_processes={count}; pass the number of started processes."
     )
 
 
@@ -154,7 +154,7 @@ def _require_address(config: SliceConfig) -> None:
       except OSError as error:
         raise ValueError(
           f"SliceConfig.coordinator: got {config.coordinator!r}, where process 0 cannot listen"
-          f" ({error.strerror}), expected a free port of its machine; choose another."
+          f" ({error.strerror}), expected a free port on its machine; choose another."
         ) from error
     return
   until = time.monotonic() + config.start_seconds
@@ -167,7 +167,7 @@ def _require_address(config: SliceConfig) -> None:
         raise ValueError(
           f"SliceConfig.coordinator: got {config.coordinator!r}, where process {config.process_id}"
           f" of {config.num_processes} found nothing within {config.start_seconds} s ({error}),"
-          " expected process 0 there; start all together, with one address."
+          " expected process 0 there; start all processes together, with the same address."
         ) from error
       time.sleep(0.2)
 
@@ -326,8 +326,8 @@ def make_mesh(
   if needed > len(devices):
     raise ValueError(
       f"make_mesh: got num_instances={num_instances} x model_shards={model_shards} = {needed}"
-      f" devices, expected at most the {len(devices)} there are; lower either, or on CPU start with"
-      " jax.config.update('jax_num_cpu_devices', n)."
+      f" devices, expected at most {len(devices)}, the available devices; lower either, or on CPU"
+      " start with jax.config.update('jax_num_cpu_devices', n)."
     )
   grid = np.asarray(devices[:needed]).reshape(num_instances, model_shards)
   return jax.sharding.Mesh(grid, (INSTANCE_AXIS, MODEL_AXIS))
@@ -349,20 +349,21 @@ def require_sizes(
   """
   if not 1 <= num_instances <= MAX_INSTANCES:
     bound, fix = ("at least 1", "raise") if num_instances < 1 else (
-      f"at most {MAX_INSTANCES} (one a device)", "lower"
+      f"at most {MAX_INSTANCES} (one per device)", "lower"
     )
     raise ValueError(
       f"{what}num_instances: got {num_instances}, expected {bound}; {fix} it."
     )
   if model_shards not in MODEL_SHARDS:
     raise ValueError(
-      f"{what}model_shards: got {model_shards}, expected one of {MODEL_SHARDS};"
-      " 1 is usual for a model that fits one device."
+      f"{what}model_shards: got {model_shards}, expected one of {MODEL_SHARDS}; 1 is usual if the"
+      " model fits one device."
     )
   if reduction_shards and model_shards > reduction_shards:
     raise ValueError(
-      f"{what}model_shards: got {model_shards}, expected at most NumericsConfig.reduction_shards="
-      f"{reduction_shards} (a device has a slab at least); lower it."
+      f"{what}model_shards: got {model_shards}, expected at most"
+      f" NumericsConfig.reduction_shards={reduction_shards} (a device has at least one slab); lower"
+      " it."
     )
 
 

@@ -48,8 +48,8 @@ class Problem:
     fields.check(self)
     if self.num_steps < 0:
       raise ValueError(
-        f"Problem.num_steps: got {self.num_steps!r}, expected a whole number of at least 0; 0 if it"
-        " is not known."
+        f"Problem.num_steps: got {self.num_steps!r}, expected a whole number of at least 0; 0 if"
+        " unknown."
       )
 
 
@@ -158,11 +158,11 @@ class SamplingParams:
     if self.max_tokens < 1:
       refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
     if self.allowed and self.max_tokens > len(self.allowed):
-      places = f"{self.max_tokens} with {len(self.allowed)} places in `allowed`"
-      refuse("max_tokens", places, "no more tokens than places", "lower it")
+      places = f"{self.max_tokens} with {len(self.allowed)} positions in `allowed`"
+      refuse("max_tokens", places, "at most one token per position", "lower it")
     for pair in self.allowed:
       if not 0 <= pair[0] < pair[1] < 2**31:
-        refuse("allowed", pair, "pairs 0 <= low < high < 2**31", "name one id at least everywhere")
+        refuse("allowed", pair, "pairs 0 <= low < high < 2**31", "allow at least one id everywhere")
     for token in self.stop_token_ids:
       if not 0 <= token < 2**31:
         refuse("stop_token_ids", repr(token), "token ids from 0 on", "encode with the tokenizer")
@@ -215,7 +215,7 @@ class Request:
       if "\0" in vars(self)[field]:
         raise ValueError(
           f"Request.{field}: got {vars(self)[field]!r}, expected text without the character NUL,"
-          " which parts the two where texts are shared; leave it out."
+          " which separates fields in shared keys; remove it."
         )
 
 
@@ -257,14 +257,14 @@ class Completion:
         got = f"{found.dtype}{list(found.shape)}" if is_array else type(found).__name__
         raise ValueError(
           f"Completion.{field}: got {got} for {count} tokens, expected float32[{count}], one for"
-          " each; store what the engine returned, uncast."
+          " each; keep the engine's array, without a cast."
         )
     if self.finish_reason not in FINISH_REASONS or (self.finish_reason == "error") != bool(
       self.error
     ):
       raise ValueError(
         f"Completion: got finish_reason={self.finish_reason!r} with error={self.error!r}, expected"
-        f" one of {FINISH_REASONS}, and a reason with 'error' alone; say why it ended."
+        f" one of {FINISH_REASONS}, and an error text only with 'error'; set both to match."
       )
 
   def has_bits_of(self, other: Completion) -> bool:

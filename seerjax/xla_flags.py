@@ -36,7 +36,7 @@ def with_gpu_flags(flags: str) -> str:
     elif value.lower() not in GPU_FLAGS[name]:
       raise ValueError(
         f"{VARIABLE}: got {flag}, expected {name}={GPU_FLAGS[name][0]} on a GPU, where bits must"
-        " not follow what was fast when a program was compiled; remove it."
+        " not depend on autotuning at compile time; remove it."
       )
   return " ".join([*others, *(f"{name}={values[0]}" for name, values in GPU_FLAGS.items())])
 
@@ -50,7 +50,7 @@ def require_gpu_flags(flags: str) -> None:
   if flags.split() != with_gpu_flags(flags).split():
     raise ValueError(
       f"{VARIABLE}: got {flags!r} on a GPU, expected {with_gpu_flags(flags)!r} before the first use"
-      " of a device: call seerjax.xla_flags.pin(print) where the program begins."
+      " of a device: call seerjax.xla_flags.pin(print) at the start of the program."
     )
 
 
@@ -90,7 +90,7 @@ def pin(say: Callable[[str], None]) -> None:
   before = os.environ.get(VARIABLE, "")
   if (flags := with_gpu_flags(before)) != before:
     os.environ[VARIABLE] = flags
-    say(f"on a GPU, {VARIABLE} is now {flags!r}: no bit follows what was fast at compilation")
+    say(f"on a GPU, {VARIABLE} is now {flags!r}: bits do not depend on autotuning")
 
 
 def _has_plugin() -> bool:

@@ -39,7 +39,7 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   # The other process ends with what the first could not do.
   assert first["refused"] == "OSError: the disk is full"
   assert second["refused"] == (
-    "Disagreement: process 0 ended with OSError: the disk is full; its own log says where."
+    "Disagreement: process 0 ended with OSError: the disk is full; see its log."
   )
   # What lies in one process's memory could not come back to another's devices.
   assert first["host_pages"] == second["host_pages"] == 0

@@ -121,10 +121,10 @@ def test_a_part_is_read_by_its_name_and_the_state_without_it(tmp_path):
   assert_equal_bits(checkpoint.restore_part(tmp_path, "draft", abstract(part)), part)
   assert checkpoint.restore_part(tmp_path, "other", abstract(part)) is None
   assert checkpoint.restore_part(tmp_path, "draft", abstract(part), step=1) is None
-  with pytest.raises(ValueError, match="got other leaves than this run has .*keys: got key"):
+  with pytest.raises(ValueError, match="got other leaves than those of this run .*keys: got key"):
     checkpoint.restore_part(tmp_path, "draft", {"key": jax.random.key(0)})
   for name in ("state", "a/b"):
-    with pytest.raises(ValueError, match=f"got a part '{name}', expected a name of letters other"):
+    with pytest.raises(ValueError, match=f"got a part named '{name}', expected letters only"):
       save(tmp_path, 3, parts={name: part})
   nan = {"w": jnp.full(2, jnp.nan)}
   with pytest.raises(ValueError, match="draft of step 3: got"):
@@ -141,7 +141,7 @@ def test_a_part_is_read_by_its_name_and_the_state_without_it(tmp_path):
 
 def test_a_step_is_saved_once(tmp_path):
   save(tmp_path, 2)
-  with pytest.raises(ValueError, match="got step 2, which .* holds already"):
+  with pytest.raises(ValueError, match="got step 2, which .* already holds"):
     save(tmp_path, 2)
   with pytest.raises(ValueError, match="got keep_latest=0 and keep_every=0"):
     save(tmp_path, 3, keep_latest=0)
@@ -167,7 +167,7 @@ def test_other_leaves_are_refused_by_path(tmp_path):
     "b": jnp.zeros(2, jnp.bfloat16),
     "k": jax.random.key(0, impl="rbg"),
   }
-  with pytest.raises(ValueError, match="other leaves than this run has") as caught:
+  with pytest.raises(ValueError, match="other leaves than those of this run") as caught:
     restore(tmp_path, wanted)
   for text in (
     "a/v: got nothing, expected float32[1]",
@@ -257,7 +257,7 @@ def test_without_the_damaged_newest_one_the_one_before_is_restored(tmp_path):
   for step in (2, 3):
     path = save(tmp_path, step, {"w": jnp.full(64, float(step))})
   (path / checkpoint.DESCRIPTION).write_text("{}")
-  message = rf"missing: remove {re.escape(str(path))}, and the run resumes from step 2\."
+  message = rf"missing: remove {re.escape(str(path))} to resume from step 2\."
   with pytest.raises(ValueError, match=message):
     restore(tmp_path, {"w": jnp.zeros(64)})
   shutil.rmtree(path)
@@ -271,7 +271,7 @@ def test_damaged_checkpoints_are_set_aside_as_long_as_there_is_one_before(tmp_pa
   (path / checkpoint.DESCRIPTION).write_text("{}")
   [said] = checkpoint.set_aside_damaged(tmp_path)
   assert said.startswith("DAMAGED CHECKPOINT of step 4: ") and "cannot be read" in said
-  assert said.endswith("renamed damaged_step_00000004, and the run resumes from step 3.")
+  assert said.endswith("renamed to damaged_step_00000004, and the run resumes from step 3.")
   assert checkpoint.steps(tmp_path) == (2, 3)
   # The same step again, and the one before it.
   path = save(tmp_path, 4, {"w": jnp.full(64, 4.0)}, keep_latest=3)
@@ -285,7 +285,7 @@ def test_damaged_checkpoints_are_set_aside_as_long_as_there_is_one_before(tmp_pa
   # The last one left is refused, and stays where it is.
   (tmp_path / "step_00000002" / checkpoint.DESCRIPTION).unlink()
   assert checkpoint.set_aside_damaged(tmp_path) == []
-  with pytest.raises(ValueError, match=r"there is no other; take it from a copy"):
+  with pytest.raises(ValueError, match=r"there is no other checkpoint; restore it from a copy"):
     restore(tmp_path, {"w": jnp.zeros(64)})
 
 
@@ -373,9 +373,9 @@ def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):
 @pytest.mark.parametrize(
   "num, said",
   [
-    (10**6, "while step 1 was saved, expected room for it; free some, and resume"),
+    (10**6, "while step 1 was saved, expected room for it; free some space, and"),
     # The arrays find room, and what describes them does not.
-    (10, "bytes free), expected room for it; free some space and resume: everything finished"),
+    (10, "bytes free), expected room for it; free some space and resume: all earlier results"),
   ],
 )
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, said):

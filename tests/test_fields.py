@@ -202,7 +202,7 @@ def test_the_walk_finds_the_records():
     ),
     (
       lambda: RunConfig(seed=10**5000),
-      "RunConfig.seed: got a number of thousands of digits, expected a whole number",
+      "RunConfig.seed: got a number with thousands of digits, expected a whole number",
     ),
   ],
 )

@@ -50,7 +50,7 @@ def test_a_checkpoint_comes_back_bit_for_bit(place: str):
   part = checkpoint.restore_part(place, "extra", {"x": jnp.zeros(4)})
   assert part["x"].tolist() == [1, 1, 1, 1]
   assert checkpoint.restore_part(place, "other", {}) is None
-  with pytest.raises(ValueError, match="got step 3, which .* holds already"):
+  with pytest.raises(ValueError, match="got step 3, which .* already holds"):
     save(place, 3)
 
 

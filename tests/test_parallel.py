@@ -53,7 +53,7 @@ def test_a_process_whose_first_is_not_there_says_so():
   config = parallel.SliceConfig(
     num_processes=2, process_id=1, coordinator=address, start_seconds=1
   )
-  with pytest.raises(ValueError, match="process 1 of 2 found nothing within 1 s .*start all toge"):
+  with pytest.raises(ValueError, match="process 1 of 2 found nothing within 1 s .*start all proc"):
     parallel.start(config, num_devices=8)
 
 

@@ -320,7 +320,7 @@ def test_after_a_stop_the_run_goes_on_to_the_same_bits(whole, tmp_path, number, 
   # What a shell starts in the background begins with Ctrl-C ignored.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   environment = stopped_in(whole, tmp_path, 4, lambda: os.kill(os.getpid(), number))
-  why = f"stopped by {name} after step 3 of 4; --resume goes on"
+  why = f"stopped by {name} after step 3 of 4; --resume continues"
   try:
     with pytest.raises(stops.Interrupted, match=why) as caught:
       discover(tmp_path / "run", environment, checkpoint_every=10)

@@ -45,7 +45,7 @@ def test_one_other_bit_is_noticed(changed):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (dict(allowed=((0, 3),), max_tokens=2), "max_tokens: got 2 with 1 places in `allowed`"),
+    (dict(allowed=((0, 3),), max_tokens=2), "max_tokens: got 2 with 1 positions in `allowed`"),
     (dict(allowed=((3, 3),), max_tokens=1), "allowed: got .*expected pairs 0 <= low < high"),
     (dict(allowed=((-1, 3),), max_tokens=1), "allowed: got .*expected pairs 0 <= low < high"),
   ],

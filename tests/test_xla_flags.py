@@ -48,7 +48,7 @@ def test_a_gpu_without_the_flags_has_no_fingerprint():
   xla_flags.require_gpu_flags(GPU)
   with pytest.raises(ValueError, match=r"XLA_FLAGS: got '' on a GPU, expected '--xla_gpu_autotu"):
     xla_flags.require_gpu_flags("")
-  with pytest.raises(ValueError, match=r"call seerjax.xla_flags.pin\(print\) where the program"):
+  with pytest.raises(ValueError, match=r"call seerjax.xla_flags.pin\(print\) at the start"):
     xla_flags.require_gpu_flags("--xla_gpu_autotune_level=0")
 
 

@@ -32,15 +32,15 @@ def decided(
     return dataclasses.replace(numerics, implementation=_of_this_machine(numerics, shape))
   if numerics.implementation == "native" and (reason := _reason_against_native()):
     raise ValueError(
-      f"NumericsConfig.implementation: got 'native', and {reason}; expected a machine that can run"
-      " it: use 'auto', which takes 'tiled' here."
+      f"NumericsConfig.implementation: got 'native', but {reason}; expected a machine that can run"
+      " it: use 'auto', which is 'tiled' here."
     )
   if numerics.uses_kernels and shape is not None:
     if reason := _reason_against_kernels(numerics, shape):
       raise ValueError(
-        f"NumericsConfig.implementation: got {numerics.implementation!r}, and {reason}; expected a"
-        " machine, a model and numerics that the kernels take: use 'auto', which takes another"
-        " implementation where they do not."
+        f"NumericsConfig.implementation: got {numerics.implementation!r}, but {reason}; expected a"
+        " machine, a model and numerics that the kernels support: use 'auto', which falls back to"
+        " another implementation."
       )
   return numerics
 

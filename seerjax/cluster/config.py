@@ -31,12 +31,12 @@ class ClusterConfig:
     if self.workers < 0 or not self.patience_seconds > 0:
       raise ValueError(
         f"ClusterConfig: got workers={self.workers}, patience_seconds={self.patience_seconds},"
-        " expected no worker or more, and some seconds; workers=2 and 600 s will do."
+        " expected at least 0 workers and more than 0 s; for example workers=2 and 600 s."
       )
     host, _, port = self.address.rpartition(":")
     is_address = bool(host) and port.isdigit() and 0 < int(port) < 2**16
     if self.address not in ("", "auto", LOCAL) and not is_address:
       raise ValueError(
         f"ClusterConfig.address: got {self.address!r}, expected 'host:port' of a Ray cluster,"
-        " 'auto', 'local' or nothing; leave it out to use this machine."
+        " 'auto', 'local' or ''; leave it out to use this machine."
       )

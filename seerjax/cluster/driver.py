@@ -168,8 +168,8 @@ class ClusterRollout:
     """
     if not isinstance(policy, Divided):
       raise ValueError(
-        f"ClusterRollout.policy: got {type(policy).__name__}, expected one that runs requests in"
-        " chunks, so that a lost worker costs a chunk; say LongestGroupFirst()."
+        f"ClusterRollout.policy: got {type(policy).__name__}, expected a policy that runs requests"
+        " in chunks, so that a lost worker costs only a chunk; for example LongestGroupFirst()."
       )
     self.buffer = Buffer()
     self.trace = Trace()
@@ -329,10 +329,10 @@ class ClusterRollout:
   def _wait(self) -> None:
     events = self._workers.events(blocks=True)
     if not events:
-      last = f" The last that was lost: {self._reasons[-1]}" if self._reasons else ""
+      last = f" The last lost worker: {self._reasons[-1]}" if self._reasons else ""
       raise ConnectionError(
-        f"ClusterRollout: got no worker, expected one at least ({self._workers.waits_for()}); start"
-        f" workers and resume, what was sampled is in the journal.{last}"
+        f"ClusterRollout: got no worker, expected at least one ({self._workers.waits_for()}); start"
+        f" workers and resume, sampled tokens are in the journal.{last}"
       )
     self._take_all(events)
 
@@ -373,7 +373,7 @@ class ClusterRollout:
       why = records.difference(self._first, report)
       if why:
         logging.warning(
-          "ClusterRollout: worker %d (%s) is not taken, the rollout continues without it: %s",
+          "ClusterRollout: worker %d (%s) is rejected, the rollout continues without it: %s",
           event.worker, report.name, why,
         )  # fmt: skip
         self._note("refused", event.worker, why=why)

@@ -91,8 +91,8 @@ class InRay:
       return ray.get(self.reference)
     except ray.exceptions.RayError as error:
       raise ConnectionError(
-        f"Worker.load: got {error} from Ray, expected a piece of the trainer's weights; is the"
-        " trainer's process still there? Publish the weights again."
+        f"Worker.load: got {error} from Ray, expected a piece of the trainer's weights; check that"
+        " the trainer's process is running, and publish the weights again."
       ) from error
 
 
@@ -171,13 +171,13 @@ class RayWorkers:
     """
     if count < 1 or not patience > 0:
       raise ValueError(
-        f"RayWorkers: got count={count}, patience={patience}, expected one worker at least and some"
-        " seconds; say count=2."
+        f"RayWorkers: got count={count}, patience={patience}, expected at least 1 worker and more"
+        " than 0 s; for example count=2."
       )
     if max_failures < 0:
       raise ValueError(
-        f"RayWorkers.max_failures: got {max_failures}, expected how many lost actors in a row are"
-        " replaced; say max_failures=16, or 0 to replace none."
+        f"RayWorkers.max_failures: got {max_failures}, expected the number of consecutive lost"
+        " actors to replace; for example 16, or 0 to replace none."
       )
     self._ray = _library()
     self._owns = not address and not self._ray.is_initialized()
@@ -246,8 +246,8 @@ class RayWorkers:
   def waits_for(self) -> str:
     """Implements `Workers.waits_for`."""
     return (
-      f"{len(self._actors)} of {self._num_ever} actors are left, of which none has answered in"
-      f" {self._patience:g} s; {self._losses.in_a_row} were lost since a chunk ended last"
+      f"{len(self._actors)} of {self._num_ever} actors are left, and none has answered in"
+      f" {self._patience:g} s; {self._losses.in_a_row} were lost since the last finished chunk"
     )
 
   def close(self) -> None:
@@ -365,6 +365,6 @@ def _connect(ray: Any, address: str, count: int) -> None:
       ray.init(num_cpus=count, include_dashboard=False, **quiet)
   except Exception as error:  # Ray raises various exceptions if it does not start in time.
     raise ConnectionError(
-      f"RayWorkers.address: got {error} from {address or 'a cluster of its own'}, expected Ray;"
-      " start it with `ray start --head`, or leave the address out to use this machine alone."
+      f"RayWorkers.address: got {error} from {address or 'a new cluster'}, expected Ray; start it"
+      " with `ray start --head`, or leave the address out to use this machine alone."
     ) from error

@@ -197,12 +197,12 @@ class WeightsRef:
 
 # Fields that must be equal for all workers of a rollout, and the remedy for a difference.
 SHARED = {
-  "fingerprint": "run it with the others' numerics, version of JAX and kind of device",
-  "policy_version": "give its engine the weights of the others (Engine.set_params)",
-  "weights": "give its engine the weights of the others (Engine.set_params)",
-  "key": "make its engine with the run's key",
-  "page_size": "set EngineConfig.page_size as the others have it",
-  "identity": "give it the model and the mesh's model axis of the others",
+  "fingerprint": "run it with the numerics, JAX version and device kind of the other workers",
+  "policy_version": "load the weights of the other workers (Engine.set_params)",
+  "weights": "load the weights of the other workers (Engine.set_params)",
+  "key": "create its engine with the run's key",
+  "page_size": "set EngineConfig.page_size as in the other workers",
+  "identity": "use the model and the model axis of the other workers",
 }
 
 

@@ -47,10 +47,10 @@ class InStore:
     """Implements `Piece.read`."""
     found = None if store is None else store.get(self.key)
     if found is None:
-      where = "no store" if store is None else f"nothing of the key {self.key!r} in its store"
+      where = "no store" if store is None else f"no value for the key {self.key!r} in its store"
       raise ConnectionError(
-        f"Worker.load: got {where}, expected the trainer's weights there; give all workers the"
-        " trainer's store (KVPoolConfig), and keep weights there until all have loaded them."
+        f"Worker.load: got {where}, expected the trainer's weights; use the trainer's store"
+        " (KVPoolConfig) in all workers, and keep the weights there until all have loaded them."
       )
     return found
 
@@ -104,7 +104,7 @@ def publish(
   """
   if publish_bytes < 1:
     raise ValueError(
-      f"weights.publish: got publish_bytes={publish_bytes}, expected at least 1; 2**26 are usual."
+      f"weights.publish: got publish_bytes={publish_bytes}, expected at least 1; 2**26 is usual."
     )
   tensors = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):

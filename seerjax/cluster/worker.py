@@ -84,7 +84,7 @@ class EngineWorker:
     if engine.num_unfinished:
       raise ValueError(
         f"EngineWorker: got an engine with {engine.num_unfinished} unfinished requests, expected"
-        " none (all its memory is shared out by the driver); finish or cancel them."
+        " none (the driver needs all its memory); finish or cancel them."
       )
     self.engine = engine
     self.name = name
@@ -124,8 +124,8 @@ class EngineWorker:
     """
     if self._digests is None:
       raise ValueError(
-        f"Worker.join: got {self.name!r} without weights (it did not load the last), expected"
-        " some; load them again."
+        f"Worker.join: got {self.name!r} without weights (it did not load the latest), expected"
+        " weights; load them again."
       )
     self._forget_all()
     return self.report()

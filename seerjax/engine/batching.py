@@ -200,7 +200,9 @@ class _Rows:
         found = penalties.entries(params, prompt, so_far)
         penalties.write(self.penalties, (self.num_samples + row,), params, found)
     if sequence.mask is not None:
-      assert count == 1, f"got {count} samples of a request with a mask, expected no draft of it"
+      assert count == 1, (
+        f"got {count} samples for a request with a mask, expected 1; such a request is not drafted"
+      )
       mask = sequence.mask(sequence.tokens[sequence.num_prompt :])
       low, high = int(self.low[places.start]), int(self.high[places.start])
       self.masks[places] = _allowing(mask, self.masked_ids, low, high)
@@ -220,7 +222,7 @@ def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
     is_array = isinstance(mask, np.ndarray)
     got = f"{mask.dtype}{list(mask.shape)}" if is_array else fields.shown(mask)
     raise ValueError(
-      f"mask: got {got}, expected uint32[{num_words}], a bit for each of {vocab_size} ids; return"
+      f"mask: got {got}, expected uint32[{num_words}], one bit for each of {vocab_size} ids; return"
       " np.packbits(allowed, bitorder='little').view(np.uint32) of whole words."
     )
   high = min(high, vocab_size)
@@ -228,10 +230,10 @@ def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
   bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")
   if not bits[low:high].any():
     is_whole = (low, high) == (0, vocab_size)
-    among = "" if is_whole else f" of {low} to {high - 1}, which SamplingParams.allowed leaves"
+    among = "" if is_whole else f" from {low} to {high - 1}, the range of SamplingParams.allowed"
     raise ValueError(
-      f"mask: got one that allows no id{among}, expected at least one at every place of the answer;"
-      " end the answer before, with a stop id that the mask allows."
+      f"mask: got a mask that allows no id{among}, expected at least one allowed id at every"
+      " position of the response; end the response earlier, with a stop id that the mask allows."
     )
   return mask
 

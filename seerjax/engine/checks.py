@@ -64,7 +64,7 @@ def chunk(what: str, chunk_tokens: int | None) -> None:
     ValueError: with `what` as its prefix.
   """
   if chunk_tokens is not None:
-    whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None answers to the end")
+    whole(f"{what}: chunk_tokens", chunk_tokens, 1, None, "None runs to the end")
 
 
 def pin(
@@ -89,8 +89,8 @@ def pin(
   tokens_of("Engine.pin: tokens", tokens, vocab_size)
   if not reuses_prefixes:
     raise ValueError(
-      "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected one"
-      " that finds prefixes; leave it True."
+      "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected an"
+      " engine with prefix caching; leave it True."
     )
   if adapter not in adapters:
     raise ValueError(
@@ -111,8 +111,8 @@ def weights(params: Mapping[str, Any], what: str) -> None:
   """
   if "layers" not in params:
     raise ValueError(
-      f"{what}: got an engine without weights (Engine.drop_params freed them), expected one"
-      " that has some; call Engine.set_params first."
+      f"{what}: got an engine without weights (Engine.drop_params freed them), expected loaded"
+      " weights; call Engine.set_params first."
     )
 
 
@@ -143,27 +143,29 @@ def request(
   """
   what = f"request {request.request_id!r}"
   if not request.prompt:
-    raise ValueError(f"{what}: got an empty prompt, expected one token or more; add a BOS token.")
+    raise ValueError(f"{what}: got an empty prompt, expected at least one token; add a BOS token.")
   tokens_of(what, request.prompt, vocab_size)
   tokens_of(f"{what}, stop_token_ids", request.sampling.stop_token_ids, vocab_size)
   if request.adapter and request.adapter not in adapters:
     raise ValueError(
       f"{what}: got the adapter {request.adapter!r}, expected"
       f" {', '.join(map(repr, adapters)) or 'none, as this engine has none'}, or '' for the base;"
-      " give it to Engine.set_adapters."
+      " add it with Engine.set_adapters."
     )
   if not 0 <= request.seed < 2**32:
-    raise ValueError(f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; fold it.")
+    raise ValueError(
+      f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; take it modulo 2**32."
+    )
   raise_it = held_by_pages or "raise EngineConfig.max_context"
   if len(request.prompt) + 1 > context:
     raise ValueError(
       f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
-      f" {context}; shorten it or {raise_it} (the model's is {model_context})."
+      f" {context}; shorten it or {raise_it} (the model allows {model_context})."
     )
   if len(request.prompt) + request.sampling.max_tokens > context:
     raise ValueError(
       f"{what}: got {len(request.prompt)} prompt tokens and max_tokens"
-      f" {request.sampling.max_tokens}, expected a sum of at most the context of {context}; lower"
+      f" {request.sampling.max_tokens}, expected a sum of at most {context}, the context; lower"
       f" SamplingParams.max_tokens or {raise_it}."
     )
   if request.sampling.stop_strings and not has_tokenizer:
@@ -180,9 +182,8 @@ def request(
   for token, bias in request.sampling.logit_bias:
     if not 0 <= token < vocab_size or not abs(bias) <= MAX_ABS_BIAS:
       raise ValueError(
-        f"{what}: got logit_bias ({token}, {bias}), expected a token id from 0 to"
-        f" {vocab_size - 1} and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the"
-        " lowest forbids a token."
+        f"{what}: got logit_bias ({token}, {bias}), expected a token id from 0 to {vocab_size - 1}"
+        f" and a bias from -{MAX_ABS_BIAS:g} to {MAX_ABS_BIAS:g}; the lowest bias forbids a token."
       )
   sampling.sampling_rows([request.sampling])  # Refuses parameters that do not fit a row.
 
@@ -210,18 +211,18 @@ def manifest(
   if kv.policy_version != policy_version:
     raise ValueError(
       f"{what}: got pages of policy_version {kv.policy_version}, expected {policy_version}, the"
-      " engine's; leave kv out, so that they are computed again."
+      " engine's; leave kv out, and the pages are recomputed."
     )
-  whole(f"{what}: kv.num_written", kv.num_written, 1, None, "leave kv out for no pages")
+  whole(f"{what}: kv.num_written", kv.num_written, 1, None, "leave kv out if there are no pages")
   if kv.page_size != page_size:
     raise ValueError(
       f"{what}: got pages of {kv.page_size} positions, expected {page_size}, the engine's"
-      " EngineConfig.page_size; give all engines one, or leave kv out."
+      " EngineConfig.page_size; use the same page_size in all engines, or leave kv out."
     )
   if kv.layout != layout:
     raise ValueError(
-      f"{what}: got pages of {sorted(kv.layout)} (dtype, shape before and behind the axis of"
-      f" pages), expected {sorted(layout)}; they are of another model or model axis: leave kv out."
+      f"{what}: got pages of {sorted(kv.layout)} (dtype, shape before and after the page axis),"
+      f" expected {sorted(layout)}; they belong to another model or model axis: leave kv out."
     )
 
 
@@ -243,46 +244,46 @@ def resume_from(
   params, count = request.sampling, len(begun.tokens)
   if begun.request_id != request.request_id:
     raise ValueError(
-      f"{what}: got what request {begun.request_id!r} sampled, expected its own; pass that of the"
-      " same request_id."
+      f"{what}: got a completion of request {begun.request_id!r}, expected one of this request;"
+      " pass the completion with the same request_id."
     )
   if begun.policy_version != policy_version:
     raise ValueError(
       f"{what}: got {count} tokens sampled by policy_version {begun.policy_version}, expected"
-      f" {policy_version}, the engine's (a completion comes from one policy_version); ask it"
+      f" {policy_version}, the engine's (a completion comes from one policy_version); restart it"
       " from its prompt."
     )
   if begun.finish_reason or count >= params.max_tokens:
     raise ValueError(
       f"{what}: got {count} of {params.max_tokens} tokens sampled, finish_reason"
-      f" {begun.finish_reason!r}, expected one that is not over; use what it sampled."
+      f" {begun.finish_reason!r}, expected an unfinished completion; use it as it is."
     )
   tokens_of(f"{what}, resume_from.tokens", begun.tokens, vocab_size)
   ends = [place for place, token in enumerate(begun.tokens) if token in params.stop_token_ids]
   if ends:
     raise ValueError(
-      f"{what}: got the stop id {begun.tokens[ends[0]]} at place {ends[0]} of what it sampled,"
-      " expected one that is not over; use what it sampled."
+      f"{what}: got the stop id {begun.tokens[ends[0]]} at position {ends[0]} of the completion,"
+      " expected an unfinished completion; use it as it is."
     )
   for place, (token, (low, high)) in enumerate(zip(begun.tokens, params.allowed, strict=False)):
     if not low <= token < high:
       raise ValueError(
-        f"{what}: got token {token} at place {place} of what it sampled, expected {low} to"
-        f" {high - 1}, which its grammar allows there; pass what this very request sampled."
+        f"{what}: got token {token} at position {place} of the completion, expected {low} to"
+        f" {high - 1}, which its grammar allows there; pass tokens that this request sampled."
       )
   for name in ("behaviour_logprobs", "raw_logprobs"):
     values = vars(begun)[name]
     wrong = np.flatnonzero(~(np.isfinite(values) & (values <= 0)))
     if len(wrong):
       raise ValueError(
-        f"{what}: got resume_from.{name} of {values[wrong[0]]} at place {wrong[0]}, expected a"
-        " finite number of at most 0; pass them as the engine returned them."
+        f"{what}: got resume_from.{name} of {values[wrong[0]]} at position {wrong[0]}, expected a"
+        " finite number of at most 0; pass the values that the engine returned."
       )
   if tokenizer is not None and params.stop_strings:
     text = tokenizer.decode(list(begun.tokens), skip_special_tokens=True)
     found = [stop for stop in params.stop_strings if stop in text]
     if found:
       raise ValueError(
-        f"{what}: got the stop string {found[0]!r} in what it sampled, expected one that is not"
-        " over; use what it sampled."
+        f"{what}: got the stop string {found[0]!r} in the completion, expected an unfinished"
+        " completion; use it as it is."
       )

@@ -190,7 +190,8 @@ class Chunks:
     """
     if num_tokens < 1:
       raise ValueError(
-        f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has one."
+        f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has at least one"
+        " token."
       )
     return sizes.pages_for(num_tokens, self._config.page_size)
 

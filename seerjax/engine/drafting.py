@@ -148,8 +148,8 @@ def checked(
     return []
   if len(drafts) != len(queries):
     raise ValueError(
-      f"Drafter.draft: got paths for {len(drafts)} requests, expected them for {len(queries)}, or"
-      " none at all; return [] for a request that has no guess."
+      f"Drafter.draft: got paths for {len(drafts)} requests, expected paths for {len(queries)}, or"
+      " for none; return [] for a request without a draft."
     )
   found = []
   for paths, query in zip(drafts, queries, strict=True):
@@ -188,8 +188,8 @@ class Drafting:
       return ask(self.drafter)
     except Exception as error:
       logging.warning(
-        "Engine.drafter: got %s (%s) from %s, expected token ids for each request; it is not asked"
-        " again, and all answers stay the same: mend it, and set Engine.drafter anew.",
+        "Engine.drafter: got %s (%s) from %s, expected token ids for each request; the drafter is"
+        " disabled, and responses do not change: fix it, and set Engine.drafter again.",
         type(error).__name__, error, type(self.drafter).__name__, exc_info=error,
       )  # fmt: skip
       self.drafter = None
@@ -251,8 +251,8 @@ def verify(paths: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]) -> 
   """
   if not paths or len(paths) != len(sampled):
     raise ValueError(
-      f"verify: got {len(paths)} paths and samples of {len(sampled)}, expected as many, at least"
-      " one; plain decoding is the path ()."
+      f"verify: got {len(paths)} paths and {len(sampled)} lists of samples, expected equal numbers,"
+      " at least 1; plain decoding is the path ()."
     )
   counts = [accepted(path, samples) for path, samples in zip(paths, sampled)]
   best = counts.index(max(counts))

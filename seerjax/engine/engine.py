@@ -244,7 +244,7 @@ class Engine:
     what = f"request {request.request_id!r}"
     self.check(request)
     if request.request_id in self._requests.live:
-      raise ValueError(f"{what}: got an id that is still running, expected a new one; rename it.")
+      raise ValueError(f"{what}: got the id of a running request, expected a new id; rename it.")
     checks.chunk(what, chunk_tokens)
     if instance is not None:
       self._requests.check_instance(what, instance)
@@ -695,7 +695,7 @@ class Engine:
   ) -> Callable[[], None]:
     """Returns a function that runs a step of dummy rows, for timing; see `Planner.idle_rows`."""
     checks.weights(self._params, "Engine.idle_step")
-    self._requests.require_none("idle_step", "measure before they come")
+    self._requests.require_none("idle_step", "measure before adding requests")
     self.memory.take_again()
     scheduled = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
 
@@ -722,7 +722,9 @@ class Engine:
     )  # fmt: skip
     if not self._held_by_pages:
       return line
-    return f"{line}; requests of at most {self._context:,} tokens: {self._held_by_pages} for more"
+    return (
+      f"{line}; requests of at most {self._context:,} tokens; for more, {self._held_by_pages}"
+    )
 
 
 __all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]

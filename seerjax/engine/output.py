@@ -205,12 +205,12 @@ class Outputs:
           self._counters.background_rows += piece.num_rows
         piece.sequence.num_written += piece.count
         if mine.start < mine.stop and piece.sequence.reading is not None:
-          assert top is not None, "got no likeliest tokens of a step in which a text is read"
+          assert top is not None, "got no top tokens from a step with a prefill-only request"
           ids, values = top
           self._tell(piece, ids[instance][mine], values[instance][mine])
         elif mine.start < mine.stop:
           drawn, logprobs, raw = (column[instance][step][mine] for column in columns)
-          assert drawn[0] >= 0, f"got no token of a row that decodes in step {step} of a visit"
+          assert drawn[0] >= 0, f"got no token for a decode row in step {step} of a visit"
           if self.add(piece, drawn, logprobs, raw, policy_version=policy_version):
             live.append(row)
       rows = live
@@ -320,7 +320,8 @@ class Outputs:
     request_id = sequence.request.request_id
     reason = (
       f"request {request_id!r}: got {type(error).__name__} ({error}) in a step after"
-      f" {sequence.num_generated} tokens, expected none; mend what raised it, and ask again."
+      f" {sequence.num_generated} tokens, expected none; fix the cause, and submit the request"
+      " again."
     )
     logging.warning("%s", reason, exc_info=error)
     self._counters.errors += 1

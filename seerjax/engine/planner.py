@@ -671,15 +671,15 @@ class Planner:
     """
     what, last = "Engine.idle_step: num", self._config.row_buckets[-1]
     most = sizes.MAX_STEPS_PER_VISIT if num_requests == num_rows else 1
-    checks.whole(f"{what}_rows", num_rows, 1, last, "the last row bucket is the most")
-    checks.whole(f"{what}_requests", num_requests, 1, num_rows, "each has a row at least")
-    checks.whole(f"{what}_steps", num_steps, 1, most, "rows of a draft are verified in one step")
+    checks.whole(f"{what}_rows", num_rows, 1, last, "the last row bucket is the maximum")
+    checks.whole(f"{what}_requests", num_requests, 1, num_rows, "each request has at least one row")
+    checks.whole(f"{what}_steps", num_steps, 1, most, "draft rows are verified in one step")
     shares = [len(share) for share in np.array_split(np.arange(num_rows), num_requests)]
     needed = max(shares[0], num_steps)
     if needed > context:
       raise ValueError(
-        f"Engine.idle_step: got {needed} positions of one request, expected at most {context}, the"
-        " context; measure fewer rows a request."
+        f"Engine.idle_step: got {needed} positions for one request, expected at most {context}, the"
+        " context; measure fewer rows per request."
       )
     position = min(context // 4, context - needed)
     request = Request(request_id="idle", prompt=(0,) * (position + 1))

@@ -56,11 +56,11 @@ def begun(
   """
   what = f"Engine.likeliest of {request.request_id!r}"
   most = min(MAX_TOP, vocab_size)
-  checks.whole(f"{what}: count", count, 1, most, "no more of a place are told")
+  checks.whole(f"{what}: count", count, 1, most, "no more are returned for a position")
   if drafts and len(drafts) != len(answers):
     raise ValueError(
-      f"{what}: got drafts of {len(drafts)} answers, expected them of {len(answers)}, or none at"
-      " all; pass () for an answer without any."
+      f"{what}: got drafts for {len(drafts)} answers, expected drafts for {len(answers)}, or none"
+      " at all; pass () for an answer without drafts."
     )
   found = []
   for place, answer in enumerate(answers):
@@ -69,7 +69,7 @@ def begun(
     if room < 0:
       raise ValueError(
         f"{what}: got answer {place} of {len(answer)} tokens, expected fewer than max_tokens"
-        f" {request.sampling.max_tokens}; what follows it is not part of the request."
+        f" {request.sampling.max_tokens}; tokens beyond them do not belong to the request."
       )
     paths = []
     for path in drafts[place] if drafts else ():
@@ -85,8 +85,8 @@ def begun(
     )
     if own.request_id in live:
       raise ValueError(
-        f"{what}: got the unfinished request {own.request_id!r}, whose name an answer is read"
-        " under, expected none; rename it."
+        f"{what}: got the unfinished request {own.request_id!r}, an id that is needed to read an"
+        " answer, expected none; rename it."
       )
     sequence = output.begun(own, 0, sampling.sampling_rows([own.sampling]), None, None)
     sequence.reading = ReadingState(count, tuple(paths))
@@ -134,5 +134,5 @@ def to_ends(
         engine.cancel(name)
     keep(others)
   found = [sequence.reading.found for sequence in sequences if sequence.reading is not None]
-  assert all(found), "got a text that left without having been read"
+  assert all(found), "got a prefill-only request that ended without its result"
   return found

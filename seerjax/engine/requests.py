@@ -68,7 +68,7 @@ class Requests:
     if request_id not in self.live:
       raise ValueError(
         f"Engine.{what}: got request {request_id!r}, expected one of the {len(self.live)} that are"
-        " unfinished; it may be done already (poll)."
+        " unfinished; it may have finished (see poll)."
       )
     return self.live[request_id]
 
@@ -82,7 +82,7 @@ class Requests:
     if request_id not in self.paused:
       raise ValueError(
         f"Engine.{what}: got request {request_id!r}, which is not paused, expected one of the"
-        f" {len(self.paused)} that are (poll_paused); its chunk is still running."
+        f" {len(self.paused)} paused requests (see poll_paused); its chunk is still running."
       )
     return sequence
 
@@ -104,7 +104,7 @@ class Requests:
       ValueError: with `what` as its prefix.
     """
     most = len(self.running) - 1
-    checks.whole(f"{what}: instance", instance, 0, most, "the mesh has no more")
+    checks.whole(f"{what}: instance", instance, 0, most, "the mesh has no other instances")
 
   def instance_for(self, request: Request, *, is_background: bool = False) -> int:
     """Returns the instance for a request: its group's, to share the prompt, or the least loaded.

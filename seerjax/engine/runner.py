@@ -390,9 +390,9 @@ class Runner:
     """
     if (self.config, self.numerics) != (model, numerics) or mesh not in (None, self.mesh):
       raise ValueError(
-        f"Engine.runner: got one of {self.numerics} for a model of"
-        f" {self.config.num_layers} layers on {self.mesh.size} device(s), expected the engine's"
-        " own model, numerics and mesh; share a Runner only between equals."
+        f"Engine.runner: got a runner of {self.numerics} for a model of {self.config.num_layers}"
+        f" layers on {self.mesh.size} device(s), expected the engine's own model, numerics and"
+        " mesh; share a Runner only between equal engines."
       )
 
   @property
@@ -418,7 +418,7 @@ class Runner:
     """
     weights.check(params, self.config, self.numerics, dtype=self.numerics.dtype, what=what)
     numerics_lib.require_finite(
-      params, what=what, remedy="nothing may be sampled from them: go back to an earlier checkpoint"
+      params, what=what, remedy="they cannot be sampled from: go back to an earlier checkpoint"
     )
     return parameters.placed(params, self.mesh)
 

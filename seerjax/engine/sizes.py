@@ -84,10 +84,10 @@ class EngineConfig:
     fields.check(self)
     for field, least, fix in (
       ("page_size", 1, "32 is usual"),
-      ("num_pages", 0, "0 asks the free memory"),
-      ("max_sequences", 0, "0 asks the free memory"),
-      ("max_context", 2, "a prompt and an answer have a token each; 1024 is usual"),
-      ("reserved_tokens", 0, "32 is usual, 0 reserves whole answers"),
+      ("num_pages", 0, "0 derives it from the free memory"),
+      ("max_sequences", 0, "0 derives it from the free memory"),
+      ("max_context", 2, "prompt and response need at least a token each; 1024 is usual"),
+      ("reserved_tokens", 0, "32 is usual, 0 reserves whole responses"),
       ("background_rows", 0, "0 takes the first row bucket"),
       ("pinned_pages", 0, "0 takes a quarter of the pages"),
     ):
@@ -97,12 +97,12 @@ class EngineConfig:
       self.steps_per_visit,
       0,
       MAX_STEPS_PER_VISIT,
-      "0 lets the backend decide, 1 looks after every step",
+      "0 lets the backend decide, 1 returns after every step",
     )
     if self.background_slack < 0:
       raise ValueError(
         f"EngineConfig.background_slack: got {self.background_slack}, expected a share of at least"
-        " 0; 0.05 lets a step take a twentieth longer for requests that nobody waits for."
+        " 0; 0.05 lets a step take 5 % longer for background requests."
       )
     buckets = self.row_buckets
     if list(buckets) != sorted(set(buckets)) or (
@@ -110,12 +110,13 @@ class EngineConfig:
     ):
       raise ValueError(
         f"EngineConfig.row_buckets: got {buckets}, expected ascending positive row counts; (64,"
-        " 512) is usual, () lets the model decide."
+        " 512) is usual, () derives them from the model."
       )
     if buckets and buckets[-1] < self.max_sequences:
       raise ValueError(
         f"EngineConfig.row_buckets: got at most {buckets[-1]} rows, expected at least"
-        f" max_sequences={self.max_sequences} (each decodes one row a step); raise the last bucket."
+        f" max_sequences={self.max_sequences} (each decodes one row per step); raise the last"
+        " bucket."
       )
 
 
@@ -147,7 +148,7 @@ def held_by_pages(config: EngineConfig) -> str:
   """Returns the advice for an error if pages limit the context below its configured size."""
   return (
     f"raise EngineConfig.num_pages or free memory, as {config.num_pages - 1} pages of"
-    f" {config.page_size} positions hold no more"
+    f" {config.page_size} positions hold no more tokens"
   )
 
 
@@ -289,7 +290,7 @@ def fitted(
   row_bytes = 4 * (2 * model.hidden_size + per_context)
   if config.row_buckets[-1] * row_bytes > free_bytes:
     raise ValueError(
-      f"EngineConfig.row_buckets: got {config.row_buckets[-1]} rows of {row_bytes} bytes at least,"
+      f"EngineConfig.row_buckets: got {config.row_buckets[-1]} rows of at least {row_bytes} bytes,"
       f" expected no more than the free memory of {free_bytes / 2**20:.0f} MiB holds; lower the"
       " last bucket or EngineConfig.max_context."
     )
@@ -302,7 +303,7 @@ def fitted(
     raise ValueError(
       f"EngineConfig.num_pages: got {config.num_pages} pages of {config.page_size} positions,"
       f" expected at most {most_pages}, which the free memory of {free_bytes / 2**20:.0f} MiB"
-      " holds; lower it, or 0 takes what fits."
+      " holds; lower it, or set 0 to use what fits."
     )
   most = config.max_sequences or config.row_buckets[0]
   num_pages = config.num_pages
@@ -318,9 +319,9 @@ def fitted(
     if num_pages < 2:
       free = f"{free_bytes / 2**20:.0f} MiB"
       raise ValueError(
-        f"EngineConfig.num_pages: got free memory of {free}, {PAGES_SHARE:.0%} of which holds"
-        f" {num_pages} pages, expected at least 2 of {config.page_size} positions; free memory,"
-        " lower EngineConfig.page_size, or set EngineConfig.num_pages."
+        f"EngineConfig.num_pages: got {free} of free memory, where {PAGES_SHARE:.0%} hold"
+        f" {num_pages} pages, expected at least 2 pages of {config.page_size} positions; free"
+        " memory, lower EngineConfig.page_size, or set EngineConfig.num_pages."
       )
   fitting = (num_pages - 1) // (1 if config.reserved_tokens else per_context)
   max_sequences = config.max_sequences or max(1, min(most, fitting))
@@ -328,8 +329,8 @@ def fitted(
   if background_rows > config.row_buckets[-1]:
     raise ValueError(
       f"EngineConfig.background_rows: got {background_rows}, expected at most"
-      f" {config.row_buckets[-1]}, the rows of the largest step; lower it or raise the last of"
-      " EngineConfig.row_buckets."
+      f" {config.row_buckets[-1]}, the rows of the largest step; lower it, or raise the last entry"
+      " of EngineConfig.row_buckets."
     )
   return dataclasses.replace(
     config,
@@ -367,8 +368,8 @@ def described(
   buckets = ", ".join(str(rows) for rows in config.row_buckets)
   arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.row_buckets)
   return (
-    f"{num_instances} instance(s), each {config.num_pages} pages of {config.page_size} positions"
-    f" ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of {buckets}"
-    f" rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
+    f"{num_instances} instance(s), each with {config.num_pages} pages of {config.page_size}"
+    f" positions ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of"
+    f" {buckets} rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
     f" {of_all[1] / 2**20:.1f} MiB of weights{of_each}"
   )

@@ -88,8 +88,8 @@ def as_requests(
       )
     if not one.strip():
       raise ValueError(
-        f"Engine.generate: got the text {one[:40]!r}, expected at least one character that is no"
-        " space; write a question."
+        f"Engine.generate: got the text {one[:40]!r}, expected at least one character other than"
+        " spaces; write a question."
       )
     prompt = tuple(tokenizer.chat_ids(one))
     usual = SamplingParams()
@@ -120,8 +120,8 @@ def _check_how(
       raise ValueError(f"Engine.generate: got {name!r}, expected one of {names}; {fix}")
   if sampling is not None and fields:
     raise ValueError(
-      f"Engine.generate: got sampling and {', '.join(fields)}, expected one of the two; leave out"
-      " sampling, or write sampling=dataclasses.replace(sampling, ...)."
+      f"Engine.generate: got sampling and {', '.join(fields)}, expected only one of the two; leave"
+      " out sampling, or write sampling=dataclasses.replace(sampling, ...)."
     )
   given = [
     *(["sampling"] if sampling is not None else []),
@@ -130,6 +130,6 @@ def _check_how(
   ]
   if given and not any(isinstance(one, str) for one in asked):
     raise ValueError(
-      f"Engine.generate: got {', '.join(given)} and no text, expected a text that they apply to; a"
-      " Request has its own: write Request(sampling=SamplingParams(...), seed=...)."
+      f"Engine.generate: got {', '.join(given)} and no text, expected a text to apply them to; a"
+      " Request has its own parameters: write Request(sampling=SamplingParams(...), seed=...)."
     )

@@ -46,11 +46,11 @@ def step_seconds(
     ValueError: if requests are unfinished (a step would change their pages), or a number is
       invalid.
   """
-  checks.whole("step_seconds: repeats", repeats, 1, None, "6 are usual")
+  checks.whole("step_seconds: repeats", repeats, 1, None, "6 is usual")
   sizes = sorted(set(sizes))
   for requests, rows in sizes:
-    checks.whole("step_seconds: requests", requests, 1, None, "a step has one at least")
-    checks.whole("step_seconds: rows", rows, requests, None, "each request has a row at least")
+    checks.whole("step_seconds: requests", requests, 1, None, "a step has at least one")
+    checks.whole("step_seconds: rows", rows, requests, None, "each request has at least one row")
   most = engine.config.row_buckets[-1]
 
   def ready(size: tuple[int, int]) -> Callable[[], object]:

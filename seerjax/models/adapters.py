@@ -58,39 +58,41 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
   """
   if any(name.endswith("_lora") for name in _first_layer(params)):
     raise ValueError(
-      f"{what}: got adapters by name beside weights that have one already, expected weights of the"
-      " base alone; take those from before lora.attach."
+      f"{what}: got named adapters for weights that already contain one, expected weights of the"
+      " base alone; use the weights from before lora.attach."
     )
   for name, scaled in named.items():
     own = f"{what}[{name!r}]"
     if not name:
       raise ValueError(
-        f"{own}: got that name, expected text of at least one character: '' is the base; rename it."
+        f"{own}: got an empty name, expected at least one character, because '' is the base; rename"
+        " it."
       )
     if not isinstance(scaled, tuple) or len(scaled) != 2:
       raise ValueError(
-        f"{own}: got {type(scaled).__name__}, expected (adapter, scale); take what peft.load"
-        " returns."
+        f"{own}: got {type(scaled).__name__}, expected (adapter, scale); pass the result of"
+        " peft.load."
       )
     adapter, scale = scaled
     if not isinstance(adapter, dict) or not isinstance(adapter.get("layers"), list):
       raise ValueError(
-        f"{own}: got {type(adapter).__name__}, expected {{'layers': [...]}} of one dict a layer;"
-        " take what lora.init or peft.load returns."
+        f"{own}: got {type(adapter).__name__}, expected {{'layers': [...]}} with one dict per"
+        " layer; pass the result of lora.init or peft.load."
       )
     for index, layer in enumerate(adapter["layers"]):
       _check_layer(f"{own}: layers[{index}]", layer)
     kinds = [sorted(layer) for layer in adapter["layers"]]
     unknown = sorted({target for kind in kinds for target in kind} - set(lora.TARGETS))
     if unknown or not kinds or not kinds[0] or any(kind != kinds[0] for kind in kinds):
-      got = f"the unknown targets {unknown}" if unknown else "none, or others in other layers"
+      got = f"the unknown targets {unknown}" if unknown else "none, or different ones per layer"
       raise ValueError(
-        f"{own}: got {got}, expected some of {lora.TARGETS}, the same in every layer; adapt those."
+        f"{own}: got {got}, expected some of {lora.TARGETS}, the same in every layer; adapt only"
+        " these."
       )
     try:
       lora.check(params, adapter, scale)
       numerics_lib.require_finite(
-        adapter, what="adapter", remedy="nothing may be sampled from them: save it again"
+        adapter, what="adapter", remedy="they cannot be sampled from: save the adapter again"
       )
     except ValueError as error:
       raise ValueError(f"{own}: {error}") from error
@@ -104,7 +106,7 @@ def _check_layer(what: str, layer: Any) -> None:
   """
   if not isinstance(layer, dict):
     raise ValueError(
-      f"{what}: got {fields.shown(layer)}, expected a dict by target; take what peft.load returns."
+      f"{what}: got {fields.shown(layer)}, expected a dict by target; pass the result of peft.load."
     )
   for target, pair in layer.items():
     own = f"{what}[{target!r}]"
@@ -117,8 +119,8 @@ def _check_layer(what: str, layer: Any) -> None:
       if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim not in (2, 3):
         got = f"{leaf.dtype}{list(leaf.shape)}" if is_array else fields.shown(leaf)
         raise ValueError(
-          f"{own}[{name!r}]: got {got}, expected float32 of 2 or 3 axes; convert it, or take what"
-          " peft.load returns."
+          f"{own}[{name!r}]: got {got}, expected float32 with 2 or 3 axes; convert it, or pass the"
+          " result of peft.load."
         )
 
 

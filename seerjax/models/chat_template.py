@@ -65,7 +65,7 @@ class ChatConfig:
       if not name.isidentifier() or name in ("messages", "add_generation_prompt", "now"):
         raise ValueError(
           f"ChatConfig.variables: got {name!r}, expected the name of a variable that the chat"
-          " template reads, messages and add_generation_prompt aside; write"
+          " template reads, except messages and add_generation_prompt; write"
           " --config.chat.variables.enable_thinking=False."
         )
     plain_data(dict(self.variables), "ChatConfig.variables")
@@ -182,8 +182,8 @@ def rendered(
   def strftime_now(form: str) -> str:
     if moment is None:
       raise jinja2.exceptions.TemplateError(
-        "it reads the clock, and no moment is set: set ChatConfig.now, or load the tokenizer with"
-        " models.tokenizer.load, which fixes one"
+        "it reads the clock, and no time is set: set ChatConfig.now, or load the tokenizer with"
+        " models.tokenizer.load, which sets it"
       )
     return formatted(moment, form)
 
@@ -198,8 +198,8 @@ def rendered(
     )
   except jinja2.exceptions.SecurityError as error:
     raise ValueError(
-      f"Tokenizer.chat: got a chat template that the sandbox forbids ({error}), expected one that"
-      " only reads its messages; do not trust this template."
+      f"Tokenizer.chat: got a chat template that the sandbox forbids ({error}), expected a template"
+      " that only reads its messages; do not trust this template."
     ) from error
   except jinja2.exceptions.TemplateError as error:
     raise ValueError(
@@ -210,8 +210,8 @@ def rendered(
     # Raised by the template's own expressions, such as adding a number to a string.
     raise ValueError(
       f"Tokenizer.chat: got {type(error).__name__} inside the chat template"
-      f" ({unmarked(str(error), marks)}), expected text; check that the messages have the shape"
-      " that this template reads."
+      f" ({unmarked(str(error), marks)}), expected text; check that the messages have the form that"
+      " this template needs."
     ) from error
   return Rendered(text, marks, outside)
 
@@ -331,8 +331,8 @@ def _printable(value: Any) -> Any:
   is_object = callable(value) or isinstance(value, (jinja2.utils.Cycler, jinja2.utils.Joiner))
   if is_object and not isinstance(value, jinja2.Undefined):
     raise jinja2.exceptions.TemplateError(
-      f"it prints an object of type {type(value).__name__}, whose text is its address in memory:"
-      " call it, or print a value"
+      f"it prints an object of type {type(value).__name__}, whose text is a memory address: call"
+      " it, or print a value"
     )
   return value
 

@@ -52,7 +52,8 @@ class Transformer(nnx.Module):
     if (rngs is None) == (params is None):
       given = "neither" if rngs is None else "both"
       raise ValueError(
-        f"Transformer: got {given} of rngs and params, expected one of them; rngs draw new weights."
+        f"Transformer: got {given} of rngs and params, expected exactly one; rngs initialise new"
+        " weights."
       )
     self.config = config
     self.numerics = numerics = numerics_for(config, numerics)
@@ -75,7 +76,7 @@ class Transformer(nnx.Module):
       if have != want:
         raise ValueError(
           f"Transformer.params{jax.tree_util.keystr(path)}: got {have}, expected {want}; pass"
-          " master weights of this config and of these numerics."
+          " master weights for this config and these numerics."
         )
 
   def set_params(self, params: Params) -> None:

@@ -152,7 +152,7 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
     if turn.attention_factor is not None:
       raise NotImplementedError(
         f"GGUF: rope_scaling.attention_factor: got {turn.attention_factor}, expected none, the"
-        " method's own; GGUF has it as another number, and this release does not write it."
+        " method's default; GGUF stores it in another form, which this release does not write."
       )
     values |= {
       "rope.scaling.yarn_beta_fast": float(turn.beta_fast),
@@ -195,7 +195,7 @@ def _vocab_size(file: gguf_file.File, fields: huggingface_config.Fields) -> int:
   if len(set(counts.values())) > 1:
     got = ", ".join(f"{name}: {count}" for name, count in counts.items())
     raise ValueError(
-      f"{file.path}: got sizes of the vocabulary that differ ({got}), expected one; download it"
+      f"{file.path}: got different vocabulary sizes ({got}), expected a single size; download it"
       " again."
     )
   return next(iter(counts.values()))
@@ -214,7 +214,7 @@ def _rotary(
   original = fields.whole("rope.scaling.original_context_length", max_context)
   if ROPE_FACTORS in file.tensors:
     if kind not in (None, "none"):
-      raise fields.refuse("rope.scaling.type", f"none beside {ROPE_FACTORS}", "download it again")
+      raise fields.refuse("rope.scaling.type", f"none with {ROPE_FACTORS}", "download it again")
     if "rope.scaling.original_context_length" not in fields.values:
       original = LLAMA3_CONTEXT
     return _llama3(file, head_dim, base, original)
@@ -245,13 +245,13 @@ def _llama3(file: gguf_file.File, head_dim: int, base: float, original: int) -> 
   where = f"{file.path}: {ROPE_FACTORS}"
   if file.tensors[ROPE_FACTORS].shape != (head_dim // 2,):
     raise ValueError(
-      f"{where}: got shape {file.tensors[ROPE_FACTORS].shape}, expected {(head_dim // 2,)}, a"
-      f" number for each pair of a head's {head_dim} features; download it again."
+      f"{where}: got shape {file.tensors[ROPE_FACTORS].shape}, expected {(head_dim // 2,)}, one"
+      f" number per pair of a head's {head_dim} features; download it again."
     )
   factors = file.read(ROPE_FACTORS)
   if not (np.isfinite(factors).all() and (factors > 0).all()):
     raise ValueError(
-      f"{where}: got factors that are not positive numbers, expected those of the rotations; the"
+      f"{where}: got factors that are not positive numbers, expected positive rotation factors; the"
       " file is corrupt, download it again."
     )
   factor = float(str(np.float32(factors.max())))
@@ -271,8 +271,8 @@ def _llama3(file: gguf_file.File, head_dim: int, base: float, original: int) -> 
     if computed is not None and np.allclose(computed, factors, rtol=FACTOR_TOLERANCE, atol=0):
       return found
   raise NotImplementedError(
-    f"{where}: got factors from {factors.min()} to {factors.max()} that are not llama3's scaling of"
-    f" rotations with the base {base}, expected those; other kinds are not built yet."
+    f"{where}: got factors from {factors.min()} to {factors.max()} that are not llama3's scaling"
+    f" for the rotation base {base}, expected that scaling; other kinds are not implemented."
   )
 
 

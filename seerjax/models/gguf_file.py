@@ -99,8 +99,8 @@ class File:
     expected = head.whole("split.tensors.count", len(self.tensors))
     if expected != len(self.tensors):
       raise ValueError(
-        f"{self.path}: split.tensors.count: got {expected}, expected the {len(self.tensors)}"
-        " tensors that its files hold; the files do not belong together."
+        f"{self.path}: split.tensors.count: got {expected}, expected {len(self.tensors)}, the"
+        " number of tensors in its files; the files do not belong together."
       )
 
   def file_of(self, name: str) -> pathlib.Path:
@@ -138,8 +138,7 @@ def package() -> Any:
     return importlib.import_module("gguf")  # Lazy: an extra.
   except ImportError as error:
     raise ImportError(
-      "GGUF: got no package gguf, expected it for files of that format; run"
-      " `pip install seerjax[gguf]`."
+      "GGUF: got no package gguf, expected it for GGUF files; run `pip install seerjax[gguf]`."
     ) from error
 
 
@@ -184,8 +183,8 @@ class _Head:
     magic = self._bytes(4, "magic")
     if magic != MAGIC:
       raise ValueError(
-        f"{self.path}: got a file that begins with {magic!r}, expected {MAGIC!r}; it is no GGUF"
-        " file, or corrupt: download it again."
+        f"{self.path}: got a file that begins with {magic!r}, expected {MAGIC!r}; it is not a GGUF"
+        " file, or it is corrupt: download it again."
       )
     version = self._number("I", "version")
     if version not in VERSIONS:
@@ -238,8 +237,8 @@ class _Head:
       offset += start
       if offset + size > len(self.data):
         raise ValueError(
-          f"{self.path}: {name}: got {size:,} bytes at offset {offset:,}, expected them within the"
-          f" file's {len(self.data):,}; {AGAIN}."
+          f"{self.path}: {name}: got {size:,} bytes at offset {offset:,}, expected it within the"
+          f" file's size, {len(self.data):,}; {AGAIN}."
         )
       if offset < end:
         raise ValueError(
@@ -265,7 +264,7 @@ class _Head:
     if kind not in KINDS:
       raise NotImplementedError(
         f"{self.path}: {name}: got the kind {kind}, expected one of {', '.join(KINDS)}; choose"
-        " another file of this model, such as the one in Q8_0."
+        " another file of this model, for example in Q8_0."
       )
     length, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     if 0 in shape or shape[-1] % length:
@@ -300,8 +299,8 @@ class _Head:
     rest = len(self.data) - self._at
     if kind == ARRAY:
       raise NotImplementedError(
-        f"{self.path}: {key}: got a list of lists, expected one of strings or numbers; convert the"
-        " model again with llama.cpp."
+        f"{self.path}: {key}: got a list of lists, expected a list of strings or numbers; convert"
+        " the model again with llama.cpp."
       )
     if kind == STRING:
       if count * 8 > rest:
@@ -340,7 +339,7 @@ class _Head:
       return str(self.data[start : self._at], "utf-8")
     except UnicodeDecodeError as error:
       raise ValueError(
-        f"{self.path}: {what}: got bytes that are no UTF-8"
+        f"{self.path}: {what}: got bytes that are not UTF-8"
         f" ({bytes(self.data[start : start + min(size, 20)])!r}), expected text; {AGAIN}."
       ) from error
 
@@ -373,13 +372,13 @@ def _other_parts(first: _Head) -> list[pathlib.Path]:
     return []
   if named is None or int(named["count"]) != count:
     raise ValueError(
-      f"{path}: split.count: got {count}, expected what the name says, such as"
-      f" '{path.stem}-00001-of-{max(count, 2):05d}.gguf'; give the files the names that they had."
+      f"{path}: split.count: got {count}, expected the count in the file name, such as"
+      f" '{path.stem}-00001-of-{max(count, 2):05d}.gguf'; restore the original file names."
     )
   if int(named["number"]) != 1 or place != 0:
     raise ValueError(
       f"{path}: split.no: got {place} in file {int(named['number'])} of {count}, expected the first"
-      " file; name that one, the others are found beside it."
+      " file; pass the first file, and the others are found next to it."
     )
   parts = [
     path.with_name(f"{named['start']}-{number:05d}-of-{count:05d}.gguf")
@@ -388,7 +387,7 @@ def _other_parts(first: _Head) -> list[pathlib.Path]:
   for part in parts:
     if not part.is_file():
       raise FileNotFoundError(
-        f"{part}: got no such file, expected all {count} files of the model beside {path.name};"
+        f"{part}: got no such file, expected all {count} files of the model next to {path.name};"
         " download it."
       )
   return parts
@@ -398,6 +397,6 @@ def _require_part(part: _Head, number: int, first: _Head) -> None:
   for key, expected in (("split.no", number), ("split.count", first.whole("split.count", 1))):
     if (found := part.whole(key, -1)) != expected:
       raise ValueError(
-        f"{part.path}: {key}: got {found}, expected {expected} by its name and"
+        f"{part.path}: {key}: got {found}, expected {expected}, as in its name and"
         f" {first.path.name}; the files do not belong together."
       )

@@ -126,8 +126,8 @@ class Checkpoint:
     head, table = (tensors.get(name) for name in (gguf_config.HEAD, gguf_config.EMBEDDING))
     if head is not None and table is not None and head.kind != table.kind:
       logging.warning(
-        "%s: %s is %s and %s is %s: they are loaded as two matrices, which takes %s numbers more"
-        " than a model whose head is its embedding.",
+        "%s: %s is %s and %s is %s: they are loaded as two matrices, with %s more numbers than a"
+        " model with tied embeddings.",
         path, gguf_config.EMBEDDING, table.kind, gguf_config.HEAD, head.kind,
         f"{head.shape[0] * head.shape[-1]:,}",
       )  # fmt: skip

@@ -183,13 +183,13 @@ def metadata(
   same = [name for name, known in PRE_TOKENIZERS.items() if known._replace(adds_bos=False) == cut]
   if pre and pre not in PRE_TOKENIZERS:
     raise ValueError(
-      f"GGUF: pre: got {pre!r}, expected one of {tuple(PRE_TOKENIZERS)}; name the nearest."
+      f"GGUF: pre: got {pre!r}, expected one of {tuple(PRE_TOKENIZERS)}; pass the closest one."
     )
   if not pre and not same:
     raise NotImplementedError(
       f"GGUF: pre_tokenizer of tokenizer.json: got {fields_lib.shown(written['pre_tokenizer'])},"
-      f" expected one that llama.cpp has, of {tuple(PRE_TOKENIZERS)}; name the nearest one (pre=),"
-      " by which llama.cpp then cuts texts, or write the model without a tokenizer."
+      f" expected one that llama.cpp has, of {tuple(PRE_TOKENIZERS)}; pass the closest one as pre=,"
+      " which llama.cpp then uses, or write the model without a tokenizer."
     )
   texts = {token_id: text for text, token_id in backend.get_vocab(with_added_tokens=True).items()}
   if texts and max(texts) >= vocab_size:
@@ -202,7 +202,7 @@ def metadata(
     if token.lstrip or token.rstrip or token.single_word:
       raise NotImplementedError(
         f"GGUF: added_tokens of tokenizer.json: got {token.content!r} with lstrip, rstrip or"
-        " single_word, expected none of them; GGUF does not say them."
+        " single_word, expected none of them; GGUF cannot store them."
       )
     kinds[token_id] = CONTROL if token.special else USER_DEFINED
   around = _around(backend, special_tokens)
@@ -283,7 +283,7 @@ def _refuse_other_kinds(written: Mapping[str, Any]) -> None:
     if got != expected:
       raise NotImplementedError(
         f"GGUF: {field} of tokenizer.json: got {got!r}, expected {expected!r}; write the model"
-        " without a tokenizer, others than byte-level byte-pair encoding are not built yet."
+        " without a tokenizer, only byte-level byte-pair encoding is implemented."
       )
 
 
@@ -295,9 +295,9 @@ def _around(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str]) ->
   before, behind = whole[:start], whole[start + len(plain) :]
   if len(before) > 1 or len(behind) > 1 or before + plain + behind != whole:
     raise NotImplementedError(
-      f"GGUF: post_processor of tokenizer.json: got {whole} for a text whose ids are {plain},"
-      " expected at most a bos token before it and an eos token behind it; write the model without"
-      " a tokenizer."
+      f"GGUF: post_processor of tokenizer.json: got {whole} for a text with ids {plain}, expected"
+      " at most a bos token before them and an eos token after them; write the model without a"
+      " tokenizer."
     )
   around: dict[str, int] = dict(zip(("bos_token",), before))
   return around | dict(zip(("eos_token",), behind))
@@ -355,13 +355,13 @@ def _tokens(found: _Metadata) -> tuple[list[str], list[int]]:
     raise found.refuse(
       MODEL,
       f"{BYTE_PAIRS!r}, byte-level byte-pair encoding",
-      "other tokenizers are not built yet",
+      "other tokenizers are not implemented",
       NotImplementedError,
     )
   tokens = found.texts(TOKENS)
   kinds = found.values.get(TYPES, np.full(len(tokens), NORMAL))
   if not isinstance(kinds, np.ndarray) or kinds.shape != (len(tokens),):
-    raise found.refuse(TYPES, f"{len(tokens)} numbers, one a token", "download it again")
+    raise found.refuse(TYPES, f"{len(tokens)} numbers, one per token", "download it again")
   if odd := set(kinds.tolist()) - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED}:
     raise ValueError(
       f"{found.path}: {TYPES}: got the kinds {sorted(odd)}, expected 1 to 5; download it again."
@@ -387,7 +387,7 @@ def _backend(
     raise found.refuse(
       PRE,
       f"one of {tuple(PRE_TOKENIZERS)}",
-      "how other ones cut texts is not built yet: choose another file of this model",
+      "other pre-tokenizers are not implemented: choose another file of this model",
       NotImplementedError,
     )
   cut = PRE_TOKENIZERS[name]
@@ -420,7 +420,7 @@ def _whole(found: _Metadata, whole: str, vocab: Mapping[str, int]) -> tokenizers
     ) from error
   if backend.get_vocab(with_added_tokens=True) != vocab:
     raise ValueError(
-      f"{found.path}: {WHOLE}: got other tokens than {TOKENS} has, expected the same; download it"
+      f"{found.path}: {WHOLE}: got tokens that differ from {TOKENS}, expected the same; download it"
       " again."
     )
   return backend
@@ -432,8 +432,8 @@ def _merges(found: _Metadata, vocab: Mapping[str, int]) -> list[tuple[str, str]]
     first, space, second = merge.partition(" ")
     if not space or first not in vocab or second not in vocab or first + second not in vocab:
       raise ValueError(
-        f"{found.path}: {MERGES}[{number}]: got {merge!r}, expected two tokens, apart by a space,"
-        " which make a third one; download it again."
+        f"{found.path}: {MERGES}[{number}]: got {merge!r}, expected two tokens, separated by a"
+        " space, that form a third one; download it again."
       )
     merges.append((first, second))
   return merges

@@ -90,10 +90,12 @@ def save(
   if kind not in KINDS:
     raise ValueError(f"GGUF: kind: got {kind!r}, expected one of {tuple(KINDS)}; 'Q8_0' is usual.")
   if not gguf_file.is_named(path):
-    raise ValueError(f"{path}: got another name, expected one that ends in {gguf_file.SUFFIX}.")
+    raise ValueError(
+      f"{path}: got another suffix, expected a name that ends in {gguf_file.SUFFIX}."
+    )
   if path.exists() and not (overwrite and path.is_file()):
     raise FileExistsError(
-      f"{path}: got something there, expected no file; choose another path, or pass overwrite=True."
+      f"{path}: got an existing file, expected none; choose another path, or pass overwrite=True."
     )
   huggingface_layout.check_layout(params, config)
   values = gguf_config.metadata(config) | {
@@ -112,7 +114,7 @@ def save(
       pre=pre,
     )
   numerics_lib.require_finite(
-    params, what="GGUF: params", remedy="export an earlier step, whose weights are whole"
+    params, what="GGUF: params", remedy="export an earlier step, with finite weights"
   )
   plan = huggingface_layout.plan(config)
   factors = gguf_config.rope_factors(config.rotary)

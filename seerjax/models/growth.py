@@ -35,27 +35,27 @@ def check(small: TransformerConfig, large: TransformerConfig) -> None:
     old, new = vars(small)[field], vars(large)[field]
     if new != old:
       raise ValueError(
-        f"growth.{field}: got {new} for a model of {old}, expected the same; grow a shape that"
-        " differs in sizes alone."
+        f"growth.{field}: got {new} for a model of {old}, expected the same; grow to a shape that"
+        " differs only in sizes."
       )
   for field in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
     old, new = vars(small)[field], vars(large)[field]
     if new % old:
       raise ValueError(
-        f"growth.{field}: got {new} for a model of {old}, expected a multiple: its norms and"
+        f"growth.{field}: got {new} for a model of {old}, expected a multiple, because norms and"
         f" heads are copied whole; use {max(new // old, 1) * old}."
       )
   if small.group != large.group:
     raise ValueError(
       f"growth.num_kv_heads: got {large.group} queries for each key/value head for a model of"
-      f" {small.group}, expected as many; multiply num_heads and num_kv_heads by one number."
+      f" {small.group}, expected the same; multiply num_heads and num_kv_heads by the same number."
     )
   for field in ("intermediate_size", "num_layers"):
     old, new = vars(small)[field], vars(large)[field]
     if new < old:
       raise ValueError(
-        f"growth.{field}: got {new} for a model of {old}, expected at least as many; a model does"
-        " not shrink."
+        f"growth.{field}: got {new} for a model of {old}, expected at least as many; a model cannot"
+        " shrink."
       )
   factor = large.head_dim // small.head_dim
   old, old_scale = rotary.frequencies(small.rotary)
@@ -63,7 +63,7 @@ def check(small: TransformerConfig, large: TransformerConfig) -> None:
   if old_scale != new_scale or not np.allclose(new[::factor], old, rtol=1e-5, atol=0.0):
     raise ValueError(
       f"growth.rotary: got {large.rotary} for a model of {small.rotary}, expected every frequency"
-      " of the small model among the large one's; keep its base, and scaling='none'."
+      " of the small model among those of the large model; keep its base, and scaling='none'."
     )
 
 

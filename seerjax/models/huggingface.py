@@ -105,22 +105,22 @@ def load(
     if config.num_layers > len(found):  # Checked before a plan of that many layers is made.
       raise ValueError(
         f"{checkpoint.layers_field}: got {config.num_layers}, expected at most {len(found)}, the"
-        " tensors that there are; the files do not belong together."
+        " number of tensors; the files do not belong together."
       )
     plan = huggingface_layout.plan(config)
     expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
     scales = {name + SCALE for name in expected} & found
     if scales and not allow_int8:
       raise ValueError(
-        f"{path}: got INT8 weights, expected one of {READABLE_DTYPES}; a draft's alone may be"
-        " rounded so: name it as the draft, or use an unquantised checkpoint."
+        f"{path}: got INT8 weights, expected one of {READABLE_DTYPES}; only draft models may be"
+        " INT8: pass it as the draft, or use an unquantised checkpoint."
       )
     found -= scales
     if missing := set(expected) - found:
       raise ValueError(
         f"{path}: got no tensor {_names(map(checkpoint.shown, missing))}, expected all"
-        f" {len(expected)} of {checkpoint.described_by}; download it again, or check the number of"
-        " layers there and whether the head is the embedding."
+        f" {len(expected)} of {checkpoint.described_by}; download it again, or check its number of"
+        " layers and its tied embeddings."
       )
     if config.is_tied and "lm_head.weight" in found:
       _require_tied(checkpoint, expected["model.embed_tokens.weight"])
@@ -187,8 +187,8 @@ class _Checkpoint:
         self._files[name] = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
       except safetensors.SafetensorError as error:
         raise ValueError(
-          f"{path}: got a file that is no whole safetensors file ({error}; it has"
-          f" {path.stat().st_size} bytes), expected one; it may be truncated, download it again."
+          f"{path}: got an incomplete safetensors file ({error}; it has {path.stat().st_size}"
+          " bytes), expected a complete one; it may be truncated, download it again."
         ) from error
       for tensor in self._files[name].keys():  # noqa: SIM118 (not a mapping)
         if index and (tensor not in index or index[tensor] != name):
@@ -283,7 +283,7 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     if pickles:
       raise ValueError(
         f"{directory}: got weights as pickles only ({pickles[0]}), which run code when they are"
-        f" read, expected {WEIGHTS_FILE}; convert to safetensors."
+        f" loaded, expected {WEIGHTS_FILE}; convert to safetensors."
       )
     raise FileNotFoundError(
       f"{directory}: got neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected the weights; check the"
@@ -300,7 +300,7 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
     if not is_plain:
       raise ValueError(
         f"{path}: weight_map[{tensor!r}]: got {name!r}, expected the plain name of a .safetensors"
-        " file beside it; do not trust this directory."
+        " file next to it; do not trust this directory."
       )
   return weight_map
 
@@ -317,7 +317,7 @@ def _require_tied(
   if not np.array_equal(head, checkpoint.read("model.embed_tokens.weight", shape)):
     raise ValueError(
       f"{checkpoint.path}: lm_head.weight: got other values than model.embed_tokens.weight,"
-      " expected equal ones with tie_word_embeddings=true; set it to false, or remove the tensor."
+      " expected equal values with tie_word_embeddings=true; set it to false, or remove the tensor."
     )
 
 
@@ -366,7 +366,7 @@ def save(
   check_target(directory, overwrite, CONFIG_FILE)
   if max_shard_bytes < 1:
     raise ValueError(
-      f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB are usual."
+      f"save: got max_shard_bytes={max_shard_bytes}, expected at least 1; 5 GB is usual."
     )
   eos_ids = () if tokenizer is None else tokenizer.eos_ids
   # The config names the dtype into which INT8 is read, so other programs fail on the INT8 files.
@@ -384,7 +384,7 @@ def save(
   others = 2**16 + 1024 * len(sizes) + sum(len(content) for content in token_files.values())
   require_space(directory.parent, sum(sizes.values()) + others)
   numerics_lib.require_finite(
-    params, what="save: params", remedy="export an earlier step, whose weights are whole"
+    params, what="save: params", remedy="export an earlier step, with finite weights"
   )
 
   with whole_directory(directory) as partial:
@@ -566,19 +566,21 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     files = sorted(path.glob(f"*{gguf_file.SUFFIX}"))
     if files and not (path / CONFIG_FILE).is_file():
       raise FileNotFoundError(
-        f"resolve: got {str(path)!r}, a directory with {files[0].name} and without {CONFIG_FILE},"
-        f" expected a model directory or a GGUF file; name {files[0]}."
+        f"resolve: got {str(path)!r}, a directory with {files[0].name} but without {CONFIG_FILE},"
+        f" expected a model directory or a GGUF file; pass {files[0]}."
       )
     return path
   name = str(name_or_path)
   if gguf_file.is_named(path):
     if not path.is_file():
-      raise FileNotFoundError(f"resolve: got {name!r}, expected a GGUF file; there is none.")
+      raise FileNotFoundError(
+        f"resolve: got {name!r}, expected a GGUF file; the file does not exist."
+      )
     return path
   if not HUB_ID.fullmatch(name):
     raise FileNotFoundError(
-      f"resolve: got {name!r}, which is no directory, expected a model directory, a GGUF file"
-      " or a Hub id such as 'Qwen/Qwen3-0.6B'; check the path."
+      f"resolve: got {name!r}, which is not a directory, expected a model directory, a GGUF file or"
+      " a Hub id such as 'Qwen/Qwen3-0.6B'; check the path."
     )
   try:
     import huggingface_hub  # Lazy: only Hub ids need it, and importing it takes long.
@@ -591,7 +593,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     return pathlib.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_PATTERNS)))
   except Exception as error:  # A proxy's refusal has the HTTP library's type, not a narrower one.
     raise FileNotFoundError(
-      f"resolve: got no answer with the files of {name!r} from the Hub"
-      f" ({type(error).__name__}: {error}), expected a local directory or a reachable Hub; check"
-      " the name and the network, log in for a gated model, or pass the path of a download."
+      f"resolve: got no files of {name!r} from the Hub ({type(error).__name__}: {error}), expected"
+      " a local directory or a reachable Hub; check the name and the network, log in for a gated"
+      " model, or pass the path of a download."
     ) from error

@@ -114,8 +114,8 @@ def family_of(config: model_config.TransformerConfig) -> str:
       return name
   raise ValueError(
     f"TransformerConfig: got has_qk_norms={config.has_qk_norms} and"
-    f" has_qkv_biases={config.has_qkv_biases}, expected those of one of {tuple(FAMILIES)}; no"
-    " config.json that transformers reads describes this model."
+    f" has_qkv_biases={config.has_qkv_biases}, expected the combination of one of"
+    f" {tuple(FAMILIES)}; transformers has no config.json for this model."
   )
 
 
@@ -199,12 +199,12 @@ def _family(fields: Fields) -> str:
       raise fields.refuse(
         "architectures",
         f"one of {sorted(by_architecture)}",
-        "other architectures are not built yet",
+        "other architectures are not implemented",
       )
     family = by_architecture[architectures[0]] if family is None else family
   if not isinstance(family, str) or family not in FAMILIES:
     raise fields.refuse(
-      "model_type", f"one of {tuple(FAMILIES)}", "other families are not built yet"
+      "model_type", f"one of {tuple(FAMILIES)}", "other families are not implemented"
     )
   if architectures is not None and by_architecture[architectures[0]] != family:
     raise fields.refuse(
@@ -257,7 +257,7 @@ def _rotary(fields: Fields, head_dim: int, max_context: int) -> rotary.RotaryCon
     return rotary.RotaryConfig(head_dim=head_dim, base=fields.number("rope_theta", 10_000.0))
   if len(found) == 2 and found[0][1] != found[1][1]:
     raise fields.refuse(
-      "rope_scaling", f"what rope_parameters says, {found[0][1]}", "remove one of the two"
+      "rope_scaling", f"the value in rope_parameters, {found[0][1]}", "remove one of the two"
     )
   return found[0][1]
 
@@ -270,7 +270,7 @@ def _scaled_rotary(
   scaling = "none" if kind in (None, "default") else kind
   if not isinstance(scaling, str) or scaling not in _ROPE_FIELDS or kind == "none":
     names = ["default", *(name for name in _ROPE_FIELDS if name != "none")]
-    raise rope.refuse(kind_field, f"one of {names}", "other kinds of scaling are not built yet")
+    raise rope.refuse(kind_field, f"one of {names}", "other kinds of scaling are not implemented")
   known = _ROPE_COMMON | _ROPE_FIELDS[scaling]
   for field, value in rope.values.items():
     if field not in known:

@@ -120,7 +120,7 @@ def check_layout(params: parameters.Params, config: model_config.TransformerConf
       wanted = expected.get(path, "nothing")
       raise ValueError(
         f"save: params{path}: got {got}, expected {wanted} with {shards} slabs; pass the"
-        " configuration that the parameters were made for."
+        " configuration of these parameters."
       )
 
 

@@ -67,9 +67,9 @@ def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
     return SHIPPED[name]
   if name in RECIPES and not pathlib.Path(name).is_dir():
     raise FileNotFoundError(
-      f"load: got {name!r}, a shape whose weights are not shipped, expected a model directory; make"
-      f" it by `bash launch/local.sh experiments.pretrain_nano {RECIPES[name]}"
-      f" --workdir=runs/{name}`, and name runs/{name}/model."
+      f"load: got {name!r}, a preset without shipped weights, expected a model directory; create it"
+      f" with `bash launch/local.sh experiments.pretrain_nano {RECIPES[name]}"
+      f" --workdir=runs/{name}`, and pass runs/{name}/model."
     )
   return huggingface.resolve(name_or_path)
 

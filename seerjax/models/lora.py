@@ -268,7 +268,7 @@ def _check(params: Params, adapter: Adapter) -> None:
       if pair["a"].ndim + pair["b"].ndim != 5 or name not in weights:
         raise ValueError(
           f"lora adapter: got layers[{index}][{name!r}] with a {pair['a'].shape} and b"
-          f" {pair['b'].shape}, expected a matrix beside one matrix a slab, of one of"
+          f" {pair['b'].shape}, expected one shared matrix and one matrix per slab for one of"
           f" {sorted(weights)}; make it with the same model."
         )
       a, b = _by_slab(name, pair)
@@ -278,8 +278,8 @@ def _check(params: Params, adapter: Adapter) -> None:
       if not fits or b.shape[0] != (slabs if name in COLUMN_TARGETS else 1):
         raise ValueError(
           f"lora adapter: got layers[{index}][{name!r}] with a {pair['a'].shape} and b"
-          f" {pair['b'].shape}, expected those of a weight {weights[name].shape}; make it with the"
-          " same model and NumericsConfig.reduction_shards."
+          f" {pair['b'].shape}, expected shapes for a weight {weights[name].shape}; make it with"
+          " the same model and NumericsConfig.reduction_shards."
         )
 
 

@@ -182,7 +182,7 @@ def load(
   for file in (directory / CONFIG_FILE, path):
     if not file.is_file():
       raise FileNotFoundError(
-        f"{file}: got no such file, expected PEFT's adapter; check the path, and save it as"
+        f"{file}: got no such file, expected a PEFT adapter; check the path, and save it as"
         " safetensors."
       )
   settings = huggingface_config.read_object(directory / CONFIG_FILE)
@@ -206,19 +206,19 @@ def load(
     raise ValueError(
       f"{path}: got the tensor {min(tensors)}, expected lora_A and lora_B of"
       f" {[name for names in MODULES.values() for name in names]} in {config.num_layers} layers; it"
-      " was made for another model, or adapts what we do not."
+      " was made for another model, or adapts unsupported modules."
     )
   kinds = [set(layer) for layer in adapter["layers"]]
   if not kinds[0] or any(kind != kinds[0] for kind in kinds):
     raise ValueError(
-      f"{path}: got adapters of {sorted(kinds[0])} in layer 0 and of others elsewhere, expected the"
-      " same in every layer; adapt all layers alike."
+      f"{path}: got adapters of {sorted(kinds[0])} in layer 0 and different ones elsewhere,"
+      " expected the same in every layer; adapt all layers the same way."
     )
   _check_targets(directory / CONFIG_FILE, settings, config, adapted)
   if len(set(scales.values())) != 1:
     raise ValueError(
-      f"{directory / CONFIG_FILE}: alpha_pattern: got scales {scales}, expected one for all"
-      " modules; make lora_alpha follow the rank."
+      f"{directory / CONFIG_FILE}: alpha_pattern: got scales {scales}, expected a single scale for"
+      " all modules; set lora_alpha in proportion to the rank."
     )
   return jax.tree.map(jnp.asarray, adapter), next(iter(scales.values()))
 
@@ -250,7 +250,7 @@ def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
       found = {name: file.get_tensor(name).astype(np.float32) for name in kinds}
   except safetensors.SafetensorError as error:
     raise ValueError(
-      f"{path}: got a file that is no whole safetensors file ({error}), expected one; it may be"
+      f"{path}: got an incomplete safetensors file ({error}), expected a complete one; it may be"
       " truncated, save it again."
     ) from error
   for name, tensor in found.items():
@@ -314,7 +314,9 @@ def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
     ValueError: naming the field.
   """
   if "peft_type" not in settings:
-    raise ValueError(f"{path}: peft_type: got nothing, expected 'LORA'; is it PEFT's file?")
+    raise ValueError(
+      f"{path}: peft_type: got nothing, expected 'LORA'; check that it is PEFT's file."
+    )
   for field, value in settings.items():
     if field in READ or field in WITHOUT_EFFECT:
       continue
@@ -324,8 +326,8 @@ def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
       continue
     expected = " or ".join(map(repr, allowed or (None,)))
     raise ValueError(
-      f"{path}: {field}: got {fields.shown(value)}, expected {expected}; other adapters than plain"
-      " low-rank ones are not built yet."
+      f"{path}: {field}: got {fields.shown(value)}, expected {expected}; only plain low-rank"
+      " adapters are implemented."
     )
 
 
@@ -358,9 +360,9 @@ def _check_targets(
     found = {module for module in modules if _fits(path, module, name, isinstance(targets, str))}
     if not found:
       raise ValueError(
-        f"{path}: target_modules: got {name!r}, which names no tensor that we adapt, expected some"
-        f" of {sorted({module.rpartition('.')[2] for module in modules})}; it was made for another"
-        " model, or remove it."
+        f"{path}: target_modules: got {name!r}, which names no supported tensor, expected some of"
+        f" {sorted({module.rpartition('.')[2] for module in modules})}; use the matching model, or"
+        " remove the name."
       )
     chosen |= found
   is_text = isinstance(excluded, str)
@@ -370,8 +372,8 @@ def _check_targets(
     odd = min(chosen ^ adapted)
     has = "no tensors" if odd in chosen else "tensors"
     raise ValueError(
-      f"{path}: target_modules: got {fields.shown(targets)} beside {has} of {odd}, expected targets"
-      " that are those of the weights; the two files do not belong together."
+      f"{path}: target_modules: got {fields.shown(targets)} and {has} for {odd}, expected the"
+      " targets that have weights; the two files do not belong together."
     )
 
 

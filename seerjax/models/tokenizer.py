@@ -163,8 +163,8 @@ class Tokenizer:
       if forged and not add_special_tokens:
         tokens = [token for token, i in self.special_ids.items() if i in forged]
         raise ValueError(
-          f"Tokenizer.encode: got {text[:80]!r}, which this vocabulary can spell only with the"
-          f" special tokens {tokens}, expected text; take them out."
+          f"Tokenizer.encode: got {text[:80]!r}, which this vocabulary can encode only with the"
+          f" special tokens {tokens}, expected text; remove them."
         )
     if not ids:
       raise ValueError(
@@ -183,7 +183,7 @@ class Tokenizer:
     if min(plain, default=0) < 0 or max(plain, default=0) >= 2**32:
       raise ValueError(
         f"Tokenizer.decode: got ids from {min(plain)} to {max(plain)}, expected 0 to 2**32 - 1;"
-        " pass what was encoded or sampled."
+        " pass encoded or sampled ids."
       )
     return self.backend.decode(plain, skip_special_tokens=skip_special_tokens)
 
@@ -255,9 +255,9 @@ class Tokenizer:
     for token in self.special_ids:
       if token in run and not any(token in text for text in outside):
         raise ValueError(
-          f"Tokenizer.chat_ids: got a chat template that puts {token!r} together from parts,"
-          " expected its special tokens written whole; write them so in chat_template.jinja, or"
-          " look whether the messages hold half of one."
+          f"Tokenizer.chat_ids: got a chat template that assembles {token!r} from parts, expected"
+          " special tokens written in full; change chat_template.jinja, or check whether the"
+          " messages contain half of one."
         )
 
   def _rendered(

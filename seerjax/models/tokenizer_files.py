@@ -70,8 +70,8 @@ def read(path: pathlib.Path) -> Found:
     backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
   except Exception as error:  # `tokenizers` raises bare Exception, and nothing narrower.
     raise ValueError(
-      f"{path / 'tokenizer.json'}: got a file that `tokenizers` cannot read ({error}),"
-      " expected its JSON; download it again."
+      f"{path / 'tokenizer.json'}: got a file that `tokenizers` cannot read ({error}), expected"
+      " tokenizer JSON; download it again."
     ) from error
   # A file may enable truncation or padding, which would change prompts silently.
   backend.no_truncation()
@@ -126,7 +126,7 @@ def _text(path: pathlib.Path, content: bytes) -> str:
     return content.decode("utf-8")
   except UnicodeDecodeError as error:
     raise ValueError(
-      f"{path}: got bytes that are no UTF-8 at offset {error.start}, expected text; download it"
+      f"{path}: got bytes that are not UTF-8 at offset {error.start}, expected text; download it"
       " again."
     ) from error
 

@@ -99,7 +99,7 @@ def forward(
   if is_scratch and key_copies is not None:
     raise ValueError(
       f"forward: got {key_copies.rows.shape[0]} key copies with ScratchPages, expected pages that"
-      " hold what other segments read; pass empty_pages, or no key_copies."
+      " store keys for other segments; pass empty_pages, or no key_copies."
     )
   cos, sin = backend.turns(config.rotary, batch.positions, batch.num_rows)
   page_size = kv_layout.page_size_of(pages, backend)
@@ -108,7 +108,7 @@ def forward(
   outputs = Stage(config, axis, mlp.output_rows)
   chosen = None
   if "adapters" in params:
-    assert adapters is not None and not is_scratch, "adapters by row are of engines' batches"
+    assert adapters is not None and not is_scratch, "adapters by row are for batches of engines"
     of_rows = tiles.padded(adapters, batch.tokens.shape[0])
     chosen = adapters_lib.of_rows(params, of_rows, batch.num_rows, backend)
 
@@ -151,7 +151,7 @@ def forward(
   elif parameters.is_stacked(params):
     raise ValueError(
       f"forward: got stacked layers and a pair of pages for each of {len(pages)}, expected one pool"
-      " of them all; take empty_pages of the same model, or unstacked weights."
+      " for all layers; use empty_pages of the same model, or unstacked weights."
     )
   else:
     run_layer = layer if remat == "none" else again
@@ -261,7 +261,7 @@ def _with_pool(
   x = _without_gradient(
     x,
     "pages that all layers share, expected one through ScratchPages (each layer would have kept all"
-    " pages); pass those",
+    " pages); pass ScratchPages",
   )
   return x, (pool,)
 

@@ -53,10 +53,10 @@ def check(
     if got != should:
       slabs = jax.tree.leaves(expected["layers"])[1].shape[0]
       raise ValueError(
-        f"{what}{jax.tree_util.keystr(path)}: got {_word(got)}, expected {_word(should)} in a"
-        f" model of {model.num_layers} layers with reduction_shards={slabs} in"
-        f" {dtype.name}; make weights for these numerics (huggingface.load or parameters.init) and"
-        " compute_params of them."
+        f"{what}{jax.tree_util.keystr(path)}: got {_word(got)}, expected {_word(should)} in a model"
+        f" of {model.num_layers} layers with reduction_shards={slabs} in {dtype.name}; create"
+        " weights for these numerics with huggingface.load or parameters.init, then call"
+        " compute_params."
       )
 
 

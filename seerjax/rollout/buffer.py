@@ -134,8 +134,8 @@ class Buffer:
     """
     if request_id in self.items:
       raise ValueError(
-        f"buffer: got request {request_id!r} twice, expected ids that are unique; name requests by"
-        " step, group and member."
+        f"buffer: got request {request_id!r} twice, expected unique ids; name requests by step,"
+        " group and member."
       )
     if prompt_tokens < 1 or not 0 <= generated < max_tokens:
       raise ValueError(
@@ -167,8 +167,8 @@ class Buffer:
     if instance < 0 or not 1 <= max_chunk_tokens <= left:
       raise ValueError(
         f"buffer: got a chunk of {max_chunk_tokens} tokens on instance {instance} for request"
-        f" {request_id!r}, expected 1 to {left} tokens on an instance from 0; take the scheduler's"
-        " decision as it is."
+        f" {request_id!r}, expected 1 to {left} tokens on an instance >= 0; pass the scheduler's"
+        " decision unchanged."
       )
     item.state = State.RUNNING
     item.instance = item.kv_instance = instance
@@ -247,7 +247,7 @@ class Buffer:
     if item.kv_instance == NOWHERE or instance < 0:
       raise ValueError(
         f"buffer: got moved({request_id!r}, {instance}) with its KV at {item.kv_instance}, expected"
-        " a request with KV and an instance from 0; call lost_kv where KV is dropped."
+        " a request with KV and an instance >= 0; call lost_kv if KV is dropped."
       )
     item.kv_instance = instance
     self._changed(item)
@@ -274,8 +274,8 @@ class Buffer:
   def _item(self, request_id: str) -> Item:
     if request_id not in self.items:
       raise ValueError(
-        f"buffer: got the unknown request {request_id!r}, expected one of the"
-        f" {len(self.items)} that were added; add it first."
+        f"buffer: got the unknown request {request_id!r}, expected one of the {len(self.items)}"
+        " added requests; add it first."
       )
     return self.items[request_id]
 

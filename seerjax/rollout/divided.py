@@ -73,7 +73,7 @@ class DividedRollout:
     if engine.num_unfinished:
       raise ValueError(
         f"DividedRollout: got an engine with {engine.num_unfinished} unfinished requests, expected"
-        " none (all its memory is shared out here); finish or cancel them."
+        " none (the scheduler needs all its memory); finish or cancel them."
       )
     self.engine = engine
     self.buffer = Buffer()

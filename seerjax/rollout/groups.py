@@ -97,12 +97,12 @@ def check_weights(weights: Mapping[str, float]) -> None:
     if not isinstance(name, str) or not PART_NAME.fullmatch(name):
       raise ValueError(
         f"RolloutConfig.reward_weights: got the name {name!r}, expected lower-case letters, digits"
-        " and underscores, a letter first; name a part of the task's verdicts."
+        " and underscores, a letter first; use the name of a part of the task's verdicts."
       )
     if not _is_finite(weight):
       raise ValueError(
         f"RolloutConfig.reward_weights: got {weight!r} for {name!r}, expected a finite number below"
-        f" {MAX_REWARD:g} in size; 1 counts the part once, 0 logs it alone."
+        f" {MAX_REWARD:g} in magnitude; 1 counts the part once, 0 only logs it."
       )
 
 
@@ -129,7 +129,7 @@ def problem_index(position: int, num_problems: int, seed: int) -> int:
   if num_problems < 1:
     raise ValueError(
       f"problem_index: got num_problems={num_problems}, expected at least 1; a task needs a problem"
-      " in each split that is asked."
+      " in each split that is used."
     )
   offset = request_seed(seed, 0) % num_problems
   stride = request_seed(seed, 1) % num_problems or 1
@@ -180,7 +180,7 @@ def require_prompt(
   was, now = (repr(tokenizer.decode(prompt)[-80:]) for prompt in (known, request.prompt))
   raise ValueError(
     f"journal: got an answer {request.request_id} to a prompt that ends with {was}, expected one to"
-    f" the prompt of now, which ends with {now}: problems or chat are other ones; restore the run's"
+    f" the current prompt, which ends with {now}: problems or chat have changed; restore the run's"
     " files, or choose another directory."
   )
 
@@ -202,16 +202,16 @@ def num_problems(task: Task, split: str) -> int:
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{task.name}: got {type(error).__name__} ({error}) from num_problems({split!r}), expected a"
-      " whole number; mend the task."
+      " whole number; fix the task."
     ) from error
   if not isinstance(count, numbers.Integral):
     raise ValueError(
       f"{task.name}: got {count!r} ({type(count).__name__}) from num_problems({split!r}), expected"
-      " a whole number of at least 1; return len(...) of what there is."
+      " a whole number of at least 1; return len(...) of the problems."
     )
   if count < 1:
     raise ValueError(
-      f"{task.name}: got {count} problems in split {split!r}, expected at least 1; give it some, or"
+      f"{task.name}: got {count} problems in split {split!r}, expected at least 1; add problems, or"
       " choose another task."
     )
   return count
@@ -252,7 +252,7 @@ def check_prompts(
     name = problems[lengths.index(longest)].problem_id
     raise ValueError(
       f"{task.name}: got a prompt of {longest} tokens (problem {name!r} of split {split!r}) and"
-      f" max_tokens {max_tokens}, expected a sum of at most {context} ({context_name}); raise that,"
+      f" max_tokens {max_tokens}, expected a sum of at most {context} ({context_name}); raise it,"
       " or lower RolloutConfig.max_tokens."
     )
 
@@ -271,9 +271,9 @@ def whole(completions: Iterable[Completion]) -> Iterator[Completion]:
       yield completion
   if errors:
     raise ValueError(
-      f"rollout: got {len(errors)} request(s) that an error ended, expected none, for nothing may"
-      " be learnt from them; mend what raised it and resume, all others are kept. The first was"
-      f" {errors[0]}"
+      f"rollout: got {len(errors)} request(s) that ended with an error, expected none, because they"
+      " cannot be used for training; fix the cause and resume, all others are kept. The first error"
+      f" was {errors[0]}"
     )
 
 
@@ -289,7 +289,7 @@ def problem_of(task: Task, split: str, index: int) -> Problem:
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{task.name}: got {type(error).__name__} ({error}) from problem({split!r}, {index}),"
-      " expected a Problem; mend the task and resume: what was judged before is kept."
+      " expected a Problem; fix the task and resume: earlier verdicts are kept."
     ) from error
   if not isinstance(problem, Problem):
     raise ValueError(
@@ -327,14 +327,14 @@ def judge(
   except (Exception, SystemExit) as error:
     raise ValueError(
       f"{task.name}: got {type(error).__name__} ({error}) while judging problem"
-      f" {problem.problem_id!r}, text {text[:80]!r}, expected a Verdict on any text; mend the task"
-      " and resume: what was judged before is kept."
+      f" {problem.problem_id!r}, text {text[:80]!r}, expected a Verdict for any text; fix the task"
+      " and resume: earlier verdicts are kept."
     ) from error
   if not isinstance(verdict, Verdict):
     raise ValueError(
       f"{task.name}: got {verdict!r} ({type(verdict).__name__}) for problem {problem.problem_id!r},"
-      f" text {text[:80]!r}, expected a Verdict; mend the task and resume: what was judged before"
-      " is kept."
+      f" text {text[:80]!r}, expected a Verdict; fix the task and resume: earlier verdicts are"
+      " kept."
     )
   if verdict.parts or weights:
     where = f"{task.name}, problem {problem.problem_id!r}, text {text[:80]!r}"
@@ -343,10 +343,10 @@ def judge(
   # Also False for NaN.
   if not isinstance(reward, numbers.Real) or not abs(reward) < MAX_REWARD:
     raise ValueError(
-      f"{task.name}: got reward {reward!r} for problem {problem.problem_id!r}, text"
-      f" {text[:80]!r}, expected a finite number below {MAX_REWARD:g} in size, whose squares"
-      " float32 can hold (one NaN or infinity would reach every weight); mend the task"
-      " and resume: what was judged before is kept."
+      f"{task.name}: got reward {reward!r} for problem {problem.problem_id!r}, text {text[:80]!r},"
+      f" expected a finite number below {MAX_REWARD:g} in magnitude, so that its square fits"
+      " float32 (a single NaN or infinity would reach every weight); fix the task and resume:"
+      " earlier verdicts are kept."
     )
   return verdict
 
@@ -359,9 +359,9 @@ def _weighted(verdict: Verdict, weights: Mapping[str, float], where: str) -> Ver
     for name, value in parts.items()
   ):
     raise ValueError(
-      f"{where}: got the parts {parts!r}, expected finite numbers below {MAX_REWARD:g} in size by"
-      " names of lower-case letters, digits and underscores; mend the task and resume: what was"
-      " judged before is kept."
+      f"{where}: got the parts {parts!r}, expected finite numbers below {MAX_REWARD:g} in"
+      " magnitude, with names of lower-case letters, digits and underscores; fix the task and"
+      " resume: earlier verdicts are kept."
     )
   if unknown := sorted(set(weights) - set(parts)):
     raise ValueError(
@@ -372,9 +372,9 @@ def _weighted(verdict: Verdict, weights: Mapping[str, float], where: str) -> Ver
   plain = types.weighted_sum(parts, {})
   if not math.isclose(verdict.reward, plain, rel_tol=1e-6, abs_tol=1e-9):
     raise ValueError(
-      f"{where}: got reward {verdict.reward!r} beside parts that sum to {plain!r}, expected that"
-      " sum (a run weights parts by RolloutConfig.reward_weights); write Verdict.of_parts(parts,"
-      " ...), which sums them."
+      f"{where}: got reward {verdict.reward!r} with parts that sum to {plain!r}, expected that sum"
+      " (a run weights parts by RolloutConfig.reward_weights); write Verdict.of_parts(parts, ...),"
+      " which sums them."
     )
   reward = types.weighted_sum(parts, weights)
   plain_parts = {name: float(parts[name]) for name in sorted(parts)}

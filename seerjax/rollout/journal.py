@@ -226,7 +226,7 @@ def _floats_text(values: np.ndarray, name: str) -> str:
   if array.dtype != np.float32 or array.ndim != 1:
     raise ValueError(
       f"journal: got {name} of dtype {array.dtype} and shape {array.shape}, expected float32[t];"
-      " store what the engine returned, uncast."
+      " store the engine's array, without a cast."
     )
   return base64.b64encode(array.astype("<f4").tobytes()).decode()
 
@@ -251,7 +251,7 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
   path = pathlib.Path(path)
   if not path.is_file():
     raise FileNotFoundError(
-      f"{path}: got no such file, expected a journal; name the {FILE_NAME} of a run's directory."
+      f"{path}: got no such file, expected a journal; pass the {FILE_NAME} of a run's directory."
     )
   header = _header(path)
   epochs = [record for _, _, record in record_lines.scan(path) if record["kind"] == "epoch"]
@@ -348,8 +348,8 @@ class Journal:
     fingerprint, data = dict(fingerprint), dict(data or {})
     if self.path.is_dir():
       raise ValueError(
-        f"{self.path}: got a directory, expected the journal's file, or none yet; add a name"
-        f" such as {FILE_NAME}."
+        f"{self.path}: got a directory, expected the journal's file, or no file; add a name such as"
+        f" {FILE_NAME}."
       )
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -370,8 +370,8 @@ class Journal:
         header = _header(self.path)
         if differing := settings_differences(header["settings"], settings):
           raise ValueError(
-            f"{self.path}: got other run settings ({'; '.join(differing)}), expected those the"
-            " journal began with; restore them, or start a new run directory."
+            f"{self.path}: got other run settings ({'; '.join(differing)}), expected those at the"
+            " start of the journal; restore them, or start a new run directory."
           )
         self.data = data if self.data is None else self.data
         if self.fingerprints[-1] != fingerprint or self.data != data:
@@ -437,8 +437,8 @@ class Journal:
     """
     if rollout.completion.finish_reason == "error":
       raise ValueError(
-        f"{self.path}: got a rollout that an error ended ({rollout.completion.error}), expected one"
-        " that is over by itself; ask it again, nothing is learnt from such an end."
+        f"{self.path}: got a rollout that ended with an error ({rollout.completion.error}),"
+        " expected a complete one; sample it again, because it cannot be used for training."
       )
     record = {
       "kind": "rollout",
@@ -482,8 +482,8 @@ class Journal:
     where = f"{self.path}: got a chunk for step {step}, group {group}, member {member}"
     if chunk.start > known:
       raise ValueError(
-        f"{where} that starts at token {chunk.start}, expected at most token {known}, where the"
-        " journalled ones end; append chunks in their order."
+        f"{where} that starts at token {chunk.start}, expected at most token {known}, the end of"
+        " the recorded ones; append chunks in order."
       )
     shared = min(known - chunk.start, len(chunk.tokens))
     stored = self.chunks(*key) if shared else ()
@@ -576,8 +576,8 @@ class Journal:
     if problem_id and entry.problem_id not in ("", problem_id):
       raise ValueError(
         f"{self.path}: got a rollout of problem {entry.problem_id!r} for step {step}, group"
-        f" {group}, member {member}, expected one of problem {problem_id!r}, which is asked there"
-        f" now; the task's problems are others: restore them, or resume with {digests.ACCEPT}."
+        f" {group}, member {member}, expected problem {problem_id!r}, which now belongs there; the"
+        f" task's problems have changed: restore them, or resume with {digests.ACCEPT}."
       )
     return entry
 
@@ -599,9 +599,9 @@ class Journal:
       return None
     if prompt and chunks[0].request.prompt != tuple(prompt):
       raise ValueError(
-        f"{self.path}: got the beginning of an answer to another prompt for step {step}, group"
-        f" {group}, member {member}, expected one to the prompt of now; problems or chat are"
-        f" others: restore them, or resume with {digests.ACCEPT}."
+        f"{self.path}: got a partial answer to another prompt for step {step}, group {group},"
+        f" member {member}, expected one to the current prompt; problems or chat have changed:"
+        f" restore them, or resume with {digests.ACCEPT}."
       )
     return Completion(
       request_id=chunks[0].request.request_id,

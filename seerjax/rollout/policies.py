@@ -43,7 +43,9 @@ class ByPrefix:
   def __post_init__(self):
     fields.check(self)
     if self.max_spread < 0:
-      raise ValueError(f"ByPrefix: got max_spread={self.max_spread}, expected at least 0; say 32.")
+      raise ValueError(
+        f"ByPrefix: got max_spread={self.max_spread}, expected at least 0; for example 32."
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,8 @@ class Divided:
     if self.chunk_tokens < 1 or self.min_pull_tokens < 0:
       raise ValueError(
         f"{type(self).__name__}: got chunk_tokens={self.chunk_tokens},"
-        f" min_pull_tokens={self.min_pull_tokens}, expected at least 1 and 0; 8192 and 512 are the"
-        " source's."
+        f" min_pull_tokens={self.min_pull_tokens}, expected at least 1 and 0; the source uses 8192"
+        " and 512."
       )
 
 
@@ -129,8 +131,8 @@ class LongestGroupFirst(Divided):
     super().__post_init__()
     if not -1 <= self.min_correlation <= 2:
       raise ValueError(
-        f"LongestGroupFirst: got min_correlation={self.min_correlation}, expected a value in"
-        " [-1, 2]; 0.5 is usual, 2 is never."
+        f"LongestGroupFirst: got min_correlation={self.min_correlation}, expected a value in [-1,"
+        " 2]; 0.5 is usual, 2 disables it."
       )
 
 

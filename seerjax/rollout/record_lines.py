@@ -52,9 +52,9 @@ def scan(path: pathlib.Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
       if record is None:
         if file.read(1):
           raise ValueError(
-            f"{path}: got a damaged record in line {number} (byte {start}) with others behind it,"
-            " expected damage in the last one only; restore the file, or cut it before that byte"
-            " and resume from an earlier checkpoint."
+            f"{path}: got a damaged record in line {number} (byte {start}) with more records after"
+            " it, expected damage only in the last one; restore the file, or truncate it before"
+            " that byte and resume from an earlier checkpoint."
           )
         return
       yield start, start + len(data), record
@@ -115,8 +115,8 @@ def _cut_where_full(
       raise
     raise OSError(
       error.errno,
-      f"journal: got '{os.strerror(error.errno)}' writing {num_bytes} bytes to {path},"
-      " expected room for them; free some space and resume: every earlier record is still there",
+      f"journal: got '{os.strerror(error.errno)}' writing {num_bytes} bytes to {path}, expected"
+      " room for them; free some space and resume: all earlier records are kept",
     ) from error
 
 
@@ -131,8 +131,8 @@ def read(path: pathlib.Path, offset: int) -> dict[str, Any]:
     record = parse(file.readline())
   if record is None:
     raise ValueError(
-      f"{path}: got a damaged record at byte {offset}, expected the one that was written"
-      " there; another process changed the file: restore it."
+      f"{path}: got a damaged record at byte {offset}, expected the record that was written there;"
+      " another process changed the file: restore it."
     )
   return record
 

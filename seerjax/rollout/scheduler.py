@@ -63,6 +63,6 @@ def _require_fits(item: Item, instances: Instances) -> None:
   if needed > max(instances.num_pages):
     raise ValueError(
       f"scheduler: got request {item.request_id!r} of {item.prompt_tokens} + {item.max_tokens}"
-      f" tokens, which needs {needed} pages, expected at most {max(instances.num_pages)}, all that"
-      " an instance has; give instances more pages, or lower max_tokens."
+      f" tokens, which needs {needed} pages, expected at most {max(instances.num_pages)}, all pages"
+      " of an instance; give instances more pages, or lower max_tokens."
     )

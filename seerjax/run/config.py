@@ -56,12 +56,12 @@ class TrainerConfig:
     fields.check(self)
     if self.remat not in transformer.REMATS:
       raise ValueError(
-        f"TrainerConfig.remat: got {self.remat!r}, expected one of {transformer.REMATS}; 'layer'"
-        " is for models whose activations do not fit."
+        f"TrainerConfig.remat: got {self.remat!r}, expected one of {transformer.REMATS}; 'layer' is"
+        " for models with activations that do not fit."
       )
     for field, least, usual in (
-      ("rows_per_micro_batch", 0, "0, which lets the model decide,"),
-      ("sequences_per_micro_batch", 0, "0, which lets the model decide,"),
+      ("rows_per_micro_batch", 0, "0, which derives it from the model,"),
+      ("sequences_per_micro_batch", 0, "0, which derives it from the model,"),
       ("num_mini_batches", 1, 1), ("max_rounds", 1, 1),
     ):  # fmt: skip
       if (value := vars(self)[field]) < least:
@@ -155,26 +155,27 @@ class RunConfig:
       )
     if self.stale.steps_ahead and self.num_instances < 2:
       raise ValueError(
-        f"StaleConfig.steps_ahead: got {self.stale.steps_ahead} with num_instances="
-        f"{self.num_instances}, expected 2 or more (half of them sample while the others learn);"
-        " raise RunConfig.num_instances."
+        f"StaleConfig.steps_ahead: got {self.stale.steps_ahead} with"
+        f" num_instances={self.num_instances}, expected 2 or more (half of them sample while the"
+        " others train); raise RunConfig.num_instances."
       )
     if self.cluster.workers:
       self._check_cluster()
     if self.stale.steps_ahead and self.speculation.draft.learn:
       raise ValueError(
         f"DraftModelConfig.learn: got True with StaleConfig.steps_ahead={self.stale.steps_ahead},"
-        " expected one of them (the draft would learn while it drafts); set one to its default."
+        " expected at most one of them (the draft would be trained while it is used); set one to"
+        " its default."
       )
     if self.stale.begun > 1 and self.trainer.max_rounds > 1:
       raise ValueError(
         f"StaleConfig.begun: got {self.stale.begun} with max_rounds={self.trainer.max_rounds},"
-        " expected one of them at 1; dynamic sampling needs whole steps."
+        " expected at least one of them to be 1; dynamic sampling needs whole steps."
       )
     if self.trainer.num_mini_batches > self.rollout.groups_per_step:
       raise ValueError(
         f"TrainerConfig.num_mini_batches: got {self.trainer.num_mini_batches}, expected at most"
-        f" RolloutConfig.groups_per_step={self.rollout.groups_per_step} (a group is not divided);"
+        f" RolloutConfig.groups_per_step={self.rollout.groups_per_step} (groups are not split);"
         " lower it or sample more groups."
       )
     most = self.rollout.max_tokens
@@ -206,8 +207,8 @@ class RunConfig:
     ):
       if is_set:
         raise ValueError(
-          f"ClusterConfig.workers: got {self.cluster.workers} with {name}, expected one of them"
-          " (workers sample whole steps, and draft with what they have); leave one at its default."
+          f"ClusterConfig.workers: got {self.cluster.workers} with {name}, expected at most one of"
+          " them (workers sample whole steps, with their own drafter); leave one at its default."
         )
 
   @property

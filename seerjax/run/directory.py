@@ -27,14 +27,13 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
   """
   if re.match("[a-z][a-z0-9]+:/", str(directory)):
     raise ValueError(
-      f"--workdir: got {str(directory)!r}, expected a directory, since a run's journal and numbers"
-      " grow by lines; keep its checkpoints in a store: write their place (gs://bucket/run) into a"
-      " file 'checkpoints' in the run's directory before the run begins."
+      f"--workdir: got {str(directory)!r}, expected a local directory, because a run appends lines"
+      " to its journal and metrics; to keep checkpoints in a store, write its URL (gs://bucket/run)"
+      " into a file 'checkpoints' in the run's directory before the run starts."
     )
   if directory.exists() and not directory.is_dir():
     raise ValueError(
-      f"{directory}: got a file, expected a run's directory or nothing yet; choose another"
-      " --workdir."
+      f"{directory}: got a file, expected a run's directory, or no file; choose another --workdir."
     )
   if resume:
     set_aside = lambda: checkpoint.set_aside_damaged(directory / "checkpoints")
@@ -45,12 +44,12 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
   if resume and latest is None:
     raise ValueError(
       f"{directory}: got no checkpoint to resume, expected one under {directory / 'checkpoints'};"
-      " start a new run without --resume, or name the run's directory with --workdir."
+      " start a new run without --resume, or set --workdir to the run's directory."
     )
   if not resume and (latest is not None or (numbers.is_file() and numbers.stat().st_size)):
-    found = "its numbers" if latest is None else f"a checkpoint after step {latest}"
+    found = "its metrics" if latest is None else f"a checkpoint after step {latest}"
     raise ValueError(
-      f"{directory}: got the directory of another run ({found}), expected none; carry on with"
+      f"{directory}: got the directory of another run ({found}), expected none; continue it with"
       " --resume, choose another --workdir, or remove it."
     )
 
@@ -127,24 +126,24 @@ def missing_records(
     known = {key[0] for key in of_rollouts}
     if missing := [one for one in range(step) if one not in known]:
       sentences.append(
-        f"{journal.path}: got no rollouts of {len(missing)} of {step} steps, expected those of all;"
-        " the run goes on, but these steps can neither be read nor replayed: restore the file from"
+        f"{journal.path}: got no rollouts of {len(missing)} of {step} steps, expected rollouts of"
+        " all; the run continues, but these steps cannot be read or replayed: restore the file from"
         " a copy if you need them."
       )
   path = directory / metrics.FILE_NAME
   known = {row["step"] for row in metrics.read(path)} if path.is_file() else set()
   if missing := [one for one in range(1, step + 1) if one not in known]:
     sentences.append(
-      f"{path}: got no numbers of {len(missing)} of {step} steps, expected those of all; the run"
-      " goes on, but its report and summary lack them: restore the file from a copy if you need"
+      f"{path}: got no metrics of {len(missing)} of {step} steps, expected metrics of all; the run"
+      " continues, but its report and summary lack them: restore the file from a copy if you need"
       " them."
     )
   path = directory / trace_lib.FILE_NAME
   if damaged := trace_lib.damaged_lines(path):
     sentences.append(
       f"{path}: got damage in line(s) {', '.join(map(str, damaged))}, expected a step's trace in"
-      " each; the run goes on, but its report lacks them: restore the file from a copy if you need"
-      " them."
+      " each; the run continues, but its report lacks them: restore the file from a copy if you"
+      " need them."
     )
   return sentences
 

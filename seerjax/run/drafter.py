@@ -47,7 +47,7 @@ class RunDrafts:
       if not isinstance(model, ModelDrafter):
         raise ValueError(
           f"DraftModelConfig.learn: got True for {type(drafter).__name__}, expected a drafter with"
-          " a draft model; leave SpeculationConfig.drafter as it is, or do not learn."
+          " a draft model; use the default SpeculationConfig.drafter, or set learn=False."
         )
       self._learner = draft_learning.DraftLearner(model)
     engine.drafter = drafter
@@ -66,9 +66,9 @@ class RunDrafts:
       return ""
     state = restored_part(PART, lambda: learner.state)
     if state is None:
-      return "the draft model learns from here on, from the weights of its name"
+      return "the draft model is trained from here on, starting from its original weights"
     learner.restore(state)
-    return "the draft model goes on from what it had learnt"
+    return "the draft model continues from its trained weights"
 
   def learn(self, answers: Sequence[RolloutGroup], step: int) -> dict[str, float]:
     """Trains the draft on a step's completions, if enabled; returns the metrics."""

@@ -63,7 +63,7 @@ class EvaluateConfig:
     if self.max_tokens > self.engine.max_context - 1:
       raise ValueError(
         f"EvaluateConfig.max_tokens: got {self.max_tokens}, expected at most"
-        f" {self.engine.max_context - 1}, because prompt and answer have to fit"
+        f" {self.engine.max_context - 1}, because prompt and answer must fit"
         f" EngineConfig.max_context={self.engine.max_context}; lower it, or raise that."
       )
     self.answers()  # Validates its fields.
@@ -113,7 +113,7 @@ def evaluate_model(
       model = model_loading.load_model(config.model, config.numerics) if model is None else model
     if model.tokenizer is None:
       raise ValueError(
-        "evaluate_model.model: got one without a tokenizer, expected its own, for prompts and"
+        "evaluate_model.model: got a model without a tokenizer, expected one, because prompts and"
         " answers are text; load it with seerjax.load_model."
       )
     tokenizer = policy_lib.chatting(model.tokenizer, config.chat)

@@ -65,12 +65,12 @@ class EvaluationConfig:
     if self.num_problems < 1 or self.every < 0:
       raise ValueError(
         f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
-        " least 1 and 0; 1024 and 0 (before and after alone) are usual."
+        " least 1 and 0; 1024 and 0 (only before and after the run) are usual."
       )
     if self.temperature != 0 and not types.is_temperature(self.temperature):
       raise ValueError(
         f"EvaluationConfig.temperature: got {self.temperature}, expected 0 or {types.TEMPERATURES};"
-        " 0 is greedy, 1 samples as it is trained."
+        " 0 is greedy, 1 samples as in training."
       )
     if self.num_samples < 1:
       raise ValueError(
@@ -92,7 +92,7 @@ class EvaluationConfig:
       if not groups.PART_NAME.fullmatch(name) or not task:
         raise ValueError(
           f"EvaluationConfig.sets: got {name!r}: {task!r}, expected a name of lower-case letters,"
-          " digits and underscores, and the text TASK or TASK=PATH; write"
+          " digits and underscores, and a value TASK or TASK=PATH; write"
           " --config.evaluation.sets.math=math=DIRECTORY."
         )
     found = METRIC.fullmatch(self.best)
@@ -126,7 +126,7 @@ def load_sets(
   for name in found:
     if not groups.PART_NAME.fullmatch(name) or name in config.sets:
       raise ValueError(
-        f"evaluation sets: got a task by the name {name!r}, expected lower-case letters, digits and"
+        f"evaluation sets: got a task named {name!r}, expected lower-case letters, digits and"
         f" underscores, a letter first, and none of EvaluationConfig.sets ({sorted(config.sets)});"
         " rename it."
       )
@@ -336,7 +336,7 @@ def describe(numbers: Mapping[str, float]) -> str:
       f"{numbers['accuracy']:.1%} correct (standard error {numbers['standard_error']:.1%})",
       *passes,
       f"{numbers['accuracy_well_formed']:.1%} of the well-formed {numbers['well_formed']:.1%}",
-      f"{numbers['ended']:.1%} ended by themselves",
+      f"{numbers['ended']:.1%} ended before the limit",
       f"{numbers['length']:.1f} tokens on average",
     )
   )

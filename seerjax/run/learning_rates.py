@@ -54,7 +54,7 @@ def warning(rate: float, model: model_config.TransformerConfig, *, is_lora: bool
   most = float(f"{MOST_TIMES * found:.0e}")
   if count < WARNED or rate <= most:
     return ""
-  what = "adapters beside" if is_lora else "all of"
+  what = "adapters of" if is_lora else "all of"
   return (
     f"WARNING: OptimizerConfig.learning_rate: got {rate:g} for {what} {count / 1e6:,.0f} M"
     f" parameters, expected about {found:g} and at most {most:g}; one step at too"

@@ -48,15 +48,15 @@ class MemoryPlan(NamedTuple):
   def describe(self) -> str:
     """Returns a one-line summary in MiB."""
     mib = plan_lib.MIB
-    given_back = " that are given back while it learns" if self.are_pages_given_back else ""
+    given_back = " (released while training)" if self.are_pages_given_back else ""
     others = f", {self.others / mib:,.0f} on the other devices" if self.others else ""
     free = (
-      f"{self.free / mib:,.0f} are free" if self.free < math.inf else "nothing says what is free"
+      f"{self.free / mib:,.0f} are free" if self.free < math.inf else "the free memory is unknown"
     )
     return (
       f"memory, MiB a device: {self.learning.describe()}, {self.frozen / mib:,.0f} frozen weights,"
       f" {self.pages / mib:,.0f} pages of the engine{given_back}{others}; at most"
-      f" {self.needed / mib:,.0f} beside the {self.held / mib:,.0f} held now, and {free}"
+      f" {self.needed / mib:,.0f} on top of {self.held / mib:,.0f} in use now, and {free}"
     )
 
 
@@ -97,8 +97,8 @@ def memory_plan(
   )  # fmt: skip
   if plan.needed > free:
     raise ValueError(
-      f"RunConfig: got a run that takes more than there is ({plan.describe()}), expected one that"
-      " fits; set TrainerConfig.remat=layer, RunConfig.lora_rank or a bfloat16"
+      f"RunConfig: got a run that needs more memory than is free ({plan.describe()}), expected a"
+      " run that fits; set TrainerConfig.remat=layer, RunConfig.lora_rank or a bfloat16"
       " NumericsConfig.compute_dtype, lower EngineConfig.max_context or"
       " TrainerConfig.sequences_per_micro_batch, or free memory."
     )

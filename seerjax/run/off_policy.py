@@ -52,12 +52,12 @@ class StaleConfig:
     if self.steps_ahead not in (0, 1) or not 1 <= self.begun <= 16:
       raise ValueError(
         f"StaleConfig: got steps_ahead={self.steps_ahead}, begun={self.begun}, expected 0 or 1, and"
-        " 1 to 16; 1 and 1.0, or 0 and 2.0, are the rivals that are known."
+        " 1 to 16; 1 and 1.0, or 0 and 2.0, are the published baselines."
       )
     if self.steps_ahead and self.begun > 1:
       raise ValueError(
-        f"StaleConfig: got steps_ahead={self.steps_ahead} and begun={self.begun}, expected one of"
-        " them; they are two ways of not waiting."
+        f"StaleConfig: got steps_ahead={self.steps_ahead} and begun={self.begun}, expected at most"
+        " one of them; both avoid waiting for long responses."
       )
 
 

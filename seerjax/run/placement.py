@@ -42,14 +42,14 @@ def define_flags() -> None:
   """Defines the flags."""
   usual = numerics_lib.NumericsConfig()
   flags.DEFINE_string(
-    "compute_dtype", usual.compute_dtype, "Of weights and activations: float32 or bfloat16."
+    "compute_dtype", usual.compute_dtype, "Type of weights and activations: float32 or bfloat16."
   )
   flags.DEFINE_string(
     "implementation", usual.implementation,
-    "What computes: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
+    "Implementation of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
   )  # fmt: skip
-  flags.DEFINE_integer("reduction_shards", 0, "Slabs of sums; 0 asks the model.")
-  flags.DEFINE_integer("num_instances", 1, "Copies of the model, a share of the answers each.")
+  flags.DEFINE_integer("reduction_shards", 0, "Number of slabs in sums; 0 chooses for the model.")
+  flags.DEFINE_integer("num_instances", 1, "Copies of the model, which share the requests.")
   flags.DEFINE_integer("model_shards", 1, "Devices that share the weights of a copy: 1, 2, 4 or 8.")
 
 

@@ -78,8 +78,8 @@ class Policy:
     """
     if self.tokenizer is None:
       raise ValueError(
-        "Policy.tokenizer: got None, expected the model's own, for prompts and answers are text;"
-        " pass models.tokenizer.load(directory)."
+        "Policy.tokenizer: got None, expected the model's tokenizer, because prompts and answers"
+        " are text; pass models.tokenizer.load(directory)."
       )
     return self.tokenizer
 
@@ -247,6 +247,6 @@ def policy_of(model: loading.Model) -> Policy:
 def ignored_settings(tokenizer: tokenizer_lib.Tokenizer) -> str:
   """Returns one line on the settings in generation_config.json that are ignored."""
   return (
-    f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are not taken; how is"
-    " sampled is decided by flags alone"
+    f"generation_config.json: {', '.join(tokenizer.ignored_generation)} are ignored; only flags set"
+    " sampling parameters"
   )

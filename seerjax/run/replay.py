@@ -54,9 +54,9 @@ def learn_again(
       names = [request.request_id for request in requests]
       more = f" and {len(names) - 8} more" if len(names) > 8 else ""
       raise ValueError(
-        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all that step"
-        f" {step + 1} learnt from (names count steps from 0); restore the file, or keep a"
-        " checkpoint of a later step."
+        f"journal: got no rollout {', '.join(names[:8])}{more}, expected all rollouts of step"
+        f" {step + 1} (names count steps from 0); restore the file, or keep a checkpoint of a later"
+        " step."
       )
     return ()
 

@@ -392,10 +392,10 @@ def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> No
   numerics = choice.decided(numerics)
   if not finding.is_invariant:
     raise ValueError(
-      f"self_test: got a model of which, in {numerics.implementation} {numerics.compute_dtype} on"
-      f" {jax.devices()[0].device_kind}, {finding}; expected 0 that differ. Set"
-      " NumericsConfig.implementation='tiled' or another row_tile, or, where there is that flag,"
-      " pass --bitwise=False to go on without equal bits."
+      f"self_test: got a model where, in {numerics.implementation} {numerics.compute_dtype} on"
+      f" {jax.devices()[0].device_kind}, {finding}; expected 0 differences. Set"
+      " NumericsConfig.implementation='tiled' or another row_tile, or pass --bitwise=False, if"
+      " there is that flag, to continue without equal bits."
     )
 
 
@@ -430,7 +430,7 @@ def check_model(
   finding = measure_model(
     model, params, numerics=numerics, config=config, runner=runner, trainer=trainer, pack=pack
   )
-  say(f"of this run's model: {finding}")
+  say(f"model of this run: {finding}")
   if bitwise:
     require_model(finding, numerics)
 
@@ -456,6 +456,7 @@ def require(numerics: numerics_lib.NumericsConfig) -> None:
   if not finding.is_invariant:
     raise ValueError(
       f"self_test: got implementation={numerics.implementation!r} on"
-      f" {jax.devices()[0].device_kind}, where {finding}; expected 0 that differ. Set"
-      " NumericsConfig.implementation='tiled', or pass --bitwise=False to go on without equal bits."
+      f" {jax.devices()[0].device_kind}, where {finding}; expected 0 differences. Set"
+      " NumericsConfig.implementation='tiled', or pass --bitwise=False to continue without equal"
+      " bits."
     )

@@ -163,7 +163,7 @@ class Session:
     if changed := digests.differences(stored, data):
       self.progress.say(
         f"OTHER DATA OR CODE from step {step + 1} on: {'; '.join(changed)}. Rewards and accuracies"
-        " before and after may be of unlike problems or judges."
+        " before and after may not be comparable."
       )
     if changed or not self.data_epochs:
       self.data_epochs = [*self.data_epochs, {"step": step, "digests": data}]
@@ -376,7 +376,7 @@ class Session:
       self.save()
     raise stops_lib.Interrupted(
       f"stopped by {stops_lib.name_of(error)} after step {self.step} of {self.num_steps}; --resume"
-      " goes on",
+      " continues",
       stops_lib.status_of(error),
     ) from None
 

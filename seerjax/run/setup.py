@@ -105,14 +105,14 @@ def opened(
     return config, model
   if not isinstance(model, str | os.PathLike | Model):
     raise ValueError(
-      f"train.model: got {type(model).__name__}, expected what seerjax.load_model returns, a name,"
+      f"train.model: got {type(model).__name__}, expected the result of seerjax.load_model, a name,"
       " a directory, a GGUF file or a Hub id; pass 'nano', for example."
     )
   name = model.name if isinstance(model, Model) else os.fspath(model)
   if name and config.model not in (RunConfig().model, name):
     raise ValueError(
-      f"RunConfig.model: got {config.model!r} and the model {name!r}, expected one of them; leave"
-      " RunConfig.model out."
+      f"RunConfig.model: got {config.model!r} and the model {name!r}, expected only one of them;"
+      " leave RunConfig.model out."
     )
   config = dataclasses.replace(config, model=name or config.model)
   if not isinstance(model, Model):
@@ -124,7 +124,7 @@ def opened(
   if differing := [field for field in wanted if wanted[field] != found[field]]:
     both = [f"{field}={wanted[field]!r} (the model: {found[field]!r})" for field in differing]
     raise ValueError(
-      f"RunConfig.numerics: got {', '.join(both)}, expected those of the loaded model; write"
+      f"RunConfig.numerics: got {', '.join(both)}, expected the numerics of the loaded model; write"
       " load_model(name, config.numerics), or leave RunConfig.numerics out."
     )
   return config, policy_lib.policy_of(model)
@@ -158,8 +158,8 @@ def set_up(
   config = dataclasses.replace(config, chat=policy.require_tokenizer().chat_config)
   if resume and config.stale != off_policy.StaleConfig():
     raise ValueError(
-      f"RunConfig.stale: got {config.stale} and a run to resume, expected a new one (what is under"
-      " way between two steps is kept in memory alone); choose another directory, without resume."
+      f"RunConfig.stale: got {config.stale} and a run to resume, expected a new run (requests in"
+      " progress between steps are kept only in memory); choose another directory, without resume."
     )
   for split in ("train", "heldout"):
     groups_lib.num_problems(task, split)  # Raises if there are none.
@@ -173,8 +173,8 @@ def set_up(
     programs = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)
   elif programs.made_for != programs_lib.key_of(config, policy.model, loss, optimizer):
     raise ValueError(
-      "train.programs: got programs of another config or model, expected make_programs of these;"
-      " share them only between equals."
+      "train.programs: got programs of another config or model, expected make_programs of this"
+      " config and model; share them only between equal runs."
     )
   drafts = drafter_lib.RunDrafts(config.speculation)
   memory = memory_lib.memory_plan(config, policy.model)

@@ -91,13 +91,13 @@ def require_supported(config: RunConfig) -> None:
   if jax.process_count() > 1 and config.stale.steps_ahead:
     raise NotImplementedError(
       f"RunConfig.stale: got steps_ahead={config.stale.steps_ahead} in {jax.process_count()}"
-      " processes, expected 0 (two threads' collectives would meet in any order); set it to 0, or"
+      " processes, expected 0 (collectives of two threads would run in any order); set it to 0, or"
       " run one process."
     )
   if jax.process_count() > 1 and config.cluster.workers:
     raise NotImplementedError(
       f"RunConfig.cluster: got workers={config.cluster.workers} in {jax.process_count()} processes,"
-      " expected 0 (each process would ask workers of its own); set it to 0, or run one process."
+      " expected 0 (each process would start its own workers); set it to 0, or run one process."
     )
 
 

@@ -81,8 +81,8 @@ def kept(directory: pathlib.Path, *, step: int = 0) -> Iterator[Status]:
   if before is not None and before["state"] == "running" and not _is_mine(before):
     if _is_alive(before):
       raise ValueError(
-        f"{directory / FILE_NAME}: got a run that process {before['pid']} is at, expected one"
-        f" process for a directory; wait for it, stop it with `kill {before['pid']}`, or choose"
+        f"{directory / FILE_NAME}: got a run that process {before['pid']} is running, expected one"
+        f" process per directory; wait for it, stop it with `kill {before['pid']}`, or choose"
         " another --workdir."
       )
   status = Status(directory, step)
@@ -93,7 +93,7 @@ def kept(directory: pathlib.Path, *, step: int = 0) -> Iterator[Status]:
     status.write("stopped", str(stopped))
     raise
   except KeyboardInterrupt as stop:
-    status.write("stopped", f"by {stops.name_of(stop)}; what was saved is kept")
+    status.write("stopped", f"by {stops.name_of(stop)}; saved results are kept")
     raise
   except BaseException as error:
     # The disk may be full; the original error is the one to report.

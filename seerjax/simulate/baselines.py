@@ -93,7 +93,7 @@ def partial(
     ValueError: if `begun` is below 1.
   """
   if begun < 1:
-    raise ValueError(f"partial: got begun={begun}, expected at least 1; 2 is APRIL's.")
+    raise ValueError(f"partial: got begun={begun}, expected at least 1; APRIL uses 2.")
   needed = workload.num_groups
   lengths = np.zeros((0, workload.group_size), np.int64)
   generated = np.zeros_like(lengths)

@@ -202,7 +202,7 @@ class Simulation:
     now = 0.0
     self._schedule(now, set())
     while self._num_whole_groups < self._stop_after:
-      assert self._events, "requests wait, and nothing runs that could make room"
+      assert self._events, "requests wait, but no running request can free memory"
       now, _, place, stamp, joining = heapq.heappop(self._events)
       if joining >= 0:
         self._join(place, joining, now)

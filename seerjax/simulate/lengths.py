@@ -96,7 +96,7 @@ def within_share(lengths: np.ndarray) -> float:
   if groups < 2 or size < 2:
     raise ValueError(
       f"within_share: got {groups} groups of {size}, expected at least 2 of at least 2; one length"
-      " a prompt says nothing about likeness."
+      " per prompt does not show similarity."
     )
   logs = np.log(lengths)
   means = logs.mean(1)
@@ -135,21 +135,23 @@ def read_trace(path: str | os.PathLike[str]) -> np.ndarray:
       raise ValueError(
         f"{path}: got {line[:60]!r} in line {number}, expected JSON with a list 'output' of"
         " positive lengths, or with 'step', 'prompt_group_id', 'validate' and a list 'turns' of"
-        " 'completion_tokens', all lines of one form; mend or drop that line."
+        " 'completion_tokens', all lines in the same form; fix or remove that line."
       )
     group, lengths = found
     if lengths:
       groups.setdefault(group, []).extend(lengths)
       first_lines.setdefault(group, number)
   if not groups:
-    raise ValueError(f"{path}: got no line, expected one a prompt; is this the right file?")
+    raise ValueError(
+      f"{path}: got no line, expected one per prompt; check that this is the right file."
+    )
   rows = list(groups.values())
   for group, row in groups.items():
     if len(row) != len(rows[0]):
       raise ValueError(
-        f"{path}: got {len(row)} lengths of the prompt that begins in line {first_lines[group]},"
-        f" expected {len(rows[0])} as of the first; a file of which a part is missing is not read,"
-        " so drop the prompts that are not whole."
+        f"{path}: got {len(row)} lengths for the prompt that starts in line {first_lines[group]},"
+        f" expected {len(rows[0])} as for the first; incomplete files are not read, so remove the"
+        " incomplete prompts."
       )
   return np.array(rows, np.int64)
 

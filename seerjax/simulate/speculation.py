@@ -61,7 +61,7 @@ class SpeculationConfig:
       if not 1 <= tokens < PUBLISHED_DRAFT_TOKENS + 1:
         raise ValueError(
           f"SpeculationConfig: got {tokens} tokens a step, expected 1 to"
-          f" {PUBLISHED_DRAFT_TOKENS + 1} (below); the own token counts."
+          f" {PUBLISHED_DRAFT_TOKENS + 1} (below); the bonus token counts."
         )
 
 

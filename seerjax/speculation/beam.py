@@ -134,9 +134,9 @@ def best(
     for token, logprob in likeliest[parent.tokens][:width]:
       if math.isnan(logprob):
         raise RuntimeError(
-          f"beam_search: got a log-probability of NaN for token {token} at place"
-          f" {len(parent.tokens)} of the answer, expected a number; the weights overflow here: go"
-          " back to an earlier checkpoint."
+          f"beam_search: got a log-probability of NaN for token {token} at position"
+          f" {len(parent.tokens)} of the answer, expected a number; the weights overflow: go back"
+          " to an earlier checkpoint."
         )
       tokens, score = (*parent.tokens, token), parent.score + logprob
       reason = "length" if len(tokens) == sampling.max_tokens else ""
@@ -241,7 +241,7 @@ def _check(request: Request, width: int) -> None:
   params = request.sampling
   for field, is_plain, expected, fix in (
     ("temperature", params.temperature in (0, 1), "0 or 1", "nothing is sampled"),
-    ("top_k", not params.top_k, "0", "the width says how many tokens are looked at"),
+    ("top_k", not params.top_k, "0", "the width sets the number of tokens"),
     ("top_p", params.top_p == 1, "1", "hypotheses rank by the whole distribution"),
     ("min_p", not params.min_p, "0", "hypotheses rank by the whole distribution"),
     *((field, vars(params)[field] == none, f"{none}", "sample the request instead")

@@ -284,7 +284,7 @@ class Budget:
     if not 0 <= num_accepted <= num_drafted <= num_allowed:
       raise ValueError(
         f"Budget.observe: got {num_accepted} accepted of {num_drafted} drafted of {num_allowed}"
-        " allowed, expected none above the next; pass the main path's."
+        " allowed, expected accepted <= drafted <= allowed; pass the counts of the main path."
       )
     if num_allowed == 0:
       return

@@ -55,12 +55,12 @@ class SpeculationConfig:
     if not module or not function.isidentifier():
       raise ValueError(
         f"SpeculationConfig.drafter: got {self.drafter!r}, expected 'my_module:make_drafter'; leave"
-        " it out to draft from the group's own texts."
+        " it out to draft from the completions of the group."
       )
     if self.draft.learn and not self.draft_name:
       raise ValueError(
-        "DraftModelConfig.learn: got True without a draft model, expected its name; set"
-        " --config.speculation.draft_name=MODEL, or do not learn."
+        "DraftModelConfig.learn: got True without a draft model, expected a draft model; set"
+        " --config.speculation.draft_name=MODEL, or learn=False."
       )
 
 
@@ -91,12 +91,12 @@ def load(config: SpeculationConfig) -> MakeDrafter:
     config.drafter,
     caller="SpeculationConfig.drafter",
     example="my_module:make_drafter",
-    expected="a function that makes a drafter",
+    expected="a function that returns a drafter",
   )
   if not callable(found):
     raise ValueError(
       f"SpeculationConfig.drafter: got {config.drafter!r}, a {type(found).__name__}, expected a"
-      " function of a SpeculationConfig and a DraftedRun; name the function."
+      " function of a SpeculationConfig and a DraftedRun; pass the function's name."
     )
   return cast(MakeDrafter, found)
 

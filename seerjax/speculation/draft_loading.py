@@ -66,14 +66,14 @@ def fitted(draft: Model, engine: Engine, *, name: str = "") -> Model:
     raise ValueError(
       f"draft: got {name} of {draft.config.max_context} positions for an engine of {context},"
       f" expected at least as many; lower EngineConfig.max_context to {draft.config.max_context},"
-      " or take another draft."
+      " or use another draft."
     )
   if draft.tokenizer is None or engine.tokenizer is None:
     size = engine.model.vocab_size
     if draft.config.vocab_size != size:
       raise ValueError(
-        f"draft: got {name} of {draft.config.vocab_size} ids and an engine of {size}, and no two"
-        " tokenizers to compare, expected equal numbers; give both their tokenizers, or take"
+        f"draft: got {name} of {draft.config.vocab_size} ids and an engine of {size}, without both"
+        " tokenizers to compare, expected equal numbers; load both with their tokenizers, or take"
         " another draft."
       )
     return draft
@@ -104,7 +104,7 @@ def require_same_ids(draft: Tokenizer, target: Tokenizer, name: str) -> None:
     if got != expected:
       raise ValueError(
         f"draft: got {name}, whose id {index} is {got!r}, expected {expected!r}, as in the target's"
-        " tokenizer; a draft has the vocabulary of its target: take one of the same family."
+        " tokenizer; a draft needs the target's vocabulary: use one of the same family."
       )
 
 

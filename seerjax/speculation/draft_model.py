@@ -80,7 +80,7 @@ class DraftModelConfig:
     for field, most, usual in (
       ("length", MAX_STEPS, "4 is usual"),
       ("width", MAX_WIDTH, "1 drafts a chain"),
-      ("num_slots", MAX_SLOTS, "as many as requests run at once are usual"),
+      ("num_slots", MAX_SLOTS, "the number of concurrent requests is usual"),
     ):
       value = vars(self)[field]
       if not 1 <= value <= most:
@@ -214,8 +214,8 @@ class ModelDrafter:
     self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
     if draft.numerics.reduction_shards != 1:
       raise ValueError(
-        f"ModelDrafter: got a draft of {draft.numerics.reduction_shards} slabs, expected 1, for it"
-        " runs on one device; load it by draft_loading.load_draft."
+        f"ModelDrafter: got a draft with {draft.numerics.reduction_shards} slabs, expected 1,"
+        " because it runs on one device; load it with draft_loading.load_draft."
       )
     own = DraftProgram(
       config=draft.config,
@@ -228,8 +228,8 @@ class ModelDrafter:
     self.program = own if program is None else program
     if self.program != own:
       raise ValueError(
-        f"ModelDrafter.program: got one of {self.program}, expected one of {own}; share a program"
-        " only between drafters of the same sizes."
+        f"ModelDrafter.program: got a program for {self.program}, expected one for {own}; share a"
+        " program only between drafters of the same sizes."
       )
     self._params, self._key = draft.params, key
     self._pages = self.program.empty_cache()
@@ -418,8 +418,8 @@ class ModelDrafter:
       self._has_said = True
       logging.warning(
         "ModelDrafter: got logits that are not finite from the draft model, expected finite ones;"
-        " nothing is drafted where they are, and all answers stay the same: give it other weights,"
-        " or take another draft."
+        " nothing is drafted there, and responses do not change: load other weights, or use another"
+        " draft."
       )
 
 

@@ -50,8 +50,8 @@ class GroupTrees:
     """
     if group_id not in self._trees:
       raise ValueError(
-        f"group {group_id!r}: got a group that is not here, expected one of the {len(self._trees)}"
-        " that are; register it first."
+        f"group {group_id!r}: got an unknown group, expected one of {len(self._trees)} registered"
+        " groups; register it first."
       )
     return self._trees[group_id]
 
@@ -122,13 +122,13 @@ class GroupTrees:
       if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(
           f"batch_speculate: got {name} of {array.dtype}{list(array.shape)}, expected"
-          f" {dtype}{list(shape)} in C order; make the buffer anew."
+          f" {dtype}{list(shape)} in C order; allocate a new buffer."
         )
     bounds = buffer_offsets.tolist()
     if bounds[0] < 0 or bounds[-1] > pattern_buffer.size or bounds != sorted(bounds):
       raise ValueError(
         f"batch_speculate: got buffer_offsets from {bounds[0]} to {bounds[-1]}, expected ascending"
-        f" ones within the {pattern_buffer.size} tokens of pattern_buffer; count again."
+        f" offsets within the {pattern_buffer.size} tokens of pattern_buffer; recompute them."
       )
     drafts = empty_drafts(num, top_k)
     start = 0

@@ -75,7 +75,7 @@ class HybridDrafter:
     """
     if suffix.budget is not None:
       raise ValueError(
-        "HybridDrafter.suffix: got a drafter with a budget of its own, expected one without; the"
+        "HybridDrafter.suffix: got a drafter with its own budget, expected one without; the"
         " SourceBudget plans for both."
       )
     if budget.config.max_width > model.config.width:

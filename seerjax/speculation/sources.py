@@ -294,7 +294,7 @@ class SourceBudget:
     if source not in self._pools or not 0 <= num_accepted <= num_drafted:
       raise ValueError(
         f"SourceBudget.observe: got {num_accepted} accepted of {num_drafted} drafted by {source!r},"
-        f" expected none above the other, by one of {SOURCES[1:]}; pass the main path's."
+        f" expected accepted <= drafted, by one of {SOURCES[1:]}; pass the counts of the main path."
       )
     pool = self._pools[source]
     size = min(num_drafted, self.config.max_length)

@@ -34,8 +34,8 @@ class Acceptance:
     """
     if not 0 <= num_accepted <= num_drafted:
       raise ValueError(
-        f"Acceptance.add: got {num_accepted} accepted of {num_drafted} drafted, expected no more"
-        " than were drafted; the bonus token does not count here."
+        f"Acceptance.add: got {num_accepted} accepted of {num_drafted} drafted, expected at most"
+        " the number drafted; the bonus token does not count here."
       )
     self.num_steps += 1
     missing = num_drafted - len(self.drafted_at)

@@ -141,7 +141,7 @@ class SuffixTree:
     for request_id, prev_token_count, new_tokens in updates:
       if request_id in texts:
         raise ValueError(
-          f"request {request_id!r}: got two updates in one call, expected one; join their tokens."
+          f"request {request_id!r}: got two updates in one call, expected one; join the tokens."
         )
       tokens = np.asarray(new_tokens, np.int32)
       if prev_token_count != self._lengths.get(request_id, 0):
@@ -264,8 +264,8 @@ class SuffixTree:
   def _slot(self, request_id: str, what: str) -> int:
     if request_id not in self._slots:
       raise ValueError(
-        f"SuffixTree.{what}: got request {request_id!r}, expected one of the {len(self._slots)}"
-        " that are here; append to it first."
+        f"SuffixTree.{what}: got request {request_id!r}, expected one of {len(self._slots)} known"
+        " requests; append to it first."
       )
     return self._slots[request_id]
 
@@ -275,7 +275,7 @@ class SuffixTree:
     if not 0 <= prev_token_count <= length:
       raise ValueError(
         f"request {request_id!r}: got prev_token_count={prev_token_count}, expected 0 to {length},"
-        " the tokens that are here; send those between first."
+        " the tokens stored so far; append the missing tokens first."
       )
     known = min(length - prev_token_count, tokens.size)
     if known:
@@ -286,8 +286,8 @@ class SuffixTree:
         place = int(differing[0])
         raise ValueError(
           f"request {request_id!r}: got token {tokens[place]} at {prev_token_count + place},"
-          f" expected {here[place]}, which is here already; a text only grows: remove the request"
-          " first."
+          f" expected {here[place]}, which is already stored; texts can only grow: remove the"
+          " request first."
         )
     return tokens[known:]
 
@@ -298,7 +298,7 @@ class SuffixTree:
     least = np.minimum.reduce(tokens, initial=0)
     if least < 0:
       raise ValueError(
-        f"SuffixTree.append: got token id {least}, expected 0 or more; pad nothing."
+        f"SuffixTree.append: got token id {least}, expected at least 0; do not pad."
       )
     born = [request_id for request_id in texts if request_id not in self._slots]
     for request_id in born:

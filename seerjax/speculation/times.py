@@ -44,7 +44,7 @@ class DraftTimes:
     if min(values) < 0 or not all(map(math.isfinite, values)):
       raise ValueError(
         f"DraftTimes: got once={self.once}, request={self.request}, position={self.position},"
-        f" token={self.token}, expected no negative seconds; measure again."
+        f" token={self.token}, expected at least 0 seconds; measure again."
       )
 
   def seconds(self, num_requests: int, length: int) -> float:
@@ -86,7 +86,7 @@ class StepTimes:
     if not self.rows or len(self.rows) != len(self.seconds) or not is_ascending or self.rows[0] < 1:
       raise ValueError(
         f"StepTimes: got rows={self.rows} for {len(self.seconds)} times, expected ascending counts"
-        " from 1 on, one for each time; measure each bucket once."
+        " of at least 1, one for each time; measure each bucket once."
       )
     of_drafts = (
       self.draft_seconds, self.drafting_seconds, self.position_seconds, self.token_seconds
@@ -102,14 +102,14 @@ class StepTimes:
     for requests, rows, _ in self.paths:
       if not 1 <= requests <= rows:
         raise ValueError(
-          f"StepTimes.paths: got {requests} requests with {rows} rows, expected 1 request or more,"
-          " each with a row at least; count the row that decodes, too."
+          f"StepTimes.paths: got {requests} requests with {rows} rows, expected at least 1 request,"
+          " each with at least one row; count the decode row, too."
         )
     for requests, steps, _ in self.visits:
       if requests < 1 or steps < 1:
         raise ValueError(
           f"StepTimes.visits: got {requests} requests and {steps} steps, expected at least 1 of"
-          " each; leave out what was not measured."
+          " each; leave out visits that were not measured."
         )
 
   def draft(self, num_requests: int, length: int) -> float:

@@ -159,8 +159,8 @@ def mss(
   """
   if drawn not in DRAWN:
     raise ValueError(
-      f"mss: got children drawn as {drawn!r}, expected one of {DRAWN}; the draft's top k are no"
-      " draws of it, and the text would follow another law: verify them by own_sample."
+      f"mss: got children drawn as {drawn!r}, expected one of {DRAWN}; the draft's top k are not"
+      " draws from it, and the text would follow another distribution: verify them with own_sample."
     )
   p, q = _laws(p[None], "mss: p")[0], _laws(q[None], "mss: q")[0]
   children = _tokens(children, np.broadcast_to(p, (len(children) + 1, len(p))), "mss")
@@ -170,8 +170,8 @@ def mss(
   for place, child in enumerate(children):
     if not q[child] > 0:
       raise ValueError(
-        f"mss: got child {child}, which the draft's law never draws at place {place}, expected"
-        f" draws {drawn}; pass the law that they were drawn from."
+        f"mss: got child {child}, which the draft never draws at position {place}, expected draws"
+        f" {drawn}; pass the distribution that they were drawn from."
       )
     if uniforms[place] < rest[child] / q[child]:
       return Outcome(1, int(child))
@@ -219,18 +219,18 @@ class KlGate:
       )
     if not self.threshold >= 0:
       raise ValueError(
-        f"KlGate.threshold: got {self.threshold}, expected 0 nats or more; 0.1 is usual."
+        f"KlGate.threshold: got {self.threshold}, expected at least 0 nats; 0.1 is usual."
       )
     if self.kind == "block" and self.rule != "own_sample":
       raise ValueError(
         f"KlGate: got kind='block' with rule={self.rule!r}, expected 'own_sample': a later"
-        " divergence follows from the first drafted token, so that other rules then sample another"
-        " law; use kind='truncate'."
+        " divergence depends on the first drafted token, so that other rules sample another"
+        " distribution; use kind='truncate'."
       )
     if self.is_lossy and self.learns:
       raise ValueError(
-        f"KlGate: got kind={self.kind!r}, which is lossy, in a run that learns, expected an exact"
-        f" one: its text is off policy, {self.bound(1):.3g} in total variation a token at most; use"
+        f"KlGate: got kind={self.kind!r}, which is lossy, in a training run, expected an exact one:"
+        f" its text is off policy by up to {self.bound(1):.3g} in total variation per token; use"
         " kind='truncate'."
       )
 
@@ -281,8 +281,8 @@ def fuzzy(
   """
   if gate.kind != "fuzzy":
     raise ValueError(
-      f"fuzzy: got a gate of kind={gate.kind!r}, expected 'fuzzy'; pass what others let through to"
-      " their rule."
+      f"fuzzy: got a gate of kind={gate.kind!r}, expected 'fuzzy'; pass drafts of other gates to"
+      " their own rule."
     )
   p, q, tokens = _chain(p, q, tokens, uniforms, "fuzzy")
   num = gate.passed(p, q)
@@ -311,7 +311,7 @@ def _chain(
     place = int(np.flatnonzero(~(chances > 0))[0])
     raise ValueError(
       f"{what}: got token {tokens[place]} at place {place}, which q never draws, expected draws of"
-      " q; pass the law that the token was drawn from, after temperature and filters."
+      " q; pass the distribution that the token was drawn from, after temperature and filters."
     )
   return p, q, tokens
 
@@ -320,14 +320,15 @@ def _laws(laws: np.ndarray, what: str) -> np.ndarray:
   laws = np.asarray(laws, np.float64)
   if laws.ndim != 2 or not laws.size:
     raise ValueError(
-      f"{what}: got shape {laws.shape}, expected [n, v], a law of v tokens for each place; stack"
-      " them."
+      f"{what}: got shape {laws.shape}, expected [n, v], a distribution of v tokens per position;"
+      " stack them."
     )
   totals = laws.sum(axis=1)
   if not np.all(laws >= 0) or not np.all(np.abs(totals - 1) <= _TOLERANCE):
     raise ValueError(
-      f"{what}: got chances that add up to {totals.min():.6g} to {totals.max():.6g}, the least of"
-      f" them {laws.min():.3g}, expected laws; pass chances, not logits, and no NaN."
+      f"{what}: got probabilities with sums of {totals.min():.6g} to {totals.max():.6g} and a"
+      f" minimum of {laws.min():.3g}, expected distributions; pass probabilities, not logits, and"
+      " no NaN."
     )
   return laws
 
@@ -336,8 +337,9 @@ def _tokens(tokens: np.ndarray, p: np.ndarray, what: str) -> np.ndarray:
   tokens = np.asarray(tokens, np.int64)
   if tokens.ndim != 1 or len(tokens) != len(p) - 1:
     raise ValueError(
-      f"{what}: got tokens of shape {tokens.shape} for {len(p)} laws of the target, expected"
-      f" {len(p) - 1}: one law more than tokens; pass the law after the last one, too."
+      f"{what}: got tokens of shape {tokens.shape} for {len(p)} distributions of the target,"
+      f" expected {len(p) - 1}: one distribution more than tokens; pass the one after the last"
+      " token, too."
     )
   if len(tokens) and not 0 <= tokens.min() <= tokens.max() < p.shape[1]:
     raise ValueError(
@@ -350,5 +352,5 @@ def _tokens(tokens: np.ndarray, p: np.ndarray, what: str) -> np.ndarray:
 def _shape(array: np.ndarray, expected: tuple[int, ...], what: str) -> None:
   if np.shape(array) != expected:
     raise ValueError(
-      f"{what}: got shape {np.shape(array)}, expected {expected}; see the rule's arguments."
+      f"{what}: got shape {np.shape(array)}, expected {expected}; see the arguments of the rule."
     )

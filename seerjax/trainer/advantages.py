@@ -48,7 +48,8 @@ def for_algorithm(algorithm: str, rewards: ArrayLike) -> GroupRewards:
     case _:
       raise ValueError(
         f"advantages.for_algorithm: got {algorithm!r}, expected 'grpo', 'dr_grpo', 'dapo', 'gspo'"
-        " or 'rloo'; set LossConfig.algorithm to one of them, or call an advantage by its name."
+        " or 'rloo'; set LossConfig.algorithm to one of them, or call an advantage function"
+        " directly."
       )
 
 
@@ -200,7 +201,7 @@ def _checked(rewards: ArrayLike, name: str, *, min_group_size: int = 2) -> np.nd
     group, member = np.argwhere(~np.isfinite(array))[0]
     raise ValueError(
       f"{name}: got reward {given[group, member]} for group {group}, member {member}, expected a"
-      " finite float32; mend the task's verdict for that text, or scale its rewards down."
+      " finite float32; fix the task's verdict for that text, or scale its rewards down."
     )
   return array.astype(np.float64)
 

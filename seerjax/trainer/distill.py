@@ -72,8 +72,8 @@ def answers_of(texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Answers:
 def _require_answers(count: int) -> None:
   if not count:
     raise ValueError(
-      "distill: got no answers, expected at least one with a token; let the target answer some"
-      " prompts first."
+      "distill: got no answers, expected at least one with a token; generate responses with the"
+      " target first."
     )
 
 
@@ -252,7 +252,7 @@ def likely_of(
   if not 1 <= count < model.vocab_size:
     raise ValueError(
       f"distill: got count={count} likely tokens, expected 1 <= count < {model.vocab_size}, the"
-      " vocabulary; 16 are usual."
+      " vocabulary; 16 is usual."
     )
 
   @jax.jit

@@ -179,8 +179,8 @@ def solve_beta(
   vector = np.asarray(rewards, np.float64)
   if vector.ndim != 1:
     raise ValueError(
-      f"solve_beta: got rewards of shape {vector.shape}, expected [g], one group; entropic takes"
-      " many."
+      f"solve_beta: got rewards of shape {vector.shape}, expected [g], one group; use entropic for"
+      " several."
     )
   row = _checked(vector[None], "solve_beta")[0]
   _check_divergence(divergence, "solve_beta")
@@ -219,8 +219,8 @@ def kl_shaped(
   """
   if not 0 <= coefficient < math.inf:
     raise ValueError(
-      f"kl_shaped: got coefficient={coefficient}, expected 0 <= coefficient < inf; 0.1 is"
-      " published."
+      f"kl_shaped: got coefficient={coefficient}, expected 0 <= coefficient < inf; 0.1 is the"
+      " published value."
     )
   gaps, chosen = _gaps(logprobs, base_logprobs, mask, "kl_shaped")
   given = np.asarray(advantages, np.float64)
@@ -270,9 +270,9 @@ def _solve(members: Sequence[float], divergence: float) -> Beta:
   if abs(kl - divergence) > KL_TOLERANCE:
     reason = f"KL is {kl:.6g} nats, not {divergence:.6g}: "
     if kl < target:
-      reason += f"the best differ by less than their range / {MAX_BETA:g}, and beta ends there"
+      reason += f"the best differ by less than their range / {MAX_BETA:g}, and beta is at its limit"
     else:
-      reason += f"{num_best} of {num} rewards tie at the best, so it is below ln({num}/{num_best})"
+      reason += f"{num_best} of {num} rewards tie for the best, so it is below ln({num}/{num_best})"
   return Beta(high, kl, reason, spread)
 
 
@@ -285,7 +285,7 @@ def _constant(members: Sequence[float], beta: float) -> Beta:
 def _even(members: Sequence[float], group_size: int) -> Beta | None:
   """Returns β = 0 with the reason if the group cannot be tilted, else None."""
   if not members:
-    return Beta(0.0, 0.0, "none of the group is valid", 0.0)
+    return Beta(0.0, 0.0, "no member of the group is valid", 0.0)
   spread = max(members) - min(members)
   if len(members) < MIN_GROUP:
     few = f"{len(members)} valid of {group_size} are too few for a beta, which needs {MIN_GROUP}"
@@ -333,8 +333,8 @@ def _checked(rewards: ArrayLike, name: str) -> np.ndarray:
     )
   if array.shape[1] < MIN_GROUP:
     raise ValueError(
-      f"{name}: got groups of {array.shape[1]} rewards, expected at least {MIN_GROUP}: the"
-      " advantage of one among two or three explodes; set RolloutConfig.group_size to 8 or more."
+      f"{name}: got groups of {array.shape[1]} rewards, expected at least {MIN_GROUP}, because"
+      " advantages explode in groups of two or three; set RolloutConfig.group_size to 8 or more."
     )
   if not np.isfinite(array).all():
     group, member = np.argwhere(~np.isfinite(array))[0]
@@ -345,8 +345,8 @@ def _checked(rewards: ArrayLike, name: str) -> np.ndarray:
   for group, row in enumerate(array.tolist()):
     if math.isinf(max(row) - min(row)):
       raise ValueError(
-        f"{name}: got rewards from {min(row)} to {max(row)} in group {group}, expected a range that"
-        " is finite; scale them down, their scale does not matter."
+        f"{name}: got rewards from {min(row)} to {max(row)} in group {group}, expected a finite"
+        " range; scale them down, because their scale does not matter."
       )
   return array
 
@@ -392,7 +392,7 @@ def _refuse_unless_finite(values: np.ndarray, chosen: np.ndarray, name: str, wha
     place = tuple(bad[0].tolist())
     raise ValueError(
       f"{name}: got {what} {values[place]} at {list(place)}, expected a finite number on the mask;"
-      " mask out what the policy did not choose."
+      " mask out tokens that the policy did not sample."
     )
 
 

@@ -309,14 +309,14 @@ def _ordered(
     )
   if not values.shape[1]:
     raise ValueError(
-      f"pack: got {len(groups)} group(s) without rollouts, expected one in each at least; leave"
+      f"pack: got {len(groups)} group(s) without rollouts, expected at least one in each; leave"
       " them out."
     )
   indices = [group.group_index for group in groups]
   if len(set(indices)) != len(indices):
     twice = sorted({index for index in indices if indices.count(index) > 1})
     raise ValueError(
-      f"pack: got group_index {twice} more than once, expected unique ones (they fix the order);"
+      f"pack: got group_index {twice} more than once, expected unique indices (they fix the order);"
       " number the groups of a step from 0."
     )
   ordered = []
@@ -332,7 +332,7 @@ def _ordered(
       member = int(np.flatnonzero(~np.isfinite(values[i]))[0])
       raise ValueError(
         f"pack: got advantage {values[i, member]} for group_index {indices[i]}, member {member},"
-        " expected a finite number; look at its reward."
+        " expected a finite number; check its reward."
       )
     ordered += [(indices[i], *pair) for pair in zip(rollouts, values[i], strict=True)]
   return ordered
@@ -352,7 +352,7 @@ def _check_rollout(
     )
   if completion.finish_reason == "error":
     raise ValueError(
-      f"{name} got a completion that an error ended ({completion.error}), expected one that is a"
+      f"{name} got a completion that ended with an error ({completion.error}), expected a regular"
       " sample; leave its group out."
     )
   if num_prompt + num_generated > shapes.max_sequence_tokens:
@@ -371,8 +371,8 @@ def _check_rollout(
       num_bad = int(np.sum(~np.isfinite(logprobs)))
       raise ValueError(
         f"{name} got {field} of shape {logprobs.shape} with {num_bad} values that are not finite,"
-        f" expected {num_generated} finite numbers, one a generated token; report what the engine"
-        " returned."
+        f" expected {num_generated} finite numbers, one per generated token; use the values that"
+        " the engine returned."
       )
   if len(request.sampling.logit_bias) > num_biases:
     raise ValueError(

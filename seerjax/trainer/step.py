@@ -82,7 +82,7 @@ class OptimizerConfig:
     if not 0 <= self.learning_rate < math.inf:
       raise ValueError(
         f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number, or"
-        " 0, which lets a run's model decide; 1e-6 is usual for all weights of a large one."
+        " 0, which derives it from the run's model; 1e-6 is usual for all weights of a large model."
       )
     if self.warmup_steps < 0:
       raise ValueError(
@@ -115,8 +115,8 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """
   if not config.learning_rate:
     raise ValueError(
-      "OptimizerConfig.learning_rate: got 0, which a run replaces by the usual one for its model,"
-      " expected a positive number; set it, to 1e-4 for a small model."
+      "OptimizerConfig.learning_rate: got 0, which only a run replaces by a default for its model,"
+      " expected a positive number; set it, for example to 1e-4 for a small model."
     )
 
   def warming(count: jax.typing.ArrayLike) -> Array:
@@ -217,8 +217,8 @@ def check_remat(remat: transformer.Remat, memories: Collection[str]) -> None:
   """
   if remat == "layer_offloaded" and transformer.HOST_MEMORY not in memories:
     raise NotImplementedError(
-      f"Trainer.remat: got 'layer_offloaded' on a {jax.default_backend()} device whose memories"
-      f" are {sorted(memories)}, expected {transformer.HOST_MEMORY!r} among them; set 'layer'."
+      f"Trainer.remat: got 'layer_offloaded' on a {jax.default_backend()} device with the memories"
+      f" {sorted(memories)}, expected {transformer.HOST_MEMORY!r} among them; set 'layer'."
     )
 
 
@@ -265,8 +265,8 @@ class Trainer:
     if shards > 1 and decided.uses_kernels:
       raise NotImplementedError(
         f"Trainer.mesh: got model_shards={shards} with implementation={decided.implementation!r},"
-        " expected 1 (the kernels' gradients add up the slabs of one device); learn on instances"
-        " alone, or set implementation='tiled'."
+        " expected 1 (the kernels' gradients add up the slabs of one device); train with instances"
+        " only, or set implementation='tiled'."
       )
 
   @functools.cached_property
@@ -284,7 +284,7 @@ class Trainer:
       what = "Trainer.init: params"
       weights.check(params, self.model, self.numerics, dtype=jnp.float32, what=what)
     numerics_lib.require_finite(
-      params, what="Trainer.init: params", remedy="begin from weights that are whole"
+      params, what="Trainer.init: params", remedy="start from finite weights"
     )
     return state_lib.first_state(params, self.optimizer, self.mesh)
 
@@ -587,7 +587,7 @@ class Trainer:
       for parts in zip(*leaves, strict=True):
         total.add(structure.unflatten(parts))
       del leaves
-    assert mismatches == 0, f"head: {mismatches} forced tokens came out as others"
+    assert mismatches == 0, f"head: {mismatches} forced tokens were sampled differently"
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
     summary = {name: jnp.asarray(value) for name, value in losses.summarise(loss_metrics).items()}
     summary["loss"] = parallel.tree_sum_list([jnp.asarray(value) for value in values])
@@ -669,8 +669,8 @@ class Trainer:
     numerics_lib.require_finite(
       checked,
       what=f"Trainer.update: weights after a gradient of norm {float(norms['grad_norm']):g}",
-      remedy="go on from the last checkpoint with a lower OptimizerConfig.learning_rate or"
-      " max_gradient_norm",
+      remedy="continue from the last checkpoint with a lower OptimizerConfig.learning_rate or"
+             " max_gradient_norm",
     )
     return state, norms
 

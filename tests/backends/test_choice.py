@@ -38,7 +38,7 @@ def test_where_handlers_cannot_run_it_is_tiled_and_one_line_says_why(no_compiler
 
 
 def test_native_by_name_is_refused_where_it_cannot_run(no_compiler):
-  with pytest.raises(ValueError, match="got 'native', and JAX_DISABLE_JIT is set; expected a mach"):
+  with pytest.raises(ValueError, match="got 'native', but JAX_DISABLE_JIT is set; expected a mach"):
     choice.decided(NumericsConfig(implementation="native"))
 
 

@@ -103,8 +103,8 @@ def test_what_a_kernel_does_not_take_is_its_own_sentence(model, changes, message
     with pytest.raises(ValueError) as refused:
       model_config.numerics_for(model, by_name)
   said = str(refused.value)
-  assert said.startswith(f"NumericsConfig.implementation: got 'pallas', and {message}")
-  assert said.endswith("use 'auto', which takes another implementation where they do not.")
+  assert said.startswith(f"NumericsConfig.implementation: got 'pallas', but {message}")
+  assert said.endswith("use 'auto', which falls back to another implementation.")
 
 
 def test_float32_stays_tiled_on_a_gpu_and_says_so():

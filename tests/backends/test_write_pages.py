@@ -90,7 +90,7 @@ def _forward(x, pages, numerics=tiny_model.NATIVE):
 
 
 def test_copies_are_refused_where_nothing_could_read_them():
-  message = "forward: got 1 key copies with ScratchPages, expected pages that hold what other"
+  message = "forward: got 1 key copies with ScratchPages, expected pages that store keys"
   with pytest.raises(ValueError, match=re.escape(message)):
     _forward(jnp.float32(0), kv_layout.ScratchPages(2, 16))
 

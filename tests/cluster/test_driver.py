@@ -253,7 +253,7 @@ def test_a_rollout_whose_workers_all_die_resumes_from_its_journal_on_others(tmp_
     rollout = ClusterRollout(workers_of(doomed(4), doomed(5)), Divided(chunk_tokens=4), journal)
     found.update((completion.request_id, completion) for completion in rollout.run(asked()))
 
-  expected = r"got no worker, expected one at least \(0 of 2 in this process are left\); start"
+  expected = r"got no worker, expected at least one \(0 of 2 in this process are left\); start"
   with book() as journal, pytest.raises(ConnectionError, match=expected):
     until_all_are_dead(journal)
   left = [request for request in asked() if request.request_id not in found]
@@ -299,7 +299,7 @@ def test_what_differs_is_not_taken_and_the_rollout_goes_on(others, expected, cap
   rollout = ClusterRollout(workers_of(made(), stranger), Divided(chunk_tokens=8))
   assert_said(run(rollout, asked()))
   assert rollout.counts["refused"] == 1
-  assert [message for message in caplog.messages if "worker 1 (stranger) is not taken" in message]
+  assert [message for message in caplog.messages if "worker 1 (stranger) is rejected" in message]
   found = records.difference(made().report(), stranger.report())
   assert re.search(expected, found), found
 
@@ -320,7 +320,7 @@ def test_a_busy_engine_is_refused():
 
 
 def test_whole_requests_are_refused():
-  with pytest.raises(ValueError, match=r"policy: got GroupFCFS, expected one that runs requests"):
+  with pytest.raises(ValueError, match=r"policy: got GroupFCFS, expected a policy that runs"):
     ClusterRollout(workers_of(), GroupFCFS())
 
 

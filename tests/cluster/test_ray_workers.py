@@ -104,7 +104,7 @@ def test_losses_with_chunks_between_them_are_replaced_for_ever_and_those_in_a_ro
 
 
 def test_a_negative_number_of_failures_is_refused():
-  with pytest.raises(ValueError, match=r"max_failures: got -1, expected how many lost actors in a"):
+  with pytest.raises(ValueError, match=r"max_failures: got -1, expected the number of consecutive"):
     RayWorkers(make_worker, count=1, max_failures=-1)
 
 

@@ -174,7 +174,7 @@ def test_weights_lie_in_the_store_of_pages_until_they_are_replaced(tmp_path):
   assert worker.load(pickle.loads(pickle.dumps(first)), 1) == first.digest
   door.keep_only(second)
   assert worker.load(second, 2) == second.digest
-  with pytest.raises(ConnectionError, match=r"got nothing of the key 'weights/\w+' in its store"):
+  with pytest.raises(ConnectionError, match=r"got no value for the key 'weights/\w+' in its store"):
     worker.load(first, 3)
   door.keep_only(WeightsRef(()))
   assert store.num_bytes == 0
@@ -186,7 +186,7 @@ def test_a_full_store_and_pieces_of_nothing_are_refused(tmp_path):
   door = StoreDoor(DiskStore(tmp_path, max_bytes=10))
   with pytest.raises(ConnectionError, match=r"StoreDoor.put: got a full store, expected room for"):
     published(door.put)
-  with pytest.raises(ValueError, match=r"got publish_bytes=0, expected at least 1; 2\*\*26 are"):
+  with pytest.raises(ValueError, match=r"got publish_bytes=0, expected at least 1; 2\*\*26 is"):
     published(publish_bytes=0)
 
 

@@ -109,14 +109,14 @@ def test_processes_of_other_defaults_say_the_same(implementation, partitionable)
   [
     (lambda: jax.random.key(0, impl="rbg"), "a key of rbg"),
     (lambda: jax.random.key(0, impl="unsafe_rbg"), "a key of unsafe_rbg"),
-    (lambda: jax.random.PRNGKey(0), "which is no typed key"),
-    (lambda: 0, "0, which is no typed key"),
+    (lambda: jax.random.PRNGKey(0), "not a typed key"),
+    (lambda: 0, "0, not a typed key"),
   ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_a_key_whose_noise_depends_on_the_batch_is_refused(make, got):
   key = make()
-  wanted = f"got .*{got}.*expected one of threefry2x32.*make it by seerjax.numerics.key"
+  wanted = f"got .*{got}.*expected one of threefry2x32.*make it with seerjax.numerics.key"
   numerics, model = tiny_model.NUMERICS, tiny_model.CONFIG
   with pytest.raises(ValueError, match=f"(?s)Engine.key: {wanted}"):
     engine_lib.Engine(Model(model, tiny_model.params(numerics), numerics), key=key)

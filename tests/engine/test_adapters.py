@@ -52,16 +52,16 @@ def renamed(new: str) -> dict:
 @pytest.mark.parametrize(
   "named, message",
   [
-    ({"": (adapter(), 1.0)}, r"\[''\]: got that name, expected text .* '' is the base; rename it"),
-    ({"a": adapter()}, r"\['a'\]: got dict, expected \(adapter, scale\); take what peft.load"),
-    ({"a": ([], 1.0)}, r"\['a'\]: got list, expected \{'layers': \[...\]\} of one dict a layer"),
+    ({"": (adapter(), 1.0)}, r"\[''\]: got an empty name, expected .* '' is the base; rename it"),
+    ({"a": adapter()}, r"\['a'\]: got dict, expected \(adapter, scale\); pass the result"),
+    ({"a": ([], 1.0)}, r"\['a'\]: got list, expected \{'layers': \[...\]\} with one dict per"),
     (
       {"b": (adapter(), 1.0), "a": ({"layers": adapter()["layers"][:1]}, 1.0)},
       r"\['a'\]: lora adapter: got 1 layers, expected the base's 2; it was made for another model",
     ),
     (
       {"a": (renamed("gate"), 1.0)},
-      r"\['a'\]: got the unknown targets \['gate'\], expected some of \('qkv', 'out', .*adapt thos",
+      r"\['a'\]: got the unknown targets \['gate'\], expected some of \('qkv', 'out', .*adapt only",
     ),
     (
       {"a": (with_leaf("down", "a", jnp.zeros(3)), 1.0)},
@@ -74,7 +74,7 @@ def renamed(new: str) -> dict:
     (
       {"a": (with_leaf("out", "b", jnp.full((2, 32), jnp.nan)), 1.0)},
       r"\['a'\]: adapter: got values that are not finite in \['layers'\]\[1\]\['out'\]\['b'\], .*;"
-      r" nothing may be sampled from them: save it again",
+      r" they cannot be sampled from: save the adapter again",
     ),
     ({"a": (adapter(), float("inf"))}, r"\['a'\]: lora scale: got inf, expected a finite number"),
   ],
@@ -93,7 +93,7 @@ def test_a_request_of_an_adapter_that_is_not_there_is_refused():
   with pytest.raises(ValueError, match=r"got the adapter 'poet', expected none, as this engine ha"):
     make_engine().submit(asked)
   engine = make_engine(adapters={"judge": (adapter(), 1.0), "cook": (adapter(3), 1.0)})
-  message = r"got the adapter 'poet', expected 'judge', 'cook', or '' for the base; give it to"
+  message = r"got the adapter 'poet', expected 'judge', 'cook', or '' for the base; add it with"
   with pytest.raises(ValueError, match=message):
     engine.submit(asked)
 
@@ -111,7 +111,7 @@ def test_adapters_are_not_replaced_under_a_request():
 def test_weights_that_have_an_adapter_take_none_by_name():
   attached = lora.attach(tiny_model.params(NUMERICS), adapter(), 1.0)
   engine = make_engine(adapters={"poet": (adapter(), 1.0)})
-  message = r"got adapters by name beside weights that have one already, expected weights of the ba"
+  message = r"got named adapters for weights that already contain one, expected weights of the ba"
   with pytest.raises(ValueError, match=rf"Engine.set_params: params: {message}"):
     engine.set_params(attached, 1)
   assert engine.policy_version == 0

@@ -11,18 +11,18 @@ from word_engine import SIZES, make_engine, request, run
 @pytest.mark.parametrize(
   "one, message",
   [
-    (request("r", ()), r"request 'r': got an empty prompt, expected one token or more; add a BOS"),
+    (request("r", ()), r"request 'r': got an empty prompt, expected at least one token; add a BOS"),
     (request("r", (3, 512)), r"got token ids from 3 to 512, expected 0 to 511; encode with this"),
     (request("r", (-1,)), r"got token ids from -1 to -1, expected 0 to 511"),
     (dataclasses.replace(request(), seed=2**32), r"got seed 4294967296, expected 0 <= seed < 2"),
     (dataclasses.replace(request(), seed=-1), r"got seed -1, expected 0 <= seed"),
     (
       request("r", range(64), max_tokens=1),
-      r"got a prompt of 64 tokens, expected fewer than the context of 64; .* model's is 4096\)",
+      r"got a prompt of 64 tokens, expected fewer than the context of 64; .* model allows 4096\)",
     ),
     (
       request("r", range(60), max_tokens=5),
-      r"got 60 prompt tokens and max_tokens 5, expected a sum of at most the context of 64; lower",
+      r"got 60 prompt tokens and max_tokens 5, expected a sum of at most 64, the context; lower",
     ),
     (request("r", logit_bias=((512, 1.0),)), r"got logit_bias \(512, 1.0\), expected a token id"),
     (
@@ -32,7 +32,7 @@ from word_engine import SIZES, make_engine, request, run
     (request("r", logit_bias=((-1, 1.0),)), r"got logit_bias \(-1, 1.0\), .* 0 to 511 and a bias"),
     (
       request("r", logit_bias=((1, float("-inf")),)),
-      r"got logit_bias \(1, -inf\), .* a bias from -1e\+06 to 1e\+06; the lowest forbids a token",
+      r"got logit_bias \(1, -inf\), .* a bias from -1e\+06 to 1e\+06; the lowest bias forbids",
     ),
     (request("r", logit_bias=((1, float("nan")),)), r"got logit_bias \(1, nan\)"),
     (
@@ -68,7 +68,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
 def test_a_second_request_of_one_name_is_refused_while_the_first_runs():
   engine = make_engine()
   engine.submit(request("a"))
-  with pytest.raises(ValueError, match="request 'a': got an id that is still running, expected a"):
+  with pytest.raises(ValueError, match="request 'a': got the id of a running request, expected a"):
     engine.submit(request("a"))
   run(engine)
   engine.submit(request("a"))

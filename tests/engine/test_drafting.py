@@ -54,7 +54,7 @@ def test_what_is_said_does_not_depend_on_the_draft(paths, text):
   "call, message",
   [
     (lambda: drafting.accepted([1], [1]), "got 1 samples for a draft of 1 tokens, expected 2"),
-    (lambda: drafting.verify([], []), "got 0 paths and samples of 0, expected as many"),
+    (lambda: drafting.verify([], []), "got 0 paths and 0 lists of samples, expected equal"),
     (lambda: drafting.verify([()], []), "plain decoding is the path ()"),
   ],
 )

@@ -158,10 +158,10 @@ def bits(allowed) -> np.ndarray:
 WORDS = -(-VOCABULARY // 32)
 # What a mask returns after two tokens, what else its request says, and what its end says.
 WRONG_MASKS: list[tuple[Any, dict[str, Any], str]] = [
-  (bits(()), {}, "mask: got one that allows no id, expected at"),
-  (bits((5,)), {"allowed": ((6, 9),) * 9}, "no id of 6 to 8, which SamplingParams.allowed"),
-  (bits((5, 9)), {"allowed": ((6, 9),) * 9}, "no id of 6 to 8, which"),
-  (bits((0,)), {"allowed": ((1, VOCABULARY),) * 9}, "no id of 1 to 63, which"),
+  (bits(()), {}, "mask: got a mask that allows no id, expected at"),
+  (bits((5,)), {"allowed": ((6, 9),) * 9}, "no id from 6 to 8, the range of SamplingParams.allow"),
+  (bits((5, 9)), {"allowed": ((6, 9),) * 9}, "no id from 6 to 8, the"),
+  (bits((0,)), {"allowed": ((1, VOCABULARY),) * 9}, "no id from 1 to 63, the"),
   (bits(()), {"stop_token_ids": (3,)}, "a stop id that the mask allows"),
   (np.ones(WORDS, np.int32), {}, f"got int32[{WORDS}], expected uint32[{WORDS}]"),
   (np.ones(WORDS, bool), {}, f"got bool[{WORDS}], expected uint32"),

@@ -51,12 +51,12 @@ def test_what_else_runs_goes_on_and_is_told_of(engine):
 @pytest.mark.parametrize(
   "answers, count, others, message",
   [
-    ([()], 0, {}, "of 'read': count: got 0, expected 1 to 16; no more of a place are told"),
+    ([()], 0, {}, "of 'read': count: got 0, expected 1 to 16; no more are returned"),
     ([()], 17, {}, "count: got 17, expected 1 to 16"),
-    ([(), (1,)], 2, dict(drafts=[()]), "got drafts of 1 answers, expected them of 2, or none"),
+    ([(), (1,)], 2, dict(drafts=[()]), "got drafts for 1 answers, expected drafts for 2, or none"),
     ([(1, 64)], 2, {}, "answer 0: got token ids from 1 to 64, expected 0 to 63"),
     ([(1,)], 2, dict(drafts=[[(99,)]]), "drafts of answer 0: got token ids from 99 to 99"),
-    ([(), (1,) * 5], 2, {}, "answer 1 of 5 tokens, expected fewer than max_tokens 5; what foll"),
+    ([(), (1,) * 5], 2, {}, "answer 1 of 5 tokens, expected fewer than max_tokens 5; tokens bey"),
     ([()], 2, dict(instance=3), "instance: got 3, expected 0 to 0"),
   ],
 )
@@ -68,7 +68,7 @@ def test_what_cannot_be_read_is_refused(engine, answers, count, others, message)
 
 def test_a_name_that_is_taken_is_refused(engine):
   engine.submit(dataclasses.replace(OTHER, request_id="read/0"))
-  with pytest.raises(ValueError, match="got the unfinished request 'read/0', whose name an answer"):
+  with pytest.raises(ValueError, match="got the unfinished request 'read/0', an id that is needed"):
     engine.likeliest(READ, [()], 2)
 
 

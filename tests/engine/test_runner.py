@@ -253,7 +253,7 @@ def test_a_runner_made_for_something_else_is_refused(what):
   numerics = tiny_model.BFLOAT16 if what == "numerics" else NUMERICS
   mesh = parallel.make_mesh(num_instances=2) if what == "mesh" else None
   with pytest.raises(
-    ValueError, match=r"Engine.runner: got one of .* for a model of 2 layers on 1 device\(s\)"
+    ValueError, match=r"Engine.runner: got a runner of .* for a model of 2 layers on 1 device\(s\)"
   ):
     Engine(
       Model(model, params(), numerics),

@@ -120,7 +120,7 @@ def test_memory_that_holds_no_context_holds_shorter_requests():
   # Three pages of eight positions; the last token sampled needs none.
   short = fitted(OPEN, 4)
   assert (short.num_pages, short.max_sequences, short.max_context) == (4, 3, 25)
-  with pytest.raises(ValueError, match=r"holds 1 pages, expected at least 2 of 8 positions; free"):
+  with pytest.raises(ValueError, match=r"hold 1 pages, expected at least 2 pages of 8 positions"):
     fitted(OPEN, 1)
 
 
@@ -187,7 +187,7 @@ def test_the_plan_says_what_was_allocated():
   "field, value, message",
   [
     ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
-    ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 asks the free"),
+    ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 derives it"),
     ("steps_per_visit", -1, r"EngineConfig.steps_per_visit: got -1, expected 0 to 32; 0 lets the"),
     ("steps_per_visit", 33, r"EngineConfig.steps_per_visit: got 33, expected 0 to 32; 0 lets"),
     ("row_buckets", (-3,), r"row_buckets: got \(-3,\), expected ascending positive"),

@@ -81,10 +81,10 @@ REQUEST = Request(request_id="mine", prompt=(5, 6))
   [
     (
       [QUESTION], dict(sampling=SamplingParams(), temperature=0.0),
-      r"got sampling and temperature, expected one of the two; leave out sampling",
+      r"got sampling and temperature, expected only one of the two; leave out sampling",
     ),
     ([QUESTION], dict(sampling=SamplingParams(), top_k=2, min_p=0.1), "sampling and top_k, min_p"),
-    ([REQUEST], dict(temperature=0.0), "got temperature and no text, expected a text that they ap"),
+    ([REQUEST], dict(temperature=0.0), "got temperature and no text, expected a text to apply"),
     ([REQUEST], dict(seed=0), "got seed and no text, expected a text"),
     ([REQUEST], dict(sampling=SamplingParams()), "got sampling and no text, expected a text"),
     ([], dict(max_tokens=5, seed=1), "got max_tokens, seed and no text, expected a text"),

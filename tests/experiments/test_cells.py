@@ -127,12 +127,12 @@ def test_a_new_shape_is_asked_before_its_first_cell_and_untiled_is_refused(capsy
   config = dataclasses.replace(small_discovery.RUN, num_steps=1)
   cells.discovered(config, environment, programs)
   said = capsys.readouterr().out
-  assert said.startswith("of this run's model: rows are invariant: 0 of ")
+  assert said.startswith("model of this run: rows are invariant: 0 of ")
   cells.discovered(config, environment, programs)  # Of the same shape.
-  assert "of this run's model" not in capsys.readouterr().out and len(programs) == 1
+  assert "model of this run" not in capsys.readouterr().out and len(programs) == 1
 
   untiled = dataclasses.replace(
     config, numerics=dataclasses.replace(config.numerics, implementation="untiled")
   )
-  with pytest.raises(ValueError, match="self_test: got a model of which, in untiled float32"):
+  with pytest.raises(ValueError, match="self_test: got a model where, in untiled float32"):
     cells.discovered(untiled, environment, {})

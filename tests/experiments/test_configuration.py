@@ -203,9 +203,9 @@ def test_sigterm_ends_with_one_line_and_its_status(capsys):
 
 def test_a_run_that_was_stopped_says_after_which_step(capsys):
   with pytest.raises(SystemExit) as stopped, command_line.refusals():
-    raise stops.Interrupted("stopped by SIGTERM after step 2 of 4; --resume goes on", 143)
+    raise stops.Interrupted("stopped by SIGTERM after step 2 of 4; --resume continues", 143)
   assert stopped.value.code == 143
-  assert capsys.readouterr().out == "stopped by SIGTERM after step 2 of 4; --resume goes on\n"
+  assert capsys.readouterr().out == "stopped by SIGTERM after step 2 of 4; --resume continues\n"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback():
@@ -218,7 +218,7 @@ def test_a_mistake_of_ours_keeps_its_traceback():
 REFUSED = [
   ("grpo", ["--config.rollout.top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
   ("invariance", ["--part=e"], "--part: got e, expected some of a, b, c, d; --part=a,d runs two."),
-  ("engine_throughput", ["--model=/nowhere"], "resolve: got '/nowhere', which is no directory"),
+  ("engine_throughput", ["--model=/nowhere"], "resolve: got '/nowhere', which is not a directory"),
   ("generate", ["--prompt=1+1", "--top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p"),
   ("export", ["--run=/nowhere", "--out=there"], "--run: got /nowhere, which has no config.json"),
   ("pretrain_nano", ["--num_tokens=9"], "PretrainConfig: got num_tokens=9, tokens_per_batch=3072"),
@@ -230,7 +230,7 @@ REFUSED = [
       ("export", ["--out=x", "--model=nano", "--gguf_pre=qwen2"], "--gguf_pre: got it with no"),
       ("export", ["--out=x", "--model=nano", "--step=3"], "--step: got it with --model, where it"),
       ("export", ["--out=x", "--adapter", "--gguf=F32"], "--adapter: got it with --gguf, where it"),
-      ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is no dir"),
+      ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is not a"),
       ("pretrain_nano", ["--start=/nowhere"], "/nowhere/config.json: got no such file, expected a"),
     )
   ),

@@ -53,7 +53,7 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
   speak(messages)
   assert len(said) == room  # A token each.
   messages[-1]["content"] = "So? " * 20
-  with pytest.raises(ValueError, match=r"conversation of \d+ tokens, expected less than \d+; /new"):
+  with pytest.raises(ValueError, match=r"conversation of \d+ tokens, expected fewer than \d+; /"):
     speak(messages)
 
 
@@ -71,7 +71,7 @@ def test_a_draft_moves_no_letter(tiny: str):
     )
     found[draft], _ = generate.stream(engine, request, lambda text: None)
     # A draft by the model itself is right, but where it was drawn at a lower temperature.
-    assert ("tokens a step" in generate.drafted(engine)) == bool(draft)
+    assert ("tokens per step" in generate.drafted(engine)) == bool(draft)
   assert found[tiny].has_bits_of(found[""])
 
 
@@ -103,7 +103,7 @@ def test_a_chat_goes_on_until_there_is_nothing_to_read():
   assert asked[2:] == [[*first, assistant("answer 2"), user("bad")], [user("Hi again")]]
   assert told == [
     "", generate.HELP, "", "refused", "forgotten", "",
-    "got '/quit', expected /help or /new; begin with a space to say it",
+    "got '/quit', expected /help or /new; start with a space to send it as text",
   ]  # fmt: skip
 
 

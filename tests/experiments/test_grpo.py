@@ -159,7 +159,7 @@ def test_help_says_what_it_is_and_what_it_takes():
     (dict(task="words"), "tasks.load: got name 'words', expected 'word_problems', 'countdown'"),
     (
       dict(model="/nowhere"),
-      "resolve: got '/nowhere', which is no directory, expected a model d",
+      "resolve: got '/nowhere', which is not a directory, expected a mod",
     ),
   ],
 )
@@ -188,7 +188,7 @@ def test_there_must_be_something_to_resume(tmp_path):
         rollout=dataclasses.replace(run_presets.main_job().rollout, max_tokens=1000),
         engine=dataclasses.replace(run_presets.main_job().engine, max_context=2048),
       ),
-      r"expected a sum of at most 1024 \(the model's max_context\); raise that, or lower Rollout",
+      r"expected a sum of at most 1024 \(the model's max_context\); raise it, or lower Rollout",
     ),
     (
       dict(trainer=dataclasses.replace(run_presets.main_job().trainer, rows_per_micro_batch=256)),

@@ -47,7 +47,7 @@ def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> t
 
 def planned_bytes(said: str) -> int:
   """Returns the last plan's bytes: what is held, and what comes on top."""
-  found = re.findall(r"at most ([\d,]+) beside the ([\d,]+) held now", said)
+  found = re.findall(r"at most ([\d,]+) on top of ([\d,]+) in use now", said)
   return sum(int(number.replace(",", "")) for number in found[-1]) * 2**20
 
 

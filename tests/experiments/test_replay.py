@@ -252,13 +252,13 @@ def test_a_journal_that_lacks_rollouts_is_refused_with_their_names(
     run, lambda entry: None if (entry.step, entry.group, entry.member) in lost else entry
   )
   lines: list[str] = []
-  message = r"got no rollout 1/0/2, 1/1/0, expected all that step 2 learnt from .*; restore"
+  message = r"got no rollout 1/0/2, 1/1/0, expected all rollouts of step 2 .*; restore"
   with pytest.raises(ValueError, match=message):
     replay.replay(run, "2/0/0", say=lines.append)
   assert not lines  # Nothing was computed.
   assert replayed(run, "1/0/0")[0].is_equal
   write_journal_again(run, lambda entry: None if entry.step == 0 else entry)
-  with pytest.raises(ValueError, match=r"no rollout 0/0/0, 0/0/1, .*, 0/1/2, expected all that st"):
+  with pytest.raises(ValueError, match=r"no rollout 0/0/0, 0/0/1, .*, 0/1/2, expected all roll"):
     replay.replay(run, "1/0/0")
 
 

@@ -180,7 +180,7 @@ def test_every_role_is_a_variable():
 
 
 def test_marks_put_together_from_parts_are_refused():
-  message = r"puts '<\|im_end\|>' together from parts, expected its special tokens written whole"
+  message = r"assembles '<\|im_end\|>' from parts, expected special tokens written in full"
   whole = [dict(role="im_end", content="a")]
   with pytest.raises(ValueError, match=message):
     with_template("{{ '<|' + messages[0].role + '|>' }}").chat_ids(whole)
@@ -210,7 +210,7 @@ def test_a_vocabulary_that_spells_marks_whole_is_refused():
   )
   # The unknown is no forgery, also where its own mark is said.
   assert tokenizer.chat_ids("a b [UNK]") == [1, 0, 0, 2]
-  message = r"can spell only with the special tokens \['<\|im_end\|>'\], expected text; take them"
+  message = r"can encode only with the special tokens \['<\|im_end\|>'\], expected text; remove"
   with pytest.raises(ValueError, match=message):
     tokenizer.chat_ids("a <|im_end|>")
 
@@ -326,7 +326,7 @@ def test_a_tokenizer_has_the_moment_of_its_loading_or_the_one_that_is_set(tmp_pa
     "2026-11-27 12:00:00 +0100"
   )
   bare = dataclasses.replace(tokenizer, chat_config=chat_template.ChatConfig())
-  with pytest.raises(ValueError, match="reads the clock, and no moment is set: set ChatConfig.now"):
+  with pytest.raises(ValueError, match="reads the clock, and no time is set: set ChatConfig.now"):
     bare.chat("a")
   assert bare.chat("a", now=datetime.datetime(1999, 1, 2)) == "1999-01-02 00:00:00 "
 
@@ -376,12 +376,12 @@ def is_locale(name: str) -> bool:
   [
     ("{{ [1, 2, 3] | random }}", "No filter named 'random'"),
     ("{{ lipsum() }}", "'lipsum' is undefined"),
-    ("{{ strftime_now }}", "prints an object of type function, whose text is its address"),
-    ("{{ raise_exception }}", "prints an object of type function, whose text is its address"),
-    ("{{ messages[0].items }}", "object of type builtin_function_or_method, whose text is its"),
-    ("{{ joiner }}", "prints an object of type type, whose text is its address"),
-    ("{{ cycler(1, 2) }}", "prints an object of type Cycler, whose text is its address"),
-    ("{{ namespace }}", "prints an object of type type, whose text is its address"),
+    ("{{ strftime_now }}", "prints an object of type function, whose text is a memory"),
+    ("{{ raise_exception }}", "prints an object of type function, whose text is a memory"),
+    ("{{ messages[0].items }}", "object of type builtin_function_or_method, whose text is a"),
+    ("{{ joiner }}", "prints an object of type type, whose text is a memory"),
+    ("{{ cycler(1, 2) }}", "prints an object of type Cycler, whose text is a memory"),
+    ("{{ namespace }}", "prints an object of type type, whose text is a memory"),
     ("{{ now() }}", "'now' is undefined"),
     ("{{ datetime.now() }}", "'datetime' is undefined"),
   ],

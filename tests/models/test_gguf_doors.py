@@ -112,7 +112,7 @@ def test_a_path_that_is_no_file_is_named(tmp_path):
 
 
 def test_the_folder_of_a_file_says_to_name_the_file(file):
-  with pytest.raises(FileNotFoundError, match=r"got .* with small\.Q8_0\.gguf and .*; name .*gguf"):
+  with pytest.raises(FileNotFoundError, match=r"got .* with small\.Q8_0\.gguf but .*; pass .*gguf"):
     loading.path_of(file.parent)
 
 
@@ -151,7 +151,7 @@ def run(*flags: str) -> subprocess.CompletedProcess:
 @pytest.mark.thorough
 def test_the_command_lists_what_it_writes_and_refuses_in_one_line(tmp_path):
   done = run("--model=nano", "--gguf=Q4_0", f"--out={tmp_path / 'nano.gguf'}")
-  assert done.returncode == 2 and "name the nearest one" in done.stderr
+  assert done.returncode == 2 and "pass the closest one" in done.stderr
   done = run("--model=nano", "--gguf=Q4_0", "--gguf_pre=qwen2", f"--out={tmp_path / 'nano.gguf'}")
   assert done.returncode == 0, done.stderr
   first, *lines = done.stdout.splitlines()

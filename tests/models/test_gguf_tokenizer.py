@@ -142,7 +142,7 @@ def test_a_cut_of_our_own_needs_the_nearest_one_named_and_comes_back(tmp_path):
   """nano cuts white space as no pre-tokenizer of llama.cpp does."""
   nano = loading.load_model("nano")
   assert nano.tokenizer is not None
-  with pytest.raises(NotImplementedError, match="got .*Split.*name the nearest one"):
+  with pytest.raises(NotImplementedError, match="got .*Split.*pass the closest one"):
     gguf_write.save(tmp_path / "m.gguf", nano.params, nano.config, tokenizer=nano.tokenizer)
   gguf_write.save(
     tmp_path / "m.gguf", nano.params, nano.config, tokenizer=nano.tokenizer, pre="qwen2"
@@ -196,7 +196,7 @@ PLAIN = dict(vocab_size=400, chat_template="", special_tokens={}, eos_ids=())
     (lambda: special(lstrip=True), {}, NotImplementedError, ["'<|endoftext|>'", "lstrip"]),
     (
       lambda: other(normalizer={"type": "Lowercase"}), {}, NotImplementedError,
-      ["pre_tokenizer of tokenizer.json", "name the nearest one"],
+      ["pre_tokenizer of tokenizer.json", "pass the closest one"],
     ),
     (pair_of_starts, {}, NotImplementedError, ["post_processor of tokenizer.json"]),
     (lambda: other(), {"vocab_size": 300}, ValueError, ["expected ids below the 300 rows"]),

@@ -233,7 +233,7 @@ def spoilt(value: float) -> dict:
   [
     (dict(kind="Q6_K"), ValueError, ["kind: got 'Q6_K'", "'Q8_0'"]),
     (dict(path="model.bin"), ValueError, ["model.bin", ".gguf"]),
-    (dict(path="there.gguf"), FileExistsError, ["there.gguf: got something there"]),
+    (dict(path="there.gguf"), FileExistsError, ["there.gguf: got an existing file"]),
     (dict(path="folder.gguf", overwrite=True), FileExistsError, ["folder.gguf"]),
     (dict(params=spoilt(float("nan"))), ValueError, ["GGUF: params", "embed"]),
     (dict(params=spoilt(1e6), kind="F16"), ValueError, ["token_embd.weight", "65504.0", "F16"]),

@@ -145,7 +145,7 @@ def test_slabs_are_grown_one_by_one():
     (dict(norm_eps=1e-5), "growth.norm_eps: got 1e-05 for a model of 1e-06, expected the same"),
     (dict(hidden_size=43), "growth.hidden_size: got 43 for a model of 14, .*use 42"),
     (dict(num_heads=3, num_kv_heads=1), "growth.num_heads: got 3 for a model of 2, .*use 2"),
-    (dict(num_kv_heads=1), "got 4 queries for each key/value head for a model of 2, expected as"),
+    (dict(num_kv_heads=1), "got 4 queries for each key/value head for a model of 2, expected the"),
     (
       dict(head_dim=32, rotary=rotary.RotaryConfig(head_dim=32)),
       "growth.head_dim: got 32 for a model of 6, .*use 30",

@@ -131,11 +131,11 @@ def test_weights_beyond_the_free_memory_are_refused_with_both_sizes(exported, tm
 @pytest.mark.parametrize(
   "header, expected",
   [
-    (b"", "no whole safetensors file"),
-    (struct.pack("<Q", 2**63), "no whole safetensors file"),
-    (struct.pack("<Q", 10) + b"{}", "no whole safetensors file"),
+    (b"", "incomplete safetensors file"),
+    (struct.pack("<Q", 2**63), "incomplete safetensors file"),
+    (struct.pack("<Q", 10) + b"{}", "incomplete safetensors file"),
     (struct.pack("<Q", 2) + b"{}", "num_hidden_layers"),
-    (struct.pack("<Q", 4) + b"[[]]", "no whole safetensors file"),
+    (struct.pack("<Q", 4) + b"[[]]", "incomplete safetensors file"),
   ],
 )
 def test_a_header_that_lies_is_refused(header, expected, exported, tmp_path):
@@ -161,7 +161,7 @@ def test_a_tensor_that_lies_is_refused(entry, exported, tmp_path):
   text = json.dumps({"model.embed_tokens.weight": entry}).encode()
   data = struct.pack("<Q", len(text)) + text + bytes(2048)
   (directory / "model.safetensors").write_bytes(data)
-  with pytest.raises(ValueError, match="no whole safetensors file"):
+  with pytest.raises(ValueError, match="incomplete safetensors file"):
     huggingface.load(directory, NUMERICS)
 
 

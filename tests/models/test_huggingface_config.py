@@ -85,7 +85,7 @@ def test_defaults_of_missing_fields(path):
 
 def test_a_shape_of_no_family_is_refused():
   both = dataclasses.replace(QWEN3, has_qkv_biases=True)
-  message = "got has_qk_norms=True and has_qkv_biases=True, expected those of one of .*'qwen3'"
+  message = "got has_qk_norms=True and has_qkv_biases=True, expected the combination of .*'qwen3'"
   with pytest.raises(ValueError, match=message):
     huggingface_config.to_object(both, "bfloat16", ())
 
@@ -159,7 +159,7 @@ LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_fre
     ),
     (
       dict(rope_scaling=YARN_ROPE),
-      "rope_scaling: got {'rope_type': 'yarn', 'factor': 4.0}, expected what rope_parameters says",
+      "rope_scaling: got {'rope_type': 'yarn', 'factor': 4.0}, expected the value in rope_parame",
     ),
   ],
 )
@@ -173,7 +173,7 @@ def test_what_we_do_not_compute_is_refused_by_field(path, changes, message):
   ("text", "message"),
   [
     (b"{", "got text that is not JSON"),
-    (b"\xff\xfe", "got bytes that are no UTF-8 at offset 0, expected text"),
+    (b"\xff\xfe", "got bytes that are not UTF-8 at offset 0, expected text"),
     (b"[1]", "got a JSON list, expected an object"),
     (b"[" * 100_000, "got text that is not JSON"),
   ],

@@ -32,7 +32,7 @@ def test_a_directory_and_numerics_of_ones_own_are_taken():
 
 
 def test_what_is_no_model_is_refused(tmp_path: pathlib.Path):
-  with pytest.raises(FileNotFoundError, match="which is no directory, expected a model directory"):
+  with pytest.raises(FileNotFoundError, match="which is not a directory, expected a model"):
     loading.load_model(tmp_path / "nothing")
 
 

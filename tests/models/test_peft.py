@@ -88,7 +88,7 @@ def test_unlike_a_stand_side_by_side_and_what_is_missing_is_zero(saved):
       tensors[name] = rng.standard_normal(tensors[name].shape).astype(np.float32)
 
   edit(saved, change)
-  with pytest.raises(ValueError, match="target_modules: got .* beside no tensors of"):
+  with pytest.raises(ValueError, match="target_modules: got .* and no tensors for"):
     peft.load(saved, QWEN3, NUMERICS)
   configure(saved, exclude_modules=["k_proj"])
   tensors = safetensors.numpy.load_file(saved / "adapter_model.safetensors")
@@ -150,9 +150,9 @@ def test_settings_that_change_nothing_are_let_in(saved, changes):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(peft_type="LOHA"), "peft_type: got 'LOHA', expected 'LORA'; other adapters"),
+    (dict(peft_type="LOHA"), "peft_type: got 'LOHA', expected 'LORA'; only plain"),
     (dict(peft_type=None), "peft_type: got None, expected 'LORA'"),
-    (dict(use_dora=True), "use_dora: got True, expected None; other adapters"),
+    (dict(use_dora=True), "use_dora: got True, expected None; only plain"),
     (dict(use_qalora=True), "use_qalora: got True, expected None"),
     (dict(use_bdlora=True), "use_bdlora: got True, expected None"),
     (dict(use_rslora="yes"), "use_rslora: got 'yes', expected True"),
@@ -181,23 +181,23 @@ def test_settings_that_change_nothing_are_let_in(saved, changes):
     (dict(target_parameters=["mlp.w"]), "target_parameters: got .*, expected None"),
     (dict(alora_invocation_tokens=[1]), "alora_invocation_tokens: got .*, expected None"),
     (dict(ensure_weight_tying=True), "ensure_weight_tying: got True, expected None"),
-    (dict(use_a_later_method=True), "use_a_later_method: got True, expected None; other"),
-    (dict(later_scale=0.5), "later_scale: got 0.5, expected None; other"),
-    (dict(later_config={"a": None}), "later_config: got .*, expected None; other"),
+    (dict(use_a_later_method=True), "use_a_later_method: got True, expected None; only"),
+    (dict(later_scale=0.5), "later_scale: got 0.5, expected None; only"),
+    (dict(later_config={"a": None}), "later_config: got .*, expected None; only"),
     (dict(target_modules=["q_proj", "wte"]), "target_modules: got 'wte', which names no tensor"),
     (dict(target_modules=["proj"]), "target_modules: got 'proj', which names no tensor"),
-    (dict(target_modules=["q_proj"]), "target_modules: got .'q_proj'. beside tensors of"),
+    (dict(target_modules=["q_proj"]), "target_modules: got .'q_proj'. and tensors for"),
     (dict(target_modules="all_linear"), "target_modules: got 'all_linear', which names no tensor"),
     (dict(target_modules="(q"), "target_modules: got '.q', expected a regular expression"),
     (dict(target_modules=[3]), "target_modules: got .3., expected text or a list of it"),
     (dict(target_modules=5), "target_modules: got 5, expected text or a list of it"),
-    (dict(exclude_modules=["q_proj"]), "target_modules: got .* beside tensors of .*q_proj"),
+    (dict(exclude_modules=["q_proj"]), "target_modules: got .* and tensors for .*q_proj"),
     (dict(exclude_modules=3), "exclude_modules: got 3, expected text or a list of it"),
     (dict(rank_pattern=[1]), "rank_pattern: got .1., expected an object by module"),
     (dict(lora_alpha=True), "lora_alpha: got True, expected a positive number"),
     (dict(r=4), "r: got 4 for self_attn.q_proj, expected the 3 rows of its lora_A; the two files"),
     (dict(lora_alpha="much"), "lora_alpha: got 'much', expected a positive number"),
-    (dict(alpha_pattern={"o_proj": 9.0}), "alpha_pattern: got scales .* expected one for all"),
+    (dict(alpha_pattern={"o_proj": 9.0}), "alpha_pattern: got scales .* expected a single scale"),
     (dict(rank_pattern={"layers.0.q": 9}), "rank_pattern: got .'layers.0.q'., expected some of"),
   ],
 )
@@ -241,7 +241,7 @@ def _halve(tensors):
     (_damage, "up_proj.lora_A.weight: got entries that are NaN or infinite"),
     (_quantise, "up_proj.lora_A.weight: got dtype I8, expected one of .*unquantised"),
     (_add, "got the tensor base_model.model.lm_head.lora_A.weight, expected lora_A and lora_B"),
-    (_halve, "got adapters of .* in layer 0 and of others elsewhere, expected the same"),
+    (_halve, "got adapters of .* in layer 0 and different ones elsewhere, expected the same"),
   ],
 )
 def test_tensors_that_do_not_fit_are_refused(saved, change, message):
@@ -259,7 +259,7 @@ def test_what_is_no_adapter_is_refused(saved, tmp_path):
     peft.load(saved, QWEN3, NUMERICS)
   (saved / "adapter_model.safetensors").write_bytes(b"half")
   configure(saved, peft_type="LORA")
-  with pytest.raises(ValueError, match="no whole safetensors file .*save it again"):
+  with pytest.raises(ValueError, match="incomplete safetensors file .*save it again"):
     peft.load(saved, QWEN3, NUMERICS)
   (saved / "adapter_model.safetensors").unlink()
   with pytest.raises(FileNotFoundError, match="adapter_model.safetensors: got no such file"):

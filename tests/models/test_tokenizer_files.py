@@ -59,7 +59,7 @@ def test_missing_files_are_refused_by_name(tmp_path):
     ("tokenizer.json", b"", "tokenizer.json: got a file that `tokenizers` cannot read"),
     ("tokenizer_config.json", b"{", "tokenizer_config.json: got text that is not JSON"),
     ("tokenizer_config.json", b"[]", "tokenizer_config.json: got a JSON list, expected an object"),
-    ("tokenizer_config.json", b"\xff", "tokenizer_config.json: got bytes that are no UTF-8"),
+    ("tokenizer_config.json", b"\xff", "tokenizer_config.json: got bytes that are not UTF-8"),
     ("tokenizer_config.json", b'{"chat_template": 3}', "got chat_template of type int, expected"),
     (
       "tokenizer_config.json",
@@ -76,7 +76,7 @@ def test_missing_files_are_refused_by_name(tmp_path):
       b'{"eos_token": "</s>"}',
       "special_tokens_map.json: got eos_token '</s>', expected a token of tokenizer.json",
     ),
-    ("chat_template.jinja", b"\xff", "chat_template.jinja: got bytes that are no UTF-8"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja: got bytes that are not UTF-8"),
     ("generation_config.json", b"nope", "generation_config.json: got text that is not JSON"),
     (
       "generation_config.json",

@@ -222,7 +222,7 @@ def test_what_an_error_ended_is_named_after_the_others_are_kept():
       yield one
 
   with pytest.raises(
-    ValueError, match=r"got 2 request\(s\) that an error ended, expected none.* 2/4/1 broke$"
+    ValueError, match=r"got 2 request\(s\) that ended with an error, expected none.* 2/4/1 broke$"
   ):
     sample(generate, on_rollout=lambda group, member, *_: kept.append((group, member)))
   assert kept == [(4, 0), (5, 1), (6, 0), (6, 1)]
@@ -272,7 +272,7 @@ class Answered:
 @pytest.mark.parametrize(
   ("said", "message"),
   [
-    (None, r"answered: got None \(NoneType\) for problem 'p0', text 'x', expected a Verdict; mend"),
+    (None, r"answered: got None \(NoneType\) for problem 'p0', text 'x', expected a Verdict; fix"),
     (0.5, r"answered: got 0.5 \(float\) for problem 'p0', text 'x', expected a Verdict"),
     (
       lambda: Verdict(reward=None, correct=False, well_formed=True),  # pyright: ignore
@@ -333,7 +333,7 @@ def test_the_longest_prompt_that_is_asked_must_leave_room():
 
 
 def test_a_task_without_problems_is_refused():
-  message = r"answered: got 0 problems in split 'train', expected at least 1; give it some"
+  message = r"answered: got 0 problems in split 'train', expected at least 1; add prob"
   with pytest.raises(ValueError, match=message):
     check_prompts(Answered())
   with pytest.raises(ValueError, match=message):
@@ -372,7 +372,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_in_the_order_of_their_names
   [
     (1.0, {"format": 1.0}, {"fromat": 2}, r"reward_weights: got weights of \['fromat'\] for a ver"),
     (1.0, {}, {"format": 0.2}, r"got weights of \['format'\] for a verdict with the parts \[\]"),
-    (1.0, {"a": 0.5}, {}, "got reward 1.0 beside parts that sum to 0.5, expected that sum"),
+    (1.0, {"a": 0.5}, {}, "got reward 1.0 with parts that sum to 0.5, expected that sum"),
     *(
       (1.0, parts, {}, "got the parts .*, expected finite numbers")
       for parts in [

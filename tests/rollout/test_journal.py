@@ -236,7 +236,7 @@ def test_what_an_error_ended_is_not_kept(tmp_path):
   rollout = make_rollout()
   broken = dataclasses.replace(rollout.completion, finish_reason="error", error="it broke")
   with open_journal(tmp_path / "journal.jsonl") as kept:
-    with pytest.raises(ValueError, match=r"got a rollout that an error ended \(it broke\)"):
+    with pytest.raises(ValueError, match=r"got a rollout that ended with an error \(it broke\)"):
       kept.append(0, 0, 0, dataclasses.replace(rollout, completion=broken))
     assert kept.append(0, 0, 0, rollout)
 
@@ -362,7 +362,7 @@ def test_a_full_disk_is_said_and_costs_no_record(tmp_path):
     """
   result = run_python(code, tmp_path / "j", len(before) + 50)
   assert result.returncode == 0, result.stderr
-  assert "every earlier record is still there" in result.stdout
+  assert "all earlier records are kept" in result.stdout
   assert (tmp_path / "j").read_bytes() == before
 
 
@@ -419,7 +419,7 @@ def test_a_disk_that_fills_while_records_wait_together_keeps_whole_ones(tmp_path
   # Room for two more, and a part of the third.
   result = run_python(code, tmp_path / "j", 3 * before + 50)
   assert result.returncode == 0, result.stderr
-  assert "every earlier record is still there" in result.stdout
+  assert "all earlier records are kept" in result.stdout
   with open_journal(tmp_path / "j") as book:
     assert not book.truncated_bytes and book.keys()[0] == (0, 0, 0)
     assert 1 < len(book.keys()) < 9

@@ -35,7 +35,7 @@ def test_free_settings_may_be_others():
 
 def test_numbers_without_a_checkpoint_are_another_run_too(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
-  with pytest.raises(ValueError, match=r"another run \(its numbers\), expected none; carry on wi"):
+  with pytest.raises(ValueError, match=r"another run \(its metrics\), expected none; continue it"):
     directory.check_directory(tmp_path, resume=False)
   directory.check_directory(tmp_path / "new", resume=False)
 
@@ -59,7 +59,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   result = train(stopped_copy, resume=True, say=said.append)
   text = "\n".join(said)
   assert "journal.jsonl: got no rollouts of 2 of 2 steps, expected those of all; the run" in text
-  assert "metrics.jsonl: got no numbers of 2 of 2 steps, expected those of all; the run" in text
+  assert "metrics.jsonl: got no metrics of 2 of 2 steps, expected metrics of all; the run" in text
   assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
   assert_equal_bits(result.state, whole[1].state)
   assert [row["step"] for row in rows_of(stopped_copy)] == [3, 4, 4]
@@ -67,7 +67,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   assert run_report.render(stopped_copy).is_file()
   said.clear()
   train(stopped_copy, resume=True, say=said.append, num_steps=5)
-  assert sum("expected those of all" in line for line in said) == 2  # Until they are restored.
+  assert sum("expected rollouts of all" in line for line in said) == 2  # Until they are restored.
 
 
 @pytest.mark.parametrize(

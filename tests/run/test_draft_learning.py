@@ -122,18 +122,18 @@ def test_a_learning_draft_moves_no_bit_and_goes_on_after_a_stop(tmp_path, whole)
     return said
 
   said = resumed("again", "learning", learning)
-  assert any("goes on from what it had learnt" in line for line in said)
+  assert any("continues from its trained weights" in line for line in said)
   assert isinstance(draft_of("learning"), DraftState)
   assert_equal_bits(draft_of("again"), draft_of("learning"))
   # A run may begin to learn when it is resumed, and stop.
-  assert any("learns from here on" in line for line in resumed("later", "frozen", learning))
+  assert any("is trained from here on" in line for line in resumed("later", "frozen", learning))
   assert draft_of("later") is not None
   resumed("never", "learning", frozen)
   assert draft_of("never") is draft_of("frozen") is None
 
 
 def test_refusals(tmp_path):
-  with pytest.raises(ValueError, match="learn: got True without a draft model, expected its name;"):
+  with pytest.raises(ValueError, match="learn: got True without a draft model, expected a draft"):
     SpeculationConfig(draft=DraftModelConfig(learn=True))
   with pytest.raises(ValueError, match="learning_rate: got 0, expected a positive number; 1e-4"):
     DraftModelConfig(learning_rate=0)
@@ -144,12 +144,12 @@ def test_refusals(tmp_path):
   texts_only = dataclasses.replace(
     speculation("d", learn=True), drafter="seerjax.speculation.suffix_drafter:of_run"
   )
-  message = "learn: got True for SuffixDrafter, expected a drafter with a draft model; leave"
+  message = "learn: got True for SuffixDrafter, expected a drafter with a draft model; use"
   with pytest.raises(ValueError, match=re.escape(message)):
     RunDrafts(texts_only).begin(small_run.engine())
   other = DraftState({"w": np.zeros(3, np.float32)}, ())
   state = {"a": np.zeros(1)}
   checkpoint.save(tmp_path, 0, state, host_state={}, fingerprint={}, parts={PART: other})
-  with pytest.raises(ValueError, match="got other leaves than this run has"):
+  with pytest.raises(ValueError, match="got other leaves than those of this run"):
     checkpoint.restore_part(tmp_path, PART, DraftLearner(drafter()).state)
   assert CONFIG.speculation == SpeculationConfig()

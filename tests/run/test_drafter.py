@@ -128,7 +128,7 @@ def test_a_draft_model_of_ones_own_is_named_and_changes_no_bit(tmp_path):
   "name, message",
   [
     ("no_such_module_here:drafter", "cannot be imported"),
-    (f"{__name__}:Nothing", "has no 'Nothing', expected a function that makes a drafter"),
+    (f"{__name__}:Nothing", "has no 'Nothing', expected a function that returns a drafter"),
     (f"{__name__}:NUMBER", "a int, expected a function of a SpeculationConfig"),
   ],
 )

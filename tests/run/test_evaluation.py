@@ -121,8 +121,8 @@ def test_fewer_problems_are_the_first_of_all():
 def test_the_line_for_people_says_every_number():
   assert evaluation.describe(evaluate()) == (
     "mean reward 0.25 (95 % interval 0.005 to 0.495), "
-    "50.0% correct (standard error 25.0%), 50.0% of the well-formed 50.0%, 75.0% ended by"
-    " themselves, 3.0 tokens on average"
+    "50.0% correct (standard error 25.0%), 50.0% of the well-formed 50.0%, 75.0% ended before"
+    " the limit, 3.0 tokens on average"
   )
 
 
@@ -218,7 +218,7 @@ def test_sets_are_tasks_by_name_with_their_paths(tmp_path):
   further = {"own": found["easy"]}
   assert evaluation.load_sets(evaluation.EvaluationConfig(), further) == further
   for name in ("My Set", "easy"):
-    with pytest.raises(ValueError, match=rf"evaluation sets: got a task by the name '{name}', exp"):
+    with pytest.raises(ValueError, match=rf"evaluation sets: got a task named '{name}', exp"):
       evaluation.load_sets(config, {name: found["hard"]})
   for best, sets in (("heldout_easy/reward", {}), ("heldout_esy/reward", {"easy": "countdown"})):
     other = evaluation.EvaluationConfig(sets=sets, best=best)

@@ -67,7 +67,7 @@ def test_a_rate_far_above_the_usual_one_is_warned_of(name, rate, is_lora, usual)
   said = learning_rates.warning(rate, shapes.get(name), is_lora=is_lora)
   assert bool(said) == bool(usual)
   if usual:
-    what = "adapters beside" if is_lora else "all of"
+    what = "adapters of" if is_lora else "all of"
     assert f"OptimizerConfig.learning_rate: got {rate:g} for {what} " in said
     assert f"expected about {usual} and at most " in said
     assert f"set --config.optimizer.learning_rate={usual}, or 0" in said
@@ -85,5 +85,5 @@ def test_the_main_jobs_sizes_are_nanos_alone():
 
 
 def test_an_optimiser_that_was_given_no_rate_is_refused():
-  with pytest.raises(ValueError, match=r"OptimizerConfig.learning_rate: got 0, which a run replac"):
+  with pytest.raises(ValueError, match=r"OptimizerConfig.learning_rate: got 0, which only a run"):
     step.make_optimizer(step.OptimizerConfig())

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
 def test_a_run_that_cannot_fit_is_refused_with_the_figures():
   model = dataclasses.replace(presets.get("qwen3-32b"), num_layers=1, hidden_size=2**22)
   message = (
-    r"got a run that takes more than there is \(memory, MiB a device: [\d,]+ masters, [\d,]+"
+    r"got a run that needs more memory than is free \(memory, MiB a device: [\d,]+ masters, [\d,]+"
     r" moments, .* gradient sums, [\d,]+ activations, [\d,]+ scratch pages, .* are free\), expected"
-    r" one that fits; set TrainerConfig.remat=layer"
+    r" a run that fits; set TrainerConfig.remat=layer"
   )
   with pytest.raises(ValueError, match=message):
     memory_lib.memory_plan(RunConfig(), model)
@@ -33,4 +33,4 @@ def test_a_plan_is_counted_before_anything_is_taken():
   engine = dataclasses.replace(CONFIG.engine, gives_back_pages=True)
   back = dataclasses.replace(CONFIG, engine=engine)
   assert memory_lib.memory_plan(back, MODEL).needed < plan.needed
-  assert "that are given back" in memory_lib.memory_plan(back, MODEL).describe()
+  assert "released while training" in memory_lib.memory_plan(back, MODEL).describe()

@@ -42,7 +42,7 @@ def test_what_is_decided_is_said():
     (dict(model_shards=0), "--model_shards: got 0, expected one of"),
     (dict(model_shards=2, reduction_shards=1), "model_shards: got 2, expected at most .*=1"),
     (dict(num_instances=0), "--num_instances: got 0, expected at least 1; raise it"),
-    (dict(num_instances=8, model_shards=4), "= 32 devices, expected at most the 8 there are"),
+    (dict(num_instances=8, model_shards=4), "= 32 devices, expected at most 8, the available"),
     (dict(reduction_shards=16), "reduction_shards: got 16, expected a divisor of num_kv_heads=8"),
   ],
 )

@@ -62,11 +62,11 @@ def test_steps_with_rollouts_missing_are_not_learnt_again(whole):
   def part(step, group, member):
     return None if (step, member) == (1, 1) else known(step, group, member)
 
-  message = r"^journal: got no rollout 1/0/1, 1/1/1, expected all that step 2 learnt from .*;"
+  message = r"^journal: got no rollout 1/0/1, 1/1/1, expected all rollouts of step 2 .*;"
   with pytest.raises(ValueError, match=message):
     learn_again(range(2), part)
   nothing = dataclasses.replace(
     CONFIG, rollout=dataclasses.replace(CONFIG.rollout, groups_per_step=5)
   )
-  with pytest.raises(ValueError, match=r"rollout 0/0/0, .*, 0/3/1 and 2 more, expected all that"):
+  with pytest.raises(ValueError, match=r"rollout 0/0/0, .*, 0/3/1 and 2 more, expected all roll"):
     learn_again(range(1), lambda *_: None, config=nothing)

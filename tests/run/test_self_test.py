@@ -48,7 +48,7 @@ def test_untiled_rows_are_refused_with_the_finding():
   assert not self_test.measure(UNTILED).is_invariant
   with pytest.raises(ValueError, match="got implementation='untiled' on .*, where rows are NOT"):
     self_test.require(UNTILED)
-  with pytest.raises(ValueError, match="values differ (.*); expected 0 that differ. Set"):
+  with pytest.raises(ValueError, match="values differ (.*); expected 0 differences. Set"):
     self_test.require(UNTILED)
 
 
@@ -125,7 +125,7 @@ def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
   leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
   finding = of_model(leaning)
   assert {name: bad for name, bad, _ in finding.by_comparison}["bucket 24"] > 0
-  with pytest.raises(ValueError, match="got a model of which, in native float32 .*rows are NOT"):
+  with pytest.raises(ValueError, match="got a model where, in native float32 .*rows are NOT"):
     self_test.require_model(finding, tiny_model.ONE_SLAB)
 
 
@@ -155,9 +155,9 @@ def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
     )
 
   check(runner())
-  assert said == ["of this run's model: rows are invariant: 0 of 96 values differ"]
+  assert said == ["model of this run: rows are invariant: 0 of 96 values differ"]
   leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
-  with pytest.raises(ValueError, match="got a model of which, .*, where there is that flag, pass"):
+  with pytest.raises(ValueError, match="got a model where, .*, or pass"):
     check(leaning)
   check(leaning, bitwise=False)
   assert said[1] == said[2] and "rows are NOT invariant" in said[1]

@@ -126,7 +126,7 @@ def test_sigterm_ends_a_run_after_its_last_whole_step_whenever_it_comes(
     task = WatchesSaves(directory / "checkpoints")
   with pytest.raises(stops.Interrupted) as caught:
     rl.train(CONFIG, policy(), task, directory, log=lambda line: None, programs=runs)
-  why = f"stopped by SIGTERM after step {step} of 4; --resume goes on"
+  why = f"stopped by SIGTERM after step {step} of 4; --resume continues"
   assert (str(caught.value), caught.value.status) == (why, 143)
   found = status.read(directory)
   assert found is not None

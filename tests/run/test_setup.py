@@ -132,17 +132,17 @@ def test_a_loaded_model_is_what_learns_and_names_the_run():
     (
       RunConfig(numerics=numerics_lib.NumericsConfig(compute_dtype="bfloat16")),
       MODEL_OF_NANO,
-      r"RunConfig.numerics: got compute_dtype='bfloat16' \(the model: 'float32'\), expected those",
+      r"RunConfig.numerics: got compute_dtype='bfloat16' \(the model: 'float32'\), expected the",
     ),
     (
       RunConfig(numerics=numerics_lib.NumericsConfig(kv_split=64, reduction_shards=4)),
       MODEL_OF_NANO,
       r"numerics: got kv_split=64 \(the model: 256\), reduction_shards=4 \(the model: 8\), expect",
     ),
-    (RunConfig(), None, r"train.model: got NoneType, expected what seerjax.load_model retur"),
-    (RunConfig(), 5, r"train.model: got int, expected what"),
-    (RunConfig(), MODEL, r"train.model: got TransformerConfig, expected what"),
-    (RunConfig(), {}, r"train.model: got dict, expected what"),
+    (RunConfig(), None, r"train.model: got NoneType, expected the result of seerjax.load_mo"),
+    (RunConfig(), 5, r"train.model: got int, expected the result"),
+    (RunConfig(), MODEL, r"train.model: got TransformerConfig, expected the"),
+    (RunConfig(), {}, r"train.model: got dict, expected the result"),
   ],
 )
 def test_what_is_no_model_or_contradicts_the_config_is_refused(

@@ -37,8 +37,8 @@ def test_a_run_is_running_and_then_finished(tmp_path):
   ("error", "state", "why"),
   [
     (stops.Interrupted("stopped by SIGTERM after step 2 of 4", 143), "stopped", "stopped by SIGT"),
-    (stops.Terminated(), "stopped", "by SIGTERM; what was saved is kept"),
-    (KeyboardInterrupt(), "stopped", "by Ctrl-C; what was saved is kept"),
+    (stops.Terminated(), "stopped", "by SIGTERM; saved results are kept"),
+    (KeyboardInterrupt(), "stopped", "by Ctrl-C; saved results are kept"),
     (ValueError("got 1, expected 2"), "failed", "ValueError: got 1, expected 2"),
     (SystemExit(3), "failed", "SystemExit: 3"),
   ],
@@ -64,7 +64,7 @@ def test_a_run_that_was_killed_can_be_told_from_one_that_is_running(tmp_path):
   with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
     assert process.stdout is not None and process.stdout.readline() == "running\n"
     alive = status.read(tmp_path)
-    with pytest.raises(ValueError, match=f"got a run that process {process.pid} is at, expected"):
+    with pytest.raises(ValueError, match=f"got a run that process {process.pid} is running, exp"):
       status.kept(tmp_path).__enter__()
     process.kill()
   assert alive is not None and alive["state"] == "running"

@@ -123,7 +123,7 @@ def test_what_workers_do_not_do_is_refused(changes, message):
 @pytest.mark.parametrize(
   "fields, message",
   [
-    (dict(workers=-1), "ClusterConfig: got workers=-1, patience_seconds=600.0, expected no worker"),
+    (dict(workers=-1), "ClusterConfig: got workers=-1, patience_seconds=600.0, expected at least"),
     (dict(patience_seconds=0.0), "got workers=0, patience_seconds=0.0, expected"),
     (dict(address="somewhere"), "address: got 'somewhere', expected 'host:port' of a Ray cluster"),
     (dict(address="host:port"), "address: got 'host:port', expected 'host:port' of a Ray cluster"),

@@ -221,7 +221,7 @@ def test_an_adapter_that_is_replaced_changes_no_other(asking, directories):
     ),
     ("poet", "tiny", r"got the adapter '.*' for the base 'tiny', expected a model; name one of t"),
     ("base", "poet", r"got the model '.*' for the adapter 'poet', expected an adapter; name the"),
-    ("nothing", "poet", r"adapter_config.json: got no such file, expected PEFT's adapter"),
+    ("nothing", "poet", r"adapter_config.json: got no such file, expected a PEFT adapter"),
     ("of_wide", "poet", r"got lora_A .* and lora_B .*, expected .* it was made for another model"),
   ],
 )

@@ -94,14 +94,14 @@ def test_a_line_that_is_no_prompt_is_refused(tmp_path: pathlib.Path, line: str):
 def test_a_prompt_with_another_number_of_lengths_is_refused(tmp_path: pathlib.Path):
   path = tmp_path / "trace.jsonl"
   path.write_text('{"output": [5, 6]}\n{"output": [1]}')
-  with pytest.raises(ValueError, match="got 1 lengths of the prompt that begins in line 2, expect"):
+  with pytest.raises(ValueError, match="got 1 lengths for the prompt that starts in line 2, exp"):
     lengths_lib.read_trace(path)
 
 
 def test_an_empty_trace_is_refused(tmp_path: pathlib.Path):
   path = tmp_path / "trace.jsonl"
   path.write_text("\n")
-  with pytest.raises(ValueError, match="got no line, expected one a prompt"):
+  with pytest.raises(ValueError, match="got no line, expected one per prompt"):
     lengths_lib.read_trace(path)
 
 
@@ -133,7 +133,7 @@ def test_a_line_that_is_no_request_of_several_turns_is_refused(tmp_path: pathlib
   path = tmp_path / "turns.jsonl"
   path.write_text(turns(0, 3) + "\n" + line)
   with pytest.raises(
-    ValueError, match="in line 2, expected JSON .*all lines of one form; mend or"
+    ValueError, match="in line 2, expected JSON .*all lines in the same form; fix or"
   ):
     lengths_lib.read_trace(path)
 
@@ -141,5 +141,5 @@ def test_a_line_that_is_no_request_of_several_turns_is_refused(tmp_path: pathlib
 def test_a_trace_of_several_turns_with_groups_cut_off_is_refused(tmp_path: pathlib.Path):
   path = tmp_path / "turns.jsonl"
   path.write_text("\n".join([turns(0, 3), turns(0, 4), turns(1, 5)]))
-  with pytest.raises(ValueError, match="got 1 lengths of the prompt that begins in line 3, expect"):
+  with pytest.raises(ValueError, match="got 1 lengths for the prompt that starts in line 3, exp"):
     lengths_lib.read_trace(path)

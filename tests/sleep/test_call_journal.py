@@ -113,7 +113,7 @@ def test_other_thinkers_writers_and_files_are_refused(tmp_path: pathlib.Path):
   assert stranger.read_text() == "mine\n"
   lines = path.read_bytes().split(b"\n")
   path.write_bytes(b"\n".join([lines[0], b"{}", lines[0], b""]))
-  with pytest.raises(ValueError, match="got a damaged record in line 2 .* with others behind it"):
+  with pytest.raises(ValueError, match="got a damaged record in line 2 .* with more records"):
     CallJournal(path, settings=WHO)
   with rollouts.Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}):
     pass

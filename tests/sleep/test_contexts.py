@@ -349,7 +349,7 @@ def test_bad_input_is_refused(tmp_path: pathlib.Path):
     Contexts(path, identity=NANO)
   lines = path.read_bytes().split(b"\n")
   path.write_bytes(b"\n".join([lines[0], b"{}", *lines[2:]]))
-  with pytest.raises(ValueError, match="got a damaged record in line 2 .* with others behind it"):
+  with pytest.raises(ValueError, match="got a damaged record in line 2 .* with more records"):
     Contexts(tmp_path, identity=NANO)
   path.write_text("mine\n")
   with pytest.raises(ValueError, match="as the first record, expected a registry of contexts of f"):

@@ -244,7 +244,7 @@ def test_ties_go_to_the_lowest_id_then_to_the_better_parent():
     ((2, 4), -2.0, "length"),
     ((1, 6), -2.0, "stop"),
   ]
-  with pytest.raises(RuntimeError, match="NaN for token 3 at place 1 of the answer, expect"):
+  with pytest.raises(RuntimeError, match="NaN for token 3 at position 1 of the answer, exp"):
     beam.best(kept[:1], {(1,): ((3, math.nan),)}, 2, SamplingParams())
 
 

@@ -84,7 +84,7 @@ def test_other_words_are_refused_by_the_first_id_that_differs(tmp_path, engine):
     files={**word_engine.TOKENIZER.files, "tokenizer.json": json.dumps(described).encode()},
   )
   written(tmp_path / "draft", tokenizer=other)
-  with pytest.raises(ValueError, match="whose id 300 is .*, expected .*take one of the same fam"):
+  with pytest.raises(ValueError, match="whose id 300 is .*, expected .*use one of the same fam"):
     draft_loading.load_draft(tmp_path / "draft", engine)
 
 
@@ -97,7 +97,7 @@ def test_other_words_are_refused_by_the_first_id_that_differs(tmp_path, engine):
     ),
     (
       dict(vocab_size=256),
-      "a draft model of 256 ids and an engine of 512, and no two tokenizers to compare",
+      "a draft model of 256 ids and an engine of 512, without both tokenizers to com",
     ),
   ],
 )

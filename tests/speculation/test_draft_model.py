@@ -85,7 +85,7 @@ def test_logits_that_are_not_finite_draft_nothing_and_are_said_once(caplog):
     assert drafter.draft([query([1, 2, 3])]) == [[]]
   assert drafter.counters.not_finite == 2 and drafter.counters.drafts == 0
   (record,) = [r for r in caplog.records if "not finite" in r.getMessage()]
-  assert "give it other weights, or take another draft" in record.getMessage()
+  assert "load other weights, or use another draft" in record.getMessage()
 
 
 def test_a_draft_goes_as_far_as_it_can_be_used_and_says_what_a_grammar_allows():
@@ -152,7 +152,7 @@ def test_a_greedy_request_teaches_nothing_of_temperatures():
     ),
     (
       lambda: ModelDrafter(model(shards=8), context=64),
-      "got a draft of 8 slabs, expected 1, for it runs on one device",
+      "got a draft with 8 slabs, expected 1, because it runs on one",
     ),
     (
       lambda: ModelDrafter(model(), context=64, program=program()),

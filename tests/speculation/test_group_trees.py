@@ -82,7 +82,7 @@ def speculate(trees, *, offsets=(0, 1), patterns=1, output=(1, 1, 8), limits=(1,
 @pytest.mark.parametrize(
   "call, message",
   [
-    (lambda t: t.tree("h"), "group 'h': got a group that is not here, expected one of the 1"),
+    (lambda t: t.tree("h"), "group 'h': got an unknown group, expected one of 1"),
     (lambda t: t.append("h", [("r", 0, [1])]), "register it first"),
     (lambda t: t.drop_group("h"), "group 'h'"),
     (lambda t: speculate(t, offsets=(0, 1, 1)), "got buffer_offsets of"),
@@ -90,7 +90,7 @@ def speculate(trees, *, offsets=(0, 1), patterns=1, output=(1, 1, 8), limits=(1,
     (lambda t: speculate(t, output=(1, 2, 8)), "got output_buffer of"),
     (lambda t: speculate(t, limits=(2, 2)), "got limits of"),
     (lambda t: speculate(t, offsets=(0, 2)), "got buffer_offsets from 0 to 2, expected ascending"),
-    (lambda t: speculate(t, offsets=(1, 0)), "count again"),
+    (lambda t: speculate(t, offsets=(1, 0)), "recompute them"),
   ],
 )
 def test_refusals_of_groups(call, message):

@@ -170,7 +170,7 @@ def test_what_is_planned_is_cut_at_what_can_be_used():
 def test_refusals():
   drafter = hybrid()
   planned = SuffixDrafter(budget=drafting_models.suffix_budget())
-  with pytest.raises(ValueError, match="got a drafter with a budget of its own, expected one with"):
+  with pytest.raises(ValueError, match="got a drafter with its own budget, expected one with"):
     HybridDrafter(planned, drafter.model, drafter.budget)
   wide = drafting_models.source_budget(max_width=2)
   with pytest.raises(ValueError, match="got max_width=2 for a model of width 1, expected no more;"):

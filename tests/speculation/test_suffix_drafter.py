@@ -220,7 +220,7 @@ def test_old_groups_are_forgotten_first():
   "call, message",
   [
     (lambda: SuffixDrafter(SpeculationArgs(top_k=0), budget=None), "SpeculationArgs.top_k: got 0"),
-    (lambda: SuffixDrafter(budget=None).drop_group("g"), "group 'g': got a group that is not here"),
+    (lambda: SuffixDrafter(budget=None).drop_group("g"), "group 'g': got an unknown group"),
   ],
 )
 def test_refusals(call, message):

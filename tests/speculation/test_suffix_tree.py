@@ -175,10 +175,10 @@ def test_the_match_of_a_texts_end_is_known(history):
   "call, message",
   [
     (lambda t: t.append("a", 4, [1]), "got prev_token_count=4, expected 0 to 3"),
-    (lambda t: t.append("a", -1, [1]), "send those between first"),
+    (lambda t: t.append("a", -1, [1]), "append the missing tokens first"),
     (lambda t: t.append("b", 1, [1]), "got prev_token_count=1, expected 0 to 0"),
-    (lambda t: t.append("a", 1, [2, 9]), "got token 9 at 2, expected 3, which is here already"),
-    (lambda t: t.append("a", 3, [4, -1]), "got token id -1, expected 0 or more"),
+    (lambda t: t.append("a", 1, [2, 9]), "got token 9 at 2, expected 3, which is already stored"),
+    (lambda t: t.append("a", 3, [4, -1]), "got token id -1, expected at least 0"),
     (lambda t: t.append_many([("a", 3, [4]), ("a", 4, [5])]), "got two updates in one call"),
     (lambda t: t.remove("b"), "SuffixTree.remove: got request 'b', expected one of the 1"),
     (lambda t: t.tokens("b"), "SuffixTree.tokens: got request 'b'"),

@@ -97,7 +97,7 @@ def test_an_engine_s_table():
     ),
     (
       lambda: StepTimes(rows=(1,), seconds=(1.0,), paths=((2, 1, 1.0),)),
-      "StepTimes.paths: got 2 requests with 1 rows, expected .* count the row that decodes, too",
+      "StepTimes.paths: got 2 requests with 1 rows, expected .* count the decode row, too",
     ),
     (
       lambda: StepTimes(rows=(1,), seconds=(1.0,), visits=((1, 0, 1.0),)),

@@ -408,22 +408,22 @@ P, Q = np.full((2, 2), 0.5), np.array([[1.0, 0.0]])
   "call, message",
   [
     (lambda: KlGate(kind="hard"), "got kind='hard' and rule='own_sample', expected one of"),
-    (lambda: KlGate(threshold=-1.0), "got -1.0, expected 0 nats or more; 0.1 is usual"),
+    (lambda: KlGate(threshold=-1.0), "got -1.0, expected at least 0 nats; 0.1 is usual"),
     (
       lambda: KlGate(kind="block", rule="rejection"),
       "got kind='block' with rule='rejection', expected 'own_sample'.*use kind='truncate'",
     ),
     (
       lambda: KlGate(kind="fuzzy", learns=True),
-      "got kind='fuzzy', which is lossy, in a run that learns, expected an exact one.*truncate",
+      "got kind='fuzzy', which is lossy, in a training run, expected an exact one.*truncate",
     ),
     (
       lambda: verification.mss(P[0], P[0], np.array([0]), np.zeros(2), drawn="top_k"),
-      "mss: got children drawn as 'top_k', expected one of .*verify them by own_sample",
+      "mss: got children drawn as 'top_k', expected one of .*verify them with own_sample",
     ),
     (
       lambda: verification.mss(P[0], Q[0], np.array([1]), np.zeros(2), drawn="iid"),
-      "mss: got child 1, which the draft's law never draws at place 0, expected draws iid",
+      "mss: got child 1, which the draft never draws at position 0, expected draws iid",
     ),
     (
       lambda: verification.rejection(P, Q, np.array([1]), np.zeros(2)),
@@ -435,7 +435,7 @@ P, Q = np.full((2, 2), 0.5), np.array([[1.0, 0.0]])
     ),
     (
       lambda: verification.block(P, Q, np.array([0, 0]), np.zeros(2)),
-      r"block: got tokens of shape \(2,\) for 2 laws of the target, expected 1: one law more",
+      r"block: got tokens of shape \(2,\) for 2 distributions of the target, expected 1: one",
     ),
     (
       lambda: verification.block(P, Q, np.array([0]), np.zeros(3)),
@@ -443,7 +443,7 @@ P, Q = np.full((2, 2), 0.5), np.array([[1.0, 0.0]])
     ),
     (
       lambda: verification.own_sample(P * np.nan, np.array([0]), np.full((2, 2), 0.5)),
-      "own_sample: p: got chances that add up to nan to nan, .* pass chances, not logits, and no",
+      "own_sample: p: got probabilities with sums of nan to nan .* pass probabilities, not logits",
     ),
     (
       lambda: verification.own_sample(P[0], np.array([0]), np.full((2, 2), 0.5)),

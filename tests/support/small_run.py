@@ -240,7 +240,7 @@ def stopped_run():
   """The directory of a run that Ctrl-C met in its third step, two of its rollouts judged."""
   directory = pathlib.Path(FOLDER.name) / "stopped"
   task = Vowels(stop_at=3 * PER_STEP + 3, stop=interrupt)
-  with pytest.raises(stops.Interrupted, match=r"by Ctrl-C after step 2 of 4; --resume goes on"):
+  with pytest.raises(stops.Interrupted, match=r"by Ctrl-C after step 2 of 4; --resume continues"):
     train(directory, task, checkpoint_every=10)
   assert checkpoint.steps(directory / "checkpoints") == (0, 2)
   return directory

@@ -335,7 +335,7 @@ def test_ties_at_the_best_bound_the_divergence_and_the_reason_says_so(num, num_b
   bound = math.log(num / num_best)
   assert tilt.kl == pytest.approx(bound, abs=2e-9) and tilt.kl < bound < LN2
   assert tilt.reason == (
-    f"KL is {bound:.6g} nats, not 0.693147: {num_best} of {num} rewards tie at the best, so it is"
+    f"KL is {bound:.6g} nats, not 0.693147: {num_best} of {num} rewards tie for the best, so it is"
     f" below ln({num}/{num_best})"
   )
   np.testing.assert_allclose(
@@ -355,9 +355,9 @@ def test_half_at_the_best_reaches_the_divergence_to_a_billionth(num):
 def test_differences_below_the_resolution_of_beta_are_told():
   _, tilt = only([1.0, 1 - 1e-14, 1 - 2e-14, 1 - 3e-14, 0.0])
   assert tilt.beta == entropic.MAX_BETA
-  assert "the best differ by less than their range / 1e+12, and beta ends there" in tilt.reason
+  assert "the best differ by less than their range / 1e+12, and beta is at its limit" in tilt.reason
   _, tilt = only([1.0, 1.0, 1.0, 1 - 1e-13, 0.0, 0.0])  # 3 of 6 tie, but that is not why.
-  assert tilt.reason.endswith("and beta ends there")
+  assert tilt.reason.endswith("and beta is at its limit")
 
 
 @pytest.mark.parametrize("num_valid", [1, 2, 3])
@@ -384,7 +384,7 @@ def test_valid_ones_that_are_equal_only_push_the_invalid_down():
 def test_a_group_without_any_valid_one_teaches_nothing():
   result = entropic.entropic(np.zeros((1, 5)), valid=np.zeros((1, 5), bool), valid_only=True)
   np.testing.assert_array_equal(result.advantages, 0)
-  assert result.reason == ("none of the group is valid",)
+  assert result.reason == ("no member of the group is valid",)
   assert (result.beta[0], result.kl[0], result.effective_samples[0]) == (0, 0, 0)
 
 

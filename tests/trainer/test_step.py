@@ -191,7 +191,7 @@ def test_layers_inputs_go_where_the_device_has_a_place_for_them():
   step.check_remat("layer", memories)
   step.check_remat("layer_offloaded", memories | {"pinned_host"})
   expected = (
-    r"Trainer.remat: got 'layer_offloaded' on a cpu device whose memories are \['device',"
+    r"Trainer.remat: got 'layer_offloaded' on a cpu device with the memories \['device',"
     r" 'unpinned_host'\], expected 'pinned_host' among them"
   )
   with pytest.raises(NotImplementedError, match=expected):

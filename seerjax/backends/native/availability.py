@@ -23,7 +23,7 @@ def reason_against() -> str | None:
   """Returns why native handlers cannot run in this process, or None if they can."""
   platform = jax.default_backend()
   if platform != "cpu":
-    return f"JAX's backend is {platform}, and native handlers are of the CPU"
+    return f"JAX's backend is {platform}, and native handlers run on the CPU only"
   if jax.config.jax_disable_jit:
     return "JAX_DISABLE_JIT is set"
   return _reason()
@@ -34,15 +34,15 @@ def _reason() -> str | None:
   try:
     difference = header.differing_record(header.text())
   except OSError as error:
-    return f"XLA's header of foreign functions cannot be read ({error})"
+    return f"XLA's FFI header cannot be read ({error})"
   if difference is not None:
-    return f"XLA's record {difference} is not the one that is known"
+    return f"XLA's FFI struct {difference} differs from the supported one"
   try:
     got = _first_bits()
   except Exception as error:  # A missing compiler, or one that does not support this machine.
     return f"numba could not compile a handler here ({type(error).__name__}: {error})"
   if got != EXPECTED:
-    return f"a first product gave other bits here (digest {got}, expected {EXPECTED})"
+    return f"a test product gave different bits here (digest {got}, expected {EXPECTED})"
   return None
 
 

@@ -160,6 +160,6 @@ def _write(path: pathlib.Path, code: bytes) -> None:
     os.replace(file.name, path)
   except OSError as error:
     logging.warning(
-      "native handlers: got %s, expected a folder to keep compiled code in; it is compiled again by"
-      " every process: make %s writable, or set JAX_COMPILATION_CACHE_DIR.", error, path.parent,
+      "native handlers: got %s, expected a folder for compiled code; every process compiles it"
+      " again: make %s writable, or set JAX_COMPILATION_CACHE_DIR.", error, path.parent,
     )  # fmt: skip

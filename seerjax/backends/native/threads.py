@@ -69,8 +69,8 @@ def number() -> int:
     return min(len(os.sched_getaffinity(0)), _MOST) if _has_pool() else 1
   if not given.isdecimal() or int(given) < 1:
     raise ValueError(
-      f"{VARIABLE}: got {given!r}, expected a whole number from 1 on; unset it for one thread a"
-      " processor."
+      f"{VARIABLE}: got {given!r}, expected a whole number of at least 1; unset it for one thread"
+      " per processor."
     )
   return min(int(given), _MOST) if _has_pool() else 1
 

@@ -36,8 +36,8 @@ class DiskStore:
     """
     if max_bytes < 0:
       raise ValueError(
-        f"DiskStore.max_bytes: got {max_bytes}, expected at least 0; say how much of the disk may"
-        " be used."
+        f"DiskStore.max_bytes: got {max_bytes}, expected at least 0; set it to the disk space that"
+        " may be used."
       )
     self.directory = pathlib.Path(directory)
     self.max_bytes = max_bytes
@@ -47,7 +47,7 @@ class DiskStore:
       self.directory.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
       raise ValueError(
-        f"DiskStore.directory: got {self.directory}, which is or goes through a file, expected a"
+        f"DiskStore.directory: got {self.directory}, which is a file or lies below one, expected a"
         " directory; choose another KVPoolConfig.disk."
       ) from error
     lock = None

@@ -72,8 +72,8 @@ class MooncakeStore:
     """
     if segment_bytes < BUFFER_BYTES:
       raise ValueError(
-        f"MooncakeStore.segment_bytes: got {segment_bytes}, expected at least {BUFFER_BYTES}; lend"
-        " more memory."
+        f"MooncakeStore.segment_bytes: got {segment_bytes}, expected at least {BUFFER_BYTES}; give"
+        " it more memory."
       )
     _check_listens(master)
     store_lib = _library()
@@ -85,8 +85,8 @@ class MooncakeStore:
     )
     if status != 0:
       raise ValueError(
-        f"MooncakeStore.segment_bytes: got status {status} from the client, which could join with"
-        f" {BUFFER_BYTES} bytes, expected 0 with {segment_bytes} too; lend less memory."
+        f"MooncakeStore.segment_bytes: got status {status} from the client, which joined with"
+        f" {BUFFER_BYTES} bytes, expected 0 with {segment_bytes} too; give it less memory."
       )
     self._pinned = store_lib.ReplicateConfig()
     self._pinned.with_hard_pin = True
@@ -119,7 +119,7 @@ class MooncakeStore:
           return False
         raise ConnectionError(
           f"MooncakeStore.put: got status {status} for {key!r}, expected 0; is the master still"
-          " there? Resume the run from its journal."
+          " running? Resume the run from its journal."
         )
     return True
 
@@ -141,7 +141,7 @@ class MooncakeStore:
     if found < 0:
       raise ConnectionError(
         f"MooncakeStore.has: got status {found} for {key!r}, expected 0 or 1; is the master still"
-        " there? Resume the run from its journal."
+        " running? Resume the run from its journal."
       )
     return found == 1
 
@@ -173,8 +173,8 @@ def _check_listens(master: str) -> None:
     socket.create_connection((host, int(port)), timeout=PATIENCE).close()
   except OSError as error:
     raise ConnectionError(
-      f"MooncakeStore.master: got {error} from {master}, expected a master that listens; start one"
-      " with `bash launch/mooncake_master.sh`."
+      f"MooncakeStore.master: got {error} from {master}, expected a running master; start one with"
+      " `bash launch/mooncake_master.sh`."
     ) from error
 
 
@@ -188,7 +188,7 @@ def _check_joins(host: str, master: str, patience: float) -> None:
   if found:
     raise ValueError(
       f"MooncakeStore.master: got {found!r} from a client of {master}, expected it to join; give"
-      " the master's RPC port, not that of its metrics or of another program."
+      " the master's RPC port, not its metrics port or the port of another program."
     )
 
 

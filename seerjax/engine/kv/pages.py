@@ -67,7 +67,7 @@ class PagePool:
     """
     if count > self.num_available:
       raise ValueError(
-        f"PagePool.take: got {count} pages asked for, expected at most {self.num_available};"
+        f"PagePool.take: got a request for {count} pages, expected at most {self.num_available};"
         " wait until requests finish."
       )
     pages = []

@@ -64,12 +64,12 @@ class Pins:
       others = sum(len(tokens) // self._page_size for _, tokens in self._pins)
       if not wanted:
         raise ValueError(
-          f"Engine.pin: got {len(key[1])} tokens, expected at least {self._page_size}, a page; a"
-          " shorter start costs less to write than to keep."
+          f"Engine.pin: got {len(key[1])} tokens, expected at least {self._page_size}, one page;"
+          " shorter prefixes cost less to compute than to keep."
         )
       if wanted + others > self._max_pages:
         raise ValueError(
-          f"Engine.pin: got {wanted} pages beside {others} that are pinned, expected at most"
+          f"Engine.pin: got {wanted} pages in addition to {others} pinned ones, expected at most"
           f" {self._max_pages} in all; unpin another, or raise EngineConfig.pinned_pages."
         )
       self._num_named += 1
@@ -91,7 +91,7 @@ class Pins:
     if key not in self._pins:
       raise ValueError(
         f"Engine.unpin: got {len(key[1])} tokens that are not pinned, expected one of the"
-        f" {len(self._pins)} starts that are; pass what was pinned."
+        f" {len(self._pins)} pinned prefixes; pass one of them."
       )
     for sequence in self._pins.pop(key):
       self._memory.release(sequence)

@@ -93,18 +93,18 @@ class KVPoolConfig:
     fields.check(self)
     if self.host_pages < 0:
       raise ValueError(
-        f"KVPoolConfig: got host_pages={self.host_pages}, expected at least 0; 0 leaves the peers'"
-        " free pages alone."
+        f"KVPoolConfig: got host_pages={self.host_pages}, expected at least 0; 0 keeps no KV in"
+        " host memory."
       )
     if self.disk and self.mooncake:
       raise ValueError(
-        f"KVPoolConfig: got disk={self.disk!r} and mooncake={self.mooncake!r}, expected one store"
-        " at most; leave one out."
+        f"KVPoolConfig: got disk={self.disk!r} and mooncake={self.mooncake!r}, expected at most one"
+        " store; leave one out."
       )
     if self.store_bytes < 0:
       raise ValueError(
-        f"KVPoolConfig: got store_bytes={self.store_bytes}, expected at least 0; say how much the"
-        " store may hold."
+        f"KVPoolConfig: got store_bytes={self.store_bytes}, expected at least 0; set it to the size"
+        " that the store may reach."
       )
     if not self.mooncake_host or self.mooncake_replicas < 1:
       raise ValueError(
@@ -138,8 +138,8 @@ def config_of(config: KVPoolConfig, mesh: jax.sharding.Mesh) -> KVPoolConfig:
   if config.disk or config.mooncake:
     raise NotImplementedError(
       f"KVPoolConfig: got disk={config.disk!r} and mooncake={config.mooncake!r} on a mesh of"
-      " several processes, expected neither (a process sees its own devices' pages alone); leave"
-      " them out, or run one process."
+      " several processes, expected neither (a process sees only the pages of its own devices);"
+      " leave them out, or run one process."
     )
   return dataclasses.replace(config, host_pages=0)
 
@@ -252,7 +252,7 @@ class KVPool:
       self.imports.stale += 1
       logging.info(
         "KVPool.claim of %r: got pages of weights %s, numerics %s, key %s; expected %s, %s, %s;"
-        " they are computed again.", request_id, manifest.weights_digest, manifest.numerics_digest,
+        " they are recomputed.", request_id, manifest.weights_digest, manifest.numerics_digest,
         manifest.key, identity.weights, identity.fingerprint, key,
       )  # fmt: skip
       return False
@@ -417,9 +417,9 @@ class KVPool:
         self._asks_from = self._step + PAUSE_STEPS
       if self.store.failures == 1:
         logging.warning(
-          "KVPool.store: got %s (%s) from %s.%s, expected an answer; its keys are computed again,"
-          " to the same bits: mend the store, further failures are only counted, and after a few in"
-          " a row it is left alone for a while.",
+          "KVPool.store: got %s (%s) from %s.%s, expected a result; the KV is recomputed with the"
+          " same bits: fix the store. Further failures are only counted; after several in a row,"
+          " the store is skipped for a while.",
           type(error).__name__, error, type(self._store).__name__, what,
         )  # fmt: skip
       return otherwise
@@ -459,8 +459,8 @@ class KVPool:
     self.imports.gone += how == "gone"
     self.imports.damaged += how == "damaged"
     logging.info(
-      "KVPool: got %s pages of %r (key %s), expected those that were exported; they are computed"
-      " again, to the same bits.", how, request_id, manifest.key,
+      "KVPool: got %s pages of %r (key %s), expected the exported pages; they are recomputed with"
+      " the same bits.", how, request_id, manifest.key,
     )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def test_spilled_requests_come_back_from_the_cluster(master):
 
 
 def test_a_small_segment_is_refused():
-  with pytest.raises(ValueError, match=r"segment_bytes: got 5, expected at least 16777216; lend"):
+  with pytest.raises(ValueError, match=r"segment_bytes: got 5, expected at least 16777216; give"):
     MooncakeStore("127.0.0.1:1", segment_bytes=5)
 
 
@@ -146,7 +146,7 @@ def test_what_is_no_address_is_refused(master):
 
 def test_a_master_that_does_not_listen_is_refused_soon():
   begin = time.monotonic()
-  with pytest.raises(ConnectionError, match=r"expected a master that listens; start one with"):
+  with pytest.raises(ConnectionError, match=r"expected a running master; start one with"):
     MooncakeStore(f"127.0.0.1:{mooncake_master.free_port()}", segment_bytes=BUFFER_BYTES)
   assert time.monotonic() - begin < 2 * mooncake_store.PATIENCE
 

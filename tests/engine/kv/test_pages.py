@@ -76,7 +76,7 @@ def test_a_pool_of_one_page_is_refused():
 def test_taking_more_than_there_is_is_refused():
   pool = PagePool(3, 4)
   pool.take(1)
-  with pytest.raises(ValueError, match=r"take: got 2 pages asked for, expected at most 1; wait"):
+  with pytest.raises(ValueError, match=r"take: got a request for 2 pages, expected at most 1;"):
     pool.take(2)
   assert pool.take(1) == [2]
 

@@ -228,7 +228,7 @@ def test_a_config_names_its_store(tmp_path):
     (dict(store_bytes=-1), r"got store_bytes=-1, expected at least 0"),
     (dict(mooncake_host=""), r"got mooncake_host='' and mooncake_replicas=1, expected an address"),
     (dict(mooncake_replicas=0), r"got mooncake_host='127.0.0.1' and mooncake_replicas=0, expecte"),
-    (dict(disk="kv", mooncake="h:1"), r"got disk='kv' and mooncake='h:1', expected one store"),
+    (dict(disk="kv", mooncake="h:1"), r"got disk='kv' and mooncake='h:1', expected at most one"),
   ],
 )
 def test_sizes_of_the_pool_are_checked(fields, message):
