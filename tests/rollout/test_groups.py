@@ -322,7 +322,7 @@ def test_the_longest_prompt_that_is_asked_must_leave_room():
   check_prompts(task, context=length + 4)
   message = (
     rf"answered: got a prompt of {length} tokens \(problem 'long' of split 'train'\) and max_tokens"
-    rf" 4, expected a sum of at most {length + 3} \(EngineConfig.max_context\); raise that, or"
+    rf" 4, expected a sum of at most {length + 3} \(EngineConfig.max_context\); raise it, or"
   )
   with pytest.raises(ValueError, match=message):
     check_prompts(task, count=1000, context=length + 3)

@@ -58,7 +58,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   said = []
   result = train(stopped_copy, resume=True, say=said.append)
   text = "\n".join(said)
-  assert "journal.jsonl: got no rollouts of 2 of 2 steps, expected those of all; the run" in text
+  assert "journal.jsonl: got no rollouts of 2 of 2 steps, expected rollouts of all; the" in text
   assert "metrics.jsonl: got no metrics of 2 of 2 steps, expected metrics of all; the run" in text
   assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
   assert_equal_bits(result.state, whole[1].state)
