@@ -137,7 +137,7 @@ def test_a_file_in_the_directorys_stead_names_the_place(place: str, tmp_path: pa
   "text, message",
   [
     ("nothing of use", "got a file that says 'nothing of use', expected a directory, or a file"),
-    ("", "got a file that says '', expected"),
+    ("", "got a file with the text '', expected"),
     ("floppy://a/b", "got 'floppy://a/b', expected a place that etils.epath knows, gs:// or s3://"),
   ],
 )

@@ -42,7 +42,7 @@ def test_processes_that_cannot_be_are_refused(fields, message):
 
 def test_devices_that_processes_cannot_share_evenly_are_refused():
   config = parallel.SliceConfig(num_processes=2, coordinator="127.0.0.1:9")
-  with pytest.raises(ValueError, match="got 3 devices .* for 2 processes, expected as many for"):
+  with pytest.raises(ValueError, match="got 3 devices .* for 2 processes, expected the same"):
     parallel.start(config, num_devices=3)
 
 
