@@ -24,8 +24,8 @@ ROOT = pathlib.Path(__file__).parents[1]
   "fields, message",
   [
     (dict(launcher="mpi"), "SliceConfig.launcher: got 'mpi', expected one of"),
-    (dict(num_processes=0), "got process_id=0 of num_processes=0, expected a number from 0"),
-    (dict(num_processes=2, process_id=2), "got process_id=2 of num_processes=2, expected a number"),
+    (dict(num_processes=0), "got process_id=0 of num_processes=0, expected 0 <="),
+    (dict(num_processes=2, process_id=2), "got process_id=2 of num_processes=2, expected 0 <="),
     (dict(start_seconds=0), "SliceConfig.start_seconds: got 0, expected at least 1"),
     (dict(heartbeat_seconds=0), "SliceConfig.heartbeat_seconds: got 0, expected at least 1"),
     (dict(num_processes=2), "SliceConfig.coordinator: got '', expected 'host:port' of process 0"),

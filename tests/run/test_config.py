@@ -82,7 +82,7 @@ def test_a_config_that_cannot_be_is_refused(kind, changes, message):
         stale=off_policy.StaleConfig(begun=2.0),
         trainer=dataclasses.replace(CONFIG.trainer, max_rounds=2),
       ),
-      r"begun: got 2.0 with max_rounds=2, expected one of them at 1",
+      r"begun: got 2.0 with max_rounds=2, expected at least one of",
     ),
   ],
 )

@@ -132,7 +132,7 @@ def test_a_rollout_of_another_problem_is_not_taken(begun):
   ) as one:
     place = (entry.step, entry.group, entry.member)
     assert one.lookup(*place, problem_id=entry.problem_id) is not None
-    message = "got a rollout of problem 'own-.*' for step 0, .* one of problem 'other', which"
+    message = "got a rollout of problem 'own-.*' for step 0, .* problem 'other', which now"
     with pytest.raises(ValueError, match=message):
       one.lookup(*place, problem_id="other")
 

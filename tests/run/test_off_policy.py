@@ -150,7 +150,7 @@ def test_rewards_stand_with_their_texts():
   [
     (dict(steps_ahead=2), "got steps_ahead=2, begun=1.0, expected 0 or 1, and 1 to 16"),
     (dict(begun=0.5), "got steps_ahead=0, begun=0.5, expected 0 or 1, and 1 to 16"),
-    (dict(steps_ahead=1, begun=2.0), "got steps_ahead=1 and begun=2.0, expected one of them"),
+    (dict(steps_ahead=1, begun=2.0), "got steps_ahead=1 and begun=2.0, expected at most one"),
   ],
 )
 def test_what_is_no_rival_is_refused(fields, message):

@@ -111,7 +111,7 @@ def test_a_twin_that_takes_them_says_other_things(tmp_path):
       dict(
         speculation=SpeculationConfig(draft_name="d", draft=DraftModelConfig(learn=True)),
       ),
-      "workers: got 2 with DraftModelConfig.learn, expected one of them",
+      "workers: got 2 with DraftModelConfig.learn, expected at most one",
     ),
   ],
 )

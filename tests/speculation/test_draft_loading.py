@@ -110,7 +110,7 @@ def test_a_shape_that_does_not_fit_is_refused(engine, change, message):
 def test_a_directory_that_is_no_draft_is_refused(tmp_path, engine):
   with pytest.raises(FileNotFoundError, match="config.json"):
     draft_loading.load_draft(tmp_path, engine)
-  with pytest.raises(FileNotFoundError, match="got 'no-draft', which is no directory"):
+  with pytest.raises(FileNotFoundError, match="got 'no-draft', which is not a dir"):
     draft_loading.load_draft("no-draft", engine)
 
 

@@ -180,7 +180,7 @@ def test_the_match_of_a_texts_end_is_known(history):
     (lambda t: t.append("a", 1, [2, 9]), "got token 9 at 2, expected 3, which is already stored"),
     (lambda t: t.append("a", 3, [4, -1]), "got token id -1, expected at least 0"),
     (lambda t: t.append_many([("a", 3, [4]), ("a", 4, [5])]), "got two updates in one call"),
-    (lambda t: t.remove("b"), "SuffixTree.remove: got request 'b', expected one of the 1"),
+    (lambda t: t.remove("b"), "SuffixTree.remove: got request 'b', expected one of 1"),
     (lambda t: t.tokens("b"), "SuffixTree.tokens: got request 'b'"),
     (lambda t: t.count([]), "got 0 tokens, expected 1 to 64"),
     (lambda t: t.count([1] * 65), "got 65 tokens, expected 1 to 64"),
