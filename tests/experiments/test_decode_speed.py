@@ -67,7 +67,7 @@ def test_an_unknown_side_is_refused():
 @pytest.mark.thorough
 def test_a_process_that_cannot_run_says_why(tmp_path: pathlib.Path):
   found = decode_speed.measured("native", tmp_path / "none", CONFIG, sys.executable)
-  assert "no directory" in found["error"] or "config.json" in found["error"]
+  assert "not a directory" in found["error"] or "config.json" in found["error"]
 
 
 @pytest.mark.long

@@ -150,7 +150,7 @@ def test_a_peers_peak_is_its_own_and_not_that_of_who_started_it():
 def test_a_process_that_ended_is_an_error(tmp_path: pathlib.Path):
   process = engine_throughput.Process("tiled-8", Workload(model=str(tmp_path / "none")), [(1,)])
   try:
-    assert "no directory" in process.answer()["error"]
+    assert "not a directory" in process.answer()["error"]
     assert process.answer() == dict(error="its process ended")
   finally:
     process.close()
