@@ -190,11 +190,15 @@ def main(argv: list[str]) -> None:
         found, outcome = run(engine, requests)
         unlike = [key for key in alone if key not in found or not same(found[key], alone[key])]
         if unlike:
-          raise ValueError(f"{name}: got other bits than alone of {unlike}, expected equal ones.")
+          raise ValueError(
+            f"{name}: got different bits than alone for {unlike}, expected equal bits."
+          )
         if repetition:  # The first one compiles.
           outcomes[name].append(outcome)
-    print("| pages for, ahead | tokens/s, median (range) | of ample's | at once | displaced |"
-          " computed again | longest pause, visits |\n|---|---|---|---|---|---|---|")
+    print(
+      "| pages for, ahead | tokens/s, median (range) | of ample's | at once | displaced |"
+      " computed again | longest pause, visits |\n|---|---|---|---|---|---|---|"
+    )
     for name, found in outcomes.items():
       rates = [one.rate for one in found]
       shares = [one.rate / other.rate for one, other in zip(found, outcomes["ample"], strict=True)]
@@ -216,13 +220,15 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("model", "nano", "Shipped, a directory, a GGUF file, or a Hub id.")
-  flags.DEFINE_integer("num_requests", 64, "Submitted at once.", 1)
-  flags.DEFINE_integer("contexts", 8, "Whole contexts that the few pages hold.", 1)
-  flags.DEFINE_integer("context", 512, "Positions of prompt and answer.", 2)
-  flags.DEFINE_integer("tokens", 98, "Of an answer, on average.", 1)
-  flags.DEFINE_integer("repetitions", 5, "Rounds, after one that compiles.", 1)
-  flags.DEFINE_string("workdir", "", "Takes admission.json; '' keeps nothing.")
+  flags.DEFINE_string("model", "nano", "Shipped model, directory, GGUF file, or Hub id.")
+  flags.DEFINE_integer("num_requests", 64, "Number of requests to submit at once.", 1)
+  flags.DEFINE_integer(
+    "contexts", 8, "Number of whole contexts that fit into the small page pool.", 1
+  )
+  flags.DEFINE_integer("context", 512, "Maximum tokens of prompt plus response.", 2)
+  flags.DEFINE_integer("tokens", 98, "Mean number of tokens per response.", 1)
+  flags.DEFINE_integer("repetitions", 5, "Number of timed rounds, after one warm-up round.", 1)
+  flags.DEFINE_string("workdir", "", "Directory for admission.json; '' writes nothing.")
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
       missing = {str(error)}
     if missing:
       raise ValueError(
-        f"{path}: got a line {number} that is no cell ({', '.join(missing)}), expected an object"
-        " of JSON with its settings; remove that line, and the cell is run again."
+        f"{path}: got a line {number} that is not a cell ({', '.join(missing)}), expected a JSON"
+        " object with its settings; remove that line to run the cell again."
       )
   for record in records:
     if record["settings"] != settings:
@@ -60,8 +60,8 @@ def read(path: pathlib.Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
         if record["settings"].get(name) != settings.get(name)
       )
       raise ValueError(
-        f"{path}: got cells with other {', '.join(names)}, expected those of this command; name"
-        " another --workdir, or the settings that they were made with."
+        f"{path}: got cells with other {', '.join(names)}, expected those of this command; choose"
+        " another --workdir, or the settings of these cells."
       )
   return records
 
@@ -114,16 +114,18 @@ def completed(
   missing = [cell for cell in cells if cell not in found]
   programs: dict[Any, Programs] = {}
   try:
-    for cell in rich.progress.track(missing, f"cells, {len(cells) - len(missing)} were finished"):
+    for cell in rich.progress.track(
+      missing, f"cells, {len(cells) - len(missing)} already finished"
+    ):
       found[cell] = measure(cell, found, programs)
       append(path, found[cell])
   except (KeyboardInterrupt, stops.Interrupted) as stop:
     # Replaces the message of the cell's own run, whose hint to use `--resume` is wrong for a table.
     count = len(read(path, settings))
     kept = (
-      f"with {count} of {len(cells)} cells finished, which {path} keeps; the same command goes on"
+      f"with {count} of {len(cells)} cells finished, saved in {path}; the same command continues"
       if count
-      else f"before the first of {len(cells)} cells was finished; nothing is kept"
+      else f"before the first of {len(cells)} cells finished; nothing is saved"
     )
     status = stop.status if isinstance(stop, stops.Interrupted) else stops.status_of(stop)
     raise stops.Interrupted(f"stopped {kept}", status) from None
@@ -139,7 +141,7 @@ def check_problems(problems: Sequence[str]) -> None:
   for name in problems:
     if names_lib.load(name).language is None:
       raise ValueError(
-        f"{name}: got a problem without a language of edits, expected one; choose another."
+        f"{name}: got a problem without an edit language, expected one; choose another."
       )
 
 

@@ -306,8 +306,9 @@ def _run_phase(own: pathlib.Path, runs: list[list[str]]) -> None:
 
 def _failure(status: int, log: pathlib.Path) -> RuntimeError:
   return RuntimeError(
-    f"cluster_digests: got status {status} of a process, expected 0; {log} says why, and the same"
-    f" command goes on:\n{os.linesep.join(log.read_text().splitlines()[-15:])}"
+    f"cluster_digests: got status {status} of a process, expected 0; see {log}; the same command"
+    " continues:\n"
+    f"{os.linesep.join(log.read_text().splitlines()[-15:])}"
   )
 
 
@@ -413,7 +414,9 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
   configuration.define_flags(default(), "runs/cluster_digests")
   configuration.define_slice_flags()
-  flags.DEFINE_list("cells", [], f"Lines of the table, all by default: {', '.join(PHASES)}.")
-  flags.DEFINE_integer("fault_seed", 0, "Of the moments and kinds of faults.")
-  flags.DEFINE_integer("phase", -1, "Of a process that this starts itself.")
+  flags.DEFINE_list(
+    "cells", [], f"Lines of the table to compute, all by default: {', '.join(PHASES)}."
+  )
+  flags.DEFINE_integer("fault_seed", 0, "Seed of the times and kinds of faults.")
+  flags.DEFINE_integer("phase", -1, "Internal: phase of a subprocess.")
   app.run(main)

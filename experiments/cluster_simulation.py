@@ -218,8 +218,12 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/cluster_simulation", "The table goes here.")
-  flags.DEFINE_list("devices", [str(one) for one in DEVICES], "Of each cluster.")
-  flags.DEFINE_integer("groups_per_instance", 100, "Prompts; the paper's 100.", lower_bound=1)
-  flags.DEFINE_integer("seed", 0, "Of lengths.")
+  flags.DEFINE_string("workdir", "runs/cluster_simulation", "Output directory for the table.")
+  flags.DEFINE_list(
+    "devices", [str(one) for one in DEVICES], "Numbers of devices, one per cluster."
+  )
+  flags.DEFINE_integer(
+    "groups_per_instance", 100, "Number of prompts per instance; 100 in the paper.", lower_bound=1
+  )
+  flags.DEFINE_integer("seed", 0, "Seed of the response lengths.")
   app.run(main)

@@ -62,8 +62,7 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
     else:
       if isinstance(at, Mapping):
         raise ValueError(
-          f"--{name}: got a mapping as a whole, expected one of its entries; write"
-          f" --{name}.NAME=VALUE."
+          f"--{name}: got a whole mapping, expected one of its entries; write --{name}.NAME=VALUE."
         )
 
 
@@ -111,7 +110,7 @@ def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
   The first preset is the default. Exits if the command line names an unknown field.
   """
   names = list(presets)
-  flags.DEFINE_enum("preset", names[0], names, "What --config begins with.")
+  flags.DEFINE_enum("preset", names[0], names, "Preset that --config starts from.")
   with command_line.refusals():
     try:
       flags.FLAGS(sys.argv, known_only=True)  # Other flags are not defined yet.
@@ -130,7 +129,7 @@ def define_flags(default: Any, workdir: str) -> None:
     values = to_flags(default)
     name_entries(values, default, sys.argv[1:])
   config_flags.DEFINE_config_dict("config", values)
-  flags.DEFINE_string("workdir", workdir, "Everything the run writes goes here.")
+  flags.DEFINE_string("workdir", workdir, "Output directory of the run.")
   flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
 
 
@@ -138,13 +137,15 @@ def define_slice_flags() -> None:
   """Defines the flags of a multi-process slice; see `slice_of_flags`."""
   usual = parallel.SliceConfig()
   flags.DEFINE_integer(
-    "num_processes", usual.num_processes, "Processes whose devices are one mesh; all run this."
+    "num_processes",
+    usual.num_processes,
+    "Number of processes whose devices form one mesh; all run this command.",
   )
-  flags.DEFINE_integer("process_id", usual.process_id, "Which of them this is, from 0.")
-  flags.DEFINE_string("coordinator", usual.coordinator, "HOST:PORT where process 0 listens.")
+  flags.DEFINE_integer("process_id", usual.process_id, "Index of this process, from 0.")
+  flags.DEFINE_string("coordinator", usual.coordinator, "HOST:PORT on which process 0 listens.")
   flags.DEFINE_enum(
     "launcher", usual.launcher, parallel.LAUNCHERS,
-    "What started them and knows both of these: slurm, ompi, k8s, gcetpu or gketpu.",
+    "Launcher that sets both of these: slurm, ompi, k8s, gcetpu or gketpu.",
   )  # fmt: skip
 
 

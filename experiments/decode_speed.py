@@ -221,7 +221,7 @@ def their_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
       out = model.generate(
         ids, attention_mask=torch.ones_like(ids), generation_config=generation
       )
-    assert out.shape == (batch, PROMPT_TOKENS + length), "an answer ended before its length"
+    assert out.shape == (batch, PROMPT_TOKENS + length), "a response ended before its length"
 
   return answer
 
@@ -421,12 +421,16 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "", "A directory or GGUF file; '' is a random Qwen3-0.6B.")
-  flags.DEFINE_list("peers", list(DEFAULT_PEERS), f"Some of {', '.join(PEERS)}.")
-  flags.DEFINE_list("batches", ["1", "8", "32"], "Sequences that decode together.")
-  flags.DEFINE_integer("decode_steps", 32, "Tokens of each that are timed.", 1)
-  flags.DEFINE_integer("repetitions", 3, "After one that is not counted.", 1)
-  flags.DEFINE_string("torch_python", "", "Of the peers on torch; this one, or .venv-3.11's.")
-  flags.DEFINE_string("workdir", "runs/decode_speed", "Takes the model, numbers and table.")
-  flags.DEFINE_bool("serve", False, "Internal: be the side that stdin names.")
+  flags.DEFINE_string("model", "", "Model directory or GGUF file; '' is a random Qwen3-0.6B.")
+  flags.DEFINE_list("peers", list(DEFAULT_PEERS), f"Peers to measure, from {', '.join(PEERS)}.")
+  flags.DEFINE_list("batches", ["1", "8", "32"], "Batch sizes to measure.")
+  flags.DEFINE_integer("decode_steps", 32, "Number of timed tokens per sequence.", 1)
+  flags.DEFINE_integer("repetitions", 3, "Number of rounds, after one warm-up round.", 1)
+  flags.DEFINE_string(
+    "torch_python", "", "Python of the torch peers; by default this one, or the one in .venv-3.11."
+  )
+  flags.DEFINE_string(
+    "workdir", "runs/decode_speed", "Output directory for the model, numbers and table."
+  )
+  flags.DEFINE_bool("serve", False, "Internal: run the side named on stdin.")
   app.run(main)

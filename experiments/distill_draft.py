@@ -140,8 +140,8 @@ def main(argv: list[str]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / "model").exists():
       raise ValueError(
-        f"--workdir: got {directory}, which holds a finished draft, expected none or what is to be"
-        " resumed; choose another, or remove its model/."
+        f"--workdir: got {directory}, which holds a finished draft, expected an empty or resumable"
+        " directory; choose another, or remove its model/."
       )
     config = distill.DistillConfig(
       num_tokens=args.num_tokens, learning_rate=args.learning_rate, seed=args.seed
@@ -174,14 +174,25 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/distill_draft", "Answers, checkpoints and the draft.")
-  flags.DEFINE_string("target", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
-  flags.DEFINE_string("draft", "nano-draft", "Preset of the draft's shape.")
-  flags.DEFINE_integer("num_problems", 18_432, "That the target answers.", lower_bound=1)
-  flags.DEFINE_integer("likely", 16, "Tokens of forward KL; 0 learns what was sampled.", 0)
-  flags.DEFINE_integer(
-    "num_tokens", distill.DistillConfig.num_tokens, "Budget, padding included.", lower_bound=1
+  flags.DEFINE_string(
+    "workdir", "runs/distill_draft", "Output directory for responses, checkpoints and the draft."
   )
-  flags.DEFINE_float("learning_rate", distill.DistillConfig.learning_rate, "Peak.")
-  flags.DEFINE_integer("seed", 0, "Weights, problems and the order of documents.")
+  flags.DEFINE_string(
+    "target", "nano", "Target: nano, a Hugging Face directory, a GGUF file, or a Hub id."
+  )
+  flags.DEFINE_string("draft", "nano-draft", "Preset of the draft's shape.")
+  flags.DEFINE_integer(
+    "num_problems", 18_432, "Number of problems that the target answers.", lower_bound=1
+  )
+  flags.DEFINE_integer(
+    "likely", 16, "Number of top tokens in the forward KL; 0 trains on sampled tokens.", 0
+  )
+  flags.DEFINE_integer(
+    "num_tokens",
+    distill.DistillConfig.num_tokens,
+    "Training budget in tokens, including padding.",
+    lower_bound=1,
+  )
+  flags.DEFINE_float("learning_rate", distill.DistillConfig.learning_rate, "Peak learning rate.")
+  flags.DEFINE_integer("seed", 0, "Seed of weights, problems and document order.")
   app.run(main)

@@ -163,7 +163,7 @@ def table(found: dict[str, tuple[Found, int, float]], num_tokens: int) -> str:
   lines = [
     f"Each of {num_tokens:,} tokens of the target's answers; chains of {LENGTH}, temperature 1.",
     "",
-    "| kind | own parameters | tokens a step | held at position 1, 2, ... (reached) |",
+    "| kind | own parameters | tokens per step | accepted at position 1, 2, ... (reached) |",
     "|---|---|---|---|",
   ]
   for name, (one, size, _) in found.items():
@@ -205,7 +205,7 @@ def main(argv: list[str]) -> None:
     own = presets.get("nano-draft")
     key, optimizer = numerics_lib.key(args.seed), distill.make_optimizer(config)
     kinds: dict[str, tuple[Any, distill.Step, Callable[[Any], Drafts]]] = {
-      "a model of its own (nano-draft)": (
+      "a separate model (nano-draft)": (
         parameters.init(key, own, distill.numerics_for(PADDED)),
         distill.make_step(own, optimizer),
         lambda params: of_model(params, own),
@@ -233,9 +233,17 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/draft_kinds", "Answers and the table.")
-  flags.DEFINE_integer("num_problems", 2048, "That the target answers, to learn.", lower_bound=1)
-  flags.DEFINE_integer("num_heldout", 64, "And to draft along.", lower_bound=1)
-  flags.DEFINE_integer("num_tokens", 300_000, "Of each kind, padding included.", lower_bound=1)
-  flags.DEFINE_integer("seed", 0, "Weights, problems and the order of documents.")
+  flags.DEFINE_string(
+    "workdir", "runs/draft_kinds", "Output directory for responses and the table."
+  )
+  flags.DEFINE_integer(
+    "num_problems", 2048, "Number of training problems that the target answers.", lower_bound=1
+  )
+  flags.DEFINE_integer(
+    "num_heldout", 64, "Number of held-out problems for measuring the drafts.", lower_bound=1
+  )
+  flags.DEFINE_integer(
+    "num_tokens", 300_000, "Training budget in tokens per kind, including padding.", lower_bound=1
+  )
+  flags.DEFINE_integer("seed", 0, "Seed of weights, problems and document order.")
   app.run(main)

@@ -89,10 +89,9 @@ class Timed:
     median, least, most = self.milliseconds
     text = (
       f"{self.model} {self.implementation} {self.rows:4d} rows: {median:9.3f} ms ({least:.3f} to"
-      f" {most:.3f}), {self.kernels:,} kernels of ours and {self.others:,} of XLA's, the host waits"
-      f" {self.host_reads} times,"
-      f" {self.weight_bytes / median / 1e6:,.1f} MB of weights a ms, compiled in"
-      f" {self.compile_seconds:.0f} s"
+      f" {most:.3f}), {self.kernels:,} kernels of ours and {self.others:,} of XLA's,"
+      f" {self.host_reads} host syncs, {self.weight_bytes / median / 1e6:,.1f} MB of weights a ms,"
+      f" compiled in {self.compile_seconds:.0f} s"
     )
     if not copy_bandwidth:
       return text
@@ -104,6 +103,7 @@ def random_weights(
   model: model_config.TransformerConfig, numerics: NumericsConfig
 ) -> parameters.Params:
   """Returns random weights in the layout and dtype used at run time, drawn on the device."""
+
   @functools.partial(jax.jit, static_argnums=1)
   def uniform(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return jax.random.uniform(key, shape, numerics.dtype, -0.03, 0.03)
@@ -208,15 +208,17 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_enum("preset", "qwen3-8b", sorted(presets.CONFIGS), "The model's shape.")
+  flags.DEFINE_enum("preset", "qwen3-8b", sorted(presets.CONFIGS), "Preset of the model's shape.")
   flags.DEFINE_enum(
-    "implementation", "auto", numerics_lib.IMPLEMENTATIONS, "As NumericsConfig has it."
+    "implementation", "auto", numerics_lib.IMPLEMENTATIONS, "Implementation, as in NumericsConfig."
   )
-  flags.DEFINE_list("rows", ["1", "16", "64", "256"], "Sequences that decode together.")
-  flags.DEFINE_integer("layers", 0, "Fewer layers than the model's; 0 is all.", lower_bound=0)
-  flags.DEFINE_integer("context", 512, "Positions of each sequence.", lower_bound=1)
-  flags.DEFINE_integer("steps", 10, "Steps of one turn.", lower_bound=1)
-  flags.DEFINE_integer("row_tile", 16, "Of tiled.", lower_bound=2)
-  flags.DEFINE_bool("dry_run", False, "A small model and one step, on any machine.")
-  flags.DEFINE_string("out", "runs/engine_step.jsonl", "Gets one line for each number of rows.")
+  flags.DEFINE_list("rows", ["1", "16", "64", "256"], "Numbers of sequences to decode together.")
+  flags.DEFINE_integer("layers", 0, "Number of layers; 0 means all.", lower_bound=0)
+  flags.DEFINE_integer("context", 512, "Number of positions per sequence.", lower_bound=1)
+  flags.DEFINE_integer("steps", 10, "Number of steps per turn.", lower_bound=1)
+  flags.DEFINE_integer("row_tile", 16, "Row tile of the tiled implementation.", lower_bound=2)
+  flags.DEFINE_bool(
+    "dry_run", False, "Whether to run only one step of a small model, on any machine."
+  )
+  flags.DEFINE_string("out", "runs/engine_step.jsonl", "Output file, one line per number of rows.")
   app.run(main)

@@ -244,7 +244,7 @@ def their_answer(
     )
     with torch.inference_mode():
       out = model.generate(ids, attention_mask=mask, generation_config=config)
-    assert out.shape == (len(rows), width + longest), "an answer ended before its length"
+    assert out.shape == (len(rows), width + longest), "a response ended before its length"
     return int(wanted[rows].sum())
 
   def static() -> int:
@@ -420,7 +420,7 @@ def fault(reply: dict[str, Any], num_tokens: int) -> str:
   if "error" in reply:
     return reply["error"]
   if reply["tokens"] != num_tokens:
-    return f"gave {reply['tokens']:,} tokens where {num_tokens:,} were asked for"
+    return f"gave {reply['tokens']:,} tokens, {num_tokens:,} were requested"
   return ""
 
 
@@ -505,7 +505,7 @@ def aims(results: dict[str, Any]) -> str:
   """Returns the target ratios as Markdown, and which of them are met."""
   ours = results.get(AIMED, {})
   if "tokens_per_second" not in ours:
-    return f"{PEERS[AIMED].label} was not measured, and so no aim."
+    return f"{PEERS[AIMED].label} was not measured, so no aim is checked."
   lines = [
     f"| useful tokens of {PEERS[AIMED].label}, times those of | aimed at | a wall second |"
     " a CPU second | holds (wall) |",
@@ -648,12 +648,16 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory or a GGUF file.")
-  flags.DEFINE_list("peers", [], f"Some of {', '.join(PEERS)}; all by default.")
-  flags.DEFINE_integer("repetitions", 3, "How often each peer answers after its warm-up.", 1)
-  flags.DEFINE_integer("num_prompts", 16, "Groups of 8.", 1)
-  flags.DEFINE_integer("max_tokens", 512, "Longest answer.", 1)
-  flags.DEFINE_string("torch_python", "", "Of the peers on torch; this one, or .venv-3.11's.")
-  flags.DEFINE_string("workdir", "runs/engine_throughput", "Takes numbers, table and picture.")
-  flags.DEFINE_bool("serve", False, "Internal: be the peer that stdin names.")
+  flags.DEFINE_string("model", "nano", "Model: nano, a Hugging Face directory or a GGUF file.")
+  flags.DEFINE_list("peers", [], f"Peers to measure, from {', '.join(PEERS)}; all by default.")
+  flags.DEFINE_integer("repetitions", 3, "Number of rounds per peer, after its warm-up.", 1)
+  flags.DEFINE_integer("num_prompts", 16, "Number of prompts, each with a group of 8 requests.", 1)
+  flags.DEFINE_integer("max_tokens", 512, "Maximum response length in tokens.", 1)
+  flags.DEFINE_string(
+    "torch_python", "", "Python of the torch peers; by default this one, or the one in .venv-3.11."
+  )
+  flags.DEFINE_string(
+    "workdir", "runs/engine_throughput", "Output directory for numbers, table and plot."
+  )
+  flags.DEFINE_bool("serve", False, "Internal: run the peer named on stdin.")
   app.run(main)

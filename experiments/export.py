@@ -170,20 +170,22 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("run", "runs/grpo", "A run's directory.")
-  flags.DEFINE_integer("step", None, "One that was saved; the latest if not given.")
-  flags.DEFINE_string("model", "", "A model's name, directory or GGUF file, in place of a run.")
-  flags.DEFINE_string("out", "", "The directory, or with --gguf the file, that is made.")
-  flags.DEFINE_bool("adapter", False, "Write the adapters alone, as PEFT reads them.")
-  flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of a directory's tensors.")
+  flags.DEFINE_string("run", "runs/grpo", "Run directory.")
+  flags.DEFINE_integer("step", None, "Saved step to export; the latest by default.")
+  flags.DEFINE_string("model", "", "Model name, directory or GGUF file to export instead of a run.")
+  flags.DEFINE_string("out", "", "Output directory, or output file with --gguf.")
+  flags.DEFINE_bool("adapter", False, "Whether to write only the adapters, in PEFT's format.")
   flags.DEFINE_enum(
-    "gguf", "", ["", *gguf_write.KINDS], "Write a GGUF file whose matrices are of this kind."
+    "dtype", "bfloat16", ["bfloat16", "float32"], "Data type of the tensors in a directory."
+  )
+  flags.DEFINE_enum(
+    "gguf", "", ["", *gguf_write.KINDS], "Write a GGUF file with matrices of this type."
   )
   flags.DEFINE_enum(
     "gguf_pre",
     "",
     ["", *gguf_tokenizer.PRE_TOKENIZERS],
-    "The pre-tokenizer for llama.cpp, where it has none that cuts texts as the model's own.",
+    "Pre-tokenizer for llama.cpp, if it has no equivalent of the model's own.",
   )
-  flags.DEFINE_bool("overwrite", False, "Replace what an export wrote there before.")
+  flags.DEFINE_bool("overwrite", False, "Whether to replace an earlier export there.")
   app.run(main)

@@ -358,7 +358,9 @@ def main(arguments: Sequence[str]) -> int:
   """Returns the exit status: 1 if a limit is violated."""
   parser = argparse.ArgumentParser(prog="python -m experiments.gpu_step")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/gpu_compile"))
-  parser.add_argument("--rows", default="", help="only engine steps of these rows, 1 and 2 layers")
+  parser.add_argument(
+    "--rows", default="", help="measure only engine steps with these rows, 1 and 2 layers"
+  )
   parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
   options = parser.parse_args(arguments)
   if reason := sass.reason_against():

@@ -110,7 +110,7 @@ def calls(
   if len(batch.targets) > 1:
     raise ValueError(
       f"--groups: got {num_groups}, which fill {len(batch.targets)} micro-batches, expected one;"
-      " ask for fewer groups."
+      " lower --groups."
     )
   trainer = programs_lib.make_programs(config, policy.model).trainer
   params = parameters.compute_params(policy.params, config.numerics)
@@ -209,8 +209,12 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
-  flags.DEFINE_integer("groups", 4, f"Of {MEMBERS} answers each, in one micro-batch.", 1)
-  flags.DEFINE_integer("repetitions", 5, "After one that compiles.", 1)
-  flags.DEFINE_string("workdir", "runs/gradient_cost", "Takes numbers and table.")
+  flags.DEFINE_string(
+    "model", "nano", "Model: nano, a Hugging Face directory, a GGUF file, or a Hub id."
+  )
+  flags.DEFINE_integer(
+    "groups", 4, f"Number of groups of {MEMBERS} responses each, in one micro-batch.", 1
+  )
+  flags.DEFINE_integer("repetitions", 5, "Number of timed rounds, after one warm-up round.", 1)
+  flags.DEFINE_string("workdir", "runs/gradient_cost", "Output directory for numbers and table.")
   app.run(main)

@@ -81,7 +81,7 @@ def on_these_devices(config: RunConfig) -> RunConfig:
     return config
   print(
     f"num_instances={config.num_instances} of {config.model_shards}, but {len(jax.devices())}"
-    f" device(s): going on with {max(found, 1)}"
+    f" device(s): continuing with {max(found, 1)}"
   )
   return dataclasses.replace(config, num_instances=max(found, 1))
 
@@ -321,8 +321,12 @@ if __name__ == "__main__":
   model = configuration.given(sys.argv[1:], "config.model", RunConfig().model)
   configuration.define_flags(run_presets.of_model(model), "runs/grpo")
   configuration.define_slice_flags()
-  flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
-  flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
-  flags.DEFINE_bool("accept_new_data", False, "Resume with other problems than the run's.")
-  flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")
+  flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
+  flags.DEFINE_bool(
+    "accept_new_numerics", False, "Whether to resume under a different fingerprint."
+  )
+  flags.DEFINE_bool(
+    "accept_new_data", False, "Whether to resume with problems that differ from the run's."
+  )
+  flags.DEFINE_bool("bitwise", True, "Whether to refuse to start if rows are not invariant.")
   app.run(main)

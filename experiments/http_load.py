@@ -159,7 +159,7 @@ def said(reply: Reply) -> Said:
   text = reply.body.decode()
   if reply.status != 200:
     raise ValueError(
-      f"the server: got status {reply.status} ({text[:300]}), expected 200; look into its log."
+      f"the server: got status {reply.status} ({text[:300]}), expected 200; see its log."
     )
   if not text.startswith("data: "):
     bodies = [json.loads(text)]
@@ -169,7 +169,7 @@ def said(reply: Reply) -> Said:
   whole, logprobs, count = "", [], 0
   for body in bodies:
     if "choices" not in body:
-      raise ValueError(f"the server: got {text[-300:]!r}, expected an answer; look into its log.")
+      raise ValueError(f"the server: got {text[-300:]!r}, expected a response; see its log.")
     for choice in body["choices"]:
       whole += choice.get("text") or ""
       logprobs += _logprobs(choice.get("logprobs") or {})

@@ -657,14 +657,24 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_list("part", list(PARTS), "Which experiments: a, b, c, d.")
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
-  flags.DEFINE_string("prompt", "", f"Of a and b; a word problem if empty, or {FEYNMAN!r}.")
-  flags.DEFINE_integer("completions", 1000, "Of the one prompt, in each of a and b.", 2)
-  flags.DEFINE_integer("max_tokens", 128, "Longest completion.", 1)
-  flags.DEFINE_integer("rl_steps", 6, "Steps of c.", 1)
-  flags.DEFINE_integer("repetitions", 5, "Of d.", 1)
-  flags.DEFINE_list("batch_sizes", ["1", "2", "4", "8", "16", "32", "64", "128"], "Of d.")
-  flags.DEFINE_integer("seed", 0, "Of everything random.")
-  flags.DEFINE_string("workdir", "runs/invariance", "Takes numbers, tables and the picture.")
+  flags.DEFINE_list("part", list(PARTS), "Parts to run: a, b, c, d.")
+  flags.DEFINE_string(
+    "model", "nano", "Model: nano, a Hugging Face directory, a GGUF file, or a Hub id."
+  )
+  flags.DEFINE_string(
+    "prompt", "", f"Prompt of parts a and b; a word problem if empty, or {FEYNMAN!r}."
+  )
+  flags.DEFINE_integer(
+    "completions", 1000, "Number of completions of the prompt, in each of a and b.", 2
+  )
+  flags.DEFINE_integer("max_tokens", 128, "Maximum completion length in tokens.", 1)
+  flags.DEFINE_integer("rl_steps", 6, "Number of training steps in part c.", 1)
+  flags.DEFINE_integer("repetitions", 5, "Number of rounds in part d.", 1)
+  flags.DEFINE_list(
+    "batch_sizes", ["1", "2", "4", "8", "16", "32", "64", "128"], "Batch sizes in part d."
+  )
+  flags.DEFINE_integer("seed", 0, "Seed of all random draws.")
+  flags.DEFINE_string(
+    "workdir", "runs/invariance", "Output directory for numbers, tables and the plot."
+  )
   app.run(main)

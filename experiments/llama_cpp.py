@@ -167,13 +167,13 @@ class Model:
     self._model = self._library.llama_model_load_from_file(str(path).encode(), model_parameters)
     if not self._model:
       raise ValueError(
-        f"{path}: got a file that llama.cpp does not load, expected a GGUF; write it anew with"
-        " experiments/export.py."
+        f"{path}: got a file that llama.cpp does not load, expected a GGUF file; write it again"
+        " with experiments/export.py."
       )
     self._context = self._library.llama_init_from_model(self._model, parameters)
     if not self._context:
       raise MemoryError(
-        f"llama.cpp: got no context of {num_sequences} sequences of {context} positions; ask for"
+        f"llama.cpp: got no context of {num_sequences} sequences of {context} positions; request"
         " fewer."
       )
     self._vocab = self._library.llama_model_get_vocab(self._model)
@@ -225,7 +225,7 @@ class Model:
     if status := self._library.llama_decode(self._context, batch):
       raise RuntimeError(
         f"llama.cpp: got status {status} for {len(tokens)} rows, expected 0; the cache holds fewer"
-        " positions than were asked for."
+        " positions than requested."
       )
     count = int(wanted.sum())
     logits = self._library.llama_get_logits(self._context)

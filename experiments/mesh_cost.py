@@ -166,9 +166,17 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano", "nano, a Hugging Face directory, a GGUF file, or a Hub id.")
-  flags.DEFINE_list("implementations", list(gradient_cost.IMPLEMENTATIONS), "tiled, native.")
-  flags.DEFINE_integer("groups", 4, f"Of {gradient_cost.MEMBERS} answers each.", 1)
-  flags.DEFINE_integer("repetitions", 7, "After one that compiles.", 1)
-  flags.DEFINE_string("workdir", "runs/mesh_cost", "Takes numbers and table.")
+  flags.DEFINE_string(
+    "model", "nano", "Model: nano, a Hugging Face directory, a GGUF file, or a Hub id."
+  )
+  flags.DEFINE_list(
+    "implementations",
+    list(gradient_cost.IMPLEMENTATIONS),
+    "Implementations to measure, from tiled, native.",
+  )
+  flags.DEFINE_integer(
+    "groups", 4, f"Number of groups of {gradient_cost.MEMBERS} responses each.", 1
+  )
+  flags.DEFINE_integer("repetitions", 7, "Number of timed rounds, after one warm-up round.", 1)
+  flags.DEFINE_string("workdir", "runs/mesh_cost", "Output directory for numbers and table.")
   app.run(main)

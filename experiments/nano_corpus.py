@@ -143,5 +143,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/tokenizer", "Takes the tokenizer.")
+  flags.DEFINE_string("workdir", "runs/tokenizer", "Output directory for the tokenizer.")
   app.run(main)

@@ -397,12 +397,16 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/nano_sleep", "Checkpoints and models go here.")
-  flags.DEFINE_string("start", "nano", "That the warm start begins with: a model of nano's shape.")
-  flags.DEFINE_bool("keeps_embeddings", False, "Whether the tokens' vectors stay as they are.")
-  flags.DEFINE_integer("num_tokens", 2_000_000, "Of the warm start, padding included.", 1)
-  flags.DEFINE_float("learning_rate", 1.2e-3, "Peak of the warm start.")
-  flags.DEFINE_integer("num_steps", 30, "Of reinforcement.", 1)
-  flags.DEFINE_integer("num_contexts", 300, "Of each split, for the facts in the end.", 2)
-  flags.DEFINE_integer("seed", 0, "Of documents and rollouts.")
+  flags.DEFINE_string("workdir", "runs/nano_sleep", "Output directory for checkpoints and models.")
+  flags.DEFINE_string("start", "nano", "Initial model of the warm start, of nano's shape.")
+  flags.DEFINE_bool("keeps_embeddings", False, "Whether to freeze the token embeddings.")
+  flags.DEFINE_integer(
+    "num_tokens", 2_000_000, "Budget of the warm start in tokens, including padding.", 1
+  )
+  flags.DEFINE_float("learning_rate", 1.2e-3, "Peak learning rate of the warm start.")
+  flags.DEFINE_integer("num_steps", 30, "Number of reinforcement learning steps.", 1)
+  flags.DEFINE_integer(
+    "num_contexts", 300, "Number of contexts per split for the final evaluation of facts.", 2
+  )
+  flags.DEFINE_integer("seed", 0, "Seed of documents and rollouts.")
   app.run(main)

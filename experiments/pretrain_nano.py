@@ -202,7 +202,7 @@ def pretrain(
   if start and grow_from:
     raise ValueError(
       f"--grow_from: got {grow_from} and --start={start}, expected one of them; a model starts from"
-      " its own weights or from those of a smaller one."
+      " its own weights or those of a smaller model."
     )
   if (directory / "model").exists():
     raise ValueError(
@@ -286,15 +286,26 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/pretrain_nano", "Checkpoints and the result go here.")
-  flags.DEFINE_integer("num_tokens", PretrainConfig.num_tokens, "Budget.", lower_bound=1)
-  flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak.")
-  flags.DEFINE_float("brief_rate", PretrainConfig.brief_rate, "Share of answers without working.")
-  flags.DEFINE_float("large_rate", PretrainConfig.large_rate, "Share of problems up to 99.")
-  flags.DEFINE_enum(
-    "preset", "nano", ["nano", "nano-10m", "nano-gpu"], "Shape, if not that of --start."
+  flags.DEFINE_string(
+    "workdir", "runs/pretrain_nano", "Output directory for checkpoints and the model."
   )
-  flags.DEFINE_string("start", "", "A model directory to carry on from, with a new schedule.")
-  flags.DEFINE_string("grow_from", "", "A smaller model that is grown to --preset, as a start.")
-  flags.DEFINE_integer("seed", 0, "Weights and documents.")
+  flags.DEFINE_integer(
+    "num_tokens", PretrainConfig.num_tokens, "Training budget in tokens.", lower_bound=1
+  )
+  flags.DEFINE_float("learning_rate", PretrainConfig.learning_rate, "Peak learning rate.")
+  flags.DEFINE_float(
+    "brief_rate", PretrainConfig.brief_rate, "Share of answers without intermediate steps."
+  )
+  flags.DEFINE_float(
+    "large_rate", PretrainConfig.large_rate, "Share of problems with numbers up to 99."
+  )
+  flags.DEFINE_enum(
+    "preset",
+    "nano",
+    ["nano", "nano-10m", "nano-gpu"],
+    "Preset of the model's shape, unless --start sets it.",
+  )
+  flags.DEFINE_string("start", "", "Model directory to continue from, with a new schedule.")
+  flags.DEFINE_string("grow_from", "", "Smaller model to grow to --preset as the initial model.")
+  flags.DEFINE_integer("seed", 0, "Seed of weights and documents.")
   app.run(main)

@@ -143,7 +143,7 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
   if batch.targets.shape[0] > 1 or int(np.sum(batch.tokens.num_rows)) != config.rows(dtype):
     raise ValueError(
       f"--rows: got {config.rows(dtype)}, which do not fit a micro-batch of"
-      f" {batch.targets.shape[1]} rows; ask for fewer."
+      f" {batch.targets.shape[1]} rows; request fewer."
     )
   trainer = programs.make_programs(run, policy.model).trainer
   params = parameters.compute_params(policy.params, run.numerics)
@@ -379,14 +379,20 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A Hugging Face directory.")
-  flags.DEFINE_list("sides", list(SIDES), f"Some of {', '.join(SIDES)}.")
-  flags.DEFINE_list("dtypes", list(DTYPES), f"Some of {', '.join(DTYPES)}.")
-  flags.DEFINE_list("lengths", ["256", "128"], "Rows of a sequence, in float32 and in bfloat16.")
-  flags.DEFINE_list("sequences", ["8", "2"], "Of a micro-batch, in float32 and in bfloat16.")
-  flags.DEFINE_integer("rounds", 5, "Gradients of each side, behind one that compiles.", 1)
-  flags.DEFINE_float("seconds", 1e9, "Begins no gradient after so many.", 0)
-  flags.DEFINE_string("torch_python", "", "Of torch; this one, or .venv-3.11's.")
-  flags.DEFINE_string("workdir", "runs/real_gradient", "Takes numbers and table.")
-  flags.DEFINE_bool("serve", False, "Internal: be the side that stdin names.")
+  flags.DEFINE_string(
+    "model", "models/smollm2-135m-instruct", "Hugging Face directory of the model."
+  )
+  flags.DEFINE_list("sides", list(SIDES), f"Sides to measure, from {', '.join(SIDES)}.")
+  flags.DEFINE_list("dtypes", list(DTYPES), f"Data types to measure, from {', '.join(DTYPES)}.")
+  flags.DEFINE_list("lengths", ["256", "128"], "Tokens per sequence, in float32 and in bfloat16.")
+  flags.DEFINE_list(
+    "sequences", ["8", "2"], "Sequences per micro-batch, in float32 and in bfloat16."
+  )
+  flags.DEFINE_integer("rounds", 5, "Number of gradients per side, after one warm-up.", 1)
+  flags.DEFINE_float("seconds", 1e9, "Time budget: no gradient starts after this many seconds.", 0)
+  flags.DEFINE_string(
+    "torch_python", "", "Python with torch; by default this one, or the one in .venv-3.11."
+  )
+  flags.DEFINE_string("workdir", "runs/real_gradient", "Output directory for numbers and table.")
+  flags.DEFINE_bool("serve", False, "Internal: run the side named on stdin.")
   app.run(main)

@@ -390,14 +390,20 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "models/smollm2-135m-instruct", "A directory, or a Hub id.")
-  flags.DEFINE_string("prompt", invariance.FEYNMAN, "The one question.")
-  flags.DEFINE_integer("completions", 1000, "Of each path, dtype and temperature.", 2)
-  flags.DEFINE_integer("max_tokens", 300, "Longest completion.", 1)
-  flags.DEFINE_list("paths", list(OURS), "Some of native, untiled, transformers, llama.cpp.")
-  flags.DEFINE_list("dtypes", list(DTYPES), "Some of bfloat16, float32.")
-  flags.DEFINE_list("temperatures", ["0", "1"], "0 is greedy.")
-  flags.DEFINE_string("python", "", "A Python that has transformers and torch.")
-  flags.DEFINE_string("gguf", "", "The model for llama.cpp.")
-  flags.DEFINE_string("workdir", "runs/real_invariance", "Where cells and the table are kept.")
+  flags.DEFINE_string("model", "models/smollm2-135m-instruct", "Model directory, or a Hub id.")
+  flags.DEFINE_string("prompt", invariance.FEYNMAN, "Prompt of all completions.")
+  flags.DEFINE_integer(
+    "completions", 1000, "Number of completions per path, dtype and temperature.", 2
+  )
+  flags.DEFINE_integer("max_tokens", 300, "Maximum completion length in tokens.", 1)
+  flags.DEFINE_list(
+    "paths", list(OURS), "Paths to run, from native, untiled, transformers, llama.cpp."
+  )
+  flags.DEFINE_list("dtypes", list(DTYPES), "Data types to run, from bfloat16, float32.")
+  flags.DEFINE_list("temperatures", ["0", "1"], "Sampling temperatures; 0 is greedy.")
+  flags.DEFINE_string("python", "", "Python that has transformers and torch.")
+  flags.DEFINE_string("gguf", "", "GGUF file of the model for llama.cpp.")
+  flags.DEFINE_string(
+    "workdir", "runs/real_invariance", "Output directory for cells and the table."
+  )
   app.run(main)

@@ -280,15 +280,21 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   usual = Settings(model="models/smollm2-135m-instruct")
-  flags.DEFINE_string("model", usual.model, "A Hugging Face directory, or a Hub id.")
-  flags.DEFINE_string("generator", next(iter(GENERATORS)), f"Of {', '.join(GENERATORS)}.")
-  flags.DEFINE_list("arms", list(ARMS), "Some of full, lora.")
-  flags.DEFINE_list("seeds", ["0", "1", "2"], "Of the runs.")
-  flags.DEFINE_integer("num_steps", usual.num_steps, "Of a run.", 1)
-  flags.DEFINE_integer("max_tokens", usual.max_tokens, "Longest answer.", 1)
-  flags.DEFINE_integer("heldout", usual.heldout, "Problems of an evaluation.", 1)
-  flags.DEFINE_integer("every", usual.every, "Steps between evaluations.", 1)
-  flags.DEFINE_string("dtype", usual.compute_dtype, "float32 or bfloat16.")
-  flags.DEFINE_bool("steps", True, "Whether to run; else the table is written of what there is.")
-  flags.DEFINE_string("workdir", "runs/real_learning", "Where cells, table and curves are kept.")
+  flags.DEFINE_string("model", usual.model, "Model: a Hugging Face directory, or a Hub id.")
+  flags.DEFINE_string(
+    "generator", next(iter(GENERATORS)), f"Problem generator, one of {', '.join(GENERATORS)}."
+  )
+  flags.DEFINE_list("arms", list(ARMS), "Arms to run, from full, lora.")
+  flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of the runs.")
+  flags.DEFINE_integer("num_steps", usual.num_steps, "Number of steps per run.", 1)
+  flags.DEFINE_integer("max_tokens", usual.max_tokens, "Maximum response length in tokens.", 1)
+  flags.DEFINE_integer("heldout", usual.heldout, "Number of problems per evaluation.", 1)
+  flags.DEFINE_integer("every", usual.every, "Number of steps between evaluations.", 1)
+  flags.DEFINE_string("dtype", usual.compute_dtype, "Compute data type, float32 or bfloat16.")
+  flags.DEFINE_bool(
+    "steps", True, "Whether to run; otherwise only writes the table from existing results."
+  )
+  flags.DEFINE_string(
+    "workdir", "runs/real_learning", "Output directory for cells, table and curves."
+  )
   app.run(main)

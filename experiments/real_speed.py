@@ -184,7 +184,7 @@ def their_answer(directory: pathlib.Path, dtype: str) -> Answer:
     )  # fmt: skip
     with torch.inference_mode():
       out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation)
-    assert out.shape == (batch, length + count), "an answer ended before its length"
+    assert out.shape == (batch, length + count), "a response ended before its length"
 
   return answer
 
@@ -455,13 +455,19 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", None, "A directory of Hugging Face.", required=True)
-  flags.DEFINE_list("sides", list(SIDES), f"Some of {', '.join(SIDES)}.")
-  flags.DEFINE_list("dtypes", list(DTYPES), f"Some of {', '.join(DTYPES)}.")
-  flags.DEFINE_list("kinds", list(KINDS), f"Some of {', '.join(KINDS)}.")
-  flags.DEFINE_integer("rounds", 5, "After one that is not counted.", 1)
-  flags.DEFINE_float("seconds", float("inf"), "No cell begins later than that.")
-  flags.DEFINE_string("torch_python", "", "Of transformers; this one, or .venv-3.11's.")
-  flags.DEFINE_string("workdir", "runs/real_speed", "Takes cells.jsonl and table.md.")
-  flags.DEFINE_string("serve", "", "Internal: be this side.")
+  flags.DEFINE_string("model", None, "Hugging Face directory of the model.", required=True)
+  flags.DEFINE_list("sides", list(SIDES), f"Sides to measure, from {', '.join(SIDES)}.")
+  flags.DEFINE_list("dtypes", list(DTYPES), f"Data types to measure, from {', '.join(DTYPES)}.")
+  flags.DEFINE_list("kinds", list(KINDS), f"Kinds to measure, from {', '.join(KINDS)}.")
+  flags.DEFINE_integer("rounds", 5, "Number of rounds, after one warm-up round.", 1)
+  flags.DEFINE_float(
+    "seconds", float("inf"), "Time budget: no cell starts after this many seconds."
+  )
+  flags.DEFINE_string(
+    "torch_python", "", "Python with transformers; by default this one, or the one in .venv-3.11."
+  )
+  flags.DEFINE_string(
+    "workdir", "runs/real_speed", "Output directory for cells.jsonl and table.md."
+  )
+  flags.DEFINE_string("serve", "", "Internal: run this side.")
   app.run(main)

@@ -513,8 +513,10 @@ def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("run", "runs/grpo", "A run's directory.")
-  flags.DEFINE_string("request", "0/0/0", "STEP/GROUP/MEMBER as in the journal: from 0.")
-  flags.DEFINE_integer("token", None, "Index in the answer; all tokens if not given.")
-  flags.DEFINE_integer("perturb", None, "Flips one bit of this layer's weights (1 is the first).")
+  flags.DEFINE_string("run", "runs/grpo", "Run directory.")
+  flags.DEFINE_string(
+    "request", "0/0/0", "Request as STEP/GROUP/MEMBER, as in the journal, from 0."
+  )
+  flags.DEFINE_integer("token", None, "Index of a token in the response; all tokens by default.")
+  flags.DEFINE_integer("perturb", None, "Layer in whose weights to flip one bit (1 is the first).")
   app.run(main)

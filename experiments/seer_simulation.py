@@ -536,10 +536,10 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("workdir", "runs/seer_simulation", "Where results go.")
-  flags.DEFINE_list("parts", list(PARTS), f"Some of {', '.join(PARTS)}, fit.")
-  flags.DEFINE_integer("num_seeds", 4, "Draws of the lengths; tables are their mean.")
+  flags.DEFINE_string("workdir", "runs/seer_simulation", "Output directory.")
+  flags.DEFINE_list("parts", list(PARTS), f"Parts to run, from {', '.join(PARTS)}, fit.")
+  flags.DEFINE_integer("num_seeds", 4, "Number of draws of the lengths; tables show the mean.")
   flags.DEFINE_string(
-    "trace", "", "JSON lines, a list `output` or `turns` in each; runs it alone."
+    "trace", "", "JSON lines with a list `output` or `turns` each; runs only this trace."
   )
   app.run(main)

@@ -154,8 +154,8 @@ def timed(
   for count, one in zip(found, questions, strict=True):
     if count != one.max_tokens:
       raise ValueError(
-        f"{peer.label}: got an answer of {count} tokens, expected the {one.max_tokens} that were"
-        " asked for; look into its log."
+        f"{peer.label}: got a response of {count} tokens, expected the {one.max_tokens} requested;"
+        " see its log."
       )
   return dict(
     seconds=seconds,
@@ -374,15 +374,26 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   usual = Settings()
-  flags.DEFINE_string("model", usual.model, "nano, a Hugging Face directory or a GGUF file.")
-  flags.DEFINE_list("peers", [], f"Some of {', '.join(PEERS)}; all by default.")
-  flags.DEFINE_integer("askings", usual.askings, "How often the one question is asked.", 1)
-  flags.DEFINE_integer("repetitions", 3, "How often each number of clients asks each peer.", 1)
-  flags.DEFINE_integer("requests_per_client", usual.requests_per_client, "8 together at least.", 1)
-  flags.DEFINE_integer("max_tokens", usual.max_tokens, "Longest answer.", 1, CONTEXT // 2)
-  flags.DEFINE_integer("num_threads", usual.num_threads, "Of llama.cpp's server.", 1)
-  flags.DEFINE_string("torch_python", "", "Of transformers; this one, or .venv-3.11's.")
-  flags.DEFINE_string("workdir", "runs/serving", "Takes numbers, tables and picture.")
-  flags.DEFINE_string("serve_llama", "", "Internal: be llama.cpp's server.")
-  flags.DEFINE_string("serve_engine", "", "Internal: be the engine alone.")
+  flags.DEFINE_string("model", usual.model, "Model: nano, a Hugging Face directory or a GGUF file.")
+  flags.DEFINE_list("peers", [], f"Peers to measure, from {', '.join(PEERS)}; all by default.")
+  flags.DEFINE_integer("askings", usual.askings, "Number of times to send the same question.", 1)
+  flags.DEFINE_integer("repetitions", 3, "Number of rounds per peer and number of clients.", 1)
+  flags.DEFINE_integer(
+    "requests_per_client",
+    usual.requests_per_client,
+    "Number of requests per client, at least 8 in total.",
+    1,
+  )
+  flags.DEFINE_integer(
+    "max_tokens", usual.max_tokens, "Maximum response length in tokens.", 1, CONTEXT // 2
+  )
+  flags.DEFINE_integer(
+    "num_threads", usual.num_threads, "Number of threads of llama.cpp's server.", 1
+  )
+  flags.DEFINE_string(
+    "torch_python", "", "Python with transformers; by default this one, or the one in .venv-3.11."
+  )
+  flags.DEFINE_string("workdir", "runs/serving", "Output directory for numbers, tables and plot.")
+  flags.DEFINE_string("serve_llama", "", "Internal: run llama.cpp's server.")
+  flags.DEFINE_string("serve_engine", "", "Internal: run only the engine.")
   app.run(main)

@@ -195,14 +195,16 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("model", "nano-sleep", "nano-sleep, a directory, a GGUF file or a Hub id.")
-  flags.DEFINE_integer("num_contexts", 20, "Contexts that are slept for.")
-  flags.DEFINE_integer("num_questions", 10, "Questions of each context, up to ten.")
-  flags.DEFINE_integer("answer_length", 1, "Of answers, 0 the shortest to 3.")
-  flags.DEFINE_string("split", "heldout", "Of the task: train, heldout or test.")
-  flags.DEFINE_integer("max_context", 512, "Positions of a prompt and its answer.")
-  flags.DEFINE_integer("max_tokens", 96, "Of a sleeper, and of an answer.")
-  flags.DEFINE_float("temperature", 0.0, "Of answers; 0 is greedy.")
+  flags.DEFINE_string(
+    "model", "nano-sleep", "Model: nano-sleep, a directory, a GGUF file or a Hub id."
+  )
+  flags.DEFINE_integer("num_contexts", 20, "Number of contexts to sleep for.")
+  flags.DEFINE_integer("num_questions", 10, "Number of questions per context, at most ten.")
+  flags.DEFINE_integer("answer_length", 1, "Answer length from 0 (shortest) to 3.")
+  flags.DEFINE_string("split", "heldout", "Split of the task: train, heldout or test.")
+  flags.DEFINE_integer("max_context", 512, "Maximum tokens of a prompt plus its response.")
+  flags.DEFINE_integer("max_tokens", 96, "Maximum tokens of a rewrite, and of a response.")
+  flags.DEFINE_float("temperature", 0.0, "Sampling temperature of responses; 0 is greedy.")
 
 
 if __name__ == "__main__":

@@ -515,19 +515,27 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("model", "nano", "nano, a directory, a GGUF file or a Hub id.")
-  flags.DEFINE_string("step_seconds", "", 'A table {"rows": seconds} in place of measuring one.')
-  flags.DEFINE_list("crowds", [str(crowd) for crowd in CROWDS], "Requests in front, line by line.")
-  flags.DEFINE_integer("num_requests", 200, "In the virtual clock, at each crowd.")
-  flags.DEFINE_enum(
-    "arrivals", ARRIVALS[0], ARRIVALS, "When one is answered, or at moments that are drawn."
+  flags.DEFINE_string("model", "nano", "Model: nano, a directory, a GGUF file or a Hub id.")
+  flags.DEFINE_string("step_seconds", "", 'Table {"rows": seconds} to use instead of measuring.')
+  flags.DEFINE_list(
+    "crowds",
+    [str(crowd) for crowd in CROWDS],
+    "Numbers of foreground requests, one per table line.",
   )
-  flags.DEFINE_integer("num_turns", 0, "Pairs of turns of a real run; 0 is the virtual clock.")
-  flags.DEFINE_enum("clock", "wall", sorted(CLOCKS), "Of table and turns; cpu on a busy machine.")
-  flags.DEFINE_integer("num_sleepers", 16, "In the queue, at any time.")
-  flags.DEFINE_integer("prompt", 60, "Tokens on average.")
-  flags.DEFINE_integer("answer", 40, "Tokens on average.")
-  flags.DEFINE_integer("seed", 0, "Of the arrivals.")
+  flags.DEFINE_integer("num_requests", 200, "Number of requests per crowd with the virtual clock.")
+  flags.DEFINE_enum(
+    "arrivals", ARRIVALS[0], ARRIVALS, "Arrivals: after each response, or at random times."
+  )
+  flags.DEFINE_integer(
+    "num_turns", 0, "Number of turn pairs of a real run; 0 uses the virtual clock."
+  )
+  flags.DEFINE_enum(
+    "clock", "wall", sorted(CLOCKS), "Clock of table and turns; use cpu on a busy machine."
+  )
+  flags.DEFINE_integer("num_sleepers", 16, "Number of sleep jobs kept in the queue.")
+  flags.DEFINE_integer("prompt", 60, "Mean number of prompt tokens.")
+  flags.DEFINE_integer("answer", 40, "Mean number of response tokens.")
+  flags.DEFINE_integer("seed", 0, "Seed of the arrivals.")
 
 
 if __name__ == "__main__":

@@ -221,30 +221,38 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  flags.DEFINE_string("endpoint", "", "URL of an OpenAI-style endpoint; '' asks the engine.")
+  flags.DEFINE_string("endpoint", "", "URL of an OpenAI-style endpoint; '' uses the engine.")
   flags.DEFINE_string(
-    "model", "nano", "Shipped, a directory, a GGUF file, a Hub id, or the endpoint's."
+    "model", "nano", "Shipped model, directory, GGUF file, Hub id, or the endpoint's model."
   )
   flags.DEFINE_string("key_variable", "", "Environment variable that holds the endpoint's key.")
-  flags.DEFINE_integer("num_threads", 8, "Calls to an endpoint at once.")
-  flags.DEFINE_string("task", STORIES, "Our stories, or a path; see the top of this file.")
-  flags.DEFINE_string("split", "test", "Of the task.")
-  flags.DEFINE_integer("num_contexts", 20, "The split's first ones.")
-  flags.DEFINE_integer("num_questions", 10, "A story's.")
-  flags.DEFINE_float("predictability", 0.0, "0 to 3: Zipf's exponent over a story's questions.")
-  flags.DEFINE_list("steps", [], "Least and most events of a story, such as 6,6.")
-  flags.DEFINE_list("arms", list(protocol.ARMS), "Of seerjax.sleep.protocol.ARMS.")
-  flags.DEFINE_list("verbosities", [], "Places among the prompts' verbosities; none is all.")
-  flags.DEFINE_list("parallel", ["1", "2", "5", "10"], "Rewrites side by side.")
-  flags.DEFINE_list("cuts", [], "Hard limits of answers beside wake_tokens.")
-  flags.DEFINE_integer("wake_tokens", 128, "Most tokens of an answer.")
-  flags.DEFINE_integer("sleep_tokens", 256, "Most tokens of a sleeper's call.")
-  flags.DEFINE_float("latency_price", 10.0, "t, of a token for which a user waits.")
-  flags.DEFINE_integer("seed", 0, "Of the run.")
-  flags.DEFINE_integer("max_context", 0, "Positions of a prompt and its answer; 0 takes 1,024.")
-  flags.DEFINE_integer("max_sequences", 0, "Answers at once; 0 asks model and memory.")
+  flags.DEFINE_integer("num_threads", 8, "Number of concurrent calls to an endpoint.")
+  flags.DEFINE_string(
+    "task", STORIES, "Task: built-in stories, or a path; see the top of this file."
+  )
+  flags.DEFINE_string("split", "test", "Split of the task.")
+  flags.DEFINE_integer("num_contexts", 20, "Number of contexts, from the start of the split.")
+  flags.DEFINE_integer("num_questions", 10, "Number of questions per story.")
+  flags.DEFINE_float("predictability", 0.0, "Zipf exponent over a story's questions, 0 to 3.")
+  flags.DEFINE_list("steps", [], "Minimum and maximum number of events per story, such as 6,6.")
+  flags.DEFINE_list("arms", list(protocol.ARMS), "Arms to run, from seerjax.sleep.protocol.ARMS.")
+  flags.DEFINE_list("verbosities", [], "Indices of the prompts' verbosities; all by default.")
+  flags.DEFINE_list("parallel", ["1", "2", "5", "10"], "Numbers of parallel rewrites.")
+  flags.DEFINE_list("cuts", [], "Hard token limits of responses, in addition to wake_tokens.")
+  flags.DEFINE_integer("wake_tokens", 128, "Maximum tokens per response.")
+  flags.DEFINE_integer("sleep_tokens", 256, "Maximum tokens per call of a rewrite.")
+  flags.DEFINE_float("latency_price", 10.0, "Price t of a token while a user waits.")
+  flags.DEFINE_integer("seed", 0, "Seed of the run.")
+  flags.DEFINE_integer(
+    "max_context", 0, "Maximum tokens of a prompt plus its response; 0 means 1,024."
+  )
+  flags.DEFINE_integer(
+    "max_sequences",
+    0,
+    "Maximum number of concurrent sequences; 0 derives it from model and memory.",
+  )
   placement.define_flags()
-  flags.DEFINE_string("journal", "", "File of calls; '' keeps none.")
+  flags.DEFINE_string("journal", "", "Journal file of the calls; '' keeps none.")
 
 
 if __name__ == "__main__":

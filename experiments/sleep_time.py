@@ -612,13 +612,21 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", "nano-sleep", "That was taught to sleep.")
-  flags.DEFINE_list("rivals", ["nano"], "Models asked in whole answers alone.")
-  flags.DEFINE_enum("split", "test", ["test", "heldout"], "heldout has the people of training.")
-  flags.DEFINE_list("seeds", ["0", "1", "2"], "Of contexts and noise.")
-  flags.DEFINE_integer("num_contexts", 100, "Of each seed.")
-  flags.DEFINE_integer("num_of_curves", 20, "Of these, at each length and with cuts too.", 0)
-  flags.DEFINE_integer("num_of_several", 5, "Of these, with several rewrites; 0 for none.", 0)
-  flags.DEFINE_integer("num_of_knob", 10, "For each exponent of Zipf; 0 for none.", 0)
-  flags.DEFINE_string("workdir", "runs/sleep_time", "Journals, tables and the page go here.")
+  flags.DEFINE_string("model", "nano-sleep", "Model that was trained to sleep.")
+  flags.DEFINE_list("rivals", ["nano"], "Baseline models, only for complete answers.")
+  flags.DEFINE_enum(
+    "split", "test", ["test", "heldout"], "Split of the task; heldout has the people of training."
+  )
+  flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of contexts and noise.")
+  flags.DEFINE_integer("num_contexts", 100, "Number of contexts per seed.")
+  flags.DEFINE_integer(
+    "num_of_curves", 20, "Number of these contexts also run at each length and with cuts.", 0
+  )
+  flags.DEFINE_integer(
+    "num_of_several", 5, "Number of these contexts with several rewrites; 0 for none.", 0
+  )
+  flags.DEFINE_integer("num_of_knob", 10, "Number of contexts per Zipf exponent; 0 for none.", 0)
+  flags.DEFINE_string(
+    "workdir", "runs/sleep_time", "Output directory for journals, tables and the page."
+  )
   app.run(main)

@@ -604,6 +604,9 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
   configuration.define_flags(Workload(), "runs/speculation")
   flags.DEFINE_float(
-    "price_per_hour", 0.0, "Of the machine, in any currency; 0 says no price.", lower_bound=0.0
+    "price_per_hour",
+    0.0,
+    "Price of the machine per hour, in any currency; 0 reports no price.",
+    lower_bound=0.0,
   )
   app.run(main)

@@ -431,9 +431,11 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_list("streams", list(STREAMS), f"Some of {', '.join(STREAMS)}.")
-  flags.DEFINE_integer("num_groups", 13, "Groups of 16 requests.", 1)
-  flags.DEFINE_integer("num_tokens", 8192, "Tokens of a request.", 256)
-  flags.DEFINE_integer("num_prompts", 20, "Word problems that nano answers; 0 skips this part.", 0)
-  flags.DEFINE_string("workdir", "runs/suffix_drafts", "Takes numbers and tables.")
+  flags.DEFINE_list("streams", list(STREAMS), f"Streams to run, from {', '.join(STREAMS)}.")
+  flags.DEFINE_integer("num_groups", 13, "Number of groups of 16 requests.", 1)
+  flags.DEFINE_integer("num_tokens", 8192, "Number of tokens per request.", 256)
+  flags.DEFINE_integer(
+    "num_prompts", 20, "Number of word problems that nano answers; 0 skips this part.", 0
+  )
+  flags.DEFINE_string("workdir", "runs/suffix_drafts", "Output directory for numbers and tables.")
   app.run(main)

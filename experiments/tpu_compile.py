@@ -514,9 +514,11 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("cases", "", "only those whose name contains it")
-  flags.DEFINE_bool("list", False, "name the cases, and compile none")
-  flags.DEFINE_string("workdir", "runs/tpu_compile", "gets results.jsonl and table.md")
-  flags.DEFINE_integer("timeout_seconds", 1800, "of one case", lower_bound=1)
-  flags.DEFINE_string("only", "", "compile these cases here, and print their records")
+  flags.DEFINE_string("cases", "", "compile only cases with this text in their name")
+  flags.DEFINE_bool("list", False, "list the cases without compiling")
+  flags.DEFINE_string(
+    "workdir", "runs/tpu_compile", "output directory for results.jsonl and table.md"
+  )
+  flags.DEFINE_integer("timeout_seconds", 1800, "time limit per case", lower_bound=1)
+  flags.DEFINE_string("only", "", "compile these cases in this process, and print their records")
   app.run(main)

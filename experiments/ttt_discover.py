@@ -339,16 +339,20 @@ def discover(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   configuration.define_presets(PRESETS, "runs/ttt_discover")
-  flags.DEFINE_bool("resume", False, "Carry on from the latest checkpoint in --workdir.")
-  flags.DEFINE_bool("accept_new_numerics", False, "Resume under another fingerprint.")
-  flags.DEFINE_bool("accept_new_data", False, "Resume with a problem file that was changed.")
-  flags.DEFINE_bool("bitwise", True, "Refuse to start where rows are not invariant.")
-  flags.DEFINE_bool("check_problem", False, "Only look for mistakes in the problem.")
-  flags.DEFINE_float("check_seconds", 600.0, "That --check_problem may take.", lower_bound=1.0)
+  flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
-    "allow_weak_sandbox", False, "Run programs where files or network cannot be kept from them."
+    "accept_new_numerics", False, "Whether to resume under a different fingerprint."
   )
-  flags.DEFINE_bool("compare", False, "Then run other methods, at equal CPU time.")
-  flags.DEFINE_float("price", 0.0, "Of a CPU hour; 0 counts none.", lower_bound=0.0)
-  flags.DEFINE_float("gpu_price", 0.0, "Of an accelerator's hour; 0 counts none.", lower_bound=0.0)
+  flags.DEFINE_bool("accept_new_data", False, "Whether to resume with a changed problem file.")
+  flags.DEFINE_bool("bitwise", True, "Whether to refuse to start if rows are not invariant.")
+  flags.DEFINE_bool("check_problem", False, "Whether to only check the problem for mistakes.")
+  flags.DEFINE_float("check_seconds", 600.0, "Time limit of --check_problem.", lower_bound=1.0)
+  flags.DEFINE_bool(
+    "allow_weak_sandbox", False, "Whether to run programs without isolation from files or network."
+  )
+  flags.DEFINE_bool("compare", False, "Whether to run the baselines afterwards, at equal CPU time.")
+  flags.DEFINE_float("price", 0.0, "Price of a CPU hour; 0 reports none.", lower_bound=0.0)
+  flags.DEFINE_float(
+    "gpu_price", 0.0, "Price of an accelerator hour; 0 reports none.", lower_bound=0.0
+  )
   app.run(main)

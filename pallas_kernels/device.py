@@ -90,8 +90,8 @@ def reason_against(facts: Facts) -> str | None:
     return f"got {facts.kind} of {capability}, {EXPECTED}; {ADVICE}"
   if 0 < facts.shared_memory_bytes < SHARED_MEMORY_LIMIT_BYTES:
     return (
-      f"got {facts.kind} with {facts.shared_memory_bytes} bytes of shared memory a block, expected"
-      f" {SHARED_MEMORY_LIMIT_BYTES}, which Hopper has; {ADVICE}"
+      f"got {facts.kind} with {facts.shared_memory_bytes} bytes of shared memory per block,"
+      f" expected {SHARED_MEMORY_LIMIT_BYTES}, as on Hopper; {ADVICE}"
     )
   for fault in FAULTS:
     if fault.first <= facts.ptxas < fault.mended:

@@ -198,7 +198,9 @@ def rms_norm_each(
     ValueError: if there are not as many scales as arrays.
   """
   if len(arrays) != len(scales):
-    raise ValueError(f"got {len(arrays)} arrays and {len(scales)} scales; expected one an array.")
+    raise ValueError(
+      f"got {len(arrays)} arrays and {len(scales)} scales; expected one scale per array."
+    )
   kinds = sorted({f"{x.dtype}[..., {x.shape[-1]}]" for x in arrays})
   if len(kinds) > 1:
     reason = f"got arrays {' and '.join(kinds)}, expected one dtype and one number of features"
@@ -389,9 +391,7 @@ def _narrow(
       y = y * lax.broadcast_in_dim(scale, x.shape, (1,))
       rows[...] = y.astype(dtype)
       plgpu.commit_smem()
-      for_its_array(
-        tile, lambda i, place: plgpu.copy_smem_to_gmem(rows, output_refs[i].at[place])
-      )
+      for_its_array(tile, lambda i, place: plgpu.copy_smem_to_gmem(rows, output_refs[i].at[place]))
 
     plgpu.wait_smem_to_gmem(0)
 

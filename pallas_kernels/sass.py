@@ -124,8 +124,8 @@ def reason_against() -> str | None:
   """Returns None if this Python can compile for an absent GPU, else the reason."""
   if importlib.util.find_spec(PLUGIN) is None:
     return (
-      f"got no module {PLUGIN}, expected JAX's CUDA plugin beside JAX {jax.__version__}; `bash"
-      " launch/gpu_compile.sh` makes an environment that has it"
+      f"got no module {PLUGIN}, expected JAX's CUDA plugin for JAX {jax.__version__}; `bash"
+      " launch/gpu_compile.sh` creates an environment with it"
     )
   return None
 
@@ -248,8 +248,8 @@ def kernel_of(text: str) -> Kernel:
   threads = re.search(r"\.maxntid (\d+)", text)
   if registers is None or spills is None or threads is None or len(name) != 1:
     raise ValueError(
-      f"kernel_of: got the text of {sorted(name)}, expected PTX of one kernel and what ptxas says"
-      " of it; another version of JAX may print otherwise."
+      f"kernel_of: got the text of {sorted(name)}, expected PTX of one kernel and the messages of"
+      " ptxas; other JAX versions may print differently."
     )
   ptx, _, rest = text.partition("ptxas info")
   return Kernel(

@@ -108,8 +108,8 @@ def is_supported(
   rows = config.query_tile * group
   if rows > MAX_WARPGROUPS * ROWS:
     return (
-      f"got query_tile={config.query_tile} times {group} query heads a key/value head, {rows} rows,"
-      f" expected at most {MAX_WARPGROUPS * ROWS}; make query_tile smaller"
+      f"got query_tile={config.query_tile} times {group} query heads per key/value head, {rows}"
+      f" rows, expected at most {MAX_WARPGROUPS * ROWS}; make query_tile smaller"
     )
   num_segments = segments.segment_start.shape[0] if segments.segment_start.ndim == 1 else -1
   expected = {
@@ -127,7 +127,7 @@ def is_supported(
         " segment_start[s], segment_length[s], page_table[s, p], num_segments[]"
       )
   if window is not None and window < 1:
-    return f"got window={window}, expected at least 1, a row's own position; None sees all"
+    return f"got window={window}, expected at least 1, a row's own position; None attends to all"
   if sinks is not None and sinks.shape != (num_heads, group):
     return f"got sinks{list(sinks.shape)}, expected [k, g] = {[num_heads, group]}"
   needed = config.shared_memory_bytes(group, head_dim, page_size, sinks is not None)

@@ -60,16 +60,26 @@ FAILING = (*REFUSING, "claim")
 DRY_RUN = "dry run: nothing here was measured"
 LOWERS = "lowers for an H200"
 
-OUT = flags.DEFINE_string("out", "runs/bench", "Gets bench.json and bench.md.")
-ONLY = flags.DEFINE_list("only", [], "Kernels; all where empty.")
-IS_DRY = flags.DEFINE_bool("dry_run", False, "Interpret and lower on a CPU; time nothing.")
-IS_SMALL = flags.DEFINE_bool("small", False, "Tiny checks on the GPU alone, as a sanitizer likes.")
-TINY_CHECKS = flags.DEFINE_bool("tiny_checks", False, "Tiny checks before full-sized cases.")
-MODELS = flags.DEFINE_list("models", [], "Whose cases; all where empty.")
-CHECKS_ONLY = flags.DEFINE_bool("checks_only", False, "Check, and time nothing.")
-SECONDS = flags.DEFINE_float("seconds", 450.0, "What checks and cases share.", lower_bound=1.0)
-QUESTION = flags.DEFINE_string("question", "", "Asks an open question, or all of them.")
-COMMIT = flags.DEFINE_string("commit", "", "Of these sources; asked of git where empty.")
+OUT = flags.DEFINE_string("out", "runs/bench", "Output directory for bench.json and bench.md.")
+ONLY = flags.DEFINE_list("only", [], "Kernels to run; all if empty.")
+IS_DRY = flags.DEFINE_bool(
+  "dry_run", False, "Whether to interpret and lower on a CPU, without timing."
+)
+IS_SMALL = flags.DEFINE_bool(
+  "small", False, "Whether to run only tiny checks on the GPU, for sanitizers."
+)
+TINY_CHECKS = flags.DEFINE_bool(
+  "tiny_checks", False, "Whether to run tiny checks before full-sized cases."
+)
+MODELS = flags.DEFINE_list("models", [], "Models to take cases from; all if empty.")
+CHECKS_ONLY = flags.DEFINE_bool(
+  "checks_only", False, "Whether to run only the checks, without timing."
+)
+SECONDS = flags.DEFINE_float(
+  "seconds", 450.0, "Total time budget of checks and cases.", lower_bound=1.0
+)
+QUESTION = flags.DEFINE_string("question", "", "Open question to answer, or 'all'.")
+COMMIT = flags.DEFINE_string("commit", "", "Commit of these sources; taken from git if empty.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,7 +123,7 @@ def is_supported(
     if x.ndim not in (2, 3) or x.shape[-1] != (k if x.ndim == 3 else w.shape[0] * k):
       return f"got x{list(x.shape)} and w{list(w.shape)}, expected x[r, m, k] or x[m, r * k]"
     if x.ndim == 3 and x.shape[0] != w.shape[0]:
-      return f"got x{list(x.shape)} and w{list(w.shape)}, expected as many slabs of both"
+      return f"got x{list(x.shape)} and w{list(w.shape)}, expected the same number of slabs"
   elif x.ndim != 2 or w.ndim not in (2, 3) or x.shape[1] != w.shape[-1 if transposed else -2]:
     return f"got x{list(x.shape)} and w{list(w.shape)}, expected x[m, k] and {weight}"
   for name, array in (("x", x), ("w", w), ("up", up)):
@@ -151,8 +151,8 @@ def is_supported(
     )
   if summed and x.ndim == 2 and k % config.block_k:
     return (
-      f"got k={k} of a slab beside the next one's, expected a multiple of block_k ="
-      f" {config.block_k}; take a smaller block_k, or x[r, m, k]"
+      f"got k={k} for adjacent slabs, expected a multiple of block_k = {config.block_k}; take a"
+      " smaller block_k, or x[r, m, k]"
     )
   if 0 in slabs:
     return f"got w{list(w.shape)}, expected at least one slab"

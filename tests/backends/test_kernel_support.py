@@ -74,7 +74,8 @@ REASONS = [
   pytest.param(
     QWEN3,
     dict(query_tile=64),
-    "attention: got query_tile=64 times 4 query heads a key/value head, 256 rows, expected at most",
+    "attention: got query_tile=64 times 4 query heads per key/value head, 256 rows, expected at"
+    " most",
     id="a query tile",
   ),
   pytest.param(

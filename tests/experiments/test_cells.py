@@ -50,7 +50,11 @@ def test_a_line_that_is_no_cell_is_named(tmp_path: pathlib.Path, line: str):
   path = tmp_path / cells.FILE_NAME
   cells.append(path, {"settings": SETTINGS})
   path.write_text(path.read_text() + line + "\n")
-  with pytest.raises(ValueError, match=r"cells.jsonl: got a line 2 that is no cell \(.*remove tha"):
+  with pytest.raises(
+    ValueError,
+    match=r"cells.jsonl: got a line 2 that is not a cell \(.*remove"
+    r" tha",
+  ):
     cells.read(path, SETTINGS)
 
 
@@ -73,8 +77,8 @@ def test_a_cell_that_is_asked_for_twice_is_refused_before_any_is_run(tmp_path: p
 @pytest.mark.parametrize(
   "num_finished, said",
   [
-    (0, "stopped before the first of 3 cells was finished; nothing is kept"),
-    (2, "stopped with 2 of 3 cells finished, which "),
+    (0, "stopped before the first of 3 cells finished; nothing is saved"),
+    (2, "stopped with 2 of 3 cells finished, saved in "),
   ],
 )
 def test_a_table_that_is_stopped_says_what_it_keeps(stop, num_finished, said, tmp_path):

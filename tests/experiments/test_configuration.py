@@ -109,7 +109,7 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
 @pytest.mark.parametrize(
   ("argument", "message"),
   [
-    ("--config.chat.variables=x", "got a mapping as a whole, expected one of its entries; write"),
+    ("--config.chat.variables=x", "got a whole mapping, expected one of its entries; write"),
     ("--config.chat.variables.a.b=3", r"variables.a.b: got 'a', expected one of \[\]"),
     ("--config.chat.variables.a=[1]", r"got '\[1\]', expected text, a number, True or False"),
     ("--config.chat.variables.messages=1", "ChatConfig.variables: got 'messages', expected the"),

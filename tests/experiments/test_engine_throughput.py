@@ -69,7 +69,7 @@ def test_aims_by_hand():
   assert "slots by length, which it is told | 3 | not measured | | |" in text
   without = {name: RESULTS[name] for name in ("tiled-8", "hf-static")}
   assert engine_throughput.aims(without) == (
-    "SeerJAX, native, 8 steps a visit was not measured, and so no aim."
+    "SeerJAX, native, 8 steps a visit was not measured, so no aim is checked."
   )
 
 
@@ -116,7 +116,7 @@ def test_an_answer_counts_if_every_token_came():
   assert engine_throughput.fault(dict(seconds=1.0, tokens=1200, peak=1), 1200) == ""
   assert engine_throughput.fault(dict(error="OSError: no"), 1200) == "OSError: no"
   found = engine_throughput.fault(dict(seconds=1.0, tokens=1100, peak=1), 1200)
-  assert found == "gave 1,100 tokens where 1,200 were asked for"
+  assert found == "gave 1,100 tokens, 1,200 were requested"
 
 
 def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib.Path):

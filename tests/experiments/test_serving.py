@@ -47,7 +47,7 @@ def test_clients_read_an_answer_whole_and_in_pieces():
 
 def test_what_a_stream_that_breaks_off_says_is_no_answer():
   body = b'data: {"error": {"message": "x"}}\n\n'
-  with pytest.raises(ValueError, match="expected an answer; look into its log"):
+  with pytest.raises(ValueError, match="expected a response; see its log"):
     http_load.said(http_load.Reply(200, body, 0.1, 0.2))
 
 

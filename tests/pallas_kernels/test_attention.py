@@ -394,7 +394,7 @@ def test_shapes_that_cannot_run_are_refused():
     message = refusal(small_arguments(page=page))
     assert f"got pages of {page} positions, expected a power of two from 8 up" in message
   message = refusal(small_arguments(group=9))
-  assert "got query_tile=16 times 9 query heads a key/value head, 144 rows, expected" in message
+  assert "got query_tile=16 times 9 query heads per key/value head, 144 rows, expected" in message
   late = segments._replace(positions=jnp.zeros(4, jnp.int32))
   assert "got segments.positions int32[4], expected int32: positions[n]" in refusal((q, k, v, late))
   short = segments._replace(page_table=jnp.zeros((1, 4), jnp.int32))

@@ -75,7 +75,7 @@ def test_what_is_no_kernel_is_refused():
   other = PRINTED.replace("entry function 'attention_merge", "entry function 'other")
   with pytest.raises(ValueError, match="got the text of .*'other_mosaic_gpu_kernel'.*expected"):
     sass.kernels_of(other)
-  with pytest.raises(ValueError, match="another version of JAX may print otherwise"):
+  with pytest.raises(ValueError, match="other JAX versions may print differently"):
     sass.kernels_of(PRINTED.replace("Used 255 registers", ""))
 
 
@@ -166,9 +166,9 @@ def test_what_cannot_be_asked_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "--only: got 'speed', expected some of attention, grouped_matmul, matmul" in message
     with pytest.raises(SystemExit):
       compile_report.main(["--case=no such case"])
-    assert "--case: got 'no such case', which stands in no case's name" in capsys.readouterr().err
+    assert "--case: got 'no such case', which is in no case's name" in capsys.readouterr().err
   else:
-    assert "got no module jax_cuda13_plugin, expected JAX's CUDA plugin beside JAX" in message
+    assert "got no module jax_cuda13_plugin, expected JAX's CUDA plugin for JAX" in message
 
 
 @pytest.mark.skipif(sass.reason_against() is None, reason="JAX's CUDA plugin is here")

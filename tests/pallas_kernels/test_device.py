@@ -39,7 +39,7 @@ def test_hopper_with_a_sound_assembler_is_taken():
     ),
     (
       dict(shared_memory_bytes=101_376),
-      "got NVIDIA H200 with 101376 bytes of shared memory a block, expected 232448, which Hopper",
+      "got NVIDIA H200 with 101376 bytes of shared memory per block, expected 232448, as on Hopper",
     ),
     (
       dict(ptxas=(12, 8, 61)),

@@ -562,7 +562,7 @@ def test_dtypes_and_pairs_that_cannot_run_are_refused():
     ((3, 64), (64, 64), {}, "contract_slabs: got w[64, 64], expected 1, 2, 4 or 8 slabs, w[r,"),
     ((3, 3, 64), (3, 64, 64), {}, "got w[3, 64, 64], expected 1, 2, 4 or 8 slabs"),
     ((3, 64), (2, 64, 64), {}, "got x[3, 64] and w[2, 64, 64], expected x[r, m, k] or x[m, r * k]"),
-    ((4, 3, 64), (2, 64, 64), {}, "expected as many slabs of both"),
+    ((4, 3, 64), (2, 64, 64), {}, "expected the same number of slabs"),
     (
       (3, 128),
       (2, 64, 64),
@@ -573,7 +573,7 @@ def test_dtypes_and_pairs_that_cannot_run_are_refused():
       (3, 128),
       (2, 64, 64),
       dict(config=matmul.Config(block_k=128)),
-      "got k=64 of a slab beside the next one's, expected a multiple of block_k = 128; take a",
+      "got k=64 for adjacent slabs, expected a multiple of block_k = 128; take a",
     ),
     (
       (3, 128),

@@ -308,7 +308,7 @@ def test_arrays_that_cannot_share_a_launch_are_refused():
     "rms_norm: got arrays bfloat16[..., 64] and float32[..., 128], expected one dtype and one"
     " number of features."
   )
-  with pytest.raises(ValueError, match="got 2 arrays and 1 scales; expected one an array."):
+  with pytest.raises(ValueError, match="got 2 arrays and 1 scales; expected one scale per array."):
     rms_norm.rms_norm_each((x, x), (scale,))
   with gpu.h200(), pytest.raises(NotImplementedError, match="and scale.3., expected x.n, d."):
     rms_norm.rms_norm_each((x,), (jnp.zeros(3),))
