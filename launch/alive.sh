@@ -3,8 +3,8 @@
 #
 #   bash launch/alive.sh WORKDIR [SECONDS]      (120 seconds)
 set -euo pipefail
-file=${1:?WORKDIR: got nothing, expected the directory of a run}/status.json
+file=${1:?WORKDIR: got nothing, expected a run directory}/status.json
 [ -n "$(find "$file" -newermt "-${2:-120} seconds" 2>/dev/null)" ] || {
-  echo "$file: got none that is younger than ${2:-120} s, expected a run that writes it" >&2
+  echo "$file: got no update for ${2:-120} s, expected a run that updates it" >&2
   exit 1
 }

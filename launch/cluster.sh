@@ -14,25 +14,25 @@ usage: bash launch/cluster.sh --workers=N [--host=IP] [--port=N] [--num_cpus=N] 
                               [experiments.NAME] [--flags]
 
 Starts the head of a Ray cluster here, runs `python -m experiments.NAME --flags` with N workers, and
-ends Ray when that has ended. Without a name it runs the main job, experiments.grpo. A worker that
-dies costs time and no bit: another one takes its place. Ctrl-C and SIGTERM stop the run after the
-step that it is in, once more stops it at once.
+stops Ray afterwards. Without a name it runs the main job, experiments.grpo. A worker that dies is
+replaced; this costs time but does not change results. Ctrl-C and SIGTERM stop the run after the
+current step; a second signal stops it at once.
 
-Where Mooncake is in the environment (bash launch/mooncake_master.sh puts it there) and --host is left
-out, a master of it is started too, and keys and values of requests go from worker to worker through
-memory that each of them lends; else, or where the run's own flags name a store, none is.
+If Mooncake is installed in the environment (bash launch/mooncake_master.sh installs it) and --host is
+left out, a Mooncake master is started too, and requests' keys and values move between workers through
+memory that each worker provides. Without Mooncake, or if the run's own flags name a store, none is.
 
-Other machines join with what the script prints first; each needs the same checkout at the same path
-and its environment. Such workers were never tried but on one machine.
+Other machines join with the command that the script prints first; each needs the same checkout at the
+same path, with its environment. Workers on several machines have never been tested.
 
-  --workers=N        processes that sample
-  --host=IP          of this machine, as the others reach it (127.0.0.1: no other can)
-  --port=N           where Ray listens (a free one)
-  --num_cpus=N       most workers on this machine (as many as there are)
-  --logs=DIRECTORY   takes what Ray, the master and the workers say (runs/cluster)
-  --store_bytes=N    of memory that each worker lends (256 MiB); 0 starts no master
-  --platform=P       instead of what is detected
-  --dry-run          says what would be run, and does nothing
+  --workers=N        number of sampling processes
+  --host=IP          address at which other machines reach this one (127.0.0.1: none can)
+  --port=N           port on which Ray listens (a free one)
+  --num_cpus=N       maximum number of workers on this machine (all workers)
+  --logs=DIRECTORY   directory for the logs of Ray, the master and the workers (runs/cluster)
+  --store_bytes=N    bytes of memory that each worker provides (256 MiB); 0 starts no master
+  --platform=P       platform (detected by default)
+  --dry-run          prints what would be run, and does nothing
 EOF
 }
 
@@ -146,16 +146,16 @@ until grep -q "Ray runtime started" "$logs/ray.log"; do
     kill -KILL -- "-$head_pid" 2>/dev/null || :
     tries=$((tries - 1))
     if [ "$tries" = 0 ] || ! grep -q "timed out during startup" "$logs/ray.log"; then
-      fail "Ray has not started; $logs/ray.log says why."
+      fail "Ray has not started; see $logs/ray.log."
     fi
-    say "Ray has not started within 30 s; it is started again"
+    say "Ray has not started within 30 s; starting it again"
     start_ray
   fi
   sleep 0.2 || :
 done
 [ -z "$store_pid" ] || kill -0 "$store_pid" 2>/dev/null ||
-  fail "Mooncake's master has ended; $logs/mooncake.log says why, --store_bytes=0 does without."
-say "Ray listens at $address; another machine joins, with a copy of $logs/ray_token, by" \
+  fail "Mooncake's master has ended; see $logs/mooncake.log; --store_bytes=0 runs without it."
+say "Ray listens at $address; other machines join, with a copy of $logs/ray_token, by" \
   "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=COPY ray start --address=$address"
 set -m
 "$python" "${run[@]}" </dev/null &

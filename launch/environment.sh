@@ -68,7 +68,7 @@ find_python() {
   done <<EOF
 $(python_candidates "$minors")
 EOF
-  say "got no Python that can make an environment, expected one of $minors with venv and ensurepip;" \
+  say "got no Python that can create an environment, expected one of $minors with venv and ensurepip;" \
     "install one, or name one with SEERJAX_PYTHON=/path/to/python.${complaints:+ Tried:$complaints}"
   return 1
 }
@@ -82,14 +82,14 @@ environment() {
   shift 2
   identity=$("$python" -c 'import sys; print(sys.version.split()[0], sys.base_prefix)')" for $ROOT"
   if [ -e "$dir" ] && [ "$(cat "$dir/seerjax/identity" 2>/dev/null)" != "$identity" ]; then
-    [ -d "$dir/seerjax" ] || fail "$dir exists and was not made by launch/; move it away."
-    say "making $dir again: another Python, or another place"
+    [ -d "$dir/seerjax" ] || fail "$dir exists and was not created by launch/; move it away."
+    say "creating $dir again: the Python or the location changed"
     rm -rf "$dir" || fail "cannot remove $dir; remove it by hand."
   fi
   if [ ! -e "$dir/seerjax/identity" ]; then
     # Create the folder before the environment, so that an interrupted run is recognised as ours.
     mkdir -p "$dir/seerjax" || fail "cannot write in $ROOT; clone into a folder that you may write to."
-    say "making $dir with $python"
+    say "creating $dir with $python"
     "$python" -m venv "$dir" || fail "$python -m venv failed; SEERJAX_PYTHON names another Python."
     "$dir/bin/python" - "$ROOT" <<'EOF' || fail "cannot write in $dir."
 import pathlib, sys, sysconfig
@@ -127,7 +127,7 @@ pip_install() {
   else
     printf ' failed\n' >&2
     tail -n 15 "$log" >&2
-    say "pip could not install $what; the whole log is $log"
+    say "pip could not install $what; the full log is $log"
     return 1
   fi
 }
@@ -172,7 +172,7 @@ take_arguments() {
 # require_count OPTION VALUE EXAMPLE: fails unless the value is a positive whole number.
 require_count() {
   case $2 in
-    '' | *[!0-9]* | 0) fail "--$1: got '$2', expected a number from 1; write --$1=$3." ;;
+    '' | *[!0-9]* | 0) fail "--$1: got '$2', expected a number of at least 1; write --$1=$3." ;;
   esac
 }
 
@@ -226,7 +226,7 @@ platform_extra() {
       esac
       if [ "$driver" -ge 580 ]; then printf 'cuda13\n'; else printf 'cuda12\n'; fi
       ;;
-    *) fail "--platform: got '$1', expected cpu, cuda or tpu; leave it away to detect it." ;;
+    *) fail "--platform: got '$1', expected cpu, cuda or tpu; leave it out to detect it." ;;
   esac
 }
 

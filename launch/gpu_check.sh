@@ -16,31 +16,32 @@ usage() {
 usage: bash launch/gpu_check.sh [--part=N,N] [--together] [--dry_run] [--out=DIR] [--wheels=DIR]
                                 [--seconds=N]
 
-Runs on a machine with an NVIDIA H100 or H200, by a Python there that has JAX with CUDA, NumPy and
-absl-py. Nothing is installed, and nothing comes from a network. First it says what the machine is;
-then these parts, in this order, 45 minutes of them at most:
+Runs on a machine with an NVIDIA H100 or H200, with a Python that has JAX with CUDA, NumPy and
+absl-py. It installs nothing and uses no network. First it describes the machine; then it runs these
+parts, in this order, for at most 45 minutes:
 
   1 kernels    each kernel runs, agrees with its definition, keeps a row's bits         8 minutes
-  2 questions  what the contract turns on, the worst first                              6
+  2 questions  questions about the contract, worst first                               6
   3 bits       engine = trainer on this GPU: self-tests, tests of kernels and contract  8
-  4 speed      kernels beside cuBLAS and copies, at the engine's own shapes             8
+  4 speed      kernels against cuBLAS and copies, at the engine's own shapes             8
   5 steps      the engine's own step: tiled, pallas, pallas with command buffers        8
   6 job        the main job twice, shortened, and one SHA-256                           6
   7 memory     every kernel under compute-sanitizer: memcheck, then racecheck           8
 
-A part is several processes, each with a limit of its own: one that hangs costs its own time. What is
-not present is named, and is no failure. The exit status is 1 if a process failed or ran out of time.
+A part runs several processes, each with its own time limit, so a process that hangs costs only its
+own time. Missing packages are listed and are not a failure. The exit status is 1 if a process failed
+or ran out of time.
 
-  --part=N,N    these parts alone
-  --together    processes that measure no time (all but those of parts 4 and 5) run at once: for a
-                machine of many cores, whose GPU is lent by the minute
-  --dry_run     on a CPU, through all parts: small sizes, the interpreter in the GPU's place
-  --out=DIR     gets summary.txt, and of each part N partN.log and partN.tar.gz, which grow after
-                every process (runs/gpu_check)
-  --wheels=DIR  packages that this Python lacks are taken from wheels there (.whl in the checkout),
+  --part=N,N    run only these parts
+  --together    run processes that measure no time (all but those of parts 4 and 5) concurrently: for a
+                machine with many cores whose GPU is billed by the minute
+  --dry_run     run all parts on a CPU, with small sizes and the interpreter instead of the GPU
+  --out=DIR     directory for summary.txt, and partN.log and partN.tar.gz of each part N, which grow
+                after every process (runs/gpu_check)
+  --wheels=DIR  directory of wheels for packages that this Python lacks (.whl in the checkout),
                 such as ml_collections and tensorboardX (for part 6) and beartype (for part 3):
                 python3 -m pip download --no-deps --only-binary=:all: -d .whl NAME==VERSION
-  --seconds=N   for each part, instead of the minutes above
+  --seconds=N   time limit per part, instead of the minutes above
   --help        this text
 
   SEERJAX_PYTHON=/path/to/python   uses that interpreter
@@ -137,9 +138,9 @@ EOF
 [ -n "$python" ] || fail "got no Python that can run the kernels, expected one with $wanted, numpy and" \
   "absl-py; name one with SEERJAX_PYTHON=/path/to/python. Tried:$complaints"
 
-mkdir -p "$out" || fail "--out: got '$out', expected a folder that can be made."
+mkdir -p "$out" || fail "--out: got '$out', expected a folder that can be created."
 out=$(cd "$out" && pwd)
-scratch=$(mktemp -d) || fail "got no folder for what processes write, expected one; set TMPDIR."
+scratch=$(mktemp -d) || fail "got no temporary folder, expected one; set TMPDIR."
 trap 'rm -rf "$scratch"' EXIT
 for wheel in "$wheels"/*.whl; do
   [ -e "$wheel" ] || continue

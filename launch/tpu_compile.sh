@@ -10,14 +10,14 @@ if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
   cat <<'EOT'
 usage: bash launch/tpu_compile.sh [--flags of experiments.tpu_compile]
 
-Makes .venv-tpu in the checkout with the newest Python that has a lock for it (3.13 or 3.12), adds
-libtpu (half a gigabyte, x86-64 Linux) and compiles Qwen3-0.6B and 8B for TPU v5e and v6e, case after
-case, each in a process of its own. Nothing is run: a TPU would be needed. What each case is and what
-the compiler said goes to runs/tpu_compile (--workdir=DIR), as results.jsonl and table.md; cases that
-results.jsonl holds are not compiled again.
+Creates .venv-tpu in the checkout with the newest Python that has a lock for it (3.13 or 3.12),
+installs libtpu (half a gigabyte, x86-64 Linux) and compiles Qwen3-0.6B and 8B for TPU v5e and v6e,
+each case in a separate process. Nothing is run, since that needs a TPU. The cases and the compiler's
+messages go to runs/tpu_compile (--workdir=DIR), as results.jsonl and table.md; cases that are in
+results.jsonl are not compiled again.
 
-  --cases=TEXT   only the cases whose name contains it
-  --list         names the cases, and compiles none
+  --cases=TEXT   compiles only the cases with TEXT in their name
+  --list         lists the cases, and compiles none
 EOT
   exit 0
 fi

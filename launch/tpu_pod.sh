@@ -12,16 +12,16 @@ usage: bash launch/tpu_pod.sh --tpu=NAME --zone=ZONE --hosts=N [--directory=PATH
                               [experiments.NAME] [--flags]
 
 Runs `bash launch/local.sh --platform=tpu experiments.NAME --flags` on every host of a TPU slice, by
-`gcloud compute tpus tpu-vm ssh --worker=all`, as one run on the devices of all. Each host needs a
-checkout at the same path; --workdir has to be a directory that all of them see, and num_instances
-times model_shards the number of all chips. When a host dies, all end; the same command with --resume
-goes on. It never ran on a TPU; what is tested is the command that it makes.
+`gcloud compute tpus tpu-vm ssh --worker=all`, as one run on all devices. Each host needs a
+checkout at the same path; --workdir must be a directory that all hosts share, and num_instances
+times model_shards must be the number of all chips. If a host dies, all stop; the same command with
+--resume continues. This script has never run on a TPU; only the command that it builds is tested.
 
-  --tpu=NAME        of the slice
-  --zone=ZONE       where it is
-  --hosts=N         that it has
-  --directory=PATH  of the checkout on each host (seerjax)
-  --dry-run         says what would be run, and does nothing
+  --tpu=NAME        name of the slice
+  --zone=ZONE       zone of the slice
+  --hosts=N         number of hosts of the slice
+  --directory=PATH  path of the checkout on each host (seerjax)
+  --dry-run         prints what would be run, and does nothing
 EOF
 }
 

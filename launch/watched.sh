@@ -9,7 +9,7 @@
 #   SEERJAX_LOOKS_EVERY=N    seconds (30)
 set -uo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
-workdir=${1:?WORKDIR: got nothing, expected the directory of a run}
+workdir=${1:?WORKDIR: got nothing, expected a run directory}
 shift
 after=${SEERJAX_HANGS_AFTER:-600}
 
@@ -38,7 +38,7 @@ while kill -0 "$run" 2>/dev/null; do
 done
 kill "$watching" 2>/dev/null
 if [ -s "$began" ]; then
-  echo "watched: got no status of $workdir for $after s, expected one every ten: it was ended" >&2
+  echo "watched: got no status from $workdir for $after s, expected one every 10 s; the run was stopped" >&2
   status=75
 fi
 rm -f "$began"

@@ -85,7 +85,7 @@ def test_cuda_is_chosen_by_the_driver(checkout: pathlib.Path, tmp_path: pathlib.
 def test_an_unknown_platform_is_refused(checkout: pathlib.Path):
   status, text = run(checkout, "--dry-run", "--platform=gpu")
   assert status == 1
-  assert "--platform: got 'gpu', expected cpu, cuda or tpu; leave it away to detect it." in text
+  assert "--platform: got 'gpu', expected cpu, cuda or tpu; leave it out to detect it." in text
 
 
 def test_a_platform_without_a_name_is_refused(checkout: pathlib.Path):
@@ -149,7 +149,7 @@ def test_a_strange_venv_is_left_alone(checkout: pathlib.Path):
   (checkout / ".venv" / "mine").write_text("")
   status, text = run(checkout, "--platform=cpu")
   assert status == 1
-  assert "exists and was not made by launch/; move it away." in text
+  assert "exists and was not created by launch/; move it away." in text
   assert (checkout / ".venv" / "mine").exists()
 
 

@@ -97,7 +97,7 @@ def test_a_job_that_hangs_is_begun_again_and_one_that_fails_is_not(tmp_path):
   tool(python, hangs)
   done = slurm(tmp_path, **limits)
   assert done.returncode == 75, done.stderr
-  assert "got no status of runs/slurm-31 for 1 s, expected one every ten" in done.stderr
+  assert "got no status from runs/slurm-31 for 1 s, expected one every 10 s" in done.stderr
   assert (tmp_path / "scontrol").read_text() == "requeue 31\n"
 
 
@@ -130,7 +130,7 @@ def test_a_run_is_alive_while_its_status_is_young(tmp_path):
   alive = lambda *seconds: subprocess.run(
     ["bash", str(LAUNCH / "alive.sh"), str(tmp_path), *seconds], capture_output=True, text=True
   )
-  assert "got none that is younger than 120 s" in alive().stderr
+  assert "got no update for 120 s" in alive().stderr
   (tmp_path / "status.json").write_text("{}")
   assert alive().returncode == 0
   ago = time.time() - 200
@@ -275,14 +275,14 @@ def test_every_host_of_a_tpu_runs_one_command(tmp_path):
   assert words[:5] == ["compute", "tpus", "tpu-vm", "ssh", "pod"]
   assert words[5:] == ["--zone=a", "--worker=all", f"--command={command}"]
   assert tpu(*asked, "--dry-run")[1] == f"on every host: {command}\n"
-  assert "It never ran on a TPU" in tpu("--help")[1]
+  assert "has never run on a TPU" in tpu("--help")[1]
 
 
 @pytest.mark.parametrize(
   "arguments, message",
   [
     ((), "got --tpu='', --zone='', expected both; write --tpu=NAME --zone=ZONE."),
-    (("--tpu=a", "--zone=b"), "--hosts: got '', expected a number from 1; write --hosts=4."),
+    (("--tpu=a", "--zone=b"), "--hosts: got '', expected a number of at least 1; write --hosts=4."),
     (("--tpu=a", "--zone=b", "--hosts=2", "experiments.none"), "got the experiment"),
   ],
 )

@@ -96,15 +96,15 @@ def test_where_one_dies_the_others_are_ended_with_a_message(checkout):
   text, _ = script.communicate(timeout=200)
   assert script.returncode == 7, text
   assert "process 1 ended with status 7; its lines and the others' are here and in" in text
-  assert "1 of the others did not end within 1 s: they are ended now; --resume goes on." in text
+  assert "1 of the others did not end within 1 s and are killed; --resume continues." in text
   assert not launched.is_alive(pid_of(text))
 
 
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    ((), "--num_processes: got '', expected a number from 1"),
-    (("--num_processes=two",), "--num_processes: got 'two', expected a number from 1"),
+    ((), "--num_processes: got '', expected a number of at least 1"),
+    (("--num_processes=two",), "--num_processes: got 'two', expected a number of at least 1"),
     (("--num_processes=2", "--port=fast"), "--port: got 'fast', expected a number"),
     (("--num_processes=2", "--patience="), "--patience: got '', expected whole seconds"),
     (("--num_processes=2", "experiments.none"), "got the experiment 'experiments.none', expected"),
@@ -128,4 +128,4 @@ def test_a_dry_run_says_what_would_be_run(checkout):
 def test_help_says_how_it_ends():
   script = str(launched.ROOT / "launch" / "processes.sh")
   done = subprocess.run(["bash", script, "--help"], capture_output=True, text=True)
-  assert done.returncode == 0 and "Ctrl-C and SIGTERM stop all of them" in done.stdout
+  assert done.returncode == 0 and "Ctrl-C and SIGTERM stop all" in done.stdout

@@ -36,7 +36,7 @@ def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[in
 def test_help_says_what_is_installed_and_where(checkout: pathlib.Path):
   status, text = run(checkout, "--help")
   assert status == 0
-  assert "Makes .venv-tpu" in text and "libtpu (half a gigabyte, x86-64 Linux)" in text
+  assert "Creates .venv-tpu" in text and "libtpu (half a gigabyte, x86-64 Linux)" in text
   assert not (checkout / ".venv-tpu").exists()
 
 
