@@ -242,7 +242,7 @@ def _drafted(
   policy = policies.LongestGroupFirst(
     chunk_tokens=config.chunk_tokens, routing=policies.ByRoom()
   )
-  lines = ["| system | tokens a step | of one worker's | bytes of deltas |", "|---|---|---|---|"]
+  lines = ["| system | tokens per step | of one worker's | bytes of deltas |", "|---|---|---|---|"]
   first = 0.0
   for count, kind in ((1, EngineWorker), (2, EngineWorker), (3, EngineWorker), (2, Deaf)):
     for engine in engines:
@@ -259,7 +259,7 @@ def _drafted(
     per_step = sampled / (sampled - accepted)
     first = first or per_step
     told = 0 if kind is Deaf else 4 * rollout.counts["told"]
-    name = f"{count} workers that draft" + (", told nothing" if kind is Deaf else "")
+    name = f"{count} workers that draft" + (", without deltas" if kind is Deaf else "")
     note(
       name, completions, begin, tokens_a_step=per_step, delta_bytes=told, **counts_of(rollout)
     )

@@ -302,8 +302,8 @@ def table(
   lines = [
     f"Weights of {num_bytes / 1e9:.2f} GB; copies (read and written) {copied}. So one reading of"
     f" the weights a token allows {allowed:.1f} tokens/s at batch 1.\n",
-    "| side | batch | tokens/s | tokens a CPU second | tokens/s / (bandwidth / bytes of weights) |"
-    " peak memory, MiB |",
+    "| side | batch | tokens/s | tokens per CPU second | tokens/s / (bandwidth / bytes of weights)"
+    " | peak memory, MiB |",
     "|---|---|---|---|---|---|",
   ]
   found: dict[str, dict[int, dict[str, float]]] = {}

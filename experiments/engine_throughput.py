@@ -82,7 +82,7 @@ class Peer(NamedTuple):
 
 PEERS = {
   "native-k": Peer(
-    "SeerJAX, native, 8 steps a visit",
+    "SeerJAX, native, 8 steps per visit",
     "ours",
     dict(implementation="native"),
     dict(steps_per_visit=8),
@@ -107,7 +107,7 @@ PEERS = {
     "transformers generate, batches of 32 in order", "transformers", dict(batch_size=32)
   ),
   "hf-sorted-32": Peer(
-    "transformers generate, batches of 32 sorted by length, which they are told",
+    "transformers generate, batches of 32 sorted by known length",
     "transformers",
     dict(batch_size=32, is_sorted=True),
   ),
@@ -116,7 +116,7 @@ PEERS = {
   ),
   # The fastest setting: flash attention on, off or automatic, with f16 or f32 keys and values.
   "llama-cpp": Peer(
-    "llama.cpp, float32, a stream a sequence, slots by length, which it is told",
+    "llama.cpp, float32, one stream per sequence, slots by known length",
     "llama.cpp",
     dict(flash=False, kv="f32"),
   ),
@@ -482,8 +482,8 @@ def table(results: dict[str, Any]) -> str:
   """Returns the results as Markdown, with ratios to the static batch."""
   baseline = results.get(BASELINE, {}).get("tokens_per_second")
   lines = [
-    "| engine | useful tokens/s, median (range) | times static batch | useful tokens a CPU second |"
-    " wall s | CPU s | peak memory, MiB |",
+    "| engine | useful tokens/s, median (range) | times static batch | useful tokens per CPU second"
+    " | wall s | CPU s | peak memory, MiB |",
     "|---|---|---|---|---|---|---|",
   ]
   for name, result in results.items():
@@ -507,8 +507,8 @@ def aims(results: dict[str, Any]) -> str:
   if "tokens_per_second" not in ours:
     return f"{PEERS[AIMED].label} was not measured, so no aim is checked."
   lines = [
-    f"| useful tokens of {PEERS[AIMED].label}, times those of | aimed at | a wall second |"
-    " a CPU second | holds (wall) |",
+    f"| useful tokens of {PEERS[AIMED].label}, times those of | aimed at | per wall second | per"
+    " CPU second | holds (wall) |",
     "|---|---|---|---|---|",
   ]
   for name, aim in AIMS.items():

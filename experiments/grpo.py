@@ -191,9 +191,9 @@ def saved(rows: Sequence[Mapping[str, float]]) -> str:
   }  # fmt: skip
   return (
     f"{total['steps']:,} steps of the engine, {total['tail_steps']:,} of them for the last tenth of"
-    f" a step's requests; {total['accepted_tokens']:,} tokens came out of drafts and needed no step"
-    f" of their own ({total['drafted_tokens']:,} drafted); {total['migrations']:,} requests moved"
-    f" to another instance with their keys, {total['spills']:,} to the host"
+    f" a step's requests; {total['accepted_tokens']:,} tokens came from drafts and needed no"
+    f" separate step ({total['drafted_tokens']:,} drafted); {total['migrations']:,} requests moved"
+    f" to another instance with their KV pages, {total['spills']:,} to the host"
   )
 
 
@@ -275,7 +275,7 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
   # Checked before the run, with the programs that the run will use.
   begun = directory_lib.as_begun(config, directory) if args.resume else config
   programs = programs_lib.make_programs(begun, policy.model)
-  with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
+  with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
     check_model(begun, policy, programs, say=say, bitwise=args.bitwise)
   result = rl.train(
     config,

@@ -284,7 +284,7 @@ def table(records: Sequence[dict[str, Any]], config: Config) -> str:
       )
   if within:
     holds = "yes" if max(map(float, within)) <= 1 else "**no**"
-    lines.append(f"| peak at most what is planned | {', '.join(within)} of it | {holds} |")
+    lines.append(f"| peak at most as planned | {', '.join(within)} of it | {holds} |")
   return "\n".join(lines) + "\n"
 
 

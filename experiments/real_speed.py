@@ -95,13 +95,13 @@ class Aim(NamedTuple):
 
 
 AIMS = (
-  Aim("one sequence, beside llama.cpp", KINDS[:1], DTYPES, "llama-cpp", 1.1),
+  Aim("one sequence, against llama.cpp", KINDS[:1], DTYPES, "llama-cpp", 1.1),
   Aim("one sequence, of what memory allows", KINDS[:1], DTYPES, "memory", 0.6),
-  Aim("two cores, beside one", KINDS, DTYPES, "native-1", 1.7),
-  Aim("8 and 32 sequences, beside llama.cpp", KINDS[1:3], DTYPES[:1], "llama-cpp", 2.5),
-  Aim("8 and 32 sequences, beside transformers", KINDS[1:3], DTYPES, "transformers", 1.5),
-  Aim("prefill, beside llama.cpp", KINDS[3:], DTYPES, "llama-cpp", 1.2),
-  Aim("prefill, beside transformers", KINDS[3:], DTYPES, "transformers", 1.2),
+  Aim("two cores, against one", KINDS, DTYPES, "native-1", 1.7),
+  Aim("8 and 32 sequences, against llama.cpp", KINDS[1:3], DTYPES[:1], "llama-cpp", 2.5),
+  Aim("8 and 32 sequences, against transformers", KINDS[1:3], DTYPES, "transformers", 1.5),
+  Aim("prefill, against llama.cpp", KINDS[3:], DTYPES, "llama-cpp", 1.2),
+  Aim("prefill, against transformers", KINDS[3:], DTYPES, "transformers", 1.2),
 )
 
 

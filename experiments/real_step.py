@@ -147,8 +147,8 @@ def measure(
 def table(records: Sequence[dict[str, Any]]) -> str:
   """Returns medians by side, over all steps but the first of each record, as Markdown."""
   lines = [
-    "| side | steps | seconds a step, median (range) | sampling | learning | tokens a step |"
-    " ms a sampled token | largest gap of a log-probability | peak GiB |",
+    "| side | steps | seconds per step, median (range) | sampling | learning | tokens per step | ms"
+    " per sampled token | largest gap of a log-probability | peak GiB |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
   medians = {}

@@ -198,8 +198,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
   """Returns the results as Markdown."""
   baseline = results["groups, preempting"]
   lines = [
-    "| system | steps | of the first | tail steps | of the first | preemptions a request | rows |"
-    " MB moved | tokens a step | seconds |",
+    "| system | steps | of the first | tail steps | of the first | preemptions per request | rows |"
+    " MB moved | tokens per step | seconds |",
     "|---|---|---|---|---|---|---|---|---|---|",
   ]
   for name, row in results.items():
@@ -262,7 +262,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
 
   values = np.asarray(list(told.values()))
   print(
-    f"{len(asked)} answers of {values.mean():.0f} tokens on average, {values.max()} at most, to"
+    f"{len(asked)} responses of {values.mean():.0f} tokens on average, {values.max()} at most, to"
     f" {workload.num_groups} prompts; {workload.num_instances} instances of"
     f" {workload.num_pages - 1} pages of {workload.page_size} positions",
     flush=True,
@@ -284,7 +284,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     results[name], rollouts[name] = numbers, rollout
     print(
       f"{name:20s} {numbers['steps']:6d} steps, {numbers['tail_steps']:5d} of them for the last"
-      f" tenth, {numbers['preemptions_a_request']:.2f} preemptions a request,"
+      f" tenth, {numbers['preemptions_a_request']:.2f} preemptions per request,"
       f" {numbers['seconds']:.1f} s",
       flush=True,
     )

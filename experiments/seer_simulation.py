@@ -334,14 +334,18 @@ def paper_tables(found: dict[str, Any]) -> str:
     row(workload.name, "baseline, s (fitted)", published.baseline_seconds, base["seconds"], 0)
     row(workload.name, "baseline, tail share (fitted)", published.tail_share, share, 3)
     if published.preemptions is not None:
-      column = "baseline, preemptions a request (fitted)"
+      column = "baseline, preemptions per request (fitted)"
       row(workload.name, column, published.preemptions, base["preemptions"], 2)
     for name, gain in zip(("divided", "+ context", "+ drafts"), published.gains):
       row(workload.name, f"gain, {name}", gain, base["seconds"] / rows[name]["seconds"], 2)
     cut = 1 - rows["+ drafts"]["tail_seconds"] / base["tail_seconds"]
     row(workload.name, "tail cut, + drafts", published.tail_cut, cut, 2)
     row(
-      workload.name, "tokens a step, + drafts", published.accepted, rows["+ drafts"]["accepted"], 2
+      workload.name,
+      "tokens per step, + drafts",
+      published.accepted,
+      rows["+ drafts"]["accepted"],
+      2,
     )
   return "\n".join(lines)
 
@@ -349,7 +353,7 @@ def paper_tables(found: dict[str, Any]) -> str:
 def policy_table(found: dict[str, Any]) -> str:
   """Returns Markdown: every policy on the three workloads."""
   lines = [
-    "| workload | policy | s | gain | tail, s | preemptions | idle | tokens a step | moved, TB |",
+    "| workload | policy | s | gain | tail, s | preemptions | idle | tokens per step | moved, TB |",
     "|---|---|---:|---:|---:|---:|---:|---:|---:|",
   ]
   for name, rows in found.items():
@@ -419,7 +423,7 @@ def drawn_table(found: list[dict[str, Any]]) -> str:
 def baseline_table(found: dict[str, Any]) -> str:
   """Returns Markdown: the cost of a step and the age of its data."""
   lines = [
-    "| workload | loop | s a step | stale tokens | mean length |",
+    "| workload | loop | s per step | stale tokens | mean length |",
     "|---|---|---:|---:|---:|",
   ]
   for name, rows in found.items():

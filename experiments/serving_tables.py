@@ -80,8 +80,8 @@ def summary(
 def same_table(found: dict[Same | Timed, dict[str, Any]], missing: dict[str, str]) -> str:
   """Returns part (a) as Markdown."""
   lines = [
-    "| server | temperature | asked | beside others | distinct answers | the commonest |"
-    " distinct bit patterns of log-probabilities |",
+    "| server | temperature | requests | among others | distinct responses | most common | distinct"
+    " bit patterns of log-probabilities |",
     "|---|---|---|---|---|---|---|",
   ]
   for cell, record in found.items():
@@ -99,8 +99,8 @@ def same_table(found: dict[Same | Timed, dict[str, Any]], missing: dict[str, str
 def timed_table(found: dict[Same | Timed, dict[str, Any]]) -> str:
   """Returns part (b) as Markdown."""
   lines = [
-    "| clients | who | answers | tokens/s, median (range) | times the engine alone | tokens a CPU"
-    " second | first token, ms, median (95 %) | whole answer, ms, median (95 %) |",
+    "| clients | who | responses | tokens/s, median (range) | times the engine alone | tokens per"
+    " CPU second | first token, ms, median (95 %) | whole response, ms, median (95 %) |",
     "|---|---|---|---|---|---|---|---|",
   ]
   for clients in CLIENTS:
@@ -129,8 +129,8 @@ def _pair(seconds: tuple[float, float] | None) -> str:
 def aims(found: dict[Same | Timed, dict[str, Any]]) -> str:
   """Returns the targets as Markdown, and which of them are met."""
   lines = [
-    "| tokens/s of our server, answers whole, times those of | clients | aimed at | a wall second |"
-    " a second of their CPU | holds (wall) |",
+    "| tokens/s of our server, whole responses, times those of | clients | aimed at | per wall"
+    " second | per second of their CPU | holds (wall) |",
     "|---|---|---|---|---|---|",
   ]
   for name, other, clients, aim in AIMS:

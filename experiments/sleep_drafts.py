@@ -173,7 +173,7 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"--{name}: got {getattr(args, name)}, expected at least 1; raise it.")
     model = seerjax.load_model(args.model)
     config = EngineConfig(max_context=args.max_context, max_sequences=8, steps_per_visit=1)
-    print("| drafts | questions | tokens | steps | drafted | accepted | tokens a step |")
+    print("| drafts | questions | tokens | steps | drafted | accepted | tokens per step |")
     print("|---|---|---|---|---|---|---|")
     first = None
     for arm in ARMS:

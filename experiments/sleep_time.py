@@ -349,7 +349,7 @@ def budgets(main: Main) -> Section:
   for verbosity in range(WHOLE):
     arm = Arm("wake", verbosity, 1)
     gain = sleep_tables.mean(own, own.right(arm) - own.right(Arm("test", verbosity)))
-    rows.append((f"both asked for length {verbosity}", gain))
+    rows.append((f"both with length {verbosity}", gain))
   found = [(name, gain.text(100)) for name, gain in rows]
   names = ("budgets of T_B(q, c)", "T_b(q, c') is ahead at as many test tokens, points (95 %)")
   title = f"Gain at equal test tokens, {len(own.starts)} contexts"
@@ -510,9 +510,10 @@ def curves(main: Main, short: Main) -> list[Curves]:
   wake = of("T_b(q, c')", own, [Arm("wake", length, 1) for length in lengths])
   both = of("T_b(q, c, c')", own, [Arm("both", length, 1) for length in BOTH.verbosities])
   found = [
-    Curves("Right against test tokens, by length asked for", "tokens", "nano-sleep, four lengths",
+    Curves("Right against test tokens, by requested length", "tokens", "nano-sleep, four lengths",
            (without, wake, both), is_percent=True),
-    Curves("Right against test tokens, by hard cuts", "tokens", "a cut answer is no answer",
+    Curves("Right against test tokens, by hard cuts", "tokens", "a cut response counts as no"
+                                                                " answer",
            (of(f"T_B(q, c) of {main.base_name}", base, [Arm("test", cut=cut) for cut in cuts]),
             of("T_b(q, c')", own, [Arm("wake", WHOLE, 1, cut) for cut in cuts])), is_percent=True),
   ]  # fmt: skip
@@ -524,7 +525,7 @@ def curves(main: Main, short: Main) -> list[Curves]:
       ]))
       for label, cells, arm in (("without sleep", main.base, TEST), ("with", main.own, WAKE))
     ]  # fmt: skip
-    note = f"t b + S / N, a token for which a user waits costs {latency_price:g}"
+    note = f"t b + S / N, a token while a user waits costs {latency_price:g}"
     found.append(
       Curves(f"Price of a question, t = {latency_price:g}", "questions", note, tuple(pair))
     )

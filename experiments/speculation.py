@@ -488,19 +488,19 @@ def _section(
     _positions_table(records),
   ]
   if all(record["joules"] is None for record in records):
-    lines[2] += " Joules a token: not readable here."
+    lines[2] += " Joules per token: not readable here."
   return "\n".join(lines)
 
 
 def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> str:
-  head = ["batch", "draft", "plain, tokens/s", "with drafts", "ratio (95 %)", "tokens a step"]
+  head = ["batch", "draft", "plain, tokens/s", "with drafts", "ratio (95 %)", "tokens per step"]
   head += ["draft's share", "a", "c", "E/(Nc+1)", "priced", "the article's alpha"]
   has_joules = any(record["joules"] is not None for record in records)
   has_untiled = any(record.get("untiled") for record in records)
   if has_untiled:
     head += ["untiled, tokens/s", "drafts against untiled (95 %)"]
   if has_joules:
-    head += ["joules a token, plain", "with drafts"]
+    head += ["joules per token, plain", "with drafts"]
   if price_per_hour:
     head += ["price of 1,000 answers, plain", "with drafts"]
   rows = [head, ["---"] * len(head)]
@@ -557,7 +557,7 @@ def _positions_table(records: Sequence[dict[str, Any]]) -> str:
     totals.setdefault(cell.shape, Acceptance()).include(one)
   most = max((len(total.drafted_at) for total in totals.values()), default=0)
   places = [str(place) for place in range(1, most + 1)]
-  rows = [["draft", "steps", "tokens a step", *places], ["---"] * (3 + most)]
+  rows = [["draft", "steps", "tokens per step", *places], ["---"] * (3 + most)]
   for shape, total in totals.items():
     held = [f"{rate:.3f} ({n:,})" for rate, n in zip(total.rate_at, total.drafted_at)]
     length = _or_none(total.num_steps, total.length)

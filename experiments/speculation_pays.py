@@ -348,7 +348,7 @@ def tables(workload: Workload, turns: Sequence[Turn]) -> str:
   buckets = ", ".join(map(str, UNTILED_ROW_BUCKETS))
   lines += [
     "",
-    f"Untiled computes its whole row bucket ({buckets} rows), {UNTILED_STEPS} steps a visit.",
+    f"Untiled computes its whole row bucket ({buckets} rows), {UNTILED_STEPS} steps per visit.",
     "",
     "| batch in the tail | plain | plain, untiled | with drafts | against plain (95 %) |"
     " against untiled (95 %) |",

@@ -501,7 +501,7 @@ def table(record: Record, name: str, workload: Workload, *, is_greedy: bool) -> 
       cells = " | ".join(f"{value:.3f}" for value in values)
       lines.append(f"| called {workload.num_calls:,} times: {rule} | {cells} |")
   for title, levels in (("<1, 1, w, 1, 1, 1, 1, 1>", one_wide_level), ("comb of w", comb)):
-    lines += ["", f"Tokens a step, {title}, depth {DEPTH}, the bonus included.", "", head]
+    lines += ["", f"Tokens per step, {title}, depth {DEPTH}, including the bonus token.", "", head]
     lines.append("|---" * (len(WIDTHS) + 1) + "|")
     for rule, held in rules.items():
       found = [walked(record, *levels(held, width)) for width in WIDTHS]
@@ -549,8 +549,8 @@ def gates(record: Record, name: str, held: np.ndarray, workload: Workload) -> li
     gate = verification.KlGate(kind=kind, threshold=workload.kl_threshold)
     found = walked(record, *comb(chance[:, None], 1))
     lines.append(
-      f"- {gate.described(int(tokens.mean()))}: {tokens.sum() / found.num_steps.sum():.2f} tokens a"
-      f" step; lets {is_let.mean():.1%} of tokens through."
+      f"- {gate.described(int(tokens.mean()))}: {tokens.sum() / found.num_steps.sum():.2f} tokens"
+      f" per step; lets {is_let.mean():.1%} of tokens through."
     )
   return lines
 

@@ -253,8 +253,8 @@ def cost(texts: np.ndarray, batch: int) -> Cost:
 def cost_table(costs: dict[str, Cost]) -> str:
   """Returns the costs as a table in Markdown."""
   lines = [
-    "| stream | tokens | append, us a token | one request a call | bytes a token | draft, us |"
-    " 3 ahead, us | 4 paths, us | match | drafted | accepted |",
+    "| stream | tokens | append, us per token | one request per call | bytes per token | draft, us"
+    " | 3 ahead, us | 4 paths, us | match | drafted | accepted |",
     "|---|---|---|---|---|---|---|---|---|---|---|",
   ]
   lines += [

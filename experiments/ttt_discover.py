@@ -281,7 +281,7 @@ def discover(argv: list[str]) -> None:
   if args.resume:
     run = directory_lib.as_begun(run, directory)
   programs = programs_lib.make_programs(run, policy.model)
-  with progress_lib.Progress(say) as progress, progress.phase("asking the model twice"):
+  with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
     grpo.check_model(run, policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:
     found = ttt.discover(

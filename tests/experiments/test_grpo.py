@@ -107,8 +107,8 @@ def test_what_was_saved_is_the_sum_of_all_steps():
   ]  # fmt: skip
   text = grpo.saved(rows)
   assert text.startswith("1,500 steps of the engine, 42 of them for the last tenth")
-  assert "500 tokens came out of drafts and needed no step of their own (1,100 drafted)" in text
-  assert "2 requests moved to another instance with their keys, 1 to the host" in text
+  assert "500 tokens came from drafts and needed no separate step (1,100 drafted)" in text
+  assert "2 requests moved to another instance with their KV pages, 1 to the host" in text
 
 
 @pytest.mark.parametrize(

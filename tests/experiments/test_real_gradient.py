@@ -34,7 +34,7 @@ def test_ratios_and_memory_by_hand():
   assert f"{line} 200 |" in text
   assert "| float32: at least 1.3 of torch's rows/s, each at its best | 1.20 | **no** |" in text
   assert "| bfloat16: at least 1.3 of torch's rows/s, each at its best | 9.00 | yes |" in text
-  assert "| peak at most what is planned | 0.40, 1.25, 0.80 of it | **no** |" in text
+  assert "| peak at most as planned | 0.40, 1.25, 0.80 of it | **no** |" in text
 
 
 @pytest.mark.parametrize("change", [dict(norm=2.01), dict(loss=-0.5)], ids=["norm", "loss"])

@@ -61,7 +61,7 @@ def test_the_aims_by_hand():
   )
   assert "copy 10.0 GB/s, read 20.0 GB/s" in text
   assert "| float32 | decode 1 | 20.0 (10.0–30.0) | 18.0 (18.0–18.0) |" in text
-  assert "| one sequence, beside llama.cpp | float32, decode 1 | 1.1 | 1.11 | yes |" in text
+  assert "| one sequence, against llama.cpp | float32, decode 1 | 1.1 | 1.11 | yes |" in text
   assert "| one sequence, of what memory allows | float32, decode 1 | 0.6 | 1.00 | yes |" in text
   assert "llama.cpp | float32, decode 8 | 2.5 | 2.00 | **no** |" in text
   assert "transformers |" not in text.split("| aim |")[1]

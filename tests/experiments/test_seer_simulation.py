@@ -39,7 +39,7 @@ def test_misses_stay_in_the_table():
   assert "| Moonlight | gain, divided | 1.41 | 1.41 | 1.00 | yes |" in text
   assert "| Moonlight | gain, + context | 1.47 | 1.96 | 1.33 | **no** |" in text
   assert "| Moonlight | tail cut, + drafts | 0.84 | 0.84 | 1.00 | yes |" in text
-  assert "| Qwen2-VL-72B | baseline, preemptions a request (fitted) | 1.43 | 1.00 |" in text
+  assert "| Qwen2-VL-72B | baseline, preemptions per request (fitted) | 1.43 | 1.00 |" in text
   assert (
     "| Moonlight | divided | 2,773 | 1.41 | 10 | 1.00 | 25 % |"
     in seer_simulation.policy_table(made())

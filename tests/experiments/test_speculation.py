@@ -28,7 +28,7 @@ RECORD = {
 def test_a_table_by_hand():
   lines = speculation.tables([RECORD]).splitlines()
   assert lines[2] == (
-    "8 pairs of answers, all bits equal; 25.00% correct without drafts, 25.00% with. Joules a"
+    "8 pairs of answers, all bits equal; 25.00% correct without drafts, 25.00% with. Joules per"
     " token: not readable here."
   )
   # 9 held of the 8 and 6 that might: a = 0.64, c = 0.1, E = 1 + a + a^2 = 2.06; E / 1.2; E 0.01 /
