@@ -195,5 +195,5 @@ def _package_path() -> str:
   """Returns the directory where llguidance is installed."""
   spec = importlib.util.find_spec("llguidance")
   if spec is None or not spec.origin:
-    raise ValueError("serve: llguidance is not installed, expected it; install the extra `serve`.")
+    raise ValueError("serve: got no llguidance, expected the package; install the extra `serve`.")
   return str(pathlib.Path(spec.origin).parents[1])
