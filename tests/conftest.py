@@ -1,8 +1,8 @@
-"""Settings that hold for every test. They come before the first import of JAX and of our packages.
+"""Settings for every test, made before the first import of JAX and of the library's packages.
 
-Eight virtual CPU devices, so that meshes are real. Rank promotion raises, everywhere; dtype
-promotion is strict in the folders of `STRICT` (and not elsewhere, because optax needs the standard
-one). jaxtyping and beartype check every annotation of ours while it traces.
+Tests run on eight virtual CPU devices, so that meshes are real. Rank promotion raises everywhere.
+Dtype promotion is strict in the folders of `STRICT` only, because optax needs the standard one.
+jaxtyping and beartype check every annotation of the library while it is traced.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import hypothesis
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-# These two add to the context that JAX traces in: imported by whichever test is the first to need
-# them, they would have every program of the process traced once more.
+# These two modules change the context that JAX traces in. If a test were the first to import them,
+# every program of the process would be traced again.
 import jax.experimental.pallas
 import jax.experimental.pallas.fuser
 import jaxtyping
@@ -35,26 +35,26 @@ import xdist.scheduler
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The hook stays for the whole session: it must see each of our modules when it is first imported.
+# The hook stays for the whole session: it must see each module of the library on its first import.
 IMPORT_HOOK = jaxtyping.install_import_hook(
   ["seerjax", "pallas_kernels"], "annotation_checker.checker"
 )
 
 TESTS = pathlib.Path(__file__).parent
-# Folders whose tests are all `thorough`: whole runs of commands, and what launches them.
+# Folders in which every test is `thorough`: whole command runs and the scripts that launch them.
 THOROUGH = ("experiments", "launch")
-# Thorough tests of what changed that run with launch/test.sh --all, however much changed.
+# Upper bound on the thorough tests of changed files in one run of launch/test.sh --all.
 MAX_OF_CHANGES = 20
-# Of the contract's files, where SEERJAX_TEST_SHARE draws less of the others.
+# Minimum share of the contract's files that run when SEERJAX_TEST_SHARE is smaller.
 SHARE_OF_CONTRACT = 0.1
 STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
-# Folders and files that share programs, or runs, which one process of pytest should make alone.
+# Folders and files that share programs or runs, which a single pytest process should make.
 PROCESSES = {
   "contract": "engines", "engine": "engines", "engine/kv": "engines", "rollout": "engines",
   "run": "runs", "test_rl.py": "runs", "experiments": "experiments",
 }  # fmt: skip
 
-# Compiling makes first examples slow, so no deadline. Examples are drawn afresh each time:
+# No deadline, because compiling makes first examples slow. Examples are drawn afresh each time;
 # launch/test.sh prints the seed that repeats them.
 hypothesis.settings.register_profile("default", max_examples=20, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("long", max_examples=500, deadline=None, print_blob=True)
@@ -62,7 +62,7 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-  """Chooses the tier, and the file by which a session of hours continues an earlier one."""
+  """Adds the options that choose the tier and that continue an earlier session."""
   parser.addoption(
     "--everyday", action="store_true", help="nothing `thorough`, but in files that are named"
   )
@@ -79,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
   """Draws the session's seed once and sets a GPU's flags; worker processes inherit both."""
-  # Imported here, behind the hook; on a CPU it sets nothing.
+  # Imported after the hook is installed; on a CPU this call sets nothing.
   from seerjax import xla_flags
 
   xla_flags.pin(print)
@@ -89,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Finished:
-  """Writes down each test that passes, and the events that it told of, as soon as it is known."""
+  """Records each passed test and its reported events in a file as soon as the test ends."""
 
   def __init__(self, path: pathlib.Path):
     self._path = path
@@ -102,9 +102,10 @@ class Finished:
 
 
 class ByFolder(xdist.scheduler.LoadScopeScheduling):
-  """Deals whole files to pytest's processes, and what `PROCESSES` says as if it were one file.
+  """Assigns whole files to pytest's processes; files with one name in `PROCESSES` stay together.
 
-  Where a share of the files is drawn, little is left to share but what the disk keeps.
+  When only a share of the files is drawn, files are assigned singly: they have little in common
+  except the programs on disk.
   """
 
   def _split_scope(self, nodeid: str) -> str:
@@ -116,47 +117,47 @@ class ByFolder(xdist.scheduler.LoadScopeScheduling):
 
 
 def is_of_contract(path: pathlib.Path) -> bool:
-  """Returns whether a file of tests is of the contract."""
+  """Returns whether a test file belongs to the contract."""
   return path.parent == TESTS / "contract"
 
 
 def share_of_files() -> float:
-  """Returns which share of the files besides the contract's this session runs; 1 is all of both."""
+  """Returns the share of non-contract test files that this session runs; 1 runs every file."""
   return float(os.environ.get("SEERJAX_TEST_SHARE", "1"))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> ByFolder:
-  """Has tests that share programs or runs in one process."""
+  """Runs tests that share programs or runs in one process."""
   return ByFolder(config, log)
 
 
 def name_of(item: pytest.Item) -> str:
-  """Returns a test's name without its parameters, with its file from the root of the repository."""
+  """Returns a test's node id without parameters, relative to the root of the repository."""
   return item.nodeid.partition("[")[0]
 
 
 def is_thorough(item: pytest.Item) -> bool:
-  """Returns whether a test runs with launch/test.sh --all alone."""
+  """Returns whether a test runs only with launch/test.sh --all."""
   folder = item.path.relative_to(TESTS).parts[0]
   return folder in THOROUGH or item.get_closest_marker("thorough") is not None
 
 
 def place_in_lottery(name: str, seed: str) -> float:
-  """Returns where a test's name lies in [0, 1) by a session's seed; a share takes the lowest."""
+  """Returns a test's number in [0, 1) under a session's seed; a share takes the lowest numbers."""
   return random.Random(f"{seed} {name}").random()
 
 
 def drawn_thorough_tests(
   names: Iterable[str], share: float, seed: str, concerned: Sequence[pathlib.Path] = ()
 ) -> dict[str, str]:
-  """Returns which thorough tests a session runs, and why: a share drawn by its seed, and others.
+  """Returns the thorough tests that a session runs, and the reason for each.
 
-  The others are of files and folders that a change concerns, at most `MAX_OF_CHANGES`, drawn
-  likewise, those of files that are named before those of folders.
+  A share is drawn by the session's seed. At most `MAX_OF_CHANGES` more are drawn among the tests
+  that a change concerns; tests of files named in `concerned` come before tests of its folders.
 
   Args:
-    names: of tests as nodeids without parameters; a test runs with all of them, or not.
-    concerned: files and folders of tests, from the root of the repository.
+    names: node ids without parameters; all parameter sets of a drawn test run.
+    concerned: test files and folders, relative to the root of the repository.
   """
   in_order = sorted(names, key=lambda name: place_in_lottery(name, seed))
   drawn = {name: "lottery" for name in in_order if place_in_lottery(name, seed) < share}
@@ -166,29 +167,29 @@ def drawn_thorough_tests(
     return (file in concerned) + bool({file, *file.parents} & {*concerned})
 
   of_changes = [name for name in in_order if name not in drawn and nearness(name)]
-  of_changes.sort(key=nearness, reverse=True)  # Stable: by lottery among the equally near.
+  of_changes.sort(key=nearness, reverse=True)  # Stable: equally near tests keep the drawn order.
   return drawn | dict.fromkeys(of_changes[:MAX_OF_CHANGES], "of what changed")
 
 
 def share_of_thorough() -> float:
-  """Returns which share of the thorough tests this session draws."""
+  """Returns the share of the thorough tests that this session draws."""
   return float(os.environ.get("SEERJAX_TEST_SHARE_OF_THOROUGH", "1"))
 
 
 def named_paths(config: pytest.Config) -> set[pathlib.Path]:
-  """Returns what counts as named with `--everyday`: all arguments, or those of `--whole`."""
+  """Returns the paths that `--everyday` runs whole: those of `--whole`, else all arguments."""
   whole = config.args if config.option.whole is None else config.option.whole.split(",")
   return {(config.invocation_params.dir / name).resolve() for name in whole}
 
 
 def concerned_paths(config: pytest.Config) -> list[pathlib.Path]:
-  """Returns what `--concerned` names."""
+  """Returns the paths of `--concerned`."""
   return [pathlib.Path(name) for name in (config.option.concerned or "").split(",") if name]
 
 
 @functools.cache
 def files_of_share(share: float, seed: str, ignored: frozenset[pathlib.Path]) -> set[pathlib.Path]:
-  """Returns the files of tests that a session runs which draws a share of them, by its seed."""
+  """Returns the test files of a session that runs a share of them, drawn by its seed."""
   everything = [
     path for path in sorted(TESTS.rglob("test_*.py")) if not ignored & {path, *path.parents}
   ]
@@ -202,10 +203,10 @@ def files_of_share(share: float, seed: str, ignored: frozenset[pathlib.Path]) ->
 
 
 def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
-  """Leaves out files of which nothing runs: to import all of them takes a minute.
+  """Skips files without a selected test, since importing all files takes a minute.
 
-  Those are files that a share does not draw, and of the folders `THOROUGH` those of which no test
-  is drawn, every day those that are not named.
+  Skipped are files outside the drawn share and, in the folders `THOROUGH`, files without a drawn
+  test; with `--everyday` every file of these folders that is not named.
   """
   if collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
     return None
@@ -228,20 +229,20 @@ def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-  """Draws the parameters of tests marked `few`; those that are not drawn count as long.
+  """Draws the parameters of tests marked `few`; parameter sets not drawn count as long.
 
-  Parameter sets marked `few(n, of="kind")` are drawn among those of their kind, in all tests of a
-  file alike. With `-m long` all count as long. What `--finished` names is left out. With
-  `--everyday` one parameter set of a test marked `few` runs, and of what is `thorough` the files
-  that are named: all that are arguments, or those of `--whole`.
+  Parameter sets marked `few(n, of="kind")` are drawn among those of their kind, identically in all
+  tests of a file. With `-m long` all count as long. Tests listed by `--finished` are left out. With
+  `--everyday` one parameter set of a test marked `few` runs, and `thorough` tests run only in files
+  that are named: all arguments, or those of `--whole`.
 
-  SEERJAX_TEST_SHARE below 1 draws that share of the files before they are imported, of the
-  contract's files `SHARE_OF_CONTRACT` or more, and of a test of the contract one of its parameters.
+  SEERJAX_TEST_SHARE below 1 draws that share of the files before they are imported, at least
+  `SHARE_OF_CONTRACT` of the contract's files, and one parameter set of each contract test.
   SEERJAX_TEST_SHARE_OF_THOROUGH below 1 draws thorough tests (`drawn_thorough_tests`).
   """
   if config.option.everyday:
     named = named_paths(config)
-    # Where a share of the files is drawn, the contract's are whole: its portable path is thorough.
+    # In a drawn share the contract's files run whole, because their portable path is thorough.
     is_whole = lambda path: path in named or (share_of_files() < 1 and is_of_contract(path))
     dear = {item for item in items if is_thorough(item) and not is_whole(item.path)}
     config.hook.pytest_deselected(items=[*dear])
@@ -270,7 +271,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
       kind = few.kwargs.get("of", "") if few and not of_contract else ""
       variants.setdefault((name_of(item), kind), []).append(item)
   for (name, kind), several in variants.items():
-    # Tests of a file that draw of one kind draw alike, and share what they compile.
+    # All tests of a file draw the same parameters of a kind, and share what they compile.
     place = f"{several[0].path.name} {kind}" if kind else name
     draw = random.Random(f"{os.environ['SEERJAX_TEST_SEED']} {place}")
     few = several[0].get_closest_marker("few")
@@ -287,7 +288,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-  """Has the garbage collector look at what tests make, and seldom: it took a tenth of all time."""
+  """Freezes the objects so far and collects garbage seldom: collection took 10% of the time."""
   gc.collect()
   gc.freeze()
   gc.set_threshold(20_000, 20, 50)
@@ -302,7 +303,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
-  """Prints what the fuzz tests met, seconds by file, and the seed again if something failed."""
+  """Prints the events of the fuzz tests, the seconds by file and, after a failure, the seed."""
   tell_seconds_by_file(terminalreporter)
   tell_drawn(terminalreporter)
   for outcome in ("passed", "failed"):
@@ -317,7 +318,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus: int) -> None:
 
 
 def tell_seconds_by_file(terminalreporter) -> None:
-  """Prints how long the tests of each file took, fixtures included; the dearest first."""
+  """Prints how long the tests of each file took, fixtures included, slowest first."""
   seconds: dict[str, float] = {}
   for reports in terminalreporter.stats.values():
     for report in reports:
@@ -332,7 +333,7 @@ def tell_seconds_by_file(terminalreporter) -> None:
 
 
 def tell_drawn(terminalreporter) -> None:
-  """Prints which thorough tests were drawn, and why."""
+  """Prints the drawn thorough tests and the reason for each."""
   drawn: dict[str, set[str]] = {}
   for reports in terminalreporter.stats.values():
     for report in reports:
@@ -348,13 +349,13 @@ def tell_drawn(terminalreporter) -> None:
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-  """A fresh seed of this session, in [0, 2**30); equal in all processes of pytest."""
+  """A fresh seed of this session, in [0, 2**30), equal in all processes of pytest."""
   return int(os.environ["SEERJAX_TEST_SEED"])
 
 
 @pytest.fixture
 def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[str]], None]:
-  """Prints at the session's end how often each event happened; one that never did is a failure."""
+  """Prints at the session's end how often each event happened; an event with count 0 fails."""
 
   def tell(name: str, events: Mapping[str, int], expected: Sequence[str]) -> None:
     counts = ", ".join(f"{event} {count}" for event, count in sorted(events.items()))
@@ -367,29 +368,29 @@ def tell_events(record_property) -> Callable[[str, Mapping[str, int], Sequence[s
 
 @pytest.fixture(scope="session")
 def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """Takes the compiled programs of this session, all its processes, of the files that keep them."""
+  """Returns the session's folder for compiled programs, shared by all its processes."""
   folder = tmp_path_factory.getbasetemp()
   if "PYTEST_XDIST_WORKER" in os.environ:
-    folder = folder.parent  # Of the session; a process has one within it.
+    folder = folder.parent  # The session's folder; each process has a subfolder.
   return folder / "programs"
 
 
 @pytest.fixture(scope="module")
 def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
-  """Keeps compiled programs on disk for a file's tests: for runs that each make theirs anew."""
+  """Keeps compiled programs on disk for the tests of a file whose runs each compile them."""
   if jax.config.jax_compilation_cache_dir:
-    yield  # The whole session keeps them.
+    yield  # The whole session already keeps them.
     return
   kept = {
     "jax_compilation_cache_dir": str(programs_folder),
     "jax_persistent_cache_min_compile_time_secs": 0.2,
-    # With a bound, processes take turns at an entry.
+    # With a size limit, processes take turns at an entry.
     "jax_compilation_cache_max_size": 4 << 30,
   }
   before = {name: jax.config.values[name] for name in kept}
   for name, value in kept.items():
     jax.config.update(name, value)
-  compilation_cache.reset_cache()  # Else a process stays with what it chose when it first compiled.
+  compilation_cache.reset_cache()  # Else the cache stays as configured at the first compilation.
   yield
   for name, value in before.items():
     jax.config.update(name, value)
@@ -398,11 +399,11 @@ def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
-  """Lets programs that tests keep go, after a file that brought its process near the bound on maps.
+  """Drops programs that tests cache, once the process is near the kernel's limit on memory maps.
 
-  A compiled program takes some, and a process that reaches the kernel's bound dies in LLVM. What
-  tests share is in caches of functions. JAX's own stay: an engine's program that was traced once
-  may not be traced again.
+  A compiled program takes several maps, and a process that reaches the limit dies in LLVM. Tests
+  share programs in caches of functions. JAX's own caches are kept: an engine's program must not be
+  traced a second time.
   """
   yield
   if num_maps() > max_num_maps() // 3:
@@ -415,20 +416,20 @@ def room_for_programs() -> Iterator[None]:
 
 
 def num_maps() -> int:
-  """Returns how many ranges of memory this process has mapped; 0 where Linux does not say."""
+  """Returns how many memory ranges this process has mapped; 0 where Linux does not report it."""
   maps = pathlib.Path("/proc/self/maps")
   return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
 def max_num_maps() -> int:
-  """Returns how many ranges of memory Linux lets a process map."""
+  """Returns how many memory ranges Linux lets a process map."""
   bound = pathlib.Path("/proc/sys/vm/max_map_count")
   return int(bound.read_text()) if bound.exists() else 65_530
 
 
 @pytest.fixture
 def unchecked_annotations() -> Iterator[None]:
-  """No check of annotations around one test: for a refusal of ours that the check forestalls."""
+  """Disables annotation checks around one test, for errors of the library that they forestall."""
   jaxtyping.config.update("jaxtyping_disable", True)
   yield
   jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,8 +1,8 @@
-"""Cases of `drawn_models` whose requests name adapters, and what each of them says alone.
+"""Cases of `drawn_models` whose requests use adapters, and each request's reference completion.
 
-A case has three to five adapters beside its base: two of one shape, the others of ranks from 1 to
-16, targets and scales of their own. A request's reference is an engine for it alone whose weights
-are `lora.attach` of that one adapter, or the base as it is; it has one device and 64 rows.
+A case has a base model and three to five adapters: two of one shape, the others with ranks from 1
+to 16 and their own targets and scales. The reference runs a request alone in an engine whose
+weights are `lora.attach` of its adapter, or the plain base; it has one device and 64 rows.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ NAMES = ("poet", "judge", "clerk", "cook", "pilot")
 
 
 def base_of(case: Case) -> Case:
-  """Returns the case without the adapter that all rows would have, and more of it at once.
+  """Returns the case without the model-wide adapter, and with more concurrent requests.
 
-  Of every third model nine layers are stacked, so that its program loops over them.
+  Every third model gets nine stacked layers, so that its program loops over them.
   """
   model, config = dataclasses.replace(case.model, rank=0), case.model.config
   if case.number // drawn_models.OF_A_MODEL % 3 == 2:
@@ -102,7 +102,7 @@ def _lone_runner(model: Model) -> runner_lib.Runner:
 def lone_engine(
   model: Model, seed: int, generation: int, adapter: str
 ) -> engine_lib.Engine:
-  """Returns the reference of one adapter, which knows of no other."""
+  """Returns the reference engine of one adapter; it holds no other adapter."""
   params = weights_of(model, generation)
   if adapter:
     params = lora.attach(params, *named(model, seed, generation)[adapter])
@@ -125,13 +125,13 @@ def lone_engine(
 
 @functools.lru_cache(maxsize=256)
 def alone(model: Model, seed: int, generation: int, request: Request) -> Completion:
-  """Returns what a request says by its adapter alone."""
+  """Returns a request's completion from the reference engine of its adapter."""
   engine = lone_engine(model, seed, generation, request.adapter)
   return engine.generate([dataclasses.replace(request, adapter="")])[0]
 
 
 class Counting(engine_lib.Engine):
-  """Counts the steps whose rows have several adapters."""
+  """Counts the steps whose rows use several adapters."""
 
   events: collections.Counter[str] = collections.Counter()
 
@@ -145,7 +145,7 @@ class Counting(engine_lib.Engine):
 
 
 class Neighbours(Counting):
-  """The twin: a row has the adapter of its neighbour."""
+  """Twin: a row uses its neighbour's adapter."""
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
@@ -153,7 +153,7 @@ class Neighbours(Counting):
 
 
 class Nameless(pages_lib.PagePool):
-  """A pool whose pages are found by their tokens alone."""
+  """A page pool that ignores the adapter when it looks up a prefix."""
 
   def find(self, tokens, adapter=""):
     return super().find(tokens)
@@ -163,7 +163,7 @@ class Nameless(pages_lib.PagePool):
 
 
 class SharesPages(Counting):
-  """The twin: pages are keyed without the adapter's name."""
+  """Twin: pages are keyed without the adapter's name."""
 
   def __init__(self, *args, **others):
     super().__init__(*args, **others)
@@ -176,17 +176,17 @@ def _runner(machine: Machine) -> runner_lib.Runner:
   instances, shards = machine.mesh
   mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
   model = machine.model
-  # Exactly one a bucket: adapters that come and go make no new one.
+  # Exactly one program per bucket: adapters that come and go compile no new one.
   return runner_lib.Runner(model.config, model.numerics, mesh, len(machine.sizes.row_buckets))
 
 
 class AdapterSchedule(model_cases.Schedule):
-  """A case with its adapters, from its first request to its last."""
+  """Runs a case with adapters from its first request to its last."""
 
   engine_kind: type[Counting] = Counting
 
   def drawn_requests(self) -> list[Request]:
-    """What is asked; siblings may have several adapters, and many prompts are one."""
+    """Returns the requests; members of a group may use several adapters; many share a prompt."""
     rng = self.case.rng(4)
     names = ("", *named(self.case.model, self.case.seed, 0))
     shared = tuple(rng.integers(0, self.case.model.config.vocab_size, MAX_PROMPT).tolist())
@@ -217,7 +217,7 @@ class AdapterSchedule(model_cases.Schedule):
     )
 
   def run(self) -> dict[str, Completion]:
-    """As there; then other weights and adapters take over, and all is asked again."""
+    """Runs the case, then swaps weights and adapters and repeats every request."""
     found = super().run()
     model, seed = self.case.model, self.case.seed
     self.engine.drafter = None
@@ -234,13 +234,13 @@ class AdapterSchedule(model_cases.Schedule):
 
 
 class OfNeighbours(AdapterSchedule):
-  """With the twin."""
+  """The schedule with `Neighbours`."""
 
   engine_kind = Neighbours
 
 
 class OfSharedPages(AdapterSchedule):
-  """With the twin."""
+  """The schedule with `SharesPages`."""
 
   engine_kind = SharesPages
 
@@ -250,7 +250,7 @@ def run_case(
   events: collections.Counter[str],
   kind: type[AdapterSchedule] = AdapterSchedule,
 ) -> None:
-  """Runs a case and compares all of it.
+  """Runs a case and compares every completion with its reference.
 
   Raises:
     AssertionError: if a bit differs, with the case and its adapters in notes.

@@ -1,4 +1,4 @@
-"""Small problems of autocorrelation that several tests take."""
+"""Small autocorrelation problems that several tests use."""
 
 from __future__ import annotations
 

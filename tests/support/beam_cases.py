@@ -1,4 +1,4 @@
-"""A plain beam search, which runs each hypothesis alone, and drafters that know what it keeps."""
+"""A reference beam search that runs each hypothesis alone, and a drafter for beam searches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 64
 
 
 class Plain:
-  """Reads a text from its first token on in a forward of its own, and nothing else."""
+  """Computes each text from its first token in a separate forward pass, without any reuse."""
 
   def __init__(
     self,
@@ -33,9 +33,9 @@ class Plain:
     self._likeliest = jax.jit(functools.partial(head.likeliest, **shape), static_argnums=4)
     self._forced = jax.jit(functools.partial(scoring._forced, **shape))
 
-  @functools.cache  # noqa: B019, as long as the tests.
+  @functools.cache  # noqa: B019, lives as long as the tests.
   def likeliest(self, tokens: tuple[int, ...]) -> list[tuple[int, np.float32]]:
-    """Returns up to 16 of the likeliest next ids and their log-probabilities, unsorted."""
+    """Returns the ids and log-probabilities of up to 16 most likely next tokens, unsorted."""
     padded = np.zeros(ROWS, np.int32)
     padded[: len(tokens)] = tokens
     hidden = self._hidden(self._params, padded, np.int32(len(tokens)))[len(tokens) - 1][None]
@@ -49,7 +49,7 @@ class Plain:
   def search(
     self, prompt: Sequence[int], width: int, max_tokens: int, stops: Sequence[int] = ()
   ) -> tuple[list[tuple[tuple[int, ...], float, str]], set[tuple[int, ...]]]:
-    """Returns (tokens, score, reason) of the best hypotheses, and every one that was ever kept."""
+    """Returns (tokens, score, reason) of the best hypotheses, and every hypothesis ever kept."""
     beam = [((), 0.0, "")]
     kept = set()
     while not all(reason for *_, reason in beam):
@@ -68,7 +68,7 @@ class Plain:
 
 
 class Knowing(Observed):
-  """Drafts what a search will keep, as a tree around each hypothesis; some of it is wrong."""
+  """Drafts the tokens that a search will keep, as a tree around each hypothesis, with errors."""
 
   def __init__(self, kept: set[tuple[int, ...]], vocab_size: int, *, right: float, seed: int):
     super().__init__()
@@ -82,7 +82,7 @@ class Knowing(Observed):
     for query in queries:
       said = tuple(query.tokens[query.num_prompt :])
       paths = [one[len(said) :] for one in self._kept if one[: len(said)] == said]
-      # The deepest first, so that others branch from them.
+      # Deepest paths first, so that others branch from them.
       paths = sorted((path for path in paths if path), key=len, reverse=True)
       found.append([self._bent(path[: query.max_draft]) for path in paths[:6]])
     return found

@@ -1,4 +1,4 @@
-"""Kernels broken on purpose, one of each kind that the compile report refuses, and sound twins."""
+"""Kernels with one deliberate defect each that the compile report refuses, and sound twins."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 def centred(num_columns: int) -> Call:
-  """Rows less their maximum, f32[64, c]: a warpgroup holds all columns, c / 2 registers a thread.
+  """Rows minus their maximum, f32[64, c]: a warpgroup holds all columns, c / 2 registers a thread.
 
-  Of 128 columns these are 64 registers; of 640, more than a thread has.
+  128 columns take 64 registers a thread; 640 columns take more than a thread has.
   """
   shape = (ROWS, num_columns)
 
@@ -52,7 +52,7 @@ def centred(num_columns: int) -> Call:
 def fold(name: str, *, is_rounded: bool) -> Call:
   """x * x + y * y of f32[64, 64], each product rounded, or left to ptxas to fuse.
 
-  The name is that of a kernel whose fused multiply-adds the report counts.
+  The function is named after a kernel in which the report counts fused multiply-adds.
   """
   shape = (ROWS, 64)
 
@@ -84,10 +84,10 @@ def fold(name: str, *, is_rounded: bool) -> Call:
 
 
 def products(num_accumulators: int) -> Call:
-  """The sum of several products x @ w, f32[64, 256], whose accumulators are all alive at once.
+  """The sum of several products x @ w, f32[64, 256], with all accumulators live at once.
 
-  One takes 128 registers of a thread, two all that there are: then ptxas puts wgmma one after the
-  other.
+  One accumulator takes 128 registers of a thread and two take all registers; ptxas then serialises
+  the wgmma instructions.
   """
   shapes = {"x_buffer": (ROWS, 64), "w_buffer": (64, 256), "y_buffer": (ROWS, 256)}
   dtypes = {"x_buffer": jnp.bfloat16, "w_buffer": jnp.bfloat16, "y_buffer": jnp.float32}

@@ -1,4 +1,4 @@
-"""Chat templates in the forms that model families publish, written anew from their structure."""
+"""Chat templates in the published forms of several model families, rewritten from scratch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _RESPONSE = """
       {{- '<|im_end|>\\n' }}
     {%- endif %}
 """
-# A default system text; tools; calls; answers of tools as a user's turn.
+# A default system prompt, tools, tool calls, and tool results as user turns.
 QWEN25 = (
   _CALLS
   + """
@@ -76,7 +76,7 @@ QWEN25 = (
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
 """
 )
-# Thoughts before the last question are dropped, and none are asked for by enable_thinking=False.
+# Reasoning before the last question is dropped; enable_thinking=False asks for none.
 QWEN3 = (
   _CALLS
   + """
@@ -132,7 +132,7 @@ QWEN3 = (
 {%- endif %}
 """
 )
-# One expression a turn, trimmed, with the beginning of the text put before the first.
+# One trimmed expression per turn, with the start-of-text token before the first.
 LLAMA3 = (
   "{% set loop_messages = messages %}{% for message in loop_messages %}"
   "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
@@ -141,7 +141,7 @@ LLAMA3 = (
   "{% endfor %}{% if add_generation_prompt %}"
   "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
-# A system turn always, with dates; tools beside the first question; answers of tools as ipython.
+# Always a system turn, with dates; tools go into the first question, tool results are "ipython".
 LLAMA31 = """
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -192,7 +192,7 @@ LLAMA31 = """
   {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-# Distilled models of either family: marks of turns that tokenizer.json does not call special.
+# Distilled models of either family, with turn markers that tokenizer.json does not call special.
 DISTILLED = """
 {%- if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}
 {%- set ns = namespace(system='') %}
@@ -214,7 +214,7 @@ DISTILLED = """
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-  """A published form: its template, its special tokens, words that are added tokens, its roles."""
+  """A published form: template, special tokens, words that are added tokens, and roles."""
 
   name: str
   template: str
@@ -257,7 +257,7 @@ FORMS = (
 
 
 def conversations(said: str, has_tools: bool) -> Sequence[tuple[list[dict[str, Any]], dict]]:
-  """Returns conversations and variables in which every text from outside is `said`, or holds it."""
+  """Returns conversations and variables in which every external text equals or contains `said`."""
   user = dict(role="user", content=f" {said}?\n")
   system = dict(role="system", content=f"Be {said}.")
   answer = dict(role="assistant", content=f"<think>\n{said}\n</think>\n\nyes, {said}")

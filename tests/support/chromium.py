@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over two pipes by its own protocol, without any package."""
+"""A headless Chromium driven over two pipes by the DevTools protocol, without any package."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def found() -> str:
-  """Returns the program, "" where there is none."""
+  """Returns the path of the browser, or "" where there is none."""
   return next((path for name in NAMES if (path := shutil.which(name))), "")
 
 
@@ -37,7 +37,7 @@ class Tab:
       self.send(f"{domain}.enable")
 
   def send(self, method: str, *, seconds: float = 120, **params: Any) -> dict[str, Any]:
-    """Returns what a command of the protocol answers; notes errors that the page met meanwhile."""
+    """Returns the response to a protocol command; records page errors that arrive meanwhile."""
     self._number += 1
     message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
     if self._session:
@@ -67,7 +67,7 @@ class Tab:
       self.errors.append(params["entry"]["text"])
 
   def run(self, script: str) -> Any:
-    """Returns the value of an expression, awaited."""
+    """Returns the awaited value of an expression."""
     result = self.send(
       "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
     )
@@ -88,7 +88,7 @@ class Tab:
       time.sleep(0.1)
 
   def size(self, width: int, height: int, *, is_dark: bool = False) -> None:
-    """Makes the window of a size, light or dark."""
+    """Sets the size and the colour scheme of the window."""
     self.send(
       "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1,
       mobile=width < 600,
@@ -99,15 +99,15 @@ class Tab:
     )
 
   def picture(self) -> bytes:
-    """Returns what is seen, as PNG."""
+    """Returns a screenshot as PNG."""
     return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
 
 @contextlib.contextmanager
 def tab(folder: pathlib.Path) -> Iterator[Tab]:
-  """Runs a browser whose files are in `folder`, and yields its one page."""
+  """Runs a browser with its files in `folder`, and yields its only page."""
   low = [*os.pipe(), *os.pipe()]
-  # Above those that the browser's shell names: it reads its third file and writes its fourth.
+  # Descriptors above those that the browser's shell uses; it reads from 3 and writes to 4.
   theirs_in, ours_out, ours_in, theirs_out = (
     fcntl.fcntl(one, fcntl.F_DUPFD_CLOEXEC, 10) for one in low
   )

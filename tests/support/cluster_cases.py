@@ -1,6 +1,6 @@
-"""Drawn rollouts on several workers of this process, some of which die, halt, join or are refused.
+"""Drawn rollouts on several workers of this process, which may die, halt, join or be rejected.
 
-A case is drawn by a seed: workers of several sizes, a policy, and what befalls whom when.
+A seed draws a case: workers of several sizes, a policy, and the faults with their times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seerjax.numerics import NumericsConfig
 from seerjax.rollout.policies import ByPrefix, ByRoom, ContextAware, Divided, LongestGroupFirst
 from seerjax.types import Completion, Request, SamplingParams
 
-# Pages and sequences of an engine; each pair is a program.
+# (pages, sequences) of an engine; each pair is a program.
 SIZES = ((40, 4), (15, 4))
 
 
@@ -38,7 +38,7 @@ def make_engine(
   weights_seed: int = 0,
   **others,
 ) -> Engine:
-  """An engine of the one program that all of a numerics share."""
+  """Returns an engine that uses the one program of its numerics."""
   return Engine(
     Model(tiny_model.CONFIG, tiny_model.params(numerics, weights_seed), numerics),
     config=EngineConfig(
@@ -55,7 +55,7 @@ def make_engine(
 
 
 def asked(seed: int = 7, num_groups: int = 3, members: int = 3) -> list[Request]:
-  """Groups of one prompt each, whose members' lengths are alike."""
+  """Returns groups of requests with one prompt each and members of similar lengths."""
   rng = np.random.default_rng(seed)
   found = []
   for group in range(num_groups):
@@ -75,21 +75,21 @@ def asked(seed: int = 7, num_groups: int = 3, members: int = 3) -> list[Request]
 
 @functools.cache
 def alone(numerics: NumericsConfig, seed: int) -> dict[str, Completion]:
-  """What the requests of `asked` say with one engine."""
+  """Returns the completions of `asked` from a single engine."""
   return {one.request_id: one for one in make_engine(numerics).generate(asked(seed))}
 
 
 def on_store(directory: pathlib.Path, host_pages: int = 64) -> KVPool:
-  """A pool of one of several engines that share a store."""
+  """Returns the pool of one of several engines that share a store."""
   return KVPool(KVPoolConfig(host_pages=host_pages), DiskStore(directory, max_bytes=10**8))
 
 
 class Mortal(EngineWorker):
-  """Dies in one of its calls: before it takes the orders, among its steps, or with its answer.
+  """A worker that dies in one call of `run`: before, during or after the steps of its orders.
 
   Attributes:
-    dies_at: calls of `run` before that one, and steps of it before the end: -1 is before its
-      orders, a large number is with its answer. None lives on.
+    dies_at: (preceding calls of `run`, steps before the death): -1 steps is before the orders, a
+      large number is after all steps, before the response. None never dies.
   """
 
   dies_at: tuple[int, int] | None = None
@@ -119,10 +119,10 @@ class Mortal(EngineWorker):
 
 
 class Halting(LocalWorkers):
-  """Workers that may halt: they count as lost, and answer when others have gone on meanwhile.
+  """Workers that may halt: they count as lost and respond after the others have continued.
 
   Attributes:
-    halts: by worker, which of its answers comes late, and how many events later.
+    halts: by worker, (index of its late response, number of events that it is late by).
   """
 
   def __init__(self, workers, **others):
@@ -136,7 +136,7 @@ class Halting(LocalWorkers):
     self._held.clear()
 
   def events(self, *, blocks: bool) -> Sequence[Event]:
-    is_idle = blocks and not self._calls  # Nothing else is going to happen.
+    is_idle = blocks and not self._calls  # No further event can arrive.
     due = [answer for at, answer in self._held if at <= 0 or is_idle]
     self._held = [(at - 1, answer) for at, answer in self._held if answer not in due]
     found: list[Event] = list(due)
@@ -163,7 +163,7 @@ class Case:
   """One drawn rollout.
 
   Attributes:
-    events: what happened, by kind.
+    events: counts of what happened, by kind.
   """
 
   worker_kind: type[Mortal] = Mortal
@@ -180,7 +180,7 @@ class Case:
   ):
     self.rng = np.random.default_rng((seed, 31))
     self.seed, self.numerics = seed, numerics
-    self.directory = None if directory is None else directory / str(seed)  # Of a store.
+    self.directory = None if directory is None else directory / str(seed)  # The store's folder.
     self.engines: list[Engine] = []
     drawn = int(self.rng.integers(1, 4))
     self.num_workers = drawn if num_workers is None else num_workers
@@ -203,7 +203,7 @@ class Case:
     return worker
 
   def run(self, journal=None) -> dict[str, Completion]:
-    """Runs it; workers join while it goes on, so that one that lives is always there.
+    """Runs the rollout; workers join during it, so that there is always a live one.
 
     Raises:
       AssertionError: if a bit or a count is wrong.
@@ -218,7 +218,7 @@ class Case:
         workers.halts[number] = int(rng.integers(0, 4)), int(rng.integers(0, 4))
         self.events["to halt"] += 1
     rollout = self.rollout_kind(workers, draw_policy(rng), journal)
-    # By events of the rollout: who comes then.
+    # Maps the number of rollout events so far to what joins then.
     arrivals = {int(rng.integers(0, 12)): "worker"}
     if rng.random() < 0.5:
       arrivals[int(rng.integers(0, 12))] = "stranger"
@@ -260,6 +260,6 @@ class Case:
     return found
 
   def stranger(self) -> EngineWorker:
-    """A worker that must not be taken: of other weights, another page size or another key."""
+    """Returns a worker that must be rejected: its weights differ from the rollout's."""
     self.events["strangers"] += 1
     return EngineWorker(make_engine(self.numerics, weights_seed=1), name="stranger")

@@ -1,4 +1,4 @@
-"""Which collectives of a compiled program do not wait for each other, read from its text."""
+"""Finds collectives of a compiled program that have no order between them, from its HLO text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = re.compile(r"%?[\w.\-]+")
 
 
 def computations(text: str) -> dict[str, list[tuple[str, str]]]:
-  """Returns of each computation its instructions (name, what it does), in their order."""
+  """Returns the instructions (name, text) of each computation, in order."""
   found: dict[str, list[tuple[str, str]]] = {}
   current: list[tuple[str, str]] | None = None
   for line in text.splitlines():
@@ -31,13 +31,13 @@ def computations(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def unordered(text: str) -> tuple[list[tuple[str, str]], int]:
-  """Returns pairs of collectives, or of loops and branches with some, none of which waits.
+  """Returns pairs of collectives, or of loops and branches that contain some, without an order.
 
   Args:
     text: HLO of a compiled program.
 
   Returns:
-    (pairs of names, how many instructions gather or add between devices).
+    (pairs of names, number of instructions that gather or add between devices).
   """
   program = computations(text)
   known: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""The decoder as its papers have it, which no engine's arrangement of rows or slabs touches."""
+"""The decoder as its papers define it, independent of the engine's rows and slabs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from seerjax.ops import attention, norms, rotary
 
 @functools.partial(jax.jit, static_argnums=2)
 def logits(params, tokens, config):
-  """The decoder as published, in float32, for one whole sequence."""
+  """Returns the logits of one whole sequence from the published decoder, in float32."""
   length, c, d = tokens.shape[0], config.head_dim, config.hidden_size
   group = config.num_heads // config.num_kv_heads
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)

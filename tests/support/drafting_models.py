@@ -1,4 +1,4 @@
-"""Draft models for tests: right, wrong, rounded, broken, and an engine of one slab to draft for."""
+"""Draft models for tests (equal, rounded, unrelated, broken), and a one-slab target engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from seerjax.speculation.times import DraftTimes, StepTimes
 
 ONE_SLAB = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=1)
 CONTEXT = 64
-# Pages of whole answers: a draft ends where its sequence's last page does, and these are small.
+# Pages that hold a whole answer: a draft ends at its sequence's last page, and these are small.
 SIZES = EngineConfig(
   page_size=4,
   num_pages=65,
@@ -36,16 +36,16 @@ SIZES = EngineConfig(
   reserved_tokens=0,
 )
 KEY = 11
-# One program, into which most of the tests' prompts do not fit whole.
+# A single program, too small for most of the tests' prompts to fit whole.
 CONFIG = DraftModelConfig(length=4, num_slots=3, row_buckets=(12,))
-# As where rows are nearly free and a model's tokens are not.
+# Step times where rows are almost free and a draft model's tokens are not.
 TIMES = StepTimes(rows=(1, 64), seconds=(1.0, 1.5))
 SUFFIX_TIMES = DraftTimes(once=0.02, request=0.001)
 MODEL_TIMES = DraftTimes(once=0.05, position=0.02, token=0.001)
 
 
 def rounded(params: parameters.Params) -> parameters.Params:
-  """Weights as INT8 would have them, by rows of eight steps only, so that it shows."""
+  """Weights rounded like INT8 by row, but to eight steps only, so that the rounding matters."""
   def coarse(leaf):
     if leaf.ndim < 2:
       return leaf
@@ -100,14 +100,14 @@ def suffix_budget() -> Budget:
 
 
 def source_budget(**changes: int) -> SourceBudget:
-  """Plans by the times above."""
+  """Returns a budget that plans by the times above."""
   return SourceBudget(
     TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes)
   )
 
 
 class DrawnSources(SourceBudget):
-  """Plans by lot, so that every source drafts in every step for somebody."""
+  """Draws the source of every draft at random, so that each step uses every source."""
 
   def __init__(self, seed: int, **changes: int):
     super().__init__(
@@ -137,13 +137,13 @@ def hybrid(
   numerics: numerics_lib.NumericsConfig = ONE_SLAB,
   config: DraftModelConfig = CONFIG,
 ) -> HybridDrafter:
-  """A suffix tree and a draft model of a kind, planned by the times above."""
+  """Returns a suffix tree and a draft model of a kind, planned by the times above."""
   budget = source_budget(max_width=min(config.width, 4))
   return HybridDrafter(SuffixDrafter(budget=None), drafter(kind, numerics, config), budget)
 
 
 def make_word_engine() -> Engine:
-  """An engine of one slab with the shipped tokenizer's words."""
+  """Returns an engine of one slab with the vocabulary of the shipped tokenizer."""
   shape = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512)
   numerics = dataclasses.replace(ONE_SLAB, implementation="native")
   params = parameters.init(numerics_lib.key(1), shape, numerics)

@@ -1,12 +1,12 @@
-"""Whole cases as (seed, number) alone draws them: a model, numerics, an engine's sizes, requests.
+"""Whole test cases drawn from (seed, number): a model, numerics, engine sizes and requests.
 
-    numbers 0 to 11    the first model: its numerics, weights and the trainer's layout are shared
-    numbers 0 to 5     its first machine: an engine's sizes and mesh
-    number 0           requests, tiers, drafts and a schedule of its own
+    numbers 0 to 11    the first model, with its numerics, weights and trainer layout
+    numbers 0 to 5     its first machine: engine sizes and mesh
+    number 0           requests, tiers, drafts and a schedule
 
-So what takes long to compile serves several cases: the reference and the trainer `OF_A_MODEL`, an
-engine's programs `OF_A_MACHINE`. With a pretrained model (`pretrained`, `draw_of`) all cases are of
-that model, and prompts are texts.
+Expensive compilations thus serve several cases: the reference and the trainer serve `OF_A_MODEL`
+cases, an engine's programs `OF_A_MACHINE`. With a pretrained model (`pretrained`, `draw_of`) all
+cases use that model, and prompts are texts.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from seerjax.ops import rotary
 from seerjax.tasks import word_problems
 from seerjax.types import Completion, Request, SamplingParams
 
-OF_A_MODEL, OF_A_MACHINE = 12, 6  # Cases.
+OF_A_MODEL, OF_A_MACHINE = 12, 6  # Numbers of cases.
 MAX_PROMPT, MAX_ANSWER = 30, 18
 MAX_TOKENS = MAX_PROMPT + MAX_ANSWER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-  """A model with its numerics, and how its trainer packs.
+  """A model with its numerics and its trainer's packing.
 
   Attributes:
-    weights_seed: of the weights.
-    deviation: of the weights; norms are around one.
-    rank: of the adapter beside them; 0 has none.
+    weights_seed: seed of the weights.
+    deviation: standard deviation of the weights; norms are around one.
+    rank: rank of the adapter; 0 has none.
     alpha: the adapter's scale is alpha / rank.
     targets: weights that have an adapter.
     train_rows: rows of a micro-batch, in row tiles.
-    train_page_size: positions of one page of the trainer.
+    train_page_size: positions per page of the trainer.
     train_instances: instances of the trainer's mesh.
-    directory: of pretrained weights, which take the place of drawn ones; "" has none.
+    directory: directory of pretrained weights, which replace drawn ones; "" has none.
   """
 
   config: model_config.TransformerConfig
@@ -87,11 +87,11 @@ class Model:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-  """What runs a model.
+  """The engine that runs a model.
 
   Attributes:
-    model: and its numerics.
-    sizes: of the engine.
+    model: the model and its numerics.
+    sizes: the engine's sizes.
     mesh: (instances, model shards).
   """
 
@@ -111,20 +111,20 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-  """One case; `str` of it says all that was drawn but the requests and the schedule's steps.
+  """One case; its `str` contains everything drawn except requests and the schedule's steps.
 
   Attributes:
-    seed: of the session.
-    number: of the case.
-    machine: shared with its neighbours.
-    group_size: members that ask the same.
-    groups: how many groups.
-    host_pages: of the pool in host memory.
-    has_disk: whether a disk is behind it.
-    chunk_tokens: of a chunk; 0 answers to the end.
-    right: share of drafted tokens that are right; negative drafts nothing.
-    rates: how likely each kind of disturbance is in a step.
-    suffix_paths: most paths of a draft from the group's texts; 0 drafts from the known answers.
+    seed: the session's seed.
+    number: the case's number.
+    machine: shared with neighbouring cases.
+    group_size: members of a group, which have the same prompt.
+    groups: number of groups.
+    host_pages: pages of the pool in host memory.
+    has_disk: whether the pool also has a disk store.
+    chunk_tokens: tokens of a chunk; 0 runs each request to its end.
+    right: share of correct drafted tokens; a negative share drafts nothing.
+    rates: probability of each kind of disturbance per step.
+    suffix_paths: maximum paths of a draft from the group's texts; 0 drafts from known answers.
   """
 
   seed: int
@@ -141,7 +141,7 @@ class Case:
 
   @property
   def model(self) -> Model:
-    """Of the machine."""
+    """The machine's model."""
     return self.machine.model
 
   def __str__(self) -> str:
@@ -157,7 +157,7 @@ class Case:
     )
 
   def rng(self, what: int) -> np.random.Generator:
-    """Returns the same numbers whenever `what` is drawn."""
+    """Returns a generator that yields the same numbers for the same `what`."""
     return np.random.default_rng((self.seed, self.number, 3 + what))
 
 
@@ -166,7 +166,7 @@ def _pick(rng: np.random.Generator, *choices: Any) -> Any:
 
 
 def draw_model(rng: np.random.Generator) -> Model:
-  """Returns a model of any family, with sizes that no tile divides where slabs leave the choice."""
+  """Returns a model of any family; no tile divides its sizes where slabs permit."""
   slabs = _pick(rng, 1, 1, 2, 2, 4, 8)
   num_kv_heads = slabs * _pick(rng, 1, 1, 2, 3) if slabs < 4 else slabs
   group = _pick(rng, 1, 1, 2, 3, 4) if num_kv_heads < 4 else _pick(rng, 1, 2)
@@ -174,7 +174,7 @@ def draw_model(rng: np.random.Generator) -> Model:
   scaling = _pick(rng, "none", "none", "none", "linear", "llama3", "yarn")
   scaled = dict(factor=_pick(rng, 2.0, 4.0), original_context=16) if scaling != "none" else {}
   hidden_size = int(rng.integers(4, 129))
-  if rng.random() < 0.5:  # Where XLA's vectors are whole.
+  if rng.random() < 0.5:  # Sizes at which XLA's vectors are full.
     hidden_size = 8 * max(1, hidden_size // 8)
   kv_split = _pick(rng, 1, 4, 8, 16, 16, 32, 64)
   numerics = numerics_lib.NumericsConfig(
@@ -187,7 +187,7 @@ def draw_model(rng: np.random.Generator) -> Model:
   )
   family = huggingface_config.FAMILIES[_pick(rng, *huggingface_config.FAMILIES)]
   config = model_config.TransformerConfig(
-    # Odd numbers of slabs' columns.
+    # Odd numbers of columns per slab.
     vocab_size=slabs * (1 + 2 * int(rng.integers(10 // slabs, 50 // slabs))),
     hidden_size=hidden_size,
     intermediate_size=slabs * int(rng.integers(max(1, 6 // slabs), 2 + 90 // slabs)),
@@ -223,12 +223,12 @@ def draw_model(rng: np.random.Generator) -> Model:
 
 
 def _divisor(rng: np.random.Generator, power: int) -> int:
-  """A power of two up to `power`, not often a tiny one."""
+  """Returns a power of two up to `power`, seldom a tiny one."""
   return power >> _pick(rng, *(p for p in (0, 0, 1, 2, 3) if power >> p))
 
 
 def draw_machine(rng: np.random.Generator, model: Model) -> Machine:
-  """Returns one or two buckets of any number of rows, little memory, up to 8 devices."""
+  """Returns one or two buckets of any number of rows, little memory, and up to 8 devices."""
   numerics = model.numerics
   last = int(rng.integers(1, 41)) if rng.random() < 0.9 else 64
   buckets = (last,)
@@ -253,12 +253,12 @@ def draw_machine(rng: np.random.Generator, model: Model) -> Machine:
 
 
 def draw(seed: int, number: int, machine: Machine | None = None) -> Case:
-  """Returns the case of a number, on a machine of its own or on one that is given."""
+  """Returns the case of a number, on its own machine or on a given one."""
   if machine is None:
     model = draw_model(np.random.default_rng((seed, number // OF_A_MODEL, 0)))
     machine = draw_machine(np.random.default_rng((seed, number // OF_A_MACHINE, 1)), model)
   rng = np.random.default_rng((seed, number, 2))
-  # What a case is about, besides what else it draws: the tiers, kills, drafts, or anything.
+  # The focus of the case, in addition to what else it draws: tiers, kills, drafts, or anything.
   about = number % OF_A_MACHINE % 4
   disturbed = about < 3 or rng.random() < 0.5
   rate = lambda *choices: _pick(rng, *choices) if disturbed else 0.0
@@ -286,7 +286,7 @@ def draw(seed: int, number: int, machine: Machine | None = None) -> Case:
   match about:
     case 0:
       rates = drawn.rates | dict(resume=0.2, spill=0.9, damage=0.4, kill=0.0)
-      # Room for one request, so that the next one sends it on.
+      # Room for one request only, so that the next request displaces it.
       return dataclasses.replace(
         drawn, host_pages=_room(machine.sizes), has_disk=True, chunk_tokens=2, groups=3,
         group_size=2, rates=rates,
@@ -301,7 +301,7 @@ def draw(seed: int, number: int, machine: Machine | None = None) -> Case:
 def pretrained(
   directory: str, compute_dtype: str, implementation: numerics_lib.Implementation = "native"
 ) -> Model:
-  """Returns a pretrained model with the numerics that it has by default, but for two fields."""
+  """Returns a pretrained model with its default numerics, except for two fields."""
   config = huggingface.load_config(directory)
   asked = numerics_lib.NumericsConfig(
     compute_dtype=compute_dtype, implementation=implementation, reduction_shards=0
@@ -323,10 +323,10 @@ def pretrained(
 
 
 def draw_of(model: Model, seed: int, number: int) -> Case:
-  """Returns the case of a number of a pretrained model, whose steps are dear: few of them.
+  """Returns the numbered case of a pretrained model, with few steps because they are expensive.
 
-  Every other machine has two instances. Two of three cases that draft do so from the texts of a
-  group.
+  Every other machine has two instances. Two of three cases with drafts take them from the texts of
+  a group.
   """
   rng = np.random.default_rng((seed, number // OF_A_MACHINE, 1))
   page_size = _pick(rng, 8, 16, 32)
@@ -350,7 +350,7 @@ def draw_of(model: Model, seed: int, number: int) -> Case:
 
 
 def implemented(case: Case, implementation: numerics_lib.Implementation) -> Case:
-  """Returns the case with another implementation in the place of tiles."""
+  """Returns the case with another implementation in place of tiles."""
   model = case.model
   numerics = dataclasses.replace(model.numerics, implementation=implementation)
   model = dataclasses.replace(model, numerics=numerics)
@@ -358,7 +358,7 @@ def implemented(case: Case, implementation: numerics_lib.Implementation) -> Case
 
 
 def _room(sizes: EngineConfig) -> int:
-  """Returns host pages for one request of any length."""
+  """Returns the number of host pages that hold one request of any length."""
   pages = page_moves.rounds([0] * -(-MAX_TOKENS // sizes.page_size))
   return sum(page_moves.bucket_for(len(part)) for part in pages)
 
@@ -375,9 +375,10 @@ def _text_tokens(rng: np.random.Generator, directory: str) -> list[int]:
 
 
 def requests_of(case: Case) -> list[Request]:
-  """Returns groups that ask alike, each member with sampling of its own; some start alike.
+  """Returns groups with one prompt each and sampling per member; some prompts share a prefix.
 
-  Where texts draft, members of a group are asked the same with one seed, so that drafts hold.
+  With drafts from texts, members of a group have equal requests and seeds, so that drafts are
+  accepted.
   """
   rng, vocab_size = case.rng(1), case.model.config.vocab_size
   start = tuple(rng.integers(0, vocab_size, 12).tolist())
@@ -406,7 +407,7 @@ def requests_of(case: Case) -> list[Request]:
 
 
 def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
-  """Returns sampling parameters: filters, a bias and a grammar, each now and then."""
+  """Returns sampling parameters, some with filters, a bias or a grammar."""
   max_tokens = int(rng.integers(1, MAX_ANSWER + 1))
   biases = rng.choice(vocab_size, 3, replace=False).tolist() if rng.random() < 0.3 else []
   allowed: tuple[tuple[int, int], ...] = ()
@@ -414,7 +415,7 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
     lows = rng.integers(0, vocab_size, max_tokens).tolist()
     allowed = tuple((low, int(rng.integers(low + 1, vocab_size + 1))) for low in lows)
   is_filtered = rng.random() < 0.4
-  # From numbers of their own, so that what else is drawn does not follow.
+  # A separate generator, so that the other draws do not depend on it.
   own = rng.spawn(1)[0]
   penalties = {}
   if own.random() < 0.3:
@@ -438,7 +439,7 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
 
 @functools.lru_cache(maxsize=4)
 def params_of(model: Model) -> parameters.Params:
-  """Returns weights in the compute dtype, an adapter with a B that is not zero beside them."""
+  """Returns weights in the compute dtype, with an adapter whose B is not zero."""
   if model.directory:
     return loading.load_model(model.directory, model.numerics).params
   rng = np.random.default_rng(model.weights_seed)
@@ -460,7 +461,7 @@ def params_of(model: Model) -> parameters.Params:
 def runner_of(
   machine: Machine, kind: type[runner_lib.Runner] = runner_lib.Runner
 ) -> runner_lib.Runner:
-  """Returns compiled programs that the engines of one machine share, whatever their weights."""
+  """Returns compiled programs that all engines of a machine share, whatever their weights."""
   return _runner_of(
     dataclasses.replace(
       machine, model=dataclasses.replace(machine.model, weights_seed=0, deviation=0.0)
@@ -483,7 +484,7 @@ def make_engine(
   engine: type[engine_lib.Engine] = engine_lib.Engine,
   **others,
 ) -> engine_lib.Engine:
-  """Returns an engine with nothing in it."""
+  """Returns an empty engine."""
   return engine(
     loading.Model(machine.model.config, params_of(machine.model), machine.model.numerics),
     config=machine.sizes,
@@ -497,7 +498,7 @@ def make_engine(
 def plain_engine(
   model: Model, kind: type[runner_lib.Runner] = runner_lib.Runner
 ) -> engine_lib.Engine:
-  """Returns the reference: one request at a time, one device, whole prompts in 64 rows."""
+  """Returns the reference engine: one request at a time, one device, whole prompts in 64 rows."""
   page_size = min(model.numerics.kv_split, 16)
   sizes = EngineConfig(
     page_size=page_size,
@@ -514,5 +515,5 @@ def plain_engine(
 def alone(
   model: Model, request: Request, kind: type[runner_lib.Runner] = runner_lib.Runner
 ) -> Completion:
-  """Returns what a request says alone."""
+  """Returns a request's completion from the reference engine."""
   return plain_engine(model, kind).generate([request])[0]

@@ -1,4 +1,4 @@
-"""Requests as hypothesis draws them, and what each says alone in a plain engine."""
+"""Requests drawn by hypothesis, and each request's completion alone in a plain engine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.models.loading import Model
 from seerjax.types import Completion, Request, SamplingParams
 
-# Ids 3 to 63 are one character each, so that a random text stops at random strings.
+# Ids 3 to 63 are one character each, so that random texts contain random stop strings.
 TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
 CHARACTERS = TOKENIZER.decode(range(tiny_model.CONFIG.vocab_size))
 
 
 def tokens(min_size: int, max_size: int) -> st.SearchStrategy[tuple[int, ...]]:
-  """Token ids; lengths are drawn first, so that long ones are as likely as short ones."""
+  """Token ids; lengths are drawn first, so that long texts are as likely as short ones."""
   sized = st.integers(min_size, max_size).flatmap(lambda n: st.binary(min_size=n, max_size=n))
   return sized.map(lambda data: tuple(byte % tiny_model.CONFIG.vocab_size for byte in data))
 
 
 def sometimes(strategy: st.SearchStrategy, min_size: int, max_size: int) -> st.SearchStrategy:
-  """Nothing, or every other time a tuple of what `strategy` draws."""
+  """An empty tuple or, every other time, a tuple drawn from `strategy`."""
   some = st.lists(strategy, min_size=min_size, max_size=max_size).map(tuple)
   return st.booleans().flatmap(lambda is_it: some if is_it else st.just(()))
 
@@ -60,7 +60,7 @@ SAMPLING = st.fixed_dictionaries(
 def make_engine(
   config: EngineConfig, numerics, mesh=(1, 1), kind=engine_lib.Engine, **others
 ) -> engine_lib.Engine:
-  """Returns an engine that knows text; engines of one numerics and mesh share programs."""
+  """Returns an engine with a tokenizer; engines of one numerics and mesh share programs."""
   return kind(
     Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics, TOKENIZER),
     config=config,
@@ -79,6 +79,6 @@ def plain_engine(numerics) -> engine_lib.Engine:
 def alone(
   numerics, prompt: tuple[int, ...], sampling: SamplingParams, seed: int
 ) -> Completion:
-  """Returns the completion of a request that has a plain engine for itself."""
+  """Returns the completion of a request that runs alone in a plain engine."""
   request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
   return plain_engine(numerics).generate([request])[0]

@@ -1,4 +1,4 @@
-"""What tests of faults share: drawn moments, and a disk of a size of its own."""
+"""Helpers of the fault tests: drawn moments, a small disk, and a process environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def moments(seed: int, last: int, first: int = 1) -> list[int]:
 
 @contextlib.contextmanager
 def small_disk(directory: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path]:
-  """Yields a directory that is a file system of `num_bytes`; skips where none can be mounted."""
+  """Yields a directory on a file system of `num_bytes`; skips where none can be mounted."""
   directory.mkdir()
   mounted = subprocess.run(
     ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(directory)],
@@ -39,7 +39,7 @@ def small_disk(directory: pathlib.Path, num_bytes: int) -> Iterator[pathlib.Path
 
 
 def environment(num_devices: int = 0) -> dict[str, str]:
-  """Returns that of another process, which this one's programs serve; 0 devices are as many."""
+  """Returns a child's environment with this process's programs; 0 keeps the number of devices."""
   return os.environ | {
     "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support"))),
     "JAX_NUM_CPU_DEVICES": str(num_devices or jax.device_count()),

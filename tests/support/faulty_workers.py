@@ -1,9 +1,9 @@
-"""Workers that kill or stop their own process where a file in a directory asks for it.
+"""Workers that kill or stop their own process when a file in a directory requests it.
 
-    directory/POINT.MOMENT.NUMBER          asks for a fault: when a worker has come there so often
-    directory/met POINT.MOMENT.NUMBER PID  it was met, by that process, at the file's time
+    directory/POINT.MOMENT.NUMBER          requests a fault when a worker reaches POINT MOMENT times
+    directory/met POINT.MOMENT.NUMBER PID  the fault happened in that process, at the file's time
 
-Of several workers the first to come there so often meets it; each file is met once.
+The first worker that reaches the count takes the fault; each file is used once.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STOP = "stop"
 
 
 class Faults:
-  """What a directory asks of this process."""
+  """The faults that a directory requests of this process."""
 
   def __init__(self, directory: pathlib.Path):
     self.directory = directory
-    self._came: collections.Counter[str] = collections.Counter()  # Since a file was seen.
+    self._came: collections.Counter[str] = collections.Counter()  # Visits since a file appeared.
 
   def meet(self, point: str) -> None:
-    """Comes to a point; does not return where this process is to be killed there."""
+    """Reaches a point; does not return where this process is to be killed there."""
     for asked in sorted(self.directory.glob(f"{point}.*")):
       self._came[asked.name] += 1
       if self._came[asked.name] < int(asked.name.split(".")[1]):
@@ -45,25 +45,25 @@ class Faults:
       try:
         asked.rename(met)
       except FileNotFoundError:
-        continue  # Another was first.
+        continue  # Another worker took it.
       os.utime(met)
       os.kill(os.getpid(), signal.SIGSTOP if point == STOP else signal.SIGKILL)
-      time.sleep(0.01)  # The signal is there when this returns.
+      time.sleep(0.01)  # The signal has arrived when this returns.
 
 
 def ask(directory: pathlib.Path, point: str, moment: int) -> None:
-  """Asks for a fault."""
+  """Requests a fault."""
   (directory / f"{point}.{moment}.{time.monotonic_ns()}").touch()
 
 
 def met(directory: pathlib.Path) -> list[tuple[int, float]]:
-  """Returns process and second of every fault that was met."""
+  """Returns (process id, time in seconds) of every fault that happened."""
   found = directory.glob("met *")
   return [(int(one.name.rpartition(" ")[2]), one.stat().st_mtime) for one in found]
 
 
 class DyingStore(DiskStore):
-  """A disk whose process may die between two bytes of a file."""
+  """A disk store whose process may die between two bytes of a file."""
 
   def __init__(self, faults: Faults):
     super().__init__(faults.directory / "store", max_bytes=10**8)
@@ -78,7 +78,7 @@ class DyingStore(DiskStore):
 
 
 class FaultyWorker(EngineWorker):
-  """Meets faults at every point of its work."""
+  """A worker that may fail at every point of its work."""
 
   def __init__(self, directory: pathlib.Path, *, name: str):
     self.faults = Faults(directory)
@@ -112,7 +112,7 @@ class FaultyWorker(EngineWorker):
 
 @dataclasses.dataclass(frozen=True)
 class _Met:
-  """A piece of weights at which a process may die."""
+  """A piece of weights during whose reading a process may die."""
 
   piece: object
   faults: Faults
@@ -124,7 +124,7 @@ class _Met:
 
 @dataclasses.dataclass(frozen=True)
 class MakeFaulty:
-  """Makes a worker of a process of its own."""
+  """Makes a worker in its own process."""
 
   directory: pathlib.Path
 

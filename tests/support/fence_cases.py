@@ -1,4 +1,4 @@
-"""Fences, and counts by hand, that several tests of purse seine take."""
+"""Fences and reference counts that several tests of the purse-seine problem use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small(wanted, unwanted=()) -> purse_seine.PurseSeine:
 
 
 def is_held(x: int, y: int, fence) -> bool:
-  """Whether a point is inside or on the border, edge by edge."""
+  """Returns whether a point is inside or on the border, edge by edge."""
   is_inside = False
   for (ax, ay), (bx, by) in itertools.pairwise([*fence, fence[0]]):
     if min(ax, bx) <= x <= max(ax, bx) and min(ay, by) <= y <= max(ay, by):
@@ -53,7 +53,7 @@ def sentences(environment: purse_seine.PurseSeine, seed: int):
 
 
 def after_sentences(environment: purse_seine.PurseSeine, seed: int, count: int):
-  """A fence of many corners."""
+  """Returns a fence of many corners."""
   artefact, drawn = environment.start(seed), sentences(environment, seed)
   for number in range(count):
     with contextlib.suppress(ValueError):
@@ -62,7 +62,7 @@ def after_sentences(environment: purse_seine.PurseSeine, seed: int, count: int):
 
 
 def by_sum(points: rules.Points, artefact) -> int:
-  """Wanted minus unwanted points that are held, edge by edge, all points at a time."""
+  """Returns held wanted points minus held unwanted points, one edge at a time over all points."""
   totals = []
   for kind in points:
     x, y = kind.T
@@ -83,7 +83,7 @@ def sentence(*given: tuple[int, int, int, int, int], polish: int = 0) -> tuple[i
 
 
 def notched(num: int, width: int, height: int):
-  """A rectangle with `num` small notches in its upper side."""
+  """Returns a rectangle with `num` small notches in its upper side."""
   notch = ((3, 0), (3, 1), (1, 1), (1, 0))
   upper = [[4 * i + x, height - y] for i in reversed(range(num)) for x, y in notch]
   return [[0, 0], [width, 0], [width, height], *upper, [0, height]]

@@ -1,4 +1,4 @@
-"""GGUF files of the tests: small models with tokenizers, and files of any bytes, which may lie."""
+"""GGUF files for tests: small models with tokenizers, and arbitrary, possibly invalid files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEMPLATE = (
   "{% endif %}"
 )
 
-# Small models of each family; rows of 32 are a block of the simple kinds.
+# Small models of each family; rows of 32 are one block of the simple quantisation kinds.
 QWEN3 = model_config.TransformerConfig(
   vocab_size=TOKENS,
   hidden_size=32,
@@ -88,7 +88,7 @@ CONFIGS = {
   ),
 }
 
-# What tokenizers disagree about first.
+# Texts about which tokenizers are most likely to disagree.
 TEXTS = (
   "12345 7 3.14 1,000,000 x2y ٣٤ ½",
   "naïve café — ÆØÅ ß İı",
@@ -140,7 +140,7 @@ _BOS_FIRST = {
     "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
   },
 }
-# tokenizer.json's fields, as the families' own directories have them, by llama.cpp's name.
+# Fields of tokenizer.json as in the families' own directories, by llama.cpp's name.
 FORMS: dict[str, dict[str, Any]] = {
   "gpt-2": {"pre_tokenizer": _level(True)},
   "smollm": {
@@ -169,7 +169,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def tokenizer(form: str, num_tokens: int = 390) -> tokenizer_lib.Tokenizer:
-  """A tokenizer of a published form: special tokens first, bytes, and what `TEXTS` merge to."""
+  """A tokenizer of a published form: special tokens first, bytes, and the merges of `TEXTS`."""
   whole = tokenizers.Tokenizer(tokenizers.models.BPE())
   written = json.loads(whole.to_str()) | FORMS[form] | {"decoder": _level(True)}
   backend = tokenizers.Tokenizer.from_str(json.dumps(written | {"post_processor": None}))
@@ -216,7 +216,7 @@ def saved(
   return directory
 
 
-# Files byte by byte.
+# Files made byte by byte.
 
 LETTERS = {
   "u8": (0, "B"), "i8": (1, "b"), "u16": (2, "H"), "i16": (3, "h"), "u32": (4, "I"),
@@ -231,7 +231,7 @@ KINDS = {
 
 @dataclasses.dataclass
 class Record:
-  """A tensor of a file that may lie: its shape (rows first), its kind, and its data's place."""
+  """A tensor record, possibly false: shape (rows first), kind, and offset of the data."""
 
   shape: tuple[int, ...]
   kind: str | int
@@ -245,7 +245,7 @@ def text(value: str | bytes) -> bytes:
 
 
 def value(kind: str, content: Any) -> bytes:
-  """An entry's kind and value; "str", a number of `LETTERS`, or ("list", KIND)."""
+  """Kind and value of a metadata entry: "str", a number of `LETTERS`, or ("list", KIND)."""
   if kind == "str":
     return struct.pack("<I", 8) + text(content)
   if kind.startswith("list "):
@@ -265,7 +265,7 @@ def raw(
   counts: tuple[int, int] | None = None,
   alignment: int = 32,
 ) -> bytes:
-  """The bytes of a file."""
+  """Returns the bytes of a file."""
   num_tensors, num_entries = counts or (len(records), len(entries))
   head = start + struct.pack("<QQ", num_tensors, num_entries)
   head += b"".join(text(key) + content for key, content in entries.items())
@@ -283,7 +283,7 @@ def raw(
 def parts(
   config: model_config.TransformerConfig = LLAMA,
 ) -> tuple[dict[str, bytes], dict[str, Record]]:
-  """Entries and records of a whole small file of a Llama, with a tokenizer of 300 tokens."""
+  """Returns entries and records of a whole small Llama file with a tokenizer of 300 tokens."""
   rng = np.random.default_rng(5)
   d, inner, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
   kv = config.num_kv_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""A drafter for tests that knows the answers and errs as often as it is told to."""
+"""A drafter for tests that knows the answers and errs at a given rate."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Guesser(Observed):
-  """Drafts paths that are right for a while, wrong, too long, or of no vocabulary at all.
+  """Drafts paths that are right for some tokens, wrong, too long, or outside the vocabulary.
 
-  A first path errs more often, so that another one may hold longer. A share `silent` of visits gets
-  no draft at all.
+  The first path errs more often, so that a side path may be accepted for longer. A share `silent`
+  of visits gets no draft.
   """
 
   def __init__(

@@ -1,10 +1,10 @@
-"""Which module imports which, read from the source, and which tests a change concerns.
+"""The import graph of the repository, read from the source, and the tests that a change concerns.
 
   python tests/support/import_graph.py FILE...    prints pytest's arguments for them, one a line
   python tests/support/import_graph.py --rooms FILE...    prints the argument that names the tests
                                                           of their rooms, for thorough tests
 
-Imports inside functions count as well, and those for type checkers.
+Imports inside functions and imports for type checkers count as well.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("seerjax", "pallas_kernels", "experiments")
-# What every test goes through.
+# Modules that every test uses.
 EVERYWHERE = ("pyproject.toml", "tests/conftest.py", "tests/support/annotation_checker.py")
 
 
 def room_of(module: str) -> str:
-  """Returns the room of a dotted name of ours: "seerjax.ops.tiles" lies in "ops"."""
+  """Returns the room of a dotted name: "seerjax.ops.tiles" lies in "ops"."""
   parts = module.split(".")
   return parts[1] if parts[0] == "seerjax" and len(parts) > 1 else parts[0]
 
 
 def imports(tree: ast.AST, module: str) -> set[str]:
-  """Returns every dotted name that a module imports; a relative one is made absolute."""
+  """Returns every dotted name that a module imports; relative names are made absolute."""
   found = set()
   for node in ast.walk(tree):
     if isinstance(node, ast.Import):
@@ -45,7 +45,7 @@ def dotted(path: str) -> str:
 
 
 def modules(root: pathlib.Path = ROOT) -> dict[str, str]:
-  """Returns the path of each module by its dotted name; what tests share has its short name."""
+  """Returns module paths by dotted name; modules of tests/support have their short name."""
   found = {}
   for package in PACKAGES:
     for path in sorted((root / package).rglob("*.py")):
@@ -57,7 +57,7 @@ def modules(root: pathlib.Path = ROOT) -> dict[str, str]:
 
 
 def imported_modules(names: Iterable[str], known: dict[str, str]) -> set[str]:
-  """Returns which known modules imported names lie in; packages on the way do not count."""
+  """Returns the known modules that contain the imported names; parent packages do not count."""
   found = set()
   for name in names:
     parts = name.split(".")
@@ -69,7 +69,7 @@ def imported_modules(names: Iterable[str], known: dict[str, str]) -> set[str]:
 
 
 def graph(root: pathlib.Path = ROOT) -> dict[str, set[str]]:
-  """Returns what each module imports of ours, by dotted names."""
+  """Returns the repository modules that each module imports, by dotted name."""
   known = modules(root)
   return {
     name: imported_modules(imports(ast.parse((root / path).read_text()), name), known) - {name}
@@ -78,7 +78,7 @@ def graph(root: pathlib.Path = ROOT) -> dict[str, set[str]]:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-  """Returns the sets of modules that import one another, directly or not; [] is good."""
+  """Returns the sets of modules that import one another, directly or not; should be []."""
   reachable = {name: above([name], edges) for name in edges}
   found = {
     tuple(sorted(other for other in reachable[name] if name in reachable[other]))
@@ -88,7 +88,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 
 def above(changed: Iterable[str], edges: dict[str, set[str]]) -> set[str]:
-  """Returns some modules and all that import them, directly or not."""
+  """Returns the given modules and all modules that import them, directly or not."""
   importers: dict[str, set[str]] = {}
   for name, imported in edges.items():
     for other in imported:
@@ -102,15 +102,15 @@ def above(changed: Iterable[str], edges: dict[str, set[str]]) -> set[str]:
 
 
 def is_shared(path: str, changed: set[str]) -> bool:
-  """Returns whether a path is a changed file that tests share."""
+  """Returns whether a path is a support file that tests share."""
   return path in changed and path.startswith("tests/support/")
 
 
 def own_tests(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
-  """Returns the files that test changed files by name, and changed tests: those to run whole.
+  """Returns the tests to run whole: changed test files, and files named after changed files.
 
-  "seerjax/run/session.py" has tests/run/test_session.py, a file of a folder also the test of that
-  folder; launch/ and .ci/ have all of tests/launch.
+  "seerjax/run/session.py" has tests/run/test_session.py; a file of a subfolder also has the test
+  file of that subfolder; launch/ and .ci/ have all of tests/launch.
   """
   found = set()
   for path in map(pathlib.PurePosixPath, changed):
@@ -129,15 +129,15 @@ def own_tests(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
 
 
 def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
-  """Returns the tests that changed files concern, as files and folders; the contract always.
+  """Returns the tests that changed files concern, as files and folders; always the contract.
 
-  Those are the tests of the changed rooms and of the rooms that import them, `own_tests`, tests of
-  no room that import any of them, and tests that import changed files of tests/support; a
-  folder whose conftest.py changed, or imports such a file, counts whole. [`tests`] is all.
+  Concerned are the tests of the changed rooms and of the rooms that import them, `own_tests`, tests
+  outside rooms that import such a module, and tests that import changed files of tests/support.
+  A folder counts whole if its conftest.py changed or imports such a file. [`tests`] is all.
 
   Args:
-    changed: paths from the root of the repository; prose concerns no test.
-    root: of the repository.
+    changed: paths relative to the root of the repository; prose concerns no test.
+    root: the root of the repository.
   """
   changed = set(changed)
   if changed & {*EVERYWHERE}:
@@ -164,7 +164,7 @@ def concerned(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
 
 
 def of_rooms(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
-  """Returns `own_tests` of changed files, and the tests of their rooms, as files and folders."""
+  """Returns `own_tests` of changed files and the tests of their rooms, as files and folders."""
   changed = {*changed}
   known = {path: name for name, path in modules(root).items()}
   rooms = {room_of(known[path]) for path in changed if path in known and path[:6] != "tests/"}

@@ -1,4 +1,4 @@
-"""A checkout whose scripts of launch/ run with this Python, and what became of their processes."""
+"""A checkout in which scripts of launch/ run with this Python, and checks of their processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import small_run
 from seerjax import checkpoint
 from seerjax.models import huggingface
 
-# Of a run that takes a minute, most of which it compiles.
+# Flags of a run that takes a minute, mostly for compiling.
 RUN_FLAGS = (
   "--config.checkpoint_every=1", "--config.rollout.groups_per_step=2",
   "--config.rollout.group_size=2", "--config.rollout.max_tokens=8",
@@ -23,7 +23,7 @@ RUN_FLAGS = (
 )  # fmt: skip
 ROOT = pathlib.Path(__file__).parents[2]
 MINOR = "{}.{}".format(*sys.version_info[:2])
-# A shell's background ignores Ctrl-C, and a script could not hear what it was begun to ignore.
+# A shell's background jobs ignore SIGINT, and a script cannot trap a signal ignored at its start.
 HEARING = (
   "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL);"
   " os.execvp(sys.argv[1], sys.argv[1:])"
@@ -31,7 +31,7 @@ HEARING = (
 
 
 def checkout_in(root: pathlib.Path, *, locks: tuple[str, ...] = ("runtime",)) -> pathlib.Path:
-  """Returns a checkout whose environment is this Python's and says that it has `locks`."""
+  """Returns a checkout with this Python's environment, marked as installed from `locks`."""
   shutil.copytree(ROOT / "launch", root / "launch")
   binaries = root / ".venv" / "bin"
   binaries.mkdir(parents=True)
@@ -50,7 +50,7 @@ def checkout_in(root: pathlib.Path, *, locks: tuple[str, ...] = ("runtime",)) ->
 
 
 def with_experiments(root: pathlib.Path) -> pathlib.Path:
-  """Gives a checkout the experiments and the library that are tested."""
+  """Adds the experiments and the library under test to a checkout."""
   for name in ("experiments", "seerjax", "pallas_kernels"):
     (root / name).symlink_to(ROOT / name)
   return root
@@ -71,15 +71,15 @@ def start(checkout: pathlib.Path, script: str, *arguments: str) -> subprocess.Po
 
 
 def said(checkout: pathlib.Path, script: str, *arguments: str) -> tuple[int, str]:
-  """Runs a script of launch/ in a checkout to its end; returns its status, and what it said."""
+  """Runs a script of launch/ in a checkout to its end; returns its status and its output."""
   process = start(checkout, script, *arguments)
   text, _ = process.communicate(timeout=200)
   return process.returncode, text
 
 
 def wait_for_step(directory: pathlib.Path, step: int, process: subprocess.Popen) -> None:
-  """Waits until a run that a script has started has a checkpoint after a step, or a later one."""
-  for _ in range(18_000):  # Of a loaded machine.
+  """Waits until a run that a script started has a checkpoint after `step` or later."""
+  for _ in range(18_000):  # Enough for a loaded machine.
     if (checkpoint.latest_step(directory / "checkpoints") or 0) >= step:
       return
     assert process.poll() is None, process.stdout and process.stdout.read()
@@ -88,14 +88,14 @@ def wait_for_step(directory: pathlib.Path, step: int, process: subprocess.Popen)
 
 
 def write_model(directory: pathlib.Path) -> pathlib.Path:
-  """Writes a model of one layer that reads nano's words, for runs of `RUN_FLAGS`."""
+  """Writes a one-layer model with nano's vocabulary, for runs with `RUN_FLAGS`."""
   policy = small_run.policy()
   huggingface.save(directory, policy.params, policy.model, tokenizer=policy.tokenizer)
   return directory
 
 
 def run_alone(directory: pathlib.Path, *arguments: str) -> pathlib.Path:
-  """Runs experiments.grpo in a process of its own, and returns its directory."""
+  """Runs experiments.grpo in its own process, and returns the run's directory."""
   done = subprocess.run(
     [sys.executable, "-m", "experiments.grpo", *arguments, f"--workdir={directory}"],
     cwd=ROOT,
@@ -115,6 +115,6 @@ def is_alive(pid: int) -> bool:
 
 
 def processes_of(text: str) -> list[int]:
-  """Returns the ids of other processes in whose command line a text stands."""
+  """Returns the ids of other processes with a text in their command line."""
   found = subprocess.run(["pgrep", "-f", "--", text], capture_output=True, text=True)
   return [int(word) for word in found.stdout.split() if int(word) != os.getpid()]
