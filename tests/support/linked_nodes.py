@@ -1,10 +1,10 @@
-"""A Ray cluster of two nodes on this machine, and a link between them that can be cut.
+"""A Ray cluster of two nodes on this machine, with a link between them that can be cut.
 
     this process, the head --- a bridge --- its port = a veth pair --- the far node's namespace
       198.18.N.1                  cut here: the port is down           198.18.N.2
 
-The far node has a network namespace of its own (`ip netns`), so that nothing but the link joins it
-to the head. Either side's own addresses stay, as with a cable that is pulled out of a switch.
+The far node has its own network namespace (`ip netns`), which only the link joins to the head. When
+the link is cut, both sides keep their addresses, as when a cable is pulled out of a switch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import time
 
 import pytest
 
-SECONDS = 300.0  # Within which a node of a loaded machine has started.
-# Ray gives a node 30 s to start, and its workers a lower priority than that of what they work for.
+SECONDS = 300.0  # Time limit for a node's start on a loaded machine.
+# Ray gives a node 30 s to start, and runs its workers at a lower priority than their callers.
 OF_LOADED_MACHINES = {"RAY_raylet_start_wait_time_s": "60", "RAY_worker_niceness": "0"}
 AGENTS = "runtime-env-agent", "dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"
-MARK = "SEERJAX_LINKED_NODES"  # Environment of all their processes.
+MARK = "SEERJAX_LINKED_NODES"  # An environment variable of all the cluster's processes.
 
 
 def ip(*arguments: str) -> None:
   """Runs `ip`.
 
   Raises:
-    subprocess.CalledProcessError: with what it said as a note.
+    subprocess.CalledProcessError: with the output as a note.
   """
   done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
   if done.returncode:
@@ -70,11 +70,11 @@ class Link:
     ip("link", "set", self._port, "up")
 
   def down(self) -> None:
-    """Cuts it: both ends see that it has no carrier, and keep their addresses."""
+    """Cuts the link: both ends lose the carrier and keep their addresses."""
     ip("link", "set", self._port, "down")
 
   def up(self) -> None:
-    """Mends it."""
+    """Restores the link."""
     ip("link", "set", self._port, "up")
 
   def far_processes(self) -> list[int]:
@@ -85,7 +85,7 @@ class Link:
     return [int(one) for one in done.stdout.split()]
 
   def close(self) -> None:
-    """Takes it away; no process is in the namespace any more."""
+    """Removes the link and the namespace, which must have no processes left."""
     for one in (["link", "del", self._port], ["link", "del", self._bridge],
                 ["netns", "del", self.namespace]):  # fmt: skip
       with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -93,20 +93,20 @@ class Link:
 
 
 class Nodes:
-  """The head here and the far node, each with room for one worker.
+  """The head on this machine and the far node, each with room for one worker.
 
   Attributes:
-    link: between them.
-    address: of the head, for `RayWorkers`.
+    link: the link between the nodes.
+    address: the head's address, for `RayWorkers`.
   """
 
   def __init__(self, link: Link, directory: pathlib.Path, environment: Mapping[str, str]):
-    """Starts both.
+    """Starts both nodes.
 
     Args:
-      link: which is up.
-      directory: for Ray's files; short, for sockets have paths of 107 bytes.
-      environment: of their processes.
+      link: an intact link.
+      directory: for Ray's files; must be short, since socket paths are limited to 107 bytes.
+      environment: environment of the nodes' processes.
     """
     self.link = link
     self._directory = directory
@@ -126,7 +126,7 @@ class Nodes:
       raise
 
   def _start_far(self) -> None:
-    # The mount is of that namespace alone: two nodes of two machines share no directory of Ray.
+    # The mount exists only in that namespace: nodes of two machines share no Ray directory.
     within = ["ip", "netns", "exec", self.link.namespace, "sh", "-c"]
     within += ['mount -t tmpfs tmpfs "$0" && exec "$@"', str(self._directory)]
     self._start(
@@ -134,7 +134,7 @@ class Nodes:
     )
 
   def processes(self) -> list[int]:
-    """Returns the ids of all processes of both, workers included, by what they inherited."""
+    """Returns the ids of all processes of both nodes, workers included, by the inherited mark."""
     found, mark = [], f"{MARK}={self._mark}".encode()
     for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
       with contextlib.suppress(OSError):
@@ -143,14 +143,14 @@ class Nodes:
     return found
 
   def close(self) -> None:
-    """Kills all processes of both."""
+    """Kills all processes of both nodes."""
     kill(self.processes)
 
   def _start(self, name: str, within: list[str], *flags: str) -> None:
     log = self._directory / f"{name} {len(self._logs)}.log"
     self._logs.append(log)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1"]
-    # A raylet waits 15 s for agents to say which ports they chose, and ends.
+    # A raylet waits 15 s for its agents to report their ports, and then exits.
     command += [f"--{name}-port={port}" for name, port in zip(AGENTS, free_ports(len(AGENTS)))]
     until = time.monotonic() + SECONDS
     process = None
@@ -166,24 +166,24 @@ class Nodes:
       if "Ray runtime started" in text:
         return
       assert time.monotonic() < until, f"the {name} node: {text}"
-      if has_ended:  # A machine that is loaded may need another try.
+      if has_ended:  # On a loaded machine another attempt may succeed.
         assert "timed out during startup" in text, f"the {name} node: {text}"
         process = None
       time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:
-  """Returns ports at which nothing listens here."""
+  """Returns local ports without a listener."""
   with contextlib.ExitStack() as stack:
     found = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
     return [one.getsockname()[1] for one in found]
 
 
 def kill(find) -> None:
-  """Kills processes until none is found.
+  """Kills processes until none is left.
 
   Raises:
-    AssertionError: if some are there after a minute.
+    AssertionError: if some are left after a minute.
   """
   until = time.monotonic() + 60
   while processes := find():

@@ -1,6 +1,6 @@
-"""Drafters that know nothing, too much, or just enough to mislead, for what must not care.
+"""Drafters from random to perfect, for tests of code that must not depend on draft quality.
 
-A drafter is whatever has these methods (the engine's protocol, `seerjax/engine/drafting`):
+A drafter is any object with these methods (the engine's protocol, `seerjax/engine/drafting`):
 
   draft(queries) -> for each query, paths of tokens; the first is the main one
   observe(request_id, group_id, num_drafted, num_accepted)
@@ -17,16 +17,16 @@ from seerjax.speculation.suffix_drafter import Paths
 
 
 def number(*key: object) -> int:
-  """Returns a number below 2**64 that follows from `key` alone, on every machine."""
+  """Returns a number below 2**64 that depends on `key` only, on every machine."""
   return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
 
 
 class Observed:
-  """Keeps what it was told, in order.
+  """Records calls of `observe` and `finish`, in order.
 
   Attributes:
     observations: (request, drafted, accepted) of every verified draft.
-    finished: request -> its whole answer.
+    finished: maps a request to its whole completion.
   """
 
   def __init__(self):
@@ -47,7 +47,7 @@ class Observed:
 
 
 class JunkDrafter(Observed):
-  """Random tokens, of random lengths, in a random number of paths; some are empty."""
+  """Drafts random tokens in paths of random number and length; some are empty."""
 
   def __init__(self, seed: int, vocab_size: int, max_paths: int = 1):
     super().__init__()
@@ -69,13 +69,13 @@ class JunkDrafter(Observed):
 
 
 class OracleDrafter(Observed):
-  """What the request will say, with every token replaced at a given rate.
+  """Drafts the request's completion, with every token replaced at a given rate.
 
   Attributes:
-    texts: request id -> the whole answer.
+    texts: maps a request id to the whole completion.
     error_rate: 0 is always right, 1 always wrong.
-    num_right: so many tokens of each draft are never replaced; with `error_rate=1` the adversary
-      that is right for `num_right` tokens and wrong ever after.
+    num_right: number of leading tokens of each draft that are never replaced; with `error_rate=1`
+      all later tokens are wrong.
   """
 
   def __init__(

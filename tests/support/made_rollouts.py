@@ -1,4 +1,4 @@
-"""Rollouts and groups by hand, as small as they can be, for whatever learns from them or counts."""
+"""Minimal hand-made rollouts and groups, for tests of training and metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rollout(
   verdict: types.Verdict = NOTHING,
   finish_reason: str = "stop",
 ) -> types.Rollout:
-  """Returns a rollout whose log-probabilities can be read off its tokens."""
+  """Returns a rollout whose log-probabilities follow from its tokens."""
   return types.Rollout(
     request=types.Request(request_id=name, prompt=tuple(prompt), sampling=sampling),
     completion=types.Completion(
@@ -38,6 +38,6 @@ def rollout(
 
 
 def group(index: int, *rollouts: types.Rollout) -> types.RolloutGroup:
-  """Returns the answers to one problem, whose name is its number."""
+  """Returns a group of responses to one problem, which is named by its number."""
   problem = types.Problem(problem_id=str(index), prompt="")
   return types.RolloutGroup(group_index=index, problem=problem, rollouts=rollouts)

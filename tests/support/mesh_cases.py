@@ -1,4 +1,4 @@
-"""Drawn models that learn on meshes: trainers over (instance, model), and what they learn from."""
+"""Drawn models, trainers over (instance, model) meshes, and batches to train on."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from seerjax.trainer import losses, packing, step
 
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8), (1, 2), (1, 4))
 NORMS = ("query_norm", "key_norm")
-# Every gradient is clipped, so that a bit of its norm is one of the weights.
+# Every gradient is clipped, so that a changed bit of the norm changes the weights.
 OPTIMIZER = step.OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_gradient_norm=1e-3)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One model, and what is learnt of it.
+  """One model and how it is trained.
 
   Attributes:
-    config: its shape.
-    numerics: of the trainer.
-    rank: of adapters; 0 where all weights learn.
-    num_groups: of two answers each.
-    rows: of a micro-batch.
-    remat: what a gradient keeps.
-    seed: of weights and answers.
+    config: the model's shape.
+    numerics: the trainer's numerics.
+    rank: rank of the adapters; 0 trains all weights.
+    num_groups: number of groups, of two responses each.
+    rows: rows of a micro-batch.
+    remat: rematerialisation policy of the gradient.
+    seed: seed of weights and responses.
   """
 
   config: model_config.TransformerConfig
@@ -58,7 +58,7 @@ class Case:
 
 
 def draw(rng: np.random.Generator, implementation: Any, *, max_layers: int = 2) -> Case:
-  """Draws a small model of any slabs, whose widths are seldom whole vectors."""
+  """Returns a small model with any number of slabs; few widths are whole vectors."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
   slabs = pick(2, 4, 8, 8)
   heads = slabs * pick(1, 1, 2)
@@ -99,7 +99,7 @@ def draw(rng: np.random.Generator, implementation: Any, *, max_layers: int = 2) 
 
 
 def meshes_of(case: Case) -> list[tuple[int, int]]:
-  """Returns (instance, model) of the meshes that share the model's slabs evenly."""
+  """Returns (instance, model) of the meshes that divide the model's slabs evenly."""
   return [mesh for mesh in MESHES if case.numerics.reduction_shards % mesh[1] == 0]
 
 
@@ -120,7 +120,7 @@ def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
 
 @functools.lru_cache(maxsize=4)
 def weights_of(case: Case) -> tuple[Any, parameters.Params]:
-  """Returns (f32 masters of what learns, the weights that run)."""
+  """Returns (f32 masters of the trained weights, the weights used in the forward pass)."""
   rng = np.random.default_rng(case.seed)
 
   def leaf(path: Any, shape: jax.ShapeDtypeStruct) -> Any:
@@ -139,7 +139,7 @@ def weights_of(case: Case) -> tuple[Any, parameters.Params]:
 
 @functools.lru_cache(maxsize=4)
 def batch_of(case: Case) -> types.TrainBatch:
-  """Returns answers of random tokens, some of them filtered or biased."""
+  """Returns responses of random tokens, some of them filtered or biased."""
   rng = np.random.default_rng((case.seed, 1))
   vocabulary = case.config.vocab_size
   kinds = (
@@ -161,7 +161,7 @@ def batch_of(case: Case) -> types.TrainBatch:
 
 
 class Learnt(dict[str, bytes]):
-  """Bits of scores, gradient and updated weights by leaf, to be compared as bytes."""
+  """Scores, gradient and updated weights by leaf, for comparison as bytes."""
 
   def differing(self, other: Mapping[str, bytes]) -> list[str]:
     """Returns the leaves whose bits differ."""
@@ -170,7 +170,7 @@ class Learnt(dict[str, bytes]):
 
   @property
   def digest(self) -> str:
-    """SHA-256 of all."""
+    """Returns the SHA-256 of all leaves."""
     return hashlib.sha256(b"".join(self.values())).hexdigest()
 
 
@@ -183,7 +183,7 @@ def learn(case: Case, mesh: tuple[int, int] = (1, 1), *, updates: bool = True) -
   )
   found = {"scores": scores, "loss": metrics["loss"], "gradient": gradient}
   if updates:
-    with jax.numpy_dtype_promotion("standard"):  # Optax's own.
+    with jax.numpy_dtype_promotion("standard"):  # Optax needs it.
       state, norms = trainer.update(trainer.init(master), gradient)
     found |= {"weights": state.params, "moments": state.opt_state, "norms": norms}
   leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(found))
@@ -192,7 +192,7 @@ def learn(case: Case, mesh: tuple[int, int] = (1, 1), *, updates: bool = True) -
 
 
 def compare(case: Case, mesh: tuple[int, int], events: collections.Counter[str]) -> None:
-  """Asserts that a mesh learns the bits of one device, and counts what was compared."""
+  """Asserts that training on a mesh gives the bits of one device, and counts the comparisons."""
   found, expected = learn(case, mesh), learn(case)
   differing = found.differing(expected)
   assert not differing, f"mesh {mesh}: {len(differing)} of {len(found)} differ: {differing}; {case}"

@@ -1,9 +1,9 @@
-"""Runs a case of `drawn_models` and compares all of it; as a script, one case again.
+"""Runs cases of `drawn_models` with all comparisons; as a script, repeats single cases.
 
     python tests/support/model_cases.py [DIRECTORY DTYPE] SEED NUMBER [SEED NUMBER ...]
 
-prints what was drawn (of a pretrained model, if a directory is given), the events, a digest of what
-was said and the numerics fingerprint's.
+prints what was drawn (for a pretrained model, if a directory is given), the events, a digest of the
+completions and the digest of the numerics fingerprint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from seerjax.types import Completion, Request, Rollout
 
 MAX_STEPS = 3000
 MAX_DISTURBED = 1000
-MAX_IDLE = 100  # Steps in which nobody says anything.
+MAX_IDLE = 100  # Consecutive steps without a new token.
 EVENTS = (
   "chunks",
   "paused",
@@ -62,7 +62,7 @@ OF_DRAFTS = ("drafted tokens", "accepted tokens")
 
 
 class Schedule:
-  """One case from its first request to its last; `run` returns what each request said."""
+  """One case from its first request to its last; `run` returns completions by request."""
 
   def __init__(
     self,
@@ -89,9 +89,9 @@ class Schedule:
     self._begin()
 
   def _begin(self) -> None:
-    """A process like new: only files are left of the one before."""
+    """Starts afresh, as a new process would: only files on the disk survive."""
     case = self.case
-    # It takes over what an earlier process left on the disk.
+      # A new process takes over the files that an earlier one left on the disk.
     store = DiskStore(self.folder, max_bytes=10**8) if case.has_disk else None
     self.left = {path.name for path in self._files()}
     self.pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
@@ -102,24 +102,24 @@ class Schedule:
     self.engine = self.make_engine(drafter=self.guesser, kv_pool=self.pool)
 
   def drawn_requests(self) -> list[Request]:
-    """What is asked."""
+    """Returns the requests."""
     return drawn_models.requests_of(self.case)
 
   def drafter(self) -> Any:
-    """Returns what guesses, often rightly."""
+    """Returns a drafter that is often right."""
     said = {name: self.alone(request).tokens for name, request in self.requests.items()}
     return Guesser(said, int(self.rng.integers(2**32)), right=self.case.right)
 
   def alone(self, request: Request) -> Completion:
-    """What a request says alone."""
+    """Returns a request's completion alone."""
     return drawn_models.alone(self.case.model, request)
 
   def make_engine(self, **others: Any) -> engine_lib.Engine:
-    """Returns an engine with nothing in it."""
+    """Returns an empty engine."""
     return drawn_models.make_engine(self.case.machine, self.kind, **others)
 
   def _files(self) -> list[pathlib.Path]:
-    """Those of the disk's store, in a folder for each process."""
+    """Returns the files of the disk store, which has a folder per process."""
     return sorted(self.folder.glob("*/*.kv"), key=lambda path: path.name)
 
   def run(self) -> dict[str, Completion]:
@@ -145,7 +145,7 @@ class Schedule:
     raise AssertionError(f"got {len(self.live)} unfinished requests after {MAX_STEPS} steps")
 
   def _make_room(self) -> None:
-    """What a scheduler does: requests between chunks may hold what each other waits for."""
+    """Preempts one request, as a scheduler does: paused requests may hold each other's pages."""
     holding = [name for name in sorted(self.live) if self.engine.held_pages(name)]
     if holding:
       self.engine.preempt(holding[-1])
@@ -162,7 +162,7 @@ class Schedule:
     self.events["chunked prompts"] += len(request.prompt) > case.machine.sizes.row_buckets[-1]
 
   def _happens(self, kind: str) -> bool:
-    # Where everything is undone as fast as it is done, somebody has to stop.
+    # Disturbances stop after a while; otherwise a case might make no progress.
     is_over = self.now > MAX_DISTURBED
     return kind == "resume" if is_over else self.rng.random() < self.case.rates[kind]
 
@@ -192,7 +192,7 @@ class Schedule:
         self._submit(self.live[name], progress if progress.tokens else None)
 
   def _resume(self) -> None:
-    """Moves what is paused about, and lets most of it go on."""
+    """Migrates, spills and damages paused requests, and resumes most of them."""
     engine, rng = self.engine, self.rng
     instances = self.case.machine.mesh[0]
     self.events["chunks"] += len(engine.poll_paused())
@@ -212,10 +212,10 @@ class Schedule:
         engine.resume(name, chunk_tokens=self.case.chunk_tokens or None, instance=instance)
 
   def _damage(self, path: pathlib.Path) -> None:
-    """One bit, a cut, or the whole file."""
+    """Flips one bit of a file, cuts the file in half, or deletes it."""
     data = bytearray(path.read_bytes())
     kind = int(self.rng.integers(4))
-    if not data:  # Of a request that was paused before its first step.
+    if not data:  # The request was paused before its first step.
       return
     if kind < 2:
       place = int(self.rng.integers(len(data)))
@@ -229,7 +229,7 @@ class Schedule:
     self.events["files damaged"] += 1
 
   def _count(self) -> None:
-    """Adds what an engine counted, when it is left."""
+    """Adds an engine's counters; called once per engine, when it is abandoned."""
     counters = self.engine.counters
     for event, count in (
       ("drafted tokens", counters.drafted_tokens),
@@ -252,7 +252,7 @@ class Schedule:
     free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
     assert free == [usable] * engine.num_instances, f"got free pages {free}, expected {usable}"
     assert not self.pool.num_host_pages
-    for _ in range(PIN_STEPS):  # What no request needs stays for as long.
+    for _ in range(PIN_STEPS):  # Pins that no request needs expire after this many steps.
       self.pool.advance()
     assert {path.name for path in self._files()} <= self.left, "a file was put and not removed"
 
@@ -265,14 +265,14 @@ def run_case(
   trains: bool = True,
   schedule_kind: Callable[..., Schedule] = Schedule,
 ) -> dict[str, Completion]:
-  """Runs a case, compares all of it and returns what each request said.
+  """Runs a case with all comparisons and returns completions by request.
 
   Args:
     case: from `drawn_models.draw`.
     events: counts what happened, and the comparisons.
-    kind: of the engine's runner; the reference has the library's.
-    trains: whether the trainer, too, is compared with the engine.
-    schedule_kind: what runs it.
+    kind: kind of the engine's runner; the reference uses the library's.
+    trains: whether the trainer is compared with the engine as well.
+    schedule_kind: class that runs the case.
 
   Raises:
     AssertionError: if a bit differs, with the case in a note.
@@ -299,13 +299,13 @@ def run_case(
 
 
 def expected_of(cases: list[Case], expected: tuple[str, ...]) -> list[str]:
-  """The events that these cases have to meet: steps of a few rows have no room for drafts."""
+  """Returns the events that these cases must meet; steps of a few rows have no room for drafts."""
   has_room = any(case.machine.sizes.row_buckets[-1] > 4 for case in cases)
   return [event for event in expected if has_room or event not in OF_DRAFTS]
 
 
 def is_noticed(cases: Iterable[Case], **others: Any) -> bool:
-  """Whether some case of them differs."""
+  """Returns whether some case of the given ones differs."""
   for case in cases:
     try:
       run_case(case, collections.Counter(), trains=False, **others)
@@ -408,7 +408,7 @@ def _compare_with_trainer(
 
 
 def digest_of(case: Case, events: collections.Counter[str]) -> str:
-  """Runs a case without the trainer; SHA-256 of all that was said."""
+  """Runs a case without the trainer; returns the SHA-256 of all completions."""
   found = run_case(case, events, trains=False)
   digest = hashlib.sha256()
   for name in sorted(found):

@@ -1,4 +1,4 @@
-"""A master of Mooncake of our own, for tests that skip where the package is not installed."""
+"""A local Mooncake master, for tests that skip where the package is not installed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import pytest
 
 @dataclasses.dataclass
 class Master:
-  """A master that runs.
+  """A running master.
 
   Attributes:
-    address: of it.
-    process: that it is.
+    address: the master's address.
+    process: the master's process.
   """
 
   address: str
   process: subprocess.Popen
 
   def end(self) -> None:
-    """Ends it."""
+    """Stops the master."""
     self.process.terminate()
     self.process.wait()
 
 
 def skip_without_mooncake() -> None:
-  # Without libibverbs it is there and does not load, which pytest would not skip by itself.
+  # Without libibverbs the package is installed but does not load; pytest would not skip that.
   reason = "Mooncake or libibverbs is not installed"
   pytest.importorskip("mooncake.store", reason=reason, exc_type=ImportError)
 
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 
 def start(log: pathlib.Path) -> Master:
-  """Starts a master that listens when this returns; its lines go to a file."""
+  """Starts a master that listens when this returns; its output goes to a file."""
   skip_without_mooncake()
   package = importlib.util.find_spec("mooncake")
   assert package is not None and package.origin is not None

@@ -1,4 +1,4 @@
-"""Requests of many pages, run in chunks while a test moves their pages about."""
+"""Requests of many pages, run in chunks while a test moves their pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_engine(mesh, sizes=SIZES, numerics=tiny_model.NUMERICS, **others) -> En
 
 
 def asked() -> list[Request]:
-  """A group of three and two alone, of many pages each."""
+  """Returns a group of three requests and two single ones, all with many pages."""
   return [
     Request(
       request_id=f"r/{index}",
@@ -48,7 +48,7 @@ def asked() -> list[Request]:
 
 
 def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
-  """All of `asked` in chunks; `at_pause(id)` is called before each resumption."""
+  """Runs all requests of `asked` in chunks; calls `at_pause(id)` before each resumption."""
   for one in asked():
     engine.submit(one, chunk_tokens=chunk_tokens)
   found = {}

@@ -34,7 +34,7 @@ def threefry(key: tuple[np.ndarray, np.ndarray], a: np.ndarray, b: np.ndarray):
 
 
 def gumbel(key: np.ndarray, seed: int, position: int, vocabulary: int) -> np.ndarray:
-  """f32[v], the noise of a request's position."""
+  """Returns f32[v], the noise at a request's position."""
   with np.errstate(over="ignore"):
     folded = threefry((u32(key[0]), u32(key[1])), u32(0), u32(seed))
     folded = threefry(folded, u32(0), u32(position))
@@ -56,7 +56,7 @@ class Scores(NamedTuple):
 
 
 def _merged(z: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Chunks f32[n, c] to (logsumexp, entropy), [n] each."""
+  """Reduces chunks f32[n, c] to (logsumexp, entropy), [n] each."""
   partials = []
   for chunk in z:
     most = chunk.max(axis=1)
@@ -83,7 +83,7 @@ def score(
   positions: np.ndarray,
   key: np.ndarray,
 ) -> Scores:
-  """The head of normed rows f32[n, d] and a table f[r, w, d]."""
+  """Applies the head to normed rows f32[n, d] with a table f[r, w, d]."""
   count, (slabs, width, d) = normed.shape[0], table.shape
   logits = reference.product(normed, table.reshape(-1, d).T)
   divisor = np.where(temperature > 0, temperature, f32(1))
@@ -107,7 +107,7 @@ def score(
 
 
 class Gradient(NamedTuple):
-  """f32, before it is rounded to the compute dtype."""
+  """Gradients in f32, before they are rounded to the compute dtype."""
 
   norm: np.ndarray
   table: np.ndarray
@@ -124,7 +124,7 @@ def gradient(
   eps: float,
   dtype: str,
 ) -> Gradient:
-  """The gradient of the scores of tokens; `cotangent` is f32[3, n], as `TokenScores`."""
+  """Returns the gradient of the scores of tokens; `cotangent` is f32[3, n], as `TokenScores`."""
   count, (slabs, width, d) = hidden.shape[0], table.shape
   normed = norm(hidden, scale, eps, dtype)
   logits = reference.product(normed, table.reshape(-1, d).T)

@@ -1,6 +1,6 @@
-"""A layer's handlers around attention in NumPy, forward and backward: the chains that they define.
+"""A layer's handlers other than attention in NumPy, forward and backward, with their exact chains.
 
-Weights and rows are float32 that holds values of the compute dtype; so is what is returned.
+Weights, rows and results are float32 arrays with values of the compute dtype.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _normed(x: np.ndarray, scale: np.ndarray, eps: float, dtype: str) -> np.ndar
 def _norm_gradient(
   x: np.ndarray, scale: np.ndarray, eps: float, dtype: str, given: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """(gradient of the rows, each row's part of the scale's)."""
+  """Returns (gradient of the rows, each row's part of the scale's gradient)."""
   inverse = f32(1) / np.sqrt(reference.dot(x, x) / f32(x.shape[-1]) + f32(eps))
   wide = inverse[..., None]
   part = reference.rounded(reference.rounded(x * wide, dtype) * given, dtype)
@@ -36,7 +36,7 @@ def _low(product: np.ndarray, adapter: Weights, dtype: str) -> np.ndarray:
 
 
 def _shared_low(weights: Weights, name: str, normed: np.ndarray, dtype: str) -> np.ndarray | None:
-  """The scaled and rounded x @ A of an adapter of columns, None without one."""
+  """Returns the scaled and rounded x @ A of a column adapter, None without one."""
   if f"{name}_lora" not in weights:
     return None
   own = weights[f"{name}_lora"]
@@ -53,7 +53,7 @@ def _columns(
 def _columns_gradient(
   weights: Weights, name: str, normed: np.ndarray, given: list[np.ndarray], dtype: str
 ) -> tuple[np.ndarray, Weights]:
-  """Cotangents of every slab's columns to that of what they read, and gradients of weights."""
+  """Maps cotangents of every slab's columns to (cotangent of their inputs, weight gradients)."""
   back = [reference.product(g, w.T) for g, w in zip(given, weights[name], strict=True)]
   total, gradient = reference.tree_sum(np.stack(back)), {}
   gradient[name] = np.stack([_chain(normed, g) for g in given])
@@ -69,7 +69,7 @@ def _columns_gradient(
 
 
 def _chain(x: np.ndarray, given: np.ndarray) -> np.ndarray:
-  """x^T @ given: one chain over rows."""
+  """Returns x^T @ given: one chain over rows."""
   return reference.product(np.ascontiguousarray(x.T), given)
 
 
@@ -80,7 +80,7 @@ def _row_sum(x: np.ndarray) -> np.ndarray:
 def _contracted(
   weights: Weights, name: str, inputs: list[np.ndarray], dtype: str
 ) -> tuple[np.ndarray, np.ndarray | None]:
-  """(the tree over slabs of inputs @ W and the adapter's term, the adapter's x @ A)."""
+  """Returns (the slab tree of inputs @ W plus the adapter's term, the adapter's x @ A)."""
   parts = [reference.product(x, w) for x, w in zip(inputs, weights[name], strict=True)]
   total, low = reference.tree_sum(np.stack(parts)), None
   if f"{name}_lora" in weights:
@@ -99,7 +99,7 @@ def _contracted_gradient(
   given: np.ndarray,
   dtype: str,
 ) -> tuple[list[np.ndarray], Weights]:
-  """The cotangent of a sum over slabs to those of the slabs' inputs, and gradients of weights."""
+  """Maps the cotangent of a slab sum to (cotangents of the slabs' inputs, weight gradients)."""
   back = [reference.product(given, w.T) for w in weights[name]]
   gradient: Weights = {name: np.stack([_chain(x, given) for x in inputs])}
   if low is not None:
@@ -112,7 +112,7 @@ def _contracted_gradient(
 
 
 def _heads(weights: Weights, slab: int, normed: np.ndarray, low: Any, dtype: str, c: int):
-  """f32[n, heads, c] of a slab, before norms."""
+  """Returns f32[n, heads, c] of a slab, before norms."""
   qkv = reference.rounded(_columns(weights, "qkv", slab, normed, low), dtype)
   if "qkv_bias" in weights:
     qkv = reference.rounded(qkv + weights["qkv_bias"][slab], dtype)
@@ -126,7 +126,7 @@ def _turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
 
 
 def attention_inputs(config: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
-  """Queries, keys and values."""
+  """Returns queries, keys and values."""
   x, cos, sin = rows
   n, c, group = x.shape[0], config.head_dim, config.group
   normed = _normed(x, weights["attention_norm"], config.norm_eps, dtype)
@@ -148,7 +148,7 @@ def attention_inputs(config: Any, dtype: str, weights: Weights, rows: Any) -> tu
 def attention_inputs_gradient(
   config: Any, dtype: str, weights: Weights, rows: Any, given: tuple
 ) -> tuple[Weights, np.ndarray]:
-  """(gradients of the weights, not yet rounded; of the rows)."""
+  """Returns (weight gradients before rounding, gradient of the rows)."""
   x, cos, sin = rows
   n, c, eps = x.shape[0], config.head_dim, config.norm_eps
   normed = _normed(x, weights["attention_norm"], eps, dtype)
@@ -180,7 +180,7 @@ def attention_inputs_gradient(
 
 
 def after_attention(config: Any, dtype: str, weights: Weights, rows: Any) -> np.ndarray:
-  """Hidden rows."""
+  """Returns the hidden rows."""
   x, inner, *_ = _until_down(config, dtype, weights, rows)
   return reference.rounded(x + _contracted(weights, "down", inner, dtype)[0], dtype)
 
@@ -202,7 +202,7 @@ def _until_down(config: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
 def after_attention_gradient(
   config: Any, dtype: str, weights: Weights, rows: Any, given: np.ndarray
 ) -> tuple[Weights, tuple[np.ndarray, np.ndarray]]:
-  """(gradients of the weights, not yet rounded; of the two of the rows)."""
+  """Returns (weight gradients before rounding, gradients of both row inputs)."""
   x, inner, gates, normed, parts, out_low = _until_down(config, dtype, weights, rows)
   _, down_low = _contracted(weights, "down", inner, dtype)
   of_inner, gradient = _contracted_gradient(weights, "down", inner, down_low, given, dtype)

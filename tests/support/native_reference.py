@@ -1,6 +1,6 @@
 """The native backend's arithmetic in NumPy: float32 operations in the order that it defines.
 
-Results that are denormal become zero, as on XLA's threads. Nothing here is fast.
+Denormal results become zero, as on XLA's threads. Nothing here is fast.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ LANES = 16
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-  """f32[...] with zeros in place of denormals, of the same sign."""
+  """Returns f32[...] with denormals replaced by zeros of the same sign."""
   x = np.asarray(x, np.float32)
   return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-  """a * b + c of float32, rounded once: in float64, rounded to odd, so that the second is exact."""
+  """Returns fused a * b + c of float32: rounding float64 to odd makes the second rounding exact."""
   a, b, c = (flush(x).astype(np.float64) for x in np.broadcast_arrays(a, b, c))
   product = a * b  # Exact: 48 bits.
   total = product + c
@@ -34,7 +34,7 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def product(a: np.ndarray, w: np.ndarray, start: np.ndarray | None = None) -> np.ndarray:
-  """f32[n, k] @ f[k, e]: one chain of fused multiply-adds an output, in ascending k."""
+  """Returns f32[n, k] @ f[k, e]: a chain of fused multiply-adds per output, in ascending k."""
   a, w = np.asarray(a, np.float32), np.asarray(w).astype(np.float32)
   total = np.zeros((a.shape[0], w.shape[1]), np.float32) if start is None else start
   for step in range(a.shape[1]):
@@ -43,14 +43,14 @@ def product(a: np.ndarray, w: np.ndarray, start: np.ndarray | None = None) -> np
 
 
 def _lanes(x: np.ndarray) -> np.ndarray:
-  """[..., n] to [..., n / 16, 16], zeros behind it."""
+  """Reshapes [..., n] to [..., n / 16, 16], padded with zeros."""
   missing = -x.shape[-1] % LANES
   x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
   return x.reshape(*x.shape[:-1], -1, LANES)
 
 
 def _tree(x: np.ndarray) -> np.ndarray:
-  """[..., 16] to [...]: halves added four times."""
+  """Reduces [..., 16] to [...] by adding halves four times."""
   while x.shape[-1] > 1:
     half = x.shape[-1] // 2
     x = flush(x[..., :half] + x[..., half:])
@@ -67,7 +67,7 @@ def total(x: np.ndarray) -> np.ndarray:
 
 
 def dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-  """As `total`, of x * y, each product fused with its addition."""
+  """Sums x * y as `total` does, each product fused with its addition."""
   left, right = _lanes(np.asarray(x, np.float32)), _lanes(np.asarray(y, np.float32))
   sums = np.zeros(np.broadcast_shapes(left.shape, right.shape)[:-2] + (LANES,), np.float32)
   for step in range(left.shape[-2]):
@@ -76,7 +76,7 @@ def dot(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(parts: np.ndarray) -> np.ndarray:
-  """Adds the first axis, a power of two of slabs: neighbours in pairs (`parallel.tree_sum`)."""
+  """Sums the first axis, a power of two of slabs, in neighbouring pairs (`parallel.tree_sum`)."""
   while parts.shape[0] > 1:
     parts = flush(parts[0::2] + parts[1::2])
   return parts[0]
@@ -121,23 +121,23 @@ def log(x: np.ndarray) -> np.ndarray:
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-  """f32 rounded to the compute dtype, as f32."""
+  """Returns f32 values rounded to the compute dtype, as f32."""
   return flush(x.astype(ml_dtypes.bfloat16).astype(np.float32)) if dtype == "bfloat16" else x
 
 
 def scaled_queries(q: np.ndarray, dtype: str) -> np.ndarray:
-  """f32[..., c] times 1 / sqrt(c), rounded to the compute dtype."""
+  """Returns f32[..., c] times 1 / sqrt(c), rounded to the compute dtype."""
   return rounded(flush(flush(q) * np.float32(q.shape[-1] ** -0.5)), dtype)
 
 
 def softmax(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
-  """Scaled queries f32[c] and keys f32[x, c]: exp of the scores below their maximum, f32[x]."""
+  """Returns f32[x]: exp of the scores of q f32[c] and keys f32[x, c], less their maximum."""
   scores = product(keys, q[:, None])[:, 0]
   return exp(flush(scores - np.max(scores)))
 
 
 def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, dtype: str) -> np.ndarray:
-  """One row's attention: q f32[c], scaled here, over all of f32[x, c]; f32[c]."""
+  """Returns one row's attention f32[c]: q f32[c], scaled here, over all of f32[x, c]."""
   weights = softmax(scaled_queries(q, dtype), keys)
   sums = total(weights)
   weights = rounded(weights, dtype)
@@ -152,10 +152,10 @@ def attention_gradients(
   q: np.ndarray, keys: np.ndarray, values: np.ndarray, back: np.ndarray, dtype: str,
   grad_keys: np.ndarray, grad_values: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
-  """One row's part of the gradients, given what `back` f32[c] its attention gets.
+  """Returns one row's part of the gradients, given the cotangent `back` f32[c] of its attention.
 
   Returns:
-    f32[c] of q; `grad_keys` and `grad_values` f32[x, c] with the row's part at the end of their
+    f32[c] of q; `grad_keys` and `grad_values` f32[x, c] with the row's part added at the end of the
     chains.
   """
   q = scaled_queries(q, dtype)

@@ -1,8 +1,8 @@
-"""An object store on this machine's disk, for `objects://`: flat names, and nothing is renamed.
+"""An object store on this machine's disk, for `objects://`: flat names, and no renaming.
 
-Each object is a file of one folder, its name quoted; there are no folders, only common beginnings.
-An object is there when its writer has closed it. The process dies (SIGKILL) as it begins to write
-an object whose name ends in $OBJECTS_DIE_AT.
+Each object is a file of one folder, named by the quoted object name; there are no subfolders, only
+common prefixes. An object exists once its writer has closed it. The process dies (SIGKILL) when it
+starts to write an object whose name ends in $OBJECTS_DIE_AT.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCHEME = "objects://"
 
 @epath.register_path_cls(SCHEME)
 class Objects(epath.Path):
-  """A place of the store: objects:///a/folder/of/this/machine!a/name."""
+  """A location in the store: objects:///a/folder/of/this/machine!a/name."""
 
   def __fspath__(self) -> str:
     return SCHEME + str(pathlib.PurePosixPath(*self.parts[1:]))
@@ -55,7 +55,7 @@ class Objects(epath.Path):
       yield self / name
 
   def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
-    pass  # There are none.
+    pass  # Directories do not exist here.
 
   @contextlib.contextmanager
   def _writer(self) -> Iterator[io.BytesIO]:

@@ -1,4 +1,4 @@
-"""Packings that several tests take."""
+"""Packings that several tests use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALL = circle_packing.CirclePacking(num_circles=7)
 
 
 def is_packing(artefact) -> bool:
-  """The rules, written once more with fractions alone."""
+  """Returns whether a packing is valid: an independent check that uses fractions only."""
   circles = [[Fraction(number) for number in circle] for circle in artefact]
   inside = all(r > 0 and r <= x <= 1 - r and r <= y <= 1 - r for x, y, r in circles)
   return inside and all(

@@ -1,4 +1,4 @@
-"""Pipelines, and data sets of denoising, that several tests take."""
+"""Denoising pipelines and data sets that several tests use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAGIC = {
     {"op": "invert"},
   ]
 }
-# One of each operation, in an order that is a pipeline.
+# One of each operation, in an order that forms a pipeline.
 EVERY_STEP = {
   "normalise": [{"op": "normalise"}],
   "sqrt": [{"op": "sqrt"}],
@@ -41,7 +41,7 @@ EVERY_STEP = {
 
 @functools.cache
 def small() -> denoising.Denoising:
-  """A thin set of 150 cells x 40 genes, for what runs many pipelines."""
+  """Returns a sparse set of 150 cells x 40 genes, for tests that run many pipelines."""
   rng = np.random.default_rng(0)
   whole = datasets.simulate(5, num_cells=150, num_genes=40).counts
   counts = rng.binomial(whole.astype(int), 0.15)

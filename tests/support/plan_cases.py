@@ -1,4 +1,4 @@
-"""Plans of apple machines, and sentences about them, that several tests take."""
+"""Plans of the apple-machines problem, and sentences about them, that several tests use."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PLAIN = rules.Instance(
   apples=(1, 5, *[100] * 8),
   costs=((1, 3, *[9] * 8), (2, 4, *[9] * 8), (3, 9, *[9] * 8), (5, 9, *[9] * 8)),
 )
-# One that outgrows every int64, which the contest's costs hardly allow.
+# A plan whose numbers overflow int64, which the contest's costs hardly allow.
 RICH = rules.Instance(apples=(10**9,) * 10, costs=((1,) * 10, *[(2,) * 10] * 3))
-# Plain enough to count with: 20 turns of (0, 0), 40 of (0, 1), 60 of (1, 0).
+# Simple enough to check by hand: 20 turns of (0, 0), 40 of (0, 1), 60 of (1, 0).
 THREE = [[0, 0, 20], [0, 1, 60], [1, 0, 120]]
 
 
 def random_plan(draws: np.random.Generator, num_runs: int) -> list[list[int]]:
-  """Returns a plan of random machines, of low levels mostly, so that much is bought."""
+  """Returns a plan of random machines, mostly of low levels, so that it buys much."""
   ends = np.sort(draws.choice(np.arange(1, 501), num_runs, replace=False))
   levels = np.minimum(draws.geometric(0.5, num_runs) - 1, 3)
   kinds = draws.integers(0, 10, num_runs)
@@ -36,12 +36,12 @@ def random_sentence(language: edits.PlanEdits, draws: np.random.Generator) -> li
 
 
 def polished(temperature: int, edits: list[int]) -> list[int]:
-  """Returns a sentence that ends with a polish, at a place among the temperatures."""
+  """Returns a sentence that ends with a polish; the place is an index of the temperatures."""
   return [104 + temperature, *edits]
 
 
 def sentence(*edits: tuple[str, int, int, int, int]) -> list[int]:
-  """Returns tokens of edits (verb, run, shape, level * 10 + kind, place among the amounts)."""
+  """Returns the tokens of edits (verb, run, shape, level * 10 + kind, index of the amount)."""
   tokens = []
   for verb, *fields in edits:
     ranges = LANGUAGE.allowed[1:5]

@@ -1,4 +1,4 @@
-"""A thinker that is a program: it reads, adds and miscounts as its seed says, in nano's tokens."""
+"""A rule-based thinker that reads and adds numbers, with errors drawn by seed, in nano's tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
 
 
 class Reader:
-  """A `Thinker`; keeps what it was asked.
+  """A `Thinker` that records its prompts.
 
-  A sleeper is told apart by its prompt. It finds what each person is first said to have, and adds
-  the numbers of the sentences that name the person; a waker says the last number of its prompt. At
-  a temperature above 0 the seed decides how many lines come before. It never answers a prompt that
-  holds `refused`.
+  The prompt tells a sleeper from a waker. A sleeper finds the first amount of each person, and adds
+  the numbers of the sentences that name the person; a waker returns the last number of its prompt.
+  At a temperature above 0 the seed decides how many lines come first. A prompt that contains
+  `refused` gets no response.
   """
 
   def __init__(self, *, refused: str = "", limit: int = 10**9):

@@ -1,4 +1,4 @@
-"""The suffix tree by its definition, slow and plain, which tests compare the real one with."""
+"""A slow reference suffix tree, written from the definition, for tests of the real one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from seerjax.speculation.suffix_tree import DEFAULT_ARGS, DEPTH, SpeculationArgs
 
 
 class ReferenceTree:
-  """What `SuffixTree` counts and drafts, by definition: texts alone, searched through each time."""
+  """Counts and drafts as `SuffixTree` is defined to, by a full search of the texts every time."""
 
   def __init__(self):
     self.texts: dict[str, list[int]] = {}
@@ -87,7 +87,7 @@ class ReferenceTree:
     return path, score
 
   def _next(self, string: tuple[int, ...]) -> list[tuple[int, float]]:
-    """Returns the tokens that were said after a string and their probabilities, best first."""
+    """Returns the tokens that followed a string, with their probabilities, best first."""
     if len(string) >= DEPTH:
       return []
     counts: dict[int, list[int]] = {}

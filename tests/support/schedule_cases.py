@@ -1,4 +1,4 @@
-"""Schedules, inputs and a small problem of kernel speed that several tests take."""
+"""Schedules, inputs and a small kernel-speed problem that several tests use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from experiments.problems.kernel_speed import trimul
 SIZE, DIM, HIDDEN = 8, 16, 24
 TINY = kernel_speed.TriMulSpeed(SIZE, dim=DIM, hidden=HIDDEN, laps=3)
 PLAIN = TINY.start(0)
-# The contraction wants features first; from there on nothing is laid out anew.
+# The contraction needs the feature axis first; after it no layout changes.
 FEATURES = {
   **PLAIN, "layout": "features", "output_layout": "features", "contraction": "batched",
 }  # fmt: skip

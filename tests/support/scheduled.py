@@ -1,4 +1,4 @@
-"""Buffers filled by hand, and a scheduler's decisions carried out, for the scheduler's tests."""
+"""Hand-filled buffers, and helpers that apply a scheduler's decisions, for scheduler tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from seerjax.rollout.scheduler import Scheduler
 
 
 def filled(groups: list[list[int]], *, prompt: int = 4, max_tokens: int = 20) -> Buffer:
-  """A buffer with one request for each entry, named group/member; the entry is what it has."""
+  """Returns a buffer with one request per entry, named group/member; the entry is its state."""
   buffer = Buffer()
   for group, members in enumerate(groups):
     for member, generated in enumerate(members):
@@ -23,7 +23,7 @@ def filled(groups: list[list[int]], *, prompt: int = 4, max_tokens: int = 20) ->
 
 
 def take(planner: Scheduler, instances: Instances) -> list[Decision]:
-  """All decisions until None, applied."""
+  """Applies all decisions until None, and returns them."""
   found = []
   while (decision := planner.next(instances)) is not None:
     planner.buffer.begin_chunk(decision.request_id, decision.instance, decision.max_chunk_tokens)
@@ -35,7 +35,7 @@ def take(planner: Scheduler, instances: Instances) -> list[Decision]:
 def end(
   planner: Scheduler, instances: Instances, decision: Decision, length: int = 10**9
 ) -> None:
-  """Ends a chunk where its request has `length` tokens, or else at its end."""
+  """Ends a chunk when its request has `length` tokens, else at the chunk's end."""
   item = planner.buffer[decision.request_id]
   reached = min(item.chunk_end, length)
   planner.buffer.end_chunk(item.request_id, reached, reached in (length, item.max_tokens))

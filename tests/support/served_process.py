@@ -1,4 +1,4 @@
-"""A server in a process of its own, which tests end by any signal."""
+"""A server in its own process, which tests stop with any signal."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import serving
 
 
 class Process:
-  """`python -m seerjax.serve`, from its start to its end, whichever that is.
+  """`python -m seerjax.serve`, from start to exit.
 
   Attributes:
-    process: the server's.
-    url: where it serves, without "/v1".
+    process: the server's process.
+    url: base URL, without "/v1".
   """
 
   def __init__(self, folder: pathlib.Path, *arguments: str):
-    """Starts one on a free port, and waits until it serves.
+    """Starts a server on a free port, and waits until it serves.
 
     Args:
-      folder: of its log.
-      arguments: of the command, the model first.
+      folder: folder of the log.
+      arguments: arguments of the command, the model first.
     """
     self._log = folder / "serve.log"
     self._file = self._log.open("ab")

@@ -1,4 +1,4 @@
-"""A server over a small engine with the words of the shipped tokenizer, and its clients."""
+"""A server and its clients, over a small engine with the vocabulary of the shipped tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Completion, Request, SamplingParams
 
 ANY_PORT = ServeConfig(port=0)
-# As a user would ask it; the chat template makes 20-odd tokens of it.
+# A user's question; the chat template makes some 20 tokens of it.
 HELLO = [{"role": "user", "content": "How many?"}]
 
 
@@ -49,14 +49,14 @@ def make_vocabulary() -> Vocabulary:
 
 @functools.cache
 def scorer() -> Scorer:
-  """One for all tests of a process, for its programs."""
+  """One scorer for all tests of a process, so that its programs are compiled once."""
   model = Model(word_engine.CONFIG, word_engine.params(), word_engine.NUMERICS)
   return Scorer(model, context=64)
 
 
 @contextlib.contextmanager
 def running(config: ServeConfig = ANY_PORT, **others: Any) -> Iterator[tuple[Service, str]]:
-  """Serves, and yields the service and its URL."""
+  """Runs a server, and yields the service and its URL."""
   service = make_service(config, **others)
   with server.running(service) as url:
     yield service, url
@@ -69,7 +69,7 @@ def client(url: str, **others: Any) -> Iterator[httpx2.Client]:
 
 
 def pieces(text: str) -> list[dict[str, Any]]:
-  """Returns the pieces of a stream, whose end has to be there."""
+  """Returns the pieces of a stream, and checks its end marker."""
   lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
   assert lines[-1] == "[DONE]", lines[-1]
   return [json.loads(line) for line in lines[:-1]]
@@ -85,6 +85,6 @@ def engine_alone() -> Engine:
 def said_alone(
   engine: Engine, prompt: tuple[int, ...], seed: int, sampling: SamplingParams
 ) -> Completion:
-  """Returns what an engine says to one request that it has for itself."""
+  """Returns an engine's completion of a request that runs alone."""
   request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
   return engine.generate([request])[0]

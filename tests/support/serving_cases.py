@@ -1,9 +1,9 @@
-"""Drawn models behind a server, drawn requests of many clients, and what each of them says alone.
+"""Drawn models behind a server, drawn requests of many clients, and the response to each alone.
 
-    draw(seed, number) -> Case --> `alone`: a server with nothing else in it, one choice at a time
-                               --> `load`: all clients at once, over an engine that has no peace
+    draw(seed, number) -> Case --> `alone`: an otherwise idle server, one choice at a time
+                               --> `load`: all clients at once, over a constantly disturbed engine
 
-A case follows from the seed and its number; `load` runs it and compares every choice.
+A case follows from the seed and the number; `load` runs it and compares every choice.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ WORDS = (
   "How", "many", "apples?", "two", "and", "17", "+", "4", "=", "why", "<|im_end|>", "café", "box"
 )
 KEY = numerics_lib.key(11)
-# Of a body, what OpenAI's client has no parameter for.
+# Fields of a body for which OpenAI's client has no parameter.
 EXTRA = ("top_k", "min_p", "regex", "stop_token_ids", "prompt_logprobs")
 
 
-# What is served.
+# Models.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-  """A model with its adapters, and what of them is shared by all servers of a case.
+  """A model with its adapters, and the objects that all servers of a case share.
 
   Attributes:
-    name: by which clients ask for the base.
+    name: the base model's name in requests.
     model: the base, with its tokenizer.
-    adapters: by the names by which clients ask for them.
-    alone: by all these names, the model without any other.
-    scorers: of each one's weights, for its programs.
+    adapters: adapters by their names in requests.
+    alone: by all these names, a model with that adapter only.
+    scorers: one scorer per model, for its programs.
   """
 
   name: str
@@ -84,7 +84,7 @@ class Subject:
 
 @functools.lru_cache(maxsize=2)
 def subject(kind: str, implementation: Any, seed: int, number: int) -> Subject:
-  """Returns nano, or a tiny model of odd sizes, whose words are nano's."""
+  """Returns nano, or a tiny model of odd sizes with nano's vocabulary."""
   rng = np.random.default_rng((seed, number, 0))
   if kind == "nano":
     dtype = ("float32", "bfloat16")[int(rng.integers(2))]
@@ -113,7 +113,7 @@ def subject(kind: str, implementation: Any, seed: int, number: int) -> Subject:
 def draw_adapters(
   rng: np.random.Generator, model: loading.Model
 ) -> Mapping[str, adapters_lib.Scaled]:
-  """Returns three adapters of ranks, targets and scales of their own, one of rank 1."""
+  """Returns three adapters with various ranks (one has rank 1), targets and scales."""
   found = {}
   for name, rank in zip(ADAPTERS, (1, 2, int(rng.integers(1, 9))), strict=True):
     targets = tuple(target for target in lora.TARGETS if rng.random() < 0.6) or lora.TARGETS
@@ -133,7 +133,7 @@ class Sizes:
 
 
 def alone_sizes(model: loading.Model) -> Sizes:
-  """Returns room for one request, which finds nothing that another left."""
+  """Returns sizes for a single request, without prefix reuse."""
   page_size = min(model.numerics.kv_split, 16)
   return Sizes(
     EngineConfig(
@@ -149,9 +149,9 @@ def alone_sizes(model: loading.Model) -> Sizes:
 
 
 def draw_sizes(rng: np.random.Generator, model: loading.Model) -> Sizes:
-  """Returns little memory for several, rows that no tile divides, one to three instances."""
+  """Returns sizes with little memory, rows that no tile divides, and one to three instances."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
-  # Several pages of a request, so that some of another's serve it.
+  # Several pages per request, so that requests can reuse each other's pages.
   split, slabs = min(model.numerics.kv_split, 32), model.numerics.reduction_shards
   page_size = split >> pick(*(p for p in (0, 1, 2, 3) if split >> p))
   last = int(rng.integers(12, 41))
@@ -210,11 +210,11 @@ def _served(of: Subject, name: str, engine: Engine, beside: Served | None = None
   )
 
 
-# What happens to an engine.
+# Engines and their disturbances.
 
 
 class Knowing(Observed):
-  """Drafts what answers to equal prompts said, and sometimes what nobody said."""
+  """Drafts known completions of equal prompts, some of them altered."""
 
   def __init__(self, said: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], seed: int):
     super().__init__()
@@ -241,8 +241,8 @@ class Knowing(Observed):
 
 
 class Restless(Engine):
-  """An engine to which, before each visit, all happens that changes no bit: requests end a chunk,
-  are paused, leave the devices, change instance or lose their pages, and steps break off."""
+  """An engine that is disturbed before each visit in every way that must not change a bit: requests
+  end a chunk, are paused, spilled, migrated or lose their pages, and steps fail."""
 
   def __init__(self, *args, rng, events, **others):
     super().__init__(*args, **others)
@@ -250,7 +250,7 @@ class Restless(Engine):
     self.others_wait: Callable[[], bool] = lambda: False
     self._idle = 0
     self._has_broken = False
-    self._withheld: list[tuple[Any, list[int], int]] = []  # Of a pool, for so many visits.
+    self._withheld: list[tuple[Any, list[int], int]] = []  # (pool, pages, visits left).
 
   def submit(self, request, **others):
     super().submit(request, **others, chunk_tokens=self._chunk())
@@ -276,7 +276,7 @@ class Restless(Engine):
     return updates
 
   def give_back_withheld(self, visits: int) -> None:
-    """Gives pages back that were withheld for as many visits."""
+    """Releases withheld pages after their number of visits."""
     kept = []
     for pool, pages, left in self._withheld:
       if left > visits:
@@ -315,7 +315,7 @@ class Restless(Engine):
         self.preempt(name)
         self.events["preempted"] += self.counters.preemptions - before
     holding = [name for name in names if self.held_pages(name)]
-    if self._idle > 40 and holding:  # They hold what each other waits for.
+    if self._idle > 40 and holding:  # They hold the pages that the others need.
       self.preempt(holding[-1])
       self._idle = 0
 
@@ -327,13 +327,13 @@ class Restless(Engine):
       self.events["steps of several adapters"] += len(set(rows[:count].tolist())) > 1
     if not self._has_broken and self._chance(0.03):
       self._has_broken = True
-      self._withheld = []  # All pages are taken back.
+      self._withheld = []  # The failed step frees all pages.
       self.events["steps broken off"] += 1
       raise OSError("a device fails, as was drawn")
     return inputs
 
   def count(self) -> None:
-    """Adds what was counted, once, at its end."""
+    """Adds the engine's counters; called once, when the engine ends."""
     for event, field in (
       ("waits for pages", "waits"), ("positions reused", "reused_tokens"),
       ("pages copied", "page_copies"), ("drafted tokens", "drafted_tokens"),
@@ -344,7 +344,7 @@ class Restless(Engine):
 
 
 class Seedless(Restless):
-  """The twin whose pages are found by a prompt and a position: what a seed said is left out."""
+  """Twin: pages are found by prompt and position, whatever tokens the seed sampled."""
 
   def __init__(self, *args, **others):
     super().__init__(*args, **others)
@@ -364,7 +364,7 @@ class Seedless(Restless):
 
 
 class Neighbourly(Restless):
-  """The twin that applies a row's mask to the row beside it."""
+  """Twin: a row's mask applies to the neighbouring row."""
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
@@ -377,19 +377,19 @@ class Neighbourly(Restless):
     return inputs
 
 
-# What is asked.
+# Requests.
 
 
 class Ask(NamedTuple):
   """One request of one client.
 
   Attributes:
-    client: its number.
-    model: by its name, the base or an adapter.
-    is_chat: which route.
-    body: as it is sent.
-    wait: seconds before it.
-    leaves_after: pieces after which its client is gone, None if it stays.
+    client: the client's number.
+    model: name of the base or an adapter.
+    is_chat: whether the chat route is used.
+    body: the request body.
+    wait: seconds before the request is sent.
+    leaves_after: pieces after which the client disconnects, None if it stays.
   """
 
   client: int
@@ -409,7 +409,7 @@ class Ask(NamedTuple):
     return self.num_prompts * self.body.get("n", 1)
 
   def of_choice(self, choice: int, seed: int) -> dict[str, Any]:
-    """Returns the body that asks for one choice alone."""
+    """Returns the body that requests one choice alone."""
     body = {name: value for name, value in self.body.items() if not name.startswith("stream")}
     body |= dict(n=1, seed=seed)
     if self.num_prompts > 1:
@@ -418,13 +418,13 @@ class Ask(NamedTuple):
 
 
 class Said(NamedTuple):
-  """One choice, alike however it came.
+  """One choice, in the same form for streams and whole bodies.
 
   Attributes:
-    text: of it.
-    finish_reason: of it.
-    rows: for each token its id, both log-probabilities and the others there; () if not asked for.
-    prompt: scores of the prompt, if they were asked for.
+    text: the choice's text.
+    finish_reason: why the choice ended.
+    rows: per token the id, both log-probabilities and the alternatives; () if not requested.
+    prompt: scores of the prompt, if requested.
   """
 
   text: str
@@ -436,7 +436,7 @@ class Said(NamedTuple):
 def draw_asks(
   rng: np.random.Generator, names: Sequence[str], vocab_size: int, clients: int, each: int
 ) -> tuple[Ask, ...]:
-  """Returns the requests of all clients; prompts are few, so that many begin alike."""
+  """Returns the requests of all clients; prompts are few, so that many share a prefix."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
   words = lambda most: " ".join(rng.choice(WORDS, int(rng.integers(1, most + 1))).tolist())
   ids = lambda most: rng.integers(3, 500, int(rng.integers(1, most + 1))).tolist()
@@ -532,7 +532,7 @@ def _rows_of(choice: Mapping[str, Any], is_chat: bool) -> list[tuple[Any, ...]]:
 
 
 def said_of(bodies: Sequence[Mapping[str, Any]], is_chat: bool) -> dict[int, tuple[int, Said]]:
-  """Returns (seed, what was said) by choice, of one body or of a stream's."""
+  """Returns (seed, `Said`) by choice, of a whole body or a stream's pieces."""
   found: dict[int, list[Mapping[str, Any]]] = collections.defaultdict(list)
   for body in bodies:
     for choice in body["choices"]:
@@ -550,7 +550,7 @@ def said_of(bodies: Sequence[Mapping[str, Any]], is_chat: bool) -> dict[int, tup
 async def answered(
   client: openai.AsyncOpenAI, ask: Ask
 ) -> tuple[dict[int, tuple[int, Said]], bool]:
-  """Asks over HTTP; returns what came by choice, and whether all of it did."""
+  """Sends a request over HTTP; returns what came by choice, and whether all of it came."""
   create = client.chat.completions.create if ask.is_chat else client.completions.create
   asked = _split(ask.body, ask.model, ask.is_chat)
   if not ask.body.get("stream"):
@@ -573,7 +573,7 @@ async def answered(
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """One case: what is served, to whom, and with which sizes."""
+  """One case: the served model, the requests and the engine's sizes."""
 
   subject: Subject
   sizes: Sizes
@@ -594,7 +594,7 @@ def draw(seed: int, number: int, *, of: Subject, clients: int, each: int) -> Cas
 
 
 class Alone:
-  """What choices say alone: a server that has nothing else to do, asked one choice at a time."""
+  """The choices of a case alone, from an otherwise idle server, requested one at a time."""
 
   def __init__(self, case: Case, url: str, client: openai.OpenAI):
     self._case, self._url, self._client = case, url, client
@@ -614,9 +614,9 @@ class Alone:
 
 @contextlib.contextmanager
 def alone(case: Case) -> Iterator[Alone]:
-  """Yields what the case's choices say alone, in a fresh server with other sizes.
+  """Yields the case's choices alone, from a fresh server with other sizes.
 
-  Each adapter has an engine there, whose weights know of no other.
+  There each adapter has its own engine, whose weights include no other adapter.
   """
   of, sizes = case.subject, alone_sizes(case.subject.model)
   assert sizes.engine != case.sizes.engine
@@ -638,7 +638,7 @@ def load(
   events: collections.Counter[str],
   make: type[Restless] = Restless,
 ) -> int:
-  """Asks all at once, and compares every choice with itself alone; returns how many there were."""
+  """Sends all requests at once, compares every choice with its reference, and returns the count."""
   known = [_known(case, ask, asked_alone) for ask in case.asks if "seed" in ask.body]
   drafter = Knowing([one for some in known for one in some], case.number)
   rng = np.random.default_rng((case.seed, case.number, 2))
@@ -664,7 +664,7 @@ def load(
 
 
 def _known(case: Case, ask: Ask, asked_alone: Alone) -> list[tuple[Any, Any]]:
-  """(prompt, answer) of choices whose tokens are told, for the drafter."""
+  """Returns (prompt, completion) of choices with reported tokens, for the drafter."""
   tokenizer, found = case.subject.model.tokenizer, []
   for choice in range(ask.num_choices):
     seed = texts.seed_at(ask.body["seed"], *divmod(choice, ask.body.get("n", 1)))
@@ -711,7 +711,7 @@ def _compare(
       assert seed == texts.seed_at(body["seed"], *divmod(choice, body.get("n", 1)))
     wanted = asked_alone.said(ask, choice, seed)
     got = said
-    if not is_whole:  # As far as it came.
+    if not is_whole:  # Compare the part that arrived.
       count = len(said.rows)
       assert wanted.text.startswith(said.text), f"{case}: {ask}: got {said}, expected {wanted}"
       wanted = wanted._replace(text=said.text, rows=wanted.rows[:count])

@@ -1,4 +1,4 @@
-"""Work that processes of one slice do together, and what starts them; by path it is one of them.
+"""Jobs that processes of one slice run together, and their launcher; as a script, one process.
 
     python slice_jobs.py JOB PROCESS_ID NUM_PROCESSES PORT [ARGUMENT]
 
@@ -20,13 +20,13 @@ from typing import Any
 
 TESTS = pathlib.Path(__file__).parents[1]
 NUM_DEVICES = 2
-SECONDS = 900  # Of a loaded machine.
+SECONDS = 900  # Time limit on a loaded machine.
 
 
 def run(
   job: str, argument: str = "", *, num_processes: int = 2
 ) -> list[tuple[int, Any, str]]:
-  """Runs a job in processes of its own; returns (status, its last line, all its lines) of each."""
+  """Runs a job in several processes; returns (status, last line, all lines) of each."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
@@ -57,7 +57,7 @@ def run(
 
 
 def answers(mesh: tuple[int, int], first_seed: int = 0) -> str:
-  """Returns the digest of what a two-layer model's engine answers on a mesh (instance, model)."""
+  """Returns the digest of a two-layer model's completions on a mesh (instance, model)."""
   import numpy as np
   import tiny_model
 
@@ -98,13 +98,13 @@ def _answers(argument: str) -> dict[str, Any]:
 def trained(
   directory: pathlib.Path, *, num_instances: int, judges_apart: bool | None = None
 ) -> str:
-  """Returns the digest of what a run of a one-layer model learns.
+  """Returns the digest of the weights that a run of a one-layer model learns.
 
   Args:
-    directory: of the run.
-    num_instances: of its mesh.
-    judges_apart: with a judge that says other things in every process: whether each reads its own
-      verdicts, as no run does. None is a judge that says the same everywhere.
+    directory: directory of the run.
+    num_instances: instances of the run's mesh.
+    judges_apart: with a judge that gives different verdicts in every process: whether each process
+      uses its own verdicts, as no real run does. None is a judge with equal verdicts everywhere.
   """
   import jax
   import small_run
@@ -115,7 +115,7 @@ def trained(
   class OfProcess(small_run.Vowels):
     def verdict(self, problem, text):
       found = super().verdict(problem, text)
-      # Spread within a group, or nothing would be learnt of it.
+      # Rewards differ within a group, or the run would learn nothing from it.
       more = jax.process_index() * (1 + self.num_verdicts % 3)
       return dataclasses.replace(found, reward=found.reward + more)
 
@@ -138,7 +138,7 @@ def _trained(argument: str) -> dict[str, Any]:
 
 
 def _judged(argument: str) -> dict[str, Any]:
-  """Two runs with a judge of many minds: which the first process asks, and which each asks."""
+  """Runs twice with an inconsistent judge: called by the first process only, then by each."""
   from seerjax import agreement
 
   directory = pathlib.Path(argument)
@@ -151,7 +151,7 @@ def _judged(argument: str) -> dict[str, Any]:
 
 
 def _agreement(argument: str) -> dict[str, Any]:
-  """What the first tells, what it cannot tell, and a decision that differs."""
+  """Checks a value from the first process, one it cannot send, and a diverging decision."""
   import jax
   import small_run
 
@@ -163,7 +163,7 @@ def _agreement(argument: str) -> dict[str, Any]:
   del argument
   rank, found = jax.process_index(), {}
   found["told"] = agreement.from_first(lambda: {"rank": rank, "data": list(range(3000))})
-  # In one piece, in two, and where one ends.
+  # In one piece, in two, and at a boundary.
   sizes = [0, *range(agreement.FIRST_BYTES - 24, agreement.FIRST_BYTES + 4), 2048]
   found["sizes"] = [len(agreement.from_first(lambda size=size: b"x" * size)) for size in sizes]
   found["least"], found["most"] = agreement.least(5.5 - rank), agreement.most(3 + rank)
@@ -201,7 +201,7 @@ JOBS: Mapping[str, Callable[[str], dict[str, Any]]] = {
 
 
 def main() -> None:
-  """Is one process of a slice."""
+  """Runs as one process of a slice."""
   from seerjax import parallel
 
   job, rank, count, port, argument = sys.argv[1:]

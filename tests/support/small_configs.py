@@ -1,4 +1,4 @@
-"""A small model of every family, and of every kind of scaling, as checkpoints describe them."""
+"""Small model configs of every family and every kind of RoPE scaling, as in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of discovery as small as can be, for experiments that make many."""
+"""A minimal discovery run, for experiments that make many."""
 
 from __future__ import annotations
 

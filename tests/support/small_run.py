@@ -32,9 +32,9 @@ from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Problem, Verdict
 
 NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
-# Its words are nano's.
+# A model with nano's vocabulary.
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
-# The run leaves open what its numerics decide here.
+# The resolved form of the numerics in CONFIG.
 NUMERICS = choice.decided(tiny_model.ONE_SLAB)
 CONFIG = RunConfig(
   model="tiny",
@@ -46,7 +46,7 @@ CONFIG = RunConfig(
     page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
   ),
   rollout=groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
-  # Chunks end within answers.
+  # Chunks end within responses.
   scheduler=policies.LongestGroupFirst(chunk_tokens=4),
   trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   loss=losses.dapo(),
@@ -54,9 +54,9 @@ CONFIG = RunConfig(
   evaluation=EvaluationConfig(num_problems=4),
 )
 PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.
-SHOWN = 2  # Verdicts of the problem that a run's end shows, before and after.
-# Numbers that clocks decide.
-# What follows the schedule: an interrupted step does less of its work after the interruption.
+SHOWN = 2  # Verdicts of the example problem at a run's end, before and after.
+# Metrics that depend on the clock.
+# Metrics that depend on the schedule: an interrupted step does part of its work before the resume.
 TIMES = (
   "rollout/seconds", "rollout/tokens_per_second", "train/seconds", "step/seconds",
   "schedule/steps", "schedule/tail_steps", "schedule/chunks", "schedule/migrations",
@@ -65,7 +65,7 @@ TIMES = (
 
 
 class Vowels:
-  """Likes vowels. Counts what it judges, and can stop the world at one of its verdicts."""
+  """A task that rewards vowels. Counts its verdicts, and can call `stop` at one of them."""
 
   name = "vowels"
 
@@ -119,13 +119,13 @@ def runner(num_instances, numerics, has_adapters):
 def programs(config: RunConfig) -> Programs:
   made = programs_lib.make_programs(config, MODEL)
   if config.stale.steps_ahead:
-    return made  # Its devices are its own.
+    return made  # It has its own devices.
   shared = runner(config.num_instances, config.numerics, config.lora_rank > 0)
   return dataclasses.replace(made, runner=shared)
 
 
 def programs_of(config: RunConfig) -> Programs:
-  """Compiled once for all configs that differ in what is not compiled."""
+  """Returns programs compiled once for all configs that differ only in what is not compiled."""
   return programs(
     dataclasses.replace(
       CONFIG,
@@ -177,7 +177,7 @@ def assert_equal_bits(found, expected):
 
 
 def run_until_killed(directory: str) -> None:
-  """Runs in a process of its own; dies in the third step, with one of its rollouts judged."""
+  """Runs in its own process; dies in the third step, with one of its rollouts judged."""
   train(directory, Vowels(stop_at=3 * PER_STEP + 2, stop=kill), checkpoint_every=10)
 
 
@@ -224,20 +224,20 @@ def learn(groups, config=CONFIG):
   return rl.learn(config, programs_of(config).trainer, state, groups, values, base)
 
 
-# Of the runs below; it goes with the process.
+# Directory of the runs below; removed when the process ends.
 FOLDER = tempfile.TemporaryDirectory()
 
 
 @functools.cache
 def whole_run():
-  """An uninterrupted run, made once a process: (directory, result, task)."""
+  """Returns (directory, result, task) of an uninterrupted run, made once a process."""
   directory, task = pathlib.Path(FOLDER.name) / "whole", Vowels()
   return directory, train(directory, task), task
 
 
 @functools.cache
 def stopped_run():
-  """The directory of a run that Ctrl-C met in its third step, two of its rollouts judged."""
+  """Returns the directory of a run interrupted in its third step, with two rollouts judged."""
   directory = pathlib.Path(FOLDER.name) / "stopped"
   task = Vowels(stop_at=3 * PER_STEP + 3, stop=interrupt)
   with pytest.raises(stops.Interrupted, match=r"by Ctrl-C after step 2 of 4; --resume continues"):

@@ -1,9 +1,9 @@
-"""A process of its own with an engine on a shared disk store, for tests of what it leaves there.
+"""A process with an engine on a shared disk store, for tests of handing requests over.
 
     python store_peer.py DIRECTORY
 
-It writes begun.pickle, what its requests have answered when their pages are in the store, waits for
-theirs.pickle, what the other process' requests have, and writes done.pickle: those to their ends.
+It writes begun.pickle, its requests' partial completions, when their pages are in the store. It
+waits for theirs.pickle, those of the other process's requests, and finishes them in done.pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from seerjax.types import Completion
 
 
 def begin(engine: Engine, names: tuple[str, ...]) -> dict[str, Completion]:
-  """Answers the first chunk of requests and sends their pages to the store."""
+  """Runs the first chunk of requests and sends their pages to the store."""
   for request in asked():
     if request.request_id in names:
       engine.submit(request, chunk_tokens=7)
@@ -37,7 +37,7 @@ def begin(engine: Engine, names: tuple[str, ...]) -> dict[str, Completion]:
 
 
 def end(engine: Engine, begun: dict[str, Completion]) -> dict[str, Completion]:
-  """Answers requests that began elsewhere to their ends."""
+  """Finishes requests that started elsewhere."""
   for request in asked():
     if request.request_id in begun:
       engine.submit(request, resume_from=begun[request.request_id])
@@ -49,13 +49,13 @@ def end(engine: Engine, begun: dict[str, Completion]) -> dict[str, Completion]:
 
 
 def make_peer(directory: pathlib.Path, **others) -> Engine:
-  """An engine whose pool sends all it can to a store in the directory."""
+  """Returns an engine whose pool sends everything possible to a store in the directory."""
   store = DiskStore(directory / "kv", max_bytes=10**7)
   return make_engine((1, 1), kv_pool=KVPool(KVPoolConfig(host_pages=64), store), **others)
 
 
 def wait_for(path: pathlib.Path) -> dict[str, Completion]:
-  """Reads what the other process wrote."""
+  """Waits for a file of the other process, and reads it."""
   deadline = time.monotonic() + 300
   while not path.exists():
     assert time.monotonic() < deadline, f"{path.name} never came"
@@ -64,7 +64,7 @@ def wait_for(path: pathlib.Path) -> dict[str, Completion]:
 
 
 def tell(path: pathlib.Path, what: object) -> None:
-  """Writes for the other process, whole."""
+  """Writes a file for the other process atomically."""
   path.with_suffix(".tmp").write_bytes(pickle.dumps(what))
   path.with_suffix(".tmp").replace(path)
 

@@ -1,4 +1,4 @@
-"""Texts of a few requests as they grow and go, drawn for the tests of suffix trees."""
+"""Texts of a few requests that grow and are removed, drawn for the tests of suffix trees."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def play(steps, *trees):
 
 
 def strings(texts, vocab, rng, count):
-  """Parts of the texts, half of them with another last token."""
+  """Substrings of the texts, half of them with another last token."""
   found = []
   for _ in range(count):
     text = rng.choice([*texts.values(), [0]]) or [0]

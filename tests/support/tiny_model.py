@@ -1,4 +1,4 @@
-"""Two-layer models and engines over one, whose compiled programs all tests of a process share."""
+"""Two-layer models and small engines whose compiled programs all tests of a process share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from seerjax.models import config as model_config, flax_module, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import rotary
 
-# Every other small model of the tests says in what it differs from this one.
+# Other small models of the tests state how they differ from this one.
 CONFIG = model_config.TransformerConfig(
   vocab_size=64,
   hidden_size=32,
@@ -27,7 +27,7 @@ CONFIG = model_config.TransformerConfig(
   has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=8),
 )
-# Single steps and pages of one layout, which unit tests look into; whole runs take the default.
+# Single steps and one page layout, for unit tests that inspect them; whole runs use the default.
 NUMERICS = numerics_lib.NumericsConfig(
   implementation="tiled",
   row_tile=4,
@@ -40,7 +40,7 @@ BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
 NATIVE = dataclasses.replace(NUMERICS, implementation="native")
 NATIVE_BFLOAT16 = dataclasses.replace(BFLOAT16, implementation="native")
 
-# Sizes that are no powers of two where they need not be.
+# Sizes that are not powers of two, where permitted.
 ODD = dataclasses.replace(
   CONFIG,
   vocab_size=48,
@@ -50,7 +50,7 @@ ODD = dataclasses.replace(
   max_context=64,
 )
 
-# As small as a decoder can be, in one slab, and numerics of one slab.
+# The smallest possible decoder, in one slab, with numerics of one slab.
 SMALLEST = dataclasses.replace(
   CONFIG, vocab_size=32, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
 )
@@ -70,7 +70,7 @@ def params(numerics: numerics_lib.NumericsConfig, seed: int = 0) -> parameters.P
 def random_master(
   config: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig
 ) -> parameters.Params:
-  """f32 weights large enough that every part matters, norms around one; nothing is compiled."""
+  """f32 weights large enough that every part matters, norms around one; compiles nothing."""
   rng = np.random.default_rng(3)
 
   def leaf(path, shape):
@@ -104,7 +104,7 @@ def logits_of(
   config: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
 ) -> jax.Array:
-  """f32[b, t, v] of whole sequences: one program for each shape, model and numerics."""
+  """Returns f32[b, t, v] of whole sequences: one program per shape, model and numerics."""
   return flax_module.logits_of(params, tokens, config=config, numerics=numerics)
 
 
@@ -112,7 +112,7 @@ def logits_of(
 def runner(
   numerics: numerics_lib.NumericsConfig, num_instances: int = 1, model_shards: int = 1
 ) -> runner_lib.Runner:
-  """One for all engines of one kind; how often they trace is the engine tests' concern."""
+  """One runner for all engines of one kind; the engine tests check how often they trace."""
   mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
   return runner_lib.Runner(CONFIG, numerics, mesh, max_programs=64)
 
@@ -125,7 +125,7 @@ def make_engine(
   model_shards: int = 1,
   kind: type[engine_lib.Engine] = engine_lib.Engine,
 ) -> engine_lib.Engine:
-  """Returns an engine of `kind` with nothing in it."""
+  """Returns an empty engine of `kind`."""
   return kind(
     Model(CONFIG, params(numerics), numerics),
     config=config,
@@ -134,7 +134,7 @@ def make_engine(
   )
 
 
-# One request at a time, prompts in chunks of 16, nothing reused, single steps.
+# One request at a time, prompts in chunks of 16, no prefix reuse, single steps.
 ALONE = engine_lib.EngineConfig(
   page_size=16,
   num_pages=5,
@@ -148,7 +148,7 @@ ALONE = engine_lib.EngineConfig(
 
 @functools.cache
 def alone(numerics: numerics_lib.NumericsConfig, prompt, sampling, seed: int):
-  """Returns the completion of a request that has a plain engine for itself."""
+  """Returns the completion of a request that runs alone in a plain engine."""
   engine = _plain_engine(numerics)
   request = engine_lib.Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
   return engine.generate([request])[0]
@@ -160,12 +160,12 @@ def _plain_engine(numerics: numerics_lib.NumericsConfig) -> engine_lib.Engine:
 
 
 def bits(values: np.ndarray) -> list[int]:
-  """f32[t] -> their bit patterns, so that == means equal bits (and NaN equals itself)."""
+  """Maps f32[t] to bit patterns, so that == means equal bits (and NaN equals itself)."""
   return np.asarray(values, np.float32).view(np.uint32).tolist()
 
 
 def same(left, right, first: int = 0) -> bool:
-  """Whether `left` has the tokens and both log-probabilities of `right` from `first` on, by bit."""
+  """Whether tokens and both log-probabilities of `left` and `right` equal from `first` on."""
   return (
     left.tokens == right.tokens[first:]
     and bits(left.behaviour_logprobs) == bits(right.behaviour_logprobs[first:])

@@ -1,15 +1,15 @@
-"""A problem of discovery that costs microseconds: six digits, an own-problem file as it stands.
+"""A discovery problem that costs microseconds: six digits. The file is an own-problem example.
 
   value = sum over places of (place + 1) * GAIN[digit],  at most 126
 
-Going up from 0 by ones is deceptive: 1 and 2 are worth less than 0, what pays is a leap. A sentence
-is a verb, a place and an amount; the place may be the stop token, which turns the row around:
+Raising digits from 0 in steps of one is deceptive: 1 and 2 are worth less than 0, so only a larger
+step pays. A sentence is a verb, a place and an amount; a stop token as place reverses the row:
 
-  write place digit    the digit 6 is none, and makes the artefact invalid
+  write place digit    digit 6 does not exist and makes the artefact invalid
   raise place amount   0 stands for a random amount; a digit above 5 is invalid
   verb stop            reversed, whatever the verb
 
-What changes nothing cannot be applied.
+A sentence that changes nothing cannot be applied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from seerjax.discovery import environment
 from seerjax.discovery.environment import Artefact, Published, Score
 
-PATH = __file__  # For `problems.load`.
+PATH = __file__  # Argument for `problems.load`.
 NUM_PLACES = 6
 GAIN = (2, 1, 0, 3, 4, 6)  # By digit.
 MOST = sum(range(1, NUM_PLACES + 1)) * max(GAIN)
@@ -33,7 +33,7 @@ FIRST_AMOUNT = 9  # Ids 9 to 15.
 
 
 class Digits:
-  """The language. Counts what it applies, and can stop the world at one of its sentences."""
+  """The language. Counts the sentences it applies, and can call `stop` at one of them."""
 
   vocab_size = 16
   allowed = ((0, 2), (2, 9), (9, 16))
@@ -67,11 +67,11 @@ class Digits:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """The environment; minimising, the value is what is missing to the most."""
+  """The environment; minimises the difference from the maximum value."""
 
   is_maximised: bool = True
   language: Digits | None = dataclasses.field(default_factory=Digits)
-  begin: tuple[int, ...] = ()  # Where to start; drawn from 0, 1, 2 if empty.
+  begin: tuple[int, ...] = ()  # Start artefact; drawn from 0, 1, 2 if empty.
 
   name = "digits"
   published: tuple[Published, ...] = ()
@@ -96,7 +96,7 @@ class Row:
 
 
 def reason_against(artefact: Artefact) -> str:
-  """Returns why an artefact is no row of digits, "" if it is one."""
+  """Returns why an artefact is invalid, "" if it is a row of digits."""
   if not isinstance(artefact, list) or len(artefact) != NUM_PLACES:
     return "got no row, expected six digits"
   for digit in artefact:
@@ -109,7 +109,7 @@ def value_of(artefact: Artefact) -> int:
   return sum((place + 1) * GAIN[digit] for place, digit in enumerate(artefact))
 
 
-# As a file of one's own.
+# The names that an own-problem file exports.
 
 NAME = "digits"
 LANGUAGE = Digits()

@@ -1,8 +1,8 @@
-"""Cases whose drafts are trees: what is drawn, a drafter of every kind of tree, what is counted.
+"""Cases with tree-shaped drafts: what is drawn, a drafter of every kind of tree, and the counts.
 
-A case is one of `drawn_models`, with rows and pages enough for trees, pages of 2 to 32 positions
-and up to two instances of two devices. Its schedule is that of `model_cases`; when it is over the
-weights change, and all is asked again.
+A case is a case of `drawn_models` with enough rows and pages for trees, pages of 2 to 32 positions
+and up to two instances of two devices. It runs the schedule of `model_cases`, and then repeats all
+requests with other weights.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Completion
 
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
-# Of the tiny model: splits of four pages, and pages for trees of any shape.
+# Settings of the tiny model: splits of four pages, and pages for trees of any shape.
 SMALL = EngineConfig(
   page_size=4, num_pages=241, max_sequences=3, max_context=MAX_TOKENS, row_buckets=(40,)
 )
 OF_A_MODEL = drawn_models.OF_A_MODEL  # Cases that share a model, its reference and its machine.
-MERGED_FROM = 9  # The last of these draft by a suffix tree and a draft model.
+MERGED_FROM = 9  # Cases of a model from this one on draft by a suffix tree and a draft model.
 MERGED = "suffix tree and model"
 DRAFT = DraftModelConfig(width=3, num_slots=3, row_buckets=(24,))
 KINDS = (
@@ -87,7 +87,7 @@ HAPPENINGS = (
 
 
 def small(seed: int, number: int, numerics: numerics_lib.NumericsConfig) -> Case:
-  """Returns a case of the tiny model on one small machine, so that many share few programs."""
+  """Returns a case of the tiny model on one small machine, so that many cases share programs."""
   model = Model(
     config=tiny_model.CONFIG,
     numerics=numerics,
@@ -149,7 +149,7 @@ def _drawn_machine(rng: np.random.Generator, model: Model, mesh: tuple[int, int]
     model=model,
     sizes=EngineConfig(
       page_size=page_size,
-      # Few: paths of their own find no page; many: whole trees fit.
+      # Few pages: a path's own pages do not fit. Many: whole trees fit.
       num_pages=1 + int(of_a_request * rng.choice([1.3, 2.5, 12.0])),
       max_sequences=int(rng.integers(1, 5)),
       max_context=int(rng.choice([MAX_TOKENS, MAX_TOKENS, 80])),
@@ -161,13 +161,13 @@ def _drawn_machine(rng: np.random.Generator, model: Model, mesh: tuple[int, int]
 
 
 class TreeDrafter(Observed):
-  """Drafts a tree of another kind for each query, around what the request will say.
+  """Drafts trees of varying kinds around the request's true completion.
 
-  The right token stands at any place among its siblings, so that side paths win, and is sometimes
-  missing. Follows from the seed and the queries alone.
+  The right token is at any place among its siblings, so that side paths win, and is sometimes
+  missing. Depends on the seed and the queries only.
 
   Attributes:
-    kinds: how often each was drafted.
+    kinds: how often each kind was drafted.
   """
 
   def __init__(
@@ -182,7 +182,7 @@ class TreeDrafter(Observed):
     return [self._paths(query) for query in queries]
 
   def finish(self, request_id, group_id, tokens, num_prompt) -> None:
-    """Requests are asked again under other weights, and killed ones never end."""
+    """Ignored: requests repeat under other weights, and killed ones never end."""
 
   def _paths(self, query: DraftQuery) -> list[tuple[int, ...]]:
     rng = self._rng
@@ -226,7 +226,7 @@ class TreeDrafter(Observed):
     return tree_lib.comb([row[0] for row in table], [row[1:] for row in table])
 
   def _candidates(self, kind: str, rest: list[int], place: int, count: int) -> list[int]:
-    """Ids that may stand at a place, the right one anywhere among them, or nowhere."""
+    """Returns ids that may be at a place, with the right one at any index or missing."""
     rng = self._rng
     found = rng.integers(0, self.vocab_size, count).tolist()
     if place >= len(rest) or kind == "junk":
@@ -237,13 +237,13 @@ class TreeDrafter(Observed):
     if kind == "right, then wrong":
       return [rest[place] if place < 3 else (rest[place] + 1) % self.vocab_size]
     if rng.random() < self.right:
-      # In a comb only the main path goes on, so that it is right more often than not.
+      # Only the main path of a comb continues, so it is right more often than not.
       found[0 if rng.random() < 0.6 else int(rng.integers(count))] = rest[place]
     return found
 
 
 class MergedDrafter(HybridDrafter):
-  """The group's suffix tree and a draft model of the target's shape, in drawn turns.
+  """Drafts by the group's suffix tree and a draft model of the target's shape, in drawn turns.
 
   Attributes:
     kinds: how often both drafted for one request.
@@ -281,7 +281,7 @@ class MergedDrafter(HybridDrafter):
 
 @functools.lru_cache(maxsize=2)
 def draft_program_of(machine: Machine) -> DraftProgram:
-  """Returns a draft's programs, whatever its weights."""
+  """Returns a draft model's programs, which are independent of the weights."""
   config, context = machine.model.config, machine.sizes.max_context
   return DraftProgram(
     config=config,
@@ -294,7 +294,7 @@ def draft_program_of(machine: Machine) -> DraftProgram:
 
 
 class CountedEngine(engine_lib.Engine):
-  """Counts what its trees are like, and compares rows with the distinct beginnings of paths.
+  """Counts properties of the trees, and compares rows with the distinct prefixes of paths.
 
   Attributes:
     events: set by the schedule.
@@ -327,7 +327,7 @@ class CountedEngine(engine_lib.Engine):
 
 
 class Schedule(model_cases.Schedule):
-  """One case whose drafts are trees; `again` asks all of it once more, by other weights."""
+  """One case whose drafts are trees; `again` repeats all requests with other weights."""
 
   def __init__(
     self,
@@ -358,7 +358,7 @@ class Schedule(model_cases.Schedule):
     return engine
 
   def again(self) -> dict[str, Completion]:
-    """Publishes other weights to the engine, asks all requests, and returns what they say."""
+    """Publishes other weights to the engine, repeats all requests, and returns completions."""
     model = self.case.model
     other = dataclasses.replace(model, weights_seed=model.weights_seed + 1)
     self.case = dataclasses.replace(
@@ -369,7 +369,7 @@ class Schedule(model_cases.Schedule):
     self.events["weights changed"] += 1
     self.guesser = self.engine.drafter = self.drafter()
     counters = self.engine.counters
-    for counted in (counters, counters.host, counters.store):  # They were counted.
+    for counted in (counters, counters.host, counters.store):  # Already added to the events.
       for field in dataclasses.fields(counted):
         if isinstance(getattr(counted, field.name), int):
           setattr(counted, field.name, 0)
@@ -400,15 +400,15 @@ def run_case(
   kind: type[runner_lib.Runner] = runner_lib.Runner,
   changes_weights: bool = True,
 ) -> None:
-  """Runs a case and compares every request with itself alone, without drafts.
+  """Runs a case and compares every request with its completion alone, without drafts.
 
   Args:
     case: from `draw` or `small`.
     events: counts what happened.
-    engine: whose steps are compared.
-    kind: of its runner.
-    changes_weights: whether all is asked again by other weights; then the comparison is also with
-      programs that have no table of copies.
+    engine: class of the engine under test.
+    kind: class of the engine's runner.
+    changes_weights: whether all requests repeat with other weights; completions are then also
+      compared with programs that have no table of copies.
 
   Raises:
     AssertionError: if a bit differs, with the case in a note.
@@ -431,7 +431,7 @@ def run_case(
 
 
 class WithoutCopies(runner_lib.Runner):
-  """Its programs have no table of key copies."""
+  """An engine whose programs have no table of key copies."""
 
   def step(self, params, pages, inputs, key):
     return super().step(params, pages, inputs._replace(key_copies=None), key)
@@ -442,8 +442,8 @@ def _compare(
 ) -> None:
   differing = []
   for name, request in schedule.requests.items():
-    # Alone, by the program that has a table of copies, with nothing in it, and by that without one:
-    # XLA may fuse two programs differently.
+    # Each request alone, by the program with an empty table of copies and by the one without a
+    # table: XLA may fuse two programs differently.
     for kind in (runner_lib.Runner, *references):
       wanted = drawn_models.alone(schedule.case.model, request, kind)
       schedule.events["comparisons"] += 3 * len(wanted.tokens)

@@ -1,12 +1,12 @@
-"""Trees of drafted tokens, for drafters: how they are shaped, filled, merged and made into paths.
+"""Trees of drafted tokens, for drafters: shaping, filling, merging, and conversion to paths.
 
-    comb     a main path, and siblings of each of its tokens (Medusa and EAGLE draft such)
+    comb     a main path with siblings of each of its tokens (as in Medusa and EAGLE)
     expand   every node of depth i has k_i children (SpecInfer's expansion <k1, k2, ...>)
-    best     of candidates by depth, the nodes whose paths are the likeliest
+    best     the nodes with the likeliest paths, of candidates by depth
 
-A tree stands in the order of likelihood: the engine, which has rows, pages and copies of keys for
-so many nodes only, keeps the first ones (`engine.token_tree`). `Tree.paths` is what `Drafter.draft`
-returns of it.
+Nodes are in descending order of likelihood, because the engine has rows, pages and key copies for a
+limited number of nodes and keeps the first ones (`engine.token_tree`). `Tree.paths` gives the value
+of `Drafter.draft`.
 
 Sources: SpecInfer (arXiv 2305.09781), section 3; Medusa (arXiv 2401.10774); EAGLE-2 (arXiv
 2406.16858), whose dynamic trees keep the nodes of the highest products.
@@ -23,16 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MAX_NODES = 4096  # Of one tree; a step has far fewer rows.
+MAX_NODES = 4096  # Limit for one tree; a step has far fewer rows.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tree:
-  """Drafted tokens; the root, which is the last token said, is no node.
+  """Drafted tokens; the root is the last accepted token and not a node.
 
   Attributes:
-    tokens: i32[n], an id each.
-    parents: i32[n], the node before each, which stands before it; -1 is the root.
+    tokens: i32[n], token ids.
+    parents: i32[n], index of each node's parent, which precedes the node; -1 is the root.
   """
 
   tokens: np.ndarray
@@ -53,18 +53,18 @@ class Tree:
     return len(self.tokens)
 
   def depths(self) -> np.ndarray:
-    """Returns how far from the root each node is, i32[n], 1 for the root's children."""
+    """Returns i32[n], the distance of each node from the root; 1 for the root's children."""
     return _depths(self.parents)
 
   def paths(self) -> list[tuple[int, ...]]:
-    """Returns paths from the root that meet the nodes in the tree's order, for `Drafter.draft`.
+    """Returns paths from the root that visit the nodes in tree order, for `Drafter.draft`.
 
-    A path ends where the next node is not its last one's child, so that there may be some more of
-    them than leaves.
+    A path ends where the next node is not a child of the path's last node, so there may be more
+    paths than leaves.
     """
     tokens, parents = self.tokens.tolist(), self.parents.tolist()
     found: list[tuple[int, ...]] = []
-    whole: list[tuple[int, ...]] = []  # By node.
+    whole: list[tuple[int, ...]] = []  # The path to each node.
     for node, (token, parent) in enumerate(zip(tokens, parents)):
       whole.append((*(whole[parent] if parent >= 0 else ()), token))
       if node + 1 == len(parents) or parents[node + 1] != node:
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
 
   Attributes:
     parents: i32[n], as `Tree.parents`.
-    ranks: i32[n], which of its parent's candidates each node is, 0 the likeliest.
+    ranks: i32[n], the rank of each node among its parent's candidates; 0 is the likeliest.
   """
 
   parents: np.ndarray
@@ -87,10 +87,10 @@ class Shape(NamedTuple):
     """Returns the tree whose node of depth i and rank r is `candidates[i - 1][r]`.
 
     Args:
-      candidates: i32[depth, k], token ids, whatever stands before them.
+      candidates: i32[depth, k], token ids, independent of the preceding path.
 
     Raises:
-      ValueError: if there are fewer of them.
+      ValueError: if there are fewer candidates than the shape needs.
     """
     candidates = np.asarray(candidates)
     depths = _depths(self.parents)
@@ -104,14 +104,14 @@ class Shape(NamedTuple):
 
 
 def comb(main: Sequence[int], siblings: Sequence[Sequence[int]] = ()) -> Tree:
-  """Returns a main path, then siblings of its tokens, those of its first token first.
+  """Returns a main path, then siblings of its tokens, the first token's siblings first.
 
   Args:
     main: token ids.
-    siblings: for each place of `main`, or its first ones, other ids that may stand there.
+    siblings: alternative ids for each place of `main`, or for its first places.
 
   Raises:
-    ValueError: if there are siblings of more places than `main` has.
+    ValueError: if siblings are given for more places than `main` has.
   """
   if len(siblings) > len(main):
     raise ValueError(
@@ -132,7 +132,7 @@ def expand(widths: Sequence[int]) -> Shape:
     widths: k1, k2, ..., each at least 1.
 
   Raises:
-    ValueError: if there is no width, one is no whole number from 1 on, or the tree is too large.
+    ValueError: if `widths` is empty or not whole numbers of at least 1, or the tree is too large.
   """
   is_width = lambda k: isinstance(k, int | np.integer) and not isinstance(k, bool) and k >= 1
   if not len(widths) or not all(map(is_width, widths)):
@@ -157,7 +157,7 @@ def expand(widths: Sequence[int]) -> Shape:
 
 
 def merge(trees: Iterable[Tree]) -> Tree:
-  """Returns the tree of all paths of several, the likeliest tree first; none give an empty one."""
+  """Returns the tree of all paths of several trees, likeliest first; no trees give an empty one."""
   tokens: list[int] = []
   parents: list[int] = []
   children: dict[tuple[int, int], int] = {}
@@ -179,12 +179,12 @@ def best_first(scores: Any, budget: int) -> Shape:
   """Returns the nodes of the likeliest paths, in that order, of candidates by depth.
 
   Args:
-    scores: f[depth, k], the log-probability of each candidate of a depth, whatever stands before
-      it; -inf is never taken.
-    budget: nodes at most, 1 or more.
+    scores: f[depth, k], the log-probability of each candidate of a depth, independent of the
+      preceding path; -inf is never taken.
+    budget: maximum number of nodes, at least 1.
 
   Raises:
-    ValueError: if scores are no log-probabilities, or the budget is less than 1.
+    ValueError: if scores are not log-probabilities, or the budget is less than 1.
   """
   scores = np.asarray(scores, np.float64)
   if scores.ndim != 2 or np.isnan(scores).any() or (scores > 0).any():
@@ -199,7 +199,7 @@ def best_first(scores: Any, budget: int) -> Shape:
       " instead of 0."
     )
   order = np.argsort(-scores, axis=1, kind="stable")
-  # (-log-probability of the path, when it was met, parent, depth from 0, place in the order).
+  # (-log-probability of the path, order of insertion, parent, depth from 0, rank at the depth).
   waiting: list[tuple[float, int, int, int, int]] = []
   numbers = itertools.count()
 
@@ -211,7 +211,7 @@ def best_first(scores: Any, budget: int) -> Shape:
 
   meet(0.0, -1, 0, 0)
   parents, ranks = [], []
-  before = {-1: 0.0}  # By node.
+  before = {-1: 0.0}  # Log-probability of each node's path.
   while waiting and len(parents) < budget:
     score, _, parent, depth, place = heapq.heappop(waiting)
     node = len(parents)

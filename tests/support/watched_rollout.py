@@ -1,4 +1,4 @@
-"""A rollout of a cluster that is listened to, and whose answers and chunks are checked."""
+"""A cluster rollout whose events are observed, and whose completions and chunks are checked."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from seerjax.rollout.policies import ByRoom, Divided
 
 
 class Watched(ClusterRollout):
-  """Notes when it hears of what.
+  """Records the events of a rollout.
 
   Attributes:
-    hears: called with each event before it is taken.
-    ended: chunks, as the journal has them.
-    lost: workers.
-    noticed: seconds at which each of them was.
-    joined_later: joins behind the first answer.
+    hears: called with each event before it is handled.
+    ended: ended chunks, as in the journal.
+    lost: lost workers.
+    noticed: time in seconds at which each loss was noticed.
+    joined_later: joins after the first response.
   """
 
   def listen(self, hears: Callable[[Watched, Event], None]) -> None:
@@ -51,12 +51,12 @@ def run(
   journal_at: pathlib.Path,
   hears: Callable[[Watched, Event], None] = lambda rollout, event: None,
 ) -> tuple[Watched, collections.Counter]:
-  """Runs the requests, with a journal; checks bits and that nothing is lost or comes twice."""
+  """Runs the requests with a journal; checks bits, and that nothing is lost or repeated."""
   with Journal(journal_at, fingerprint={}, settings={}) as journal:
     rollout = Watched(workers, Divided(chunk_tokens=2, routing=ByRoom()), journal)
     rollout.listen(hears)
     found = list(rollout.run(asked()))
-    rollout.stop()  # Whoever still runs has come back then.
+    rollout.stop()  # Workers that still run have returned by then.
     rollout.ended = [one for one in journal.events() if one["event"] == "ended"]
   wanted = alone(tiny_model.NATIVE, 7)
   assert len({one.request_id for one in found}) == len(found) == len(wanted)

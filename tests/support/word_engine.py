@@ -1,4 +1,4 @@
-"""A small engine with the words of the shipped tokenizer, and requests for it."""
+"""A small engine with the vocabulary of the shipped tokenizer, and requests for it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from seerjax.models import parameters, tokenizer as tokenizer_lib
 from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
-# The words of the shipped tokenizer; the shape of the tiny model.
+# The tiny model with the vocabulary of the shipped tokenizer.
 TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
 CONFIG = dataclasses.replace(tiny_model.CONFIG, vocab_size=512)
 NUMERICS = tiny_model.NUMERICS
-# Eight usable pages, so that one request of a whole context fills the memory.
+# Eight usable pages, so that one request of the full context fills the memory.
 SIZES = EngineConfig(
   page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(4, 16)
 )
@@ -34,13 +34,13 @@ def params(seed: int = 0):
 
 
 def runner() -> runner_lib.Runner:
-  """Two programs for all tests of a process: a third trace, by whatever test, fails that test."""
+  """Two programs for all tests of a process; a third trace, in any test, fails that test."""
   return _runner(jax.config.jax_numpy_dtype_promotion)
 
 
 @functools.cache
 def _runner(dtype_promotion: str) -> runner_lib.Runner:
-  del dtype_promotion  # Some folders are strict about it, which is part of what JAX traces by.
+  del dtype_promotion  # Part of JAX's trace context: some folders set it to strict.
   return runner_lib.Runner(CONFIG, NUMERICS, parallel.make_mesh(), max_programs=2)
 
 
@@ -58,8 +58,8 @@ def make_engine(
 
 
 def tokenizer_fields() -> dict:
-  """Returns the fields of `TOKENIZER`, for a tokenizer that is one and more; `vars` would have what
-  it has found out since, too."""
+  """Returns the fields of `TOKENIZER`, for a derived tokenizer; `vars` would include its cached
+  values."""
   return {field.name: getattr(TOKENIZER, field.name) for field in dataclasses.fields(TOKENIZER)}
 
 
@@ -75,7 +75,7 @@ def request(name="a", prompt=(5, 6, 7), *, seed=0, group="", **sampling) -> Requ
 
 
 def run(engine: Engine, max_steps: int = 300) -> dict:
-  """Steps until nothing is unfinished, at most `max_steps` times; completions by id."""
+  """Steps until nothing is unfinished, at most `max_steps` times; returns completions by id."""
   for _ in range(max_steps):
     if not engine.num_unfinished:
       break
@@ -89,7 +89,7 @@ def tokens_from(start: int, count: int) -> tuple[int, ...]:
 
 
 def same(left, right) -> bool:
-  """Whether two completions have the same tokens and the same bits."""
+  """Returns whether two completions have the same tokens and the same bits."""
   return left.tokens == right.tokens and all(
     np.array_equal(getattr(left, name), getattr(right, name))
     for name in ("behaviour_logprobs", "raw_logprobs")
