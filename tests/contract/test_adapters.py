@@ -1,11 +1,11 @@
-"""Whoever else is in a batch, a request says what its adapter says alone; the base, what it says.
+"""A request with an adapter gets the same bits in any batch as alone; so does the base model.
 
-Cases are those of `drawn_models` (models, tiles, slabs, meshes, buckets, drafts, spills, kills),
-with adapters of ranks from 1 to 16 on drawn targets; each answer is compared by bit with an engine
-that holds that one adapter, as training does (`lora.attach`), before and after weights and adapters
-are swapped. How often each event happened is printed, and one that never did is a failure.
+Cases come from `drawn_models` (models, tiles, slabs, meshes, buckets, drafts, spills, kills), with
+adapters of ranks from 1 to 16 on drawn targets. Each completion is compared by bit with an engine
+that holds only its adapter, attached as in training (`lora.attach`), before and after weights and
+adapters are swapped. Event counts are printed, and an event with count 0 is a failure.
 
-`python tests/support/adapter_cases.py IMPLEMENTATION SEED NUMBER` runs a case again.
+`python tests/support/adapter_cases.py IMPLEMENTATION SEED NUMBER` repeats a case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from seerjax.models import loading, lora
 from seerjax.types import Request, SamplingParams
 
 BLOCKS = 16  # Models of the long run.
-FRESH = 1000 * OF_A_MODEL  # Beyond its numbers, and those of the other fuzzes.
+FRESH = 1000 * OF_A_MODEL  # First number of fresh cases, beyond those of all other fuzz tests.
 EVENTS = (
   "steps of several adapters",
   "steps of base and adapters",
@@ -40,7 +40,7 @@ EVENTS = (
 )
 
 
-# One layer, for every day.
+# A model of one layer, for everyday runs.
 
 MODEL = dataclasses.replace(tiny_model.SMALLEST, num_layers=1)
 SIZES = EngineConfig(page_size=4, num_pages=80, max_sequences=8, max_context=32, row_buckets=(24,))
@@ -72,7 +72,7 @@ def runner_of(numerics, max_programs: int) -> runner_lib.Runner:
 
 
 def make_engine(numerics, kind=engine_lib.Engine):
-  # One program, whichever adapters come: another one would fail.
+  # A single program for any set of adapters: another trace would fail.
   return kind(
     loading.Model(MODEL, tiny_model.random_params(MODEL, numerics), numerics),
     config=SIZES,
@@ -95,7 +95,7 @@ def lone_engine(numerics, adapter: str) -> engine_lib.Engine:
 
 
 def asked() -> list[Request]:
-  """One prompt for all, so that pages are shared wherever they may be."""
+  """Returns requests with one prompt, so that pages are shared wherever permitted."""
   names = ("", *TARGETS)
   return [
     Request(
@@ -119,7 +119,7 @@ def expected(numerics):
 
 
 def differing(numerics, kind) -> int:
-  """Returns how many of twelve requests have not the bits of each alone, in two waves."""
+  """Returns how many of twelve requests differ from their completion alone, in two waves."""
   engine = make_engine(numerics, kind)
   kind.events = collections.Counter()
   found = engine.generate(asked()) + engine.generate(asked())
@@ -134,7 +134,7 @@ def differing(numerics, kind) -> int:
 def test_base_and_three_adapters_in_one_batch_have_the_bits_of_each_alone(numerics):
   assert differing(numerics, adapter_cases.Counting) == 0
   wanted = expected(numerics)
-  # They say different things, or there were nothing to find.
+  # The completions differ; otherwise the comparison could find nothing.
   assert len({wanted[str(place)].tokens for place in range(4)}) == 4
 
 
@@ -155,7 +155,7 @@ def test_adapters_that_come_and_go_need_no_new_program(numerics):
   assert not tiny_model.same(found[1], wanted["1"])
 
 
-# What users bring.
+# Adapters as users bring them.
 
 
 def run_cases(numbers, implementation, seed) -> collections.Counter:
@@ -179,7 +179,7 @@ def test_no_model_of_this_session_mixes_its_adapters(implementation, seed, tell_
 @pytest.mark.parametrize("implementation", ["tiled", "native"])
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_no_adapter_of_sixty_four_cases_changes_a_bit(block, implementation, seed, tell_events):
-  # Four cases a model, of two machines.
+  # Four cases per model, on two machines.
   numbers = [FRESH + OF_A_MODEL * (1 + block) + place for place in (0, 1, 6, 8)]
   events = run_cases(numbers, implementation, seed)
   tell_events(f"adapters of model {block}, {implementation}", events, EVENTS)

@@ -1,10 +1,10 @@
-"""Admission by what is expected changes no bit, and starves no request.
+"""Admission by expected length changes no bit, and starves no request.
 
-Hypothesis draws requests of mixed lengths, without chunks, on fewer pages than their whole answers
-need: from what the longest of them takes alone, to a few pages more. The engine admits them by a
-drawn number of tokens ahead (`EngineConfig.reserved_tokens`), and where memory runs short the
-youngest give up their pages, which leave the device or are computed again. Every completion is
-compared, bit by bit, with the same request alone in a plain engine.
+Hypothesis draws requests of mixed lengths, without chunks, on fewer pages than their full
+completions need: from the needs of the longest request to a few pages more. The engine reserves a
+drawn number of tokens ahead (`EngineConfig.reserved_tokens`); when memory runs short, the youngest
+requests give up their pages, which are spilled or computed again. Every completion is compared, bit
+by bit, with the same request alone in a plain engine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Ask(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """One schedule; `more_pages` beyond those of the longest request."""
+  """One schedule; `more_pages` is the number of pages beyond those of the longest request."""
 
   asks: tuple[Ask, ...]
   reserved_tokens: int
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
 @st.composite
 def plans(draw) -> Plan:
   start = draw(tokens(0, 12))
-  # Mostly plain requests: what makes a visit have one step is drawn for some schedules alone.
+  # Mostly plain requests: features that limit a visit to one step are drawn for few schedules.
   plain = st.fixed_dictionaries(dict(temperature=st.sampled_from([1.0, 0.0])))
   sampling = SAMPLING if draw(st.booleans()) else plain
   is_mixed = draw(st.booleans())
@@ -85,7 +85,7 @@ def plans(draw) -> Plan:
       Ask(
         prompt=prompt,
         sampling=fields,
-        # A grammar of 20 places allows no more tokens.
+        # A grammar of 20 places permits no more tokens.
         max_tokens=draw(st.integers(1, 20 if fields.get("allowed") else MAX_CONTEXT - len(prompt))),
         seed=draw(st.integers(0, 2**32 - 1)),
         wait=draw(st.integers(0, 3)),
@@ -104,7 +104,7 @@ def plans(draw) -> Plan:
 
 
 def long_answers(host_pages: int) -> Plan:
-  """Returns a schedule, always among them, of long answers that all begin at once."""
+  """Returns a schedule that always runs: long completions that all start at once."""
   asks = tuple(
     Ask((7, place), {}, 40, place, 0, None, False) for place in range(8)
   )
@@ -184,7 +184,7 @@ def run_plan(
     for name in engine.poll_paused():
       engine.resume(name, chunk_tokens=chunks[name])
     if engine.counters.steps == before and engine.num_unfinished:
-      # Requests in chunks hold, between chunks, what all wait for; a scheduler takes it from one.
+      # Paused requests may hold the pages that all need; a scheduler preempts one of them.
       held = [name for name in requests if name in engine._requests.live]
       held = [name for name in held if engine.held_pages(name) and chunks[name] is not None]
       if held:
@@ -219,7 +219,7 @@ def run_plans(
   @hypothesis.seed(seed)
   @hypothesis.settings(
     max_examples=max_examples,
-    # A schedule that fails is printed as it is; to shrink one takes minutes.
+    # A failing schedule is printed unshrunk, because shrinking takes minutes.
     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
   )
   @hypothesis.example(plan=long_answers(4096))
@@ -260,7 +260,7 @@ def test_no_admission_of_five_hundred_changes_a_bit(block, seed, tell_events):
 
 
 class KeepsItsPlace(engine_lib.Engine):
-  """An engine whose displaced requests go on as if their keys still were in what they get."""
+  """Twin: preempted requests resume as if their new pages already contained their keys."""
 
   def _step(self):
     for waiting in self._requests.waiting:

@@ -1,7 +1,7 @@
-"""A backend is its protocol and no more: one that only wraps the tiled one keeps the contract.
+"""A backend needs only its protocol: one that wraps the tiled backend keeps the contract.
 
-The engine and the trainer run through a record that has nothing but the protocol's methods, so what
-they asked of an implementation beyond them would fail here.
+The engine and the trainer run on a record that has the protocol's methods and nothing else, so any
+other use of an implementation would fail here.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ REQUESTS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-  """Each method calls the tiled one's, and counts the stages.
+  """A backend whose methods call the tiled ones and count the stages.
 
-  Pages of keys lie another way, so that nothing outside may know how.
+  Its key pages have another layout, so that other code cannot depend on the layout.
   """
 
   numerics: object
@@ -144,13 +144,13 @@ class Wrapping:
 
 
 def turned(pages):
-  """A layer's pages, the keys' f[k, m, c, z] as f[k, m, z, c] or back."""
+  """Swaps the last axes of a layer's key pages: f[k, m, c, z] to f[k, m, z, c] or back."""
   keys, values = pages
   return jnp.swapaxes(keys, 2, 3), values
 
 
 def sampled(backend) -> list:
-  """Completions of a fresh engine, whose programs are traced anew."""
+  """Returns completions of a new engine, which traces its programs anew."""
   mesh = parallel.make_mesh(num_instances=1)
   engine = engine_lib.Engine(
     Model(tiny_model.CONFIG, tiny_model.params(NUMERICS), NUMERICS),
@@ -163,7 +163,7 @@ def sampled(backend) -> list:
 
 @functools.cache
 def expected() -> list:
-  """Completions of the tiled backend."""
+  """Returns completions of the tiled backend."""
   return tiny_model.make_engine(SIZES, NUMERICS).generate(REQUESTS)
 
 
@@ -182,7 +182,7 @@ def packed(completions, backend):
 
 
 def trainer_of(backend):
-  """A fresh trainer, whose programs are traced anew."""
+  """Returns a new trainer, which traces its programs anew."""
   return step.Trainer(
     model=tiny_model.CONFIG,
     numerics=NUMERICS,
@@ -196,7 +196,7 @@ def trainer_of(backend):
 
 
 def scores_under_gradient(batch, backend, program="_gradient"):
-  """Scores of a fresh trainer, with a gradient, by the program of that name."""
+  """Returns scores of a new trainer, from the program that also computes the gradient."""
   trainer = trainer_of(backend)
   params = tiny_model.params(NUMERICS)
   scores = trainer.gradient(params, batch, losses.denominators(batch), None)[2]
@@ -220,7 +220,7 @@ def test_a_backend_that_only_wraps_the_tiled_one_passes_the_contract():
 
 
 class Waiting(Wrapping):
-  """As if the host waited where it reads a number of the device's back."""
+  """A backend that behaves as if the host blocked to read a number from the device."""
 
   @property
   def waits_for_predicates(self):

@@ -1,6 +1,6 @@
-"""The row bucket changes nothing: arrays are whole tiles, and an odd bucket changes no bit.
+"""The row bucket changes no bit: arrays are whole tiles, even with an odd bucket.
 
-The model is the one of which odd buckets once moved bits: no tile divides its sizes.
+The model is one in which odd buckets once changed bits: no tile divides its sizes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def weights() -> parameters.Params:
 
 
 class Seen(engine_lib.Engine):
-  """An engine that keeps the shapes of the last step's rows and segments."""
+  """An engine that records the shapes of the last step's rows and segments."""
 
   shapes = (0, 0)
 
@@ -99,7 +99,7 @@ def test_odd_buckets_say_what_whole_tiles_say_and_the_trainer_too(row_tile, buck
 
 
 def gap_of(completion, row_tile: int) -> dict[str, float]:
-  """What the trainer finds, in micro-batches no longer than the sequence needs."""
+  """Returns the trainer's gap, in micro-batches no longer than the sequence needs."""
   numerics = numerics_of(row_tile)
   verdict = Verdict(reward=0.0, correct=False, well_formed=True)
   rollout = Rollout(request=REQUEST, completion=completion, verdict=verdict)

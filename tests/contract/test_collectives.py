@@ -1,7 +1,7 @@
-"""In a compiled train step all collectives wait for each other: one is in flight at a time.
+"""The collectives of a compiled train step are totally ordered: one is in flight at a time.
 
-On a CPU all gatherings of a program meet under one name. Two that do not wait for each other gave a
-device the other one's numbers, or ended the process (seen with JAX 0.10.2).
+On a CPU all collectives of a program share one rendezvous name. Two unordered ones gave a device
+the other's data, or crashed the process (seen with JAX 0.10.2).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_twin_gatherings_that_do_not_wait_are_found():
   def text(waits: bool) -> str:
     def both(x, y):
       first = lax.all_gather(x, parallel.MODEL_AXIS)
-      # Some are in a branch.
+      # Some collectives are in a branch.
       y = parallel.after(y, first) if waits else y
       gathered = lambda: lax.all_gather(y, parallel.MODEL_AXIS)
       second = lax.cond(jnp.any(y > 0), gathered, lambda: jnp.zeros((2, *y.shape), y.dtype))

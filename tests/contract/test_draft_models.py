@@ -1,9 +1,9 @@
-"""A draft model moves no bit, whatever model it is and whatever happens to requests; and it drafts
-the same in every process.
+"""A draft model changes no bit, whatever its weights and the schedule, and drafts the same in every
+process.
 
-Schedules are drawn: kinds of drafts, widths, lengths, page sizes, sampling, and at each visit what
-happens to a request. Every completion is compared with the same request alone in an engine without
-drafts. How often each event happened is printed; one that never happened is a failure.
+Schedules are drawn: kinds of drafts, widths, lengths, page sizes, sampling, and the disturbances of
+each visit. Every completion is compared with the same request alone in an engine without drafts.
+Event counts are printed, and an event with count 0 is a failure.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def settings_of(sampling: SamplingParams):
 
 
 def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Counter) -> None:
-  """Runs one drawn schedule and compares every answer."""
+  """Runs one drawn schedule and compares every completion."""
   chooses = random.Random(seed)
   page_size = chooses.choice(page_sizes)
   num_pages = 1 + chooses.choice((160, 240)) // page_size
@@ -123,7 +123,7 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
   for name, request in asked.items():
     wanted = alone(numerics, request.prompt, settings_of(request.sampling), request.seed, 0)
     assert done[name].has_bits_of(wanted), (seed, name)
-  if chooses.random() < 0.5:  # The target learns, the draft does not.
+  if chooses.random() < 0.5:  # Update the target's weights, not the draft's.
     engine.set_params(tiny_model.params(numerics, 1), 1)
     request = drawn_request(chooses, "later")
     (found,) = engine.generate([request])
@@ -205,7 +205,7 @@ def test_a_draft_model_moves_no_bit_on_several_devices(implementation, mesh):
 
 
 def digest(make_drafter) -> str:
-  """Returns a digest of all drafts of a run of requests, in which the draft is not always right."""
+  """Returns a digest of all drafts of a run in which some drafts are rejected."""
   engine = drafting_models.make_engine()
   drafter, drafts = make_drafter("rounded"), []
   draft = drafter.draft

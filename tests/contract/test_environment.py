@@ -1,6 +1,6 @@
-"""What a process takes for its defaults moves no bit: pinned, or named by the fingerprint.
+"""JAX's process-wide defaults change no bit: they are pinned, or covered by the fingerprint.
 
-Today's bits were drawn under JAX's own defaults; under others the same must come out.
+The reference bits were drawn under JAX's own defaults; other defaults must give the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULTS = list(itertools.product(("threefry2x32", "rbg", "unsafe_rbg"), (True, 
 
 
 def seeded_digest() -> str:
-  """SHA of everything that is drawn from a seed: noise, first weights, adapters."""
+  """Returns the SHA of everything drawn from a seed: noise, initial weights, adapters."""
   numerics, model = tiny_model.NUMERICS, tiny_model.CONFIG
   key = numerics_lib.key(11)
   rows = jnp.arange(5, dtype=jnp.uint32), jnp.arange(5, dtype=jnp.int32), jnp.ones(5, bool)
@@ -58,7 +58,7 @@ def test_what_is_drawn_from_a_seed_follows_no_default_of_the_process(implementat
 
 
 def answers_digest() -> str:
-  """SHA of what four requests say, each alone and all together, and of what is drawn."""
+  """Returns the SHA of four completions, alone and together, and of the seeded values."""
   digest = hashlib.sha256(seeded_digest().encode())
   requests = [
     Request(

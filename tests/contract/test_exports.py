@@ -1,9 +1,9 @@
-"""A request that goes from engine to engine says what it says in one, whatever befalls its pages.
+"""A request that moves between engines keeps its completion, whatever happens to its pages.
 
-Drawn: engines of several sizes on one store, requests in chunks, and at the ends of chunks who goes
-where, with or without what `Engine.export_kv` said; on the way, pages are damaged, lost, or told of
-wrongly. Every answer is compared with that of one engine, bit by bit; what became of the pages is
-counted, and a kind that never happened is a failure.
+Drawn are engines of several sizes on one store, requests in chunks, and at the end of each chunk
+the next engine, with or without the manifest of `Engine.export_kv`. In transit, pages are damaged,
+lost or described wrongly. Every completion is compared with one engine's, bit by bit; the fates of
+the pages are counted, and a kind with count 0 is a failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FATES = ("none", *AS_IT_IS, "damaged", "lost before", "lost after", "wrong")
 
 
 class Case:
-  """One drawn way of requests from engine to engine."""
+  """One drawn schedule of requests that move between engines."""
 
   def __init__(self, seed: int, numerics: NumericsConfig, directory: pathlib.Path):
     self.rng = rng = np.random.default_rng((seed, 5))
@@ -48,7 +48,7 @@ class Case:
     )
 
   def run(self) -> collections.Counter[str]:
-    """Runs it.
+    """Runs the case.
 
     Raises:
       AssertionError: if a bit differs.
@@ -79,7 +79,7 @@ class Case:
     return int(self.rng.integers(1, 9))
 
   def go_on(self, engine: Engine, name: str) -> None:
-    """Lets a request that is paused continue here, or on another engine."""
+    """Resumes a paused request on this engine or on another one."""
     rng = self.rng
     if rng.random() < 0.3:
       engine.spill([name])
@@ -119,7 +119,7 @@ class Case:
     return kv
 
   def wrong(self, kv: KVManifest) -> KVManifest:
-    """Says something of the page set that is not so."""
+    """Returns the manifest with one false field."""
     changes = (
       dict(weights_digest=kv.weights_digest[::-1]),
       dict(numerics_digest=kv.numerics_digest[::-1]),
@@ -165,7 +165,7 @@ def test_many_drawn_ways(numerics, tmp_path):
 
 
 class Forging(Case):
-  """The twin: one bit of a written key is flipped, and every CRC is computed again."""
+  """Twin: flips one bit of a written key and recomputes every CRC."""
 
   def damage(self, kv, paths):
     parts = kv.parts
@@ -174,7 +174,7 @@ class Forging(Case):
       identity = values.Identity(kv.numerics_digest, kv.weights_digest, kv.policy_version)
       arrays = values.unpacked(data, identity)
       assert arrays is not None
-      first = np.array(arrays[0][0][0])  # Of the first page of the first layer's keys.
+      first = np.array(arrays[0][0][0])  # First page of the first layer's keys.
       first.reshape(-1).view(np.uint32)[0] ^= 1 << 23
       arrays[0][0][0] = first
       path.write_bytes(values.packed(arrays, identity))

@@ -1,8 +1,8 @@
-"""The engine through the GPU kernels, on a CPU in their interpreter: a request's bits are its own.
+"""The engine with GPU kernels, interpreted on a CPU: a request's bits do not depend on the batch.
 
-The interpreter's tensor core is numpy, so there this shows that what the kernels are handed, and
-what is done between them, never mixes rows; what the tensor core itself does, a Hopper GPU has to
-show, where the same tests run the kernels.
+The interpreter's tensor core is NumPy, so these tests show that the kernels' inputs, and the
+operations between kernels, never mix rows. The tensor core itself is tested on a Hopper GPU, where
+the same tests run the real kernels.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from seerjax.models.loading import Model
 from seerjax.ops import rotary, sampling
 from seerjax.types import KeyCopies, Request, SamplingParams
 
-# On a Hopper GPU the kernels themselves run.
+# On a Hopper GPU the real kernels run.
 IS_INTERPRETED = gpu.device_reason(interpret=False) is not None
 REASON = gpu.device_reason(interpret=IS_INTERPRETED)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
@@ -46,7 +46,7 @@ NUMERICS = numerics_lib.NumericsConfig(
   kv_split=64,
   reduction_shards=1,
 )
-# The least that the kernels take: tiles of 64.
+# The smallest sizes that the kernels accept: tiles of 64.
 CONFIG = model_config.TransformerConfig(
   vocab_size=128,
   hidden_size=64,
@@ -69,7 +69,7 @@ def params():
 
 
 def forward(params, batch, forced, rows, numerics):
-  """One batch of `ROWS` rows through forward and head; rows at one position share their noise."""
+  """Runs `ROWS` rows through forward and head; rows at the same position share their noise."""
   pages = kv_layout.empty_pages(CONFIG, numerics, num_pages=9, page_size=PAGE_SIZE)
   hidden, _ = transformer.forward(params, batch, pages, config=CONFIG, numerics=numerics)
   return hidden, head.sample_and_score(
@@ -82,7 +82,7 @@ step = jax.jit(forward, static_argnums=4)
 
 
 def sequences(lengths):
-  """A batch of `ROWS` rows with sequences of these lengths side by side, and its rows' places."""
+  """Returns a batch of `ROWS` rows with sequences of these lengths, and each sequence's rows."""
   whole, _ = flax_module.sequences_batch(1, ROWS, NUMERICS, PAGE_SIZE)
   rng = np.random.default_rng(5)
   tokens = {length: rng.integers(0, CONFIG.vocab_size, 16).astype(np.int32) for length in (3, 4, 1)}
@@ -106,7 +106,7 @@ def sequences(lengths):
 
 
 def arguments(lengths, *, samples):
-  """Returns what `forward` takes, and where each sequence lies."""
+  """Returns the arguments of `forward`, and the place of each sequence."""
   batch, places = sequences(lengths)
   rows = sampling.sampling_rows([SamplingParams(temperature=0.8)] * ROWS)
   forced = jnp.full(ROWS, -1, jnp.int32) if samples else (batch.tokens * 7 + 3) % CONFIG.vocab_size
@@ -114,7 +114,7 @@ def arguments(lengths, *, samples):
 
 
 def numbers(hidden, tokens_and_scores):
-  """f32[8, d + 4]: hidden rows, tokens and scores."""
+  """Returns f32[8, d + 4]: hidden rows, tokens and scores."""
   tokens, scores = tokens_and_scores
   columns = [hidden, *(column[:, None] for column in (tokens, *scores))]
   return np.concatenate([np.asarray(column, np.float32) for column in columns], axis=1)
@@ -146,7 +146,7 @@ def test_the_kernels_agree_with_the_portable_path():
 
 @pytest.mark.thorough
 def test_a_branch_of_a_tree_has_the_bits_of_its_path():
-  # Four rows of one path; from its second on, another token in the fifth, with pages of its own.
+  # Rows 0 to 3 are one path; row 4 replaces the token at position 2, with its own pages.
   batch, _ = sequences((4,))
   fields = {name: np.array(value) for name, value in batch._asdict().items() if value is not None}
   others = (3 * PAGE_SIZE, 3 * PAGE_SIZE + 1)

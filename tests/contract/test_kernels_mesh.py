@@ -1,8 +1,8 @@
-"""The kernels on a mesh, in their interpreter: the devices that share the slabs change no bit.
+"""Interpreted kernels on a mesh: the number of devices that share the slabs changes no bit.
 
-Of the model axis of 1, 2, 4 and 8 devices, with as many slabs or more, with a gradient and without.
-The interpreter knows one device at a time, so a mesh is `vmap` over an axis of its name, where
-kernels run one after the other.
+Model axes of 1, 2, 4 and 8 devices, with as many slabs or more, with and without a gradient. The
+interpreter supports a single device, so a mesh is `vmap` over an axis of its name, in which kernels
+run one after the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def numerics_of(slabs):
 
 
 def config_of(slabs):
-  """The least that the kernels take: tiles of 64 in every slab, two slabs' sums in every row."""
+  """Returns the smallest accepted config: slabs of 64-wide tiles, two slab sums in every row."""
   return model_config.TransformerConfig(
     vocab_size=128 * slabs,
     hidden_size=64,
@@ -53,9 +53,9 @@ def config_of(slabs):
 
 
 def weights_of(slabs):
-  """Weights of which four slabs or more show the order of a sum through its rounding to bfloat16.
+  """Returns weights with which sums of four or more slabs depend on their order in bfloat16.
 
-  The second and the third slab are alike and large, and cancel each other in every contraction.
+  The second and the third slab have equal large values, and cancel each other in contractions.
   """
   rng = np.random.default_rng(slabs)
 
@@ -95,20 +95,20 @@ def hidden_rows(params, batch, *, slabs, num_pages, axis=None, kind=mosaic_gpu.M
 
 
 def under_gradient(params, batch, **about):
-  """As `hidden_rows`, of a program that also has the gradient of this device's slabs."""
+  """Runs `hidden_rows` in a program that also has the gradient of this device's slabs."""
 
   def loss(layer):
     hidden = hidden_rows(params | {"layers": [layer]}, batch, **about)
     return jnp.sum(hidden.astype(jnp.float32) ** 2), hidden
 
   gradient, hidden = jax.grad(loss, has_aux=True)(params["layers"][0])
-  # What nothing reads would be left out of the program, and its kernels with it.
+  # Unused results would be removed from the program together with their kernels.
   is_finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(gradient)]
   return jnp.where(jnp.all(jnp.stack(is_finite)), hidden, jnp.nan)
 
 
 def of_mesh(function, slabs, model_shards, **about):
-  """`function` on every device, f[i, n, d], of a mesh whose devices share the slabs."""
+  """Runs `function` on every device of a mesh that shares the slabs; returns f[i, n, d]."""
   params = weights_of(slabs)
   batch, num_pages = batch_of(slabs)
   run = functools.partial(function, slabs=slabs, num_pages=num_pages, **about)
@@ -162,7 +162,7 @@ def test_a_gradient_changes_no_bit_of_a_mesh(slabs, model_shards):
 
 @dataclasses.dataclass(frozen=True)
 class AddsInOrder(mosaic_gpu.MosaicGpu):
-  """Adds what the devices of a mesh send one after the other."""
+  """Twin: adds the values of a mesh's devices in sequence."""
 
   def add_contraction(self, stream, x, slabs, axis):
     own = matmul.contract_slabs(x, slabs, out_dtype=jnp.float32, interpret=True)
@@ -172,7 +172,7 @@ class AddsInOrder(mosaic_gpu.MosaicGpu):
 
 @pytest.mark.thorough
 def test_sums_in_another_order_do():
-  """The twin: ((0 + 1) + 2) + 3 is not (0 + 1) + (2 + 3)."""
+  """With the twin, ((0 + 1) + 2) + 3 differs from (0 + 1) + (2 + 3)."""
   found = of_mesh(hidden_rows, 4, 4, kind=AddsInOrder)
   np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
   assert not np.array_equal(found[0], on_one_device(4)[0])

@@ -1,7 +1,7 @@
-"""Layers in a loop say what layers in a row say: rows, keys, tokens, scores, under a gradient.
+"""Scanned layers give the bits of unrolled layers: rows, keys, tokens, scores, with gradients.
 
-Up to `UNROLLED_LAYERS` layers are a row; tests put fewer into a loop by stacking them, and more
-into a row by handing over weights that are not stacked.
+Up to `UNROLLED_LAYERS` layers are unrolled. Tests scan fewer layers by stacking their weights, and
+unroll more by passing weights that are not stacked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LLAMA = dataclasses.replace(
 )
 CASES = {"qwen3": (ODD, 8), "qwen2": (QWEN2, 1), "llama": (LLAMA, 2)}
 
-# A layer more than a row has, of two slabs.
+# One layer more than is unrolled, with two slabs.
 DEEP = dataclasses.replace(
   tiny_model.SMALLEST,
   num_layers=parameters.UNROLLED_LAYERS + 1,
@@ -69,13 +69,13 @@ DEEP_NUMERICS = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=2)
 
 
 def pool_of(config, numerics, num_pages):
-  """Pages of all layers in one pool, however few there are."""
+  """Stacks the pages of all layers in one pool, for any number of layers."""
   pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
   return (tuple(jnp.stack(leaves, axis=2) for leaves in zip(*pages, strict=True)),)
 
 
 def by_layer(pages):
-  """A pool's pages as those of single layers."""
+  """Splits a pool's pages into single layers."""
   keys, values = map(np.asarray, pages[0])
   return [(keys[:, :, index], values[:, :, index]) for index in range(keys.shape[2])]
 
@@ -147,7 +147,7 @@ def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards, numerics):
   assert_equal(by_layer(found_pages), [tuple(map(np.asarray, own)) for own in expected_pages])
 
 
-# An engine and a trainer of a deep model.
+# Engine and trainer of a deep model.
 
 
 @functools.cache
@@ -170,7 +170,7 @@ def request_of(index: int) -> Request:
 
 
 def answers(params, numerics, mesh, *, is_moved: bool) -> list:
-  """Six answers of one engine; with `is_moved`, their pages leave and change instance midway."""
+  """Returns six completions of one engine; `is_moved` spills and migrates their pages midway."""
   engine = engine_lib.Engine(
     Model(DEEP, params, numerics),
     config=engine_lib.EngineConfig(
@@ -196,7 +196,7 @@ def answers(params, numerics, mesh, *, is_moved: bool) -> list:
 
 
 def gap_to_the_trainer(completions, params, numerics) -> float:
-  """The largest difference to the scores of the gradient's program."""
+  """Returns the largest difference from the scores of the gradient's program."""
   rollouts = [
     Rollout(
       request=request_of(index),

@@ -1,14 +1,14 @@
-"""No model, numerics, bucket, mesh, schedule or damage changes a bit of what a request says.
+"""No model, numerics, bucket, mesh, schedule or damage changes a bit of a request's completion.
 
-The other fuzzes here draw schedules over one small model; this one draws what users bring: models
-of every family and odd sizes, adapters, every tile, split and slab, buckets of any number of rows,
-1 to 7 instances, model shards, drafts, spills to host memory and to a disk whose bytes are damaged,
-kills. Each request is compared with itself alone, on one device in a bucket of 64 rows, and then
-with the trainer's forward under `value_and_grad`, by bit. How often each event happened is printed,
-and an event that never happened is a failure.
+The other fuzz tests here draw schedules over one small model; this one draws what users bring:
+models of every family and of odd sizes, adapters, every tile, split and slab, buckets of any number
+of rows, 1 to 7 instances, model shards, drafts, spills to host memory and to a disk with damaged
+bytes, kills. Each request is compared by bit with itself alone, on one device in a bucket of 64
+rows, and then with the trainer's forward under `value_and_grad`. Event counts are printed, and an
+event with count 0 is a failure.
 
-A case follows from the session's seed and its number alone; a failure names both, and
-`python tests/support/model_cases.py SEED NUMBER` runs it again.
+A case depends only on the session's seed and its number; a failure names both, and
+`python tests/support/model_cases.py SEED NUMBER` repeats it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.engine import runner as runner_lib
 
 BLOCKS = 26  # Models of the long run.
-# Beyond the long run's numbers.
+# First number of fresh cases, beyond the long run's.
 FRESH, ENVIRONMENT, TWINS = ((BLOCKS + place) * OF_A_MODEL for place in range(3))
 
 
@@ -63,12 +63,12 @@ def test_no_model_of_three_hundred_cases_changes_a_bit(block, implementation, se
 @pytest.mark.long
 @pytest.mark.parametrize("seed, number", [(73184206, 288), (684845178, 312)])
 def test_what_other_runs_found_is_mended(seed, number):
-  # An adapter in tiles of one row; an adapter of rank 1; both on four devices.
+  # An adapter in tiles of one row, and an adapter of rank 1; both on four devices.
   case = drawn_models.draw(seed, number)
   model_cases.run_case(case, collections.Counter(), trains=False)
 
 
-# What a process takes for its defaults.
+# Process-wide defaults.
 
 ENVIRONMENTS = (
   {"JAX_DEFAULT_PRNG_IMPL": "rbg"},
@@ -87,7 +87,7 @@ ENVIRONMENTS = (
 def test_a_process_of_another_environment_says_the_same_or_has_another_fingerprint(
   environment, seed
 ):
-  # The case holds in itself in any of them: the process compares its engines, its trainer too.
+  # The case holds under any of these: the process compares its own engines and trainer.
   done = subprocess.run(
     [sys.executable, model_cases.__file__, str(seed), str(ENVIRONMENT)],
     env=os.environ | environment,
@@ -107,11 +107,11 @@ def _digest(seed: int) -> str:
   return model_cases.digest_of(drawn_models.draw(seed, ENVIRONMENT), collections.Counter())
 
 
-# The twins.
+# Twins.
 
 
 class ReadsTheBucket(runner_lib.Runner):
-  """The row tile is what the bucket has rows for, as in plain XLA: it follows the bucket."""
+  """Twin: the row tile depends on the bucket's rows, as in plain XLA."""
 
   @functools.cached_property
   def _by_tile(self) -> dict[int, runner_lib.Runner]:

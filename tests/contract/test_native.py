@@ -1,7 +1,7 @@
-"""The native backend's own part of the contract: no tiles, splits or buckets, any vector width.
+"""The native backend's additional promises: no tiles, splits or buckets, any vector width.
 
-The fuzzes of schedules, models and the trainer run it, too; here is what it alone promises, and
-what of it can be broken.
+The fuzz tests of schedules, models and the trainer also run this backend; these tests cover what
+only it promises, and its twins.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LENGTH = 8  # Positions of each sequence of the forward below.
 
 @contextlib.contextmanager
 def threaded(number: int) -> Iterator[None]:
-  """Programs that are traced within have so many threads a call, which share the least work."""
+  """Programs traced inside use `number` threads per call, for any amount of work."""
   before = os.environ.pop(threads.VARIABLE, None)
   os.environ[threads.VARIABLE] = str(number)
   threads.process[1] = 1
@@ -61,10 +61,10 @@ def threaded(number: int) -> Iterator[None]:
 def scored(
   numerics: numerics_lib.NumericsConfig, num_sequences: int, num_threads: int = 1
 ) -> list[np.ndarray]:
-  """What `LENGTH` rows each of so many sequences give: tokens and scores, by row."""
+  """Returns tokens and scores by row, for `num_sequences` sequences of `LENGTH` rows."""
   config, params = tiny_model.CONFIG, tiny_model.params(numerics)
   batch, num_pages = flax_module.sequences_batch(num_sequences, LENGTH, numerics, 8)
-  rng = np.random.default_rng(3)  # A sequence's tokens are the same beside any number of others.
+  rng = np.random.default_rng(3)  # A sequence's tokens do not depend on `num_sequences`.
   tokens = rng.integers(0, config.vocab_size, (64, LENGTH)).astype(np.int32)[:num_sequences]
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=jnp.asarray(tokens.reshape(-1)))
   count = num_sequences * LENGTH
@@ -118,7 +118,7 @@ def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
   def gradient(num_threads):
     with threaded(num_threads):
       run = jax.jit(jax.grad(lambda params: loss(params)))
-      # Waited for within, where the least work is shared.
+      # The call blocks inside, where the smallest work is divided.
       return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params))]
 
   alone = gradient(1)
@@ -175,11 +175,11 @@ def test_stale_pages_may_hold_anything_even_nan(numerics):
   assert num_differing(engine.poll(), numerics) == 0
 
 
-# The twin.
+# Twins.
 
 
 class FollowsTheBatch(NumbaCpu):
-  """The chain of a logit goes backward where a step samples more than four rows."""
+  """Twin: the chain of a logit runs backward when a step samples more than four rows."""
 
   def head(self, stage, weights, rows, num_rows):
     usual = super().head(stage, weights, rows, num_rows)
@@ -208,7 +208,7 @@ def test_a_chain_that_follows_the_batch_is_noticed(numerics):
 
 
 def running_sum(name, is_of_piece):
-  """A handler of x f32[n] whose items should know nothing of each other."""
+  """A handler of x f32[n] whose items should be independent of each other."""
 
   @numbers.jit
   def count(arguments):
@@ -242,7 +242,7 @@ def test_a_chain_that_begins_with_a_threads_piece_is_noticed():
   assert np.any(summed(broken, x, 2) != np.cumsum(x))
 
 
-# Another processor.
+# Other processors.
 
 DIGEST = """
 import hashlib, sys
@@ -262,7 +262,7 @@ print(hashlib.sha256(b"".join(parts)).hexdigest())
 
 @pytest.mark.long
 def test_a_processor_of_shorter_vectors_says_the_same():
-  # With the name alone LLVM would still use what this processor has.
+  # With the name alone LLVM would still use this processor's features.
   older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""}
   here = os.path.dirname(__file__)
   program = DIGEST.format(here=here, support=os.path.join(here, "..", "support"))

@@ -1,9 +1,9 @@
-"""A raw log-probability has one path: no filter, bias or grammar of its row moves a bit of it.
+"""Raw log-probabilities have one path: a row's filter, bias or grammar changes no bit of them.
 
-Rows of drawn models are sampled with drawn parameters, and their tokens scored again: by rows that
-have no parameters at all, and under a gradient. Then answers of an engine are scored by whatever
-else reads raw scores: prompt scoring, `Engine.likeliest` and the trainer. The twin takes the raw
-scores of filtered rows from another implementation, and the same comparison has to notice.
+Rows of drawn models are sampled with drawn parameters, and their tokens are scored again: by rows
+without parameters, and under a gradient. Then an engine's completions are scored by the other
+readers of raw scores: prompt scoring, `Engine.likeliest` and the trainer. The twin takes the raw
+scores of filtered rows from another implementation, and the same comparison must fail.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from seerjax.serve import scoring
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Request, Rollout, SamplingParams
 
-ROWS = 32  # Of one draw.
+ROWS = 32  # Rows of one draw.
 KEY = numerics_lib.key(11)
 KINDS = (
   ("native", "float32"),
   ("native", "bfloat16"),
   ("tiled", "float32"),
   ("tiled", "bfloat16"),
-  ("pallas_interpreted", "bfloat16"),  # Kernels take no other dtype.
+  ("pallas_interpreted", "bfloat16"),  # The kernels accept this dtype only.
 )
 BOTH = [tiny_model.NATIVE, tiny_model.NATIVE_BFLOAT16]
 ALL = [*BOTH, tiny_model.NUMERICS, tiny_model.BFLOAT16]
@@ -52,11 +52,11 @@ class Drawn(NamedTuple):
   """Rows of one head.
 
   Attributes:
-    config: of the model.
-    numerics: likewise.
+    config: the model's config.
+    numerics: the model's numerics.
     params: the head's weights.
     hidden: f[n, d].
-    parameters: of the rows.
+    parameters: the rows' sampling parameters.
     seeds: u32[n].
     positions: i32[n].
   """
@@ -71,7 +71,7 @@ class Drawn(NamedTuple):
 
 
 def of_any_size(implementation, dtype, rng):
-  """Returns a config and numerics as they are drawn; of one size that the kernels take."""
+  """Returns config and numerics as drawn, or of the one size that the kernels accept."""
   model = drawn_models.draw_model(rng)
   others = dict(implementation=implementation, compute_dtype=dtype)
   if implementation != "pallas_interpreted":
@@ -105,7 +105,7 @@ def draw(config, numerics, rng, events=None) -> Drawn:
 
 
 def draw_parameters(rng, vocab_size, events) -> sampling.SamplingRows:
-  """Returns parameters of rows, every other one of a grammar's with a mask of its own."""
+  """Returns parameters of rows; every other row with a grammar has its own mask."""
   params = [drawn_models.draw_sampling(rng, vocab_size) for _ in range(ROWS)]
   rows = sampling.sampling_rows(params, [0] * ROWS)
   fields = penalties.empty((ROWS,), penalties.SHORTEST)
@@ -138,7 +138,7 @@ def draw_parameters(rng, vocab_size, events) -> sampling.SamplingRows:
 def scores_of(
   params, hidden, forced, parameters, seeds, positions, *, config, numerics, backend, has_gradient
 ):
-  """Returns tokens and scores of rows, and with a gradient of all scores that of the weights."""
+  """Returns tokens and scores of rows and, if requested, the weight gradient of all scores."""
 
   def run(params):
     found = head.sample_and_score(
@@ -154,7 +154,7 @@ def scores_of(
 
 
 def differing_rows(drawn: Drawn, backend=None, *, trains=False) -> int:
-  """Returns in how many rows any comparison differs; `trains`: under a gradient, too."""
+  """Returns the number of rows in which a comparison differs; `trains` adds the gradient's."""
 
   def scored(forced, parameters, *, has_gradient=False):
     return scores_of(
@@ -163,7 +163,7 @@ def differing_rows(drawn: Drawn, backend=None, *, trains=False) -> int:
     )  # fmt: skip
 
   plain = sampling.sampling_rows([SamplingParams()] * ROWS)
-  # Their arrays have the shapes of the others', so that both are one program.
+  # Arrays of equal shapes, so that both calls use one program.
   plain = plain._replace(
     mask=np.full_like(drawn.parameters.mask, sampling.ALL_ALLOWED),
     **penalties.empty((ROWS,), penalties.SHORTEST),
@@ -202,7 +202,7 @@ def test_no_filter_of_five_hundred_rows_moves_a_raw_score(implementation, dtype,
     pytest.skip(reason)
   events = collections.Counter()
   for number in range(18):
-    # Four draws of a model, whose programs they share.
+    # Four draws per model share its programs.
     shape = of_any_size(implementation, dtype, np.random.default_rng((seed, number // 4)))
     drawn = draw(*shape, np.random.default_rng((seed, 9, number)), events)
     count = differing_rows(drawn, trains=True)
@@ -211,7 +211,7 @@ def test_no_filter_of_five_hundred_rows_moves_a_raw_score(implementation, dtype,
   tell_events(f"raw scores of rows, {implementation} {dtype}", events, EVENTS)
 
 
-# What reads raw scores: the engine's, those of its prompts, the trainer's.
+# Readers of raw scores: the engine, prompt scoring, the trainer.
 
 SIZES = EngineConfig(
   page_size=8, num_pages=60, max_sequences=6, max_context=64, row_buckets=(24,)
@@ -238,7 +238,7 @@ def trainer(numerics) -> step.Trainer:
 
 
 def answered(numerics, rng, count):
-  """Returns requests of one crowded engine, and what it answers to them."""
+  """Returns requests of one crowded engine, and their completions."""
   requests = [
     Request(
       request_id=str(name),
@@ -319,7 +319,7 @@ def test_what_reads_five_hundred_raw_scores_reads_the_engines(numerics, seed, te
 
 
 class RawOfTiles(NumbaCpu):
-  """A special row's raw scores are those of the program that filters it."""
+  """Twin: a special row takes its raw scores from the program that filters it."""
 
   def head(self, stage, weights, rows, num_rows):
     tokens, scores = super().head(stage, weights, rows, num_rows)

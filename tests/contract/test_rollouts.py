@@ -1,10 +1,9 @@
-"""No rollout system changes a bit: policies, chunks, instances, tiers, drafts, kills.
+"""No part of the rollout system changes a bit: policies, chunks, instances, tiers, drafts, kills.
 
 Hypothesis draws rollouts: groups of requests, a scheduling policy and its chunk size, 1, 2 or 4
 instances with little memory, tiers with more or less room, drafters from good to hostile, and the
-visits at which everything is killed but what a journal holds. Every completion is compared with the
-same request alone in a plain engine. How often each event happened is printed, and an event that
-never happened is a failure.
+visits at which everything except a journal is killed. Every completion is compared with the same
+request alone in a plain engine. Event counts are printed, and an event with count 0 is a failure.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ EVENTS = (
 
 
 class Case(NamedTuple):
-  """One rollout: all that there is to decide.
+  """One rollout: everything that is drawn.
 
-  `prompts` by group, `members` (group, sampling fields, seed); `kills` are visits after a start;
-  `guesses` is (seed, share of right tokens), None drafts nothing; without `max_spread` room decides
-  where a chunk runs.
+  `prompts` are by group; `members` are (group, sampling fields, seed); `kills` are visits after a
+  start; `guesses` is (seed, share of right tokens), None drafts nothing; without `max_spread` free
+  room decides where a chunk runs.
   """
 
   prompts: tuple[tuple[int, ...], ...]
@@ -71,7 +70,7 @@ class Case(NamedTuple):
   kills: tuple[int, ...]
 
 
-# By hypothesis the first is the simplest.
+# Hypothesis takes the first as the simplest.
 POLICIES = ("divided", "context", "ours", "oracle", "fcfs", "waiting fcfs")
 CASES = st.integers(2, 3).flatmap(
   lambda count: st.builds(
@@ -94,7 +93,7 @@ CASES = st.integers(2, 3).flatmap(
 )
 
 
-# Always among them: killed twice, between chunks of two tokens.
+# Always run: killed twice, between chunks of two tokens.
 KILLED = Case(
   prompts=((1, 2, 3, 4, 5, 6), (7, 8)),
   members=tuple((index % 2, dict(max_tokens=12), index) for index in range(8)),
@@ -109,9 +108,9 @@ KILLED = Case(
 )
 
 
-# And these, far more than an instance holds: one preempts, one sends what waits to the host and
-# further (by groups' estimates another request goes first after a chunk, by arrival the same one),
-# and in one an instance that is free early begins a prompt which another has written.
+# Always run, with far more requests than an instance holds: one preempts; one spills waiting
+# requests to the host and further (by group estimates another request follows a chunk, by arrival
+# the same one); in one an instance that is free early starts a prompt that another has computed.
 CROWDED = KILLED._replace(
   prompts=(tuple(range(1, 25)), tuple(range(24, 0, -1))),
   members=tuple((index % 2, dict(max_tokens=24), index) for index in range(16)),
@@ -135,11 +134,11 @@ PULLED = CROWDED._replace(
 
 
 class Killed(Exception):
-  """The process is gone."""
+  """Raised when the process is killed."""
 
 
 class Mortal(Engine):
-  """An engine that dies after some visits; 0 lives."""
+  """An engine that dies after a number of visits; 0 never dies."""
 
   visits_to_live = 0
 
@@ -151,7 +150,7 @@ class Mortal(Engine):
 
 
 class OtherNoise(Mortal):
-  """The twin: a request's noise follows the instance that samples it."""
+  """Twin: a request's noise depends on the instance that samples it."""
 
   def _inputs(self, work):
     inputs = super()._inputs(work)
@@ -184,7 +183,7 @@ def policy_of(case: Case, requests: dict[str, Request], answers: dict[str, tuple
 def run_case(
   case: Case, numerics, num_instances: int, kind: type[Mortal], events: collections.Counter[str]
 ) -> None:
-  """Runs one rollout to its end, as often as it is killed; checks every completion."""
+  """Runs one rollout to its end, through all kills; checks every completion."""
   requests, answers = {}, {}
   for index, (group, fields, seed) in enumerate(case.members):
     name = f"{group}/{index}"
@@ -268,7 +267,7 @@ def run_cases(
   events: collections.Counter[str],
   kind: type[Mortal] = Mortal,
 ) -> None:
-  """Runs as many rollouts as the settings say; they share compiled programs."""
+  """Runs as many rollouts as the settings specify; they share compiled programs."""
 
   @hypothesis.seed(seed)
   @settings
@@ -295,7 +294,7 @@ NUMERICS = {
 }
 
 
-# Every day on the default of a CPU; in CI on the portable path as well.
+# Everyday runs use a CPU's default; CI also uses the portable path.
 @pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.thorough), "native f32"])
 def test_no_rollout_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()

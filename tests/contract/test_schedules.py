@@ -1,15 +1,14 @@
-"""No schedule changes a bit of what a request says.
+"""No schedule changes a bit of a request's completion.
 
-Hypothesis draws schedules: requests and when they come, batch mixes, chunk sizes, page sizes, KV
+Hypothesis draws schedules: requests and their arrivals, batch mixes, chunk sizes, page sizes, KV
 buckets, memory pressure, preemption, cancelling, prefix hits, further turns, stop strings,
-restarts, meshes, how many decode steps the devices take before the host looks again, and who of
-them nobody waits for, with a table of step times or without one. Every
-completion is compared, token by token and log-probability by log-probability, with the same request
-alone in a plain engine. How often each event happened is printed, and an event that never happened
-is a failure.
+restarts, meshes, decode steps per visit, and background requests, with or without a table of step
+times. Every completion is compared, token by token and log-probability by log-probability, with the
+same request alone in a plain engine. Event counts are printed, and an event with count 0 is a
+failure.
 
 A KV bucket is the width of the page table (`max_context`, in whole splits): with the row bucket it
-decides which compiled program a step is. Engines of several widths take over from one another.
+determines the compiled program of a step. Engines of several widths take over from one another.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ EVENTS = (
   "filtered",
   "biased",
 )
-# Where a visit may have several steps: what happens in the middle of one.
+# Events in the middle of a visit of several steps.
 VISIT_EVENTS = (
   "visits of several steps",
   "ended by an id within a visit",
@@ -90,7 +89,7 @@ VISIT_EVENTS = (
   "ended its chunk within a visit",
   "continued in visits of another length",
 )
-# Where nobody waits for some of the requests.
+# Events with background requests.
 BACKGROUND_EVENTS = (
   "requests in background",
   "rows in background",
@@ -98,7 +97,7 @@ BACKGROUND_EVENTS = (
   "paused for others",
   "taken off for others",
 )
-# Where nothing costs anything; where every row does; and in stairs.
+# Step times: free rows, rows of equal cost, and stairs.
 TABLES = (
   None,
   StepTimes(rows=(1, 4096), seconds=(1.0, 1.0)),
@@ -110,19 +109,19 @@ REUSE_EVENTS = ("positions reused", "pages copied")
 OTHER_BUCKET = "continued in another KV bucket"
 
 
-# What a schedule is.
+# Schedules.
 
 
 class Turn(NamedTuple):
-  """What is asked of an answer, and the fields of its `SamplingParams`."""
+  """A further turn after a completion, and the fields of its `SamplingParams`."""
 
   question: tuple[int, ...]
   sampling: dict[str, Any]
 
 
 class Ask(NamedTuple):
-  """The fields of a `Request`, visits since the one before, tokens of a chunk (None: all), and what
-  follows its answer.
+  """The fields of a `Request`, visits since the previous one, tokens of a chunk (None: all), and
+  the turn that follows the completion.
 
   Fields and not records: annotations are checked at random places, which must not happen while
   hypothesis draws.
@@ -150,10 +149,10 @@ class Ask(NamedTuple):
 
 
 class Disturbance(NamedTuple):
-  """Something done to the engine, `wait` visits after the one before.
+  """A disturbance of the engine, `wait` visits after the previous one.
 
-  `choice` is the request, counted round; `steps` is how long pages are withheld or a cancelled
-  request stays away. A restart takes the next context, and the next number of steps a visit.
+  `choice` selects the request, modulo their number; `steps` is how long pages are withheld or a
+  cancelled request stays away. A restart takes the next context and the next steps per visit.
   """
 
   wait: int
@@ -163,8 +162,8 @@ class Disturbance(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """One schedule: all that there is to decide. `guesses` seeds a drafter; None has none. `table` is
-  one of `TABLES`, and `host_pages` those of the pool."""
+  """One schedule: everything that is drawn. `guesses` seeds a drafter, None has none; `table` is
+  one of `TABLES`; `host_pages` is the pool's number of host pages."""
 
   context: int
   steps_per_visit: int
@@ -193,8 +192,8 @@ DISTURBANCES = st.lists(
 
 @st.composite
 def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
-  """Groups of one to four; half of the prompts start like another. Where a visit may have several
-  steps, no row of every other schedule keeps it to one."""
+  """Groups of one to four; half of the prompts share a prefix with another. Where visits may have
+  several steps, every other schedule has no row that limits a visit to one."""
   is_free = draw(st.booleans()) and len(steps) > 1
   asked_nothing = dict(stop_strings=(), allowed=()) if is_free else {}
   sampling_of = SAMPLING.map(lambda fields: fields | asked_nothing)
@@ -232,8 +231,8 @@ def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
 
 
 def within_visits(numerics, context: int, steps: int) -> Plan:
-  """Returns a schedule, always among them, of rows that leave in the middle of visits: one by an
-  id, one by its length, and one at the end of each chunk; then other engines go on."""
+  """Returns a schedule that always runs: rows leave in the middle of visits, one by an id, one by
+  its length, and one at the end of each chunk; then other engines continue."""
   first, seed = (5, 6, 7), 3
   answer = alone(numerics, first, SamplingParams(max_tokens=20), seed).tokens
   stop = next(place for place in range(4, 20) if answer[place] not in answer[:place])
@@ -249,8 +248,8 @@ def within_visits(numerics, context: int, steps: int) -> Plan:
 
 
 def beside_sleepers(context: int, *, host_pages: int) -> Plan:
-  """Returns a schedule, always among them, of sleepers that fill the memory, for whom a table
-  leaves rows, until those come that somebody waits for."""
+  """Returns a schedule that always runs: background requests fill the memory and the rows that a
+  table permits, until foreground requests arrive."""
   asks = [
     Ask(f"sleeper {place}", (7, place), dict(max_tokens=40), place, "", 0, None, None, True)
     for place in range(8)
@@ -262,13 +261,13 @@ def beside_sleepers(context: int, *, host_pages: int) -> Plan:
   return Plan(context, 1, None, tuple(asks), (), 1, host_pages)
 
 
-# How it is run.
+# Running schedules.
 
 
 class Schedule:
-  """One plan over one engine after another; `run` checks every completion.
+  """Runs one plan over several engines in turn; `run` checks every completion.
 
-  `make(context, steps_per_visit, drafter=...)` gives an engine of that KV bucket; restarts take
+  `make(context, steps_per_visit, drafter=...)` returns an engine of that KV bucket; restarts take
   `contexts` and `steps` in turn.
   """
 
@@ -292,16 +291,16 @@ class Schedule:
     self.sleepers = {ask.request_id for ask in plan.asks if ask.is_background}
     self.engine = self._made()
     self.step = 0
-    # By the step in which it comes.
+    # By the step of arrival.
     self.todo: list[tuple[int, Request]] = []
     self.turns: dict[str, Turn] = {}
     self.chunks: dict[str, int | None] = {}
     self.disturbances: list[tuple[int, Disturbance]] = []
-    # By request id: the request, and the tokens and text that were streamed.
+    # By request id: the request, its streamed tokens and its streamed text.
     self.live: dict[str, Request] = {}
     self.said: dict[str, list[int]] = {}
     self.streamed: dict[str, str] = {}
-    # Until a step: pages of a pool.
+    # Withheld pages of a pool, with the step of their release.
     self.withheld: list[tuple[int, int, list[int]]] = []
     due = 0
     for ask in plan.asks:
@@ -395,7 +394,7 @@ class Schedule:
       self.events["cancelled"] += 1
 
   def _restart(self) -> None:
-    """Nothing survives but what was said: each request goes on from there in a new engine."""
+    """Only streamed tokens survive: each request resumes from them in a new engine."""
     self._count()
     self.events["restarts"] += 1
     previous, before, steps_before = self.engine, self.context, self.steps_per_visit
@@ -436,7 +435,7 @@ class Schedule:
         elif update.finish_reason or update.request_id in paused:
           why = VISIT_ENDS[update.finish_reason]
           self.events[f"ended {why} within a visit"] += 1
-        else:  # Older requests have the pages of its next token.
+        else:  # Older requests hold the pages for its next token.
           sequence = self.engine._requests.live[update.request_id]
           assert sequence.end == len(sequence.tokens) < sequence.limit
           self.events["out of pages within a visit"] += 1
@@ -465,7 +464,7 @@ class Schedule:
     for request_id in self.engine.poll_paused():
       self.engine.resume(request_id, chunk_tokens=self.chunks[request_id])
     if not num_steps and self.live and not self.withheld:
-      # All wait, and what they wait for is what they hold between chunks.
+      # All requests wait for pages that paused ones hold.
       held = [name for name in sorted(self.live) if self.engine.held_pages(name)]
       if held:
         self.engine.preempt(held[-1])
@@ -487,7 +486,7 @@ class Schedule:
     self.events[f"engines of context {self.context}"] += 1
 
   def _count(self) -> None:
-    """Adds what the engine counted; each engine is asked once, when it is left."""
+    """Adds the engine's counters; called once per engine, when it is abandoned."""
     counters = dataclasses.asdict(self.engine.counters)
     for event, field in (
       ("visits", "visits"),
@@ -523,7 +522,7 @@ def run_schedules(
   steps: tuple[int, ...] = (1,),
   kind: type[engine_lib.Engine] = engine_lib.Engine,
 ) -> None:
-  """Runs as many schedules as the settings say; they share compiled programs, not pages."""
+  """Runs as many schedules as the settings specify; they share compiled programs, not pages."""
   num_instances, model_shards = mesh
 
   def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
@@ -558,8 +557,8 @@ NUMERICS = {
   "native f32": tiny_model.NATIVE,
   "native bf16": tiny_model.NATIVE_BFLOAT16,
 }
-STEPS = (3, 8, 1)  # Of a visit, at most.
-# A second KV bucket where it costs one program, and visits of several steps where they do.
+STEPS = (3, 8, 1)  # Maximum steps of a visit.
+# A second KV bucket where it costs one program, and visits of several steps where they cost one.
 QUICK = {
   "f32": (
     ("chunks of 16", (1, 1), (64,), STEPS),
@@ -593,7 +592,7 @@ def expected_events(
 ONE_TILED, ONE_NATIVE = pytest.mark.few(1, of="tiled"), pytest.mark.few(1, of="native")
 
 
-# Every day the contract is held to the default on a CPU; in CI to the portable path as well.
+# Everyday runs use a CPU's default; CI also uses the portable path.
 @pytest.mark.parametrize(
   "dtype",
   [
@@ -606,7 +605,7 @@ ONE_TILED, ONE_NATIVE = pytest.mark.few(1, of="tiled"), pytest.mark.few(1, of="n
 def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   events = collections.Counter()
   for place, (size, mesh, contexts, steps) in enumerate(QUICK[dtype]):
-    # More where requests move between KV buckets, which only some of them do.
+    # More examples where requests move between KV buckets, which only some of them do.
     settings = hypothesis.settings(max_examples=9 if len(contexts) > 1 else 5)
     run_schedules(
       NUMERICS[dtype],
@@ -622,7 +621,7 @@ def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
 
 
 class FollowsTheBatch(engine_lib.Engine):
-  """An engine whose noise is another one where a step samples more than one request."""
+  """Twin: the noise changes when a step samples more than one request."""
 
   def _inputs(self, work):
     inputs = super()._inputs(work)
@@ -632,7 +631,7 @@ class FollowsTheBatch(engine_lib.Engine):
 
 @pytest.mark.thorough
 def test_an_engine_that_follows_the_batch_is_found_out(seed):
-  # The twin. It is meant to fail, so nothing is kept of it and nothing shrunk.
+  # The twin must fail, so nothing is saved to the database and nothing is shrunk.
   settings = hypothesis.settings(
     max_examples=6, phases=[hypothesis.Phase.generate], database=None, report_multiple_bugs=False
   )
@@ -651,7 +650,7 @@ def test_an_engine_that_follows_the_batch_is_found_out(seed):
 
 
 class TakesASlot(engine_lib.Engine):
-  """An engine whose rows in background are written where another's that is waited for are."""
+  """Twin: background rows are written to the slots of foreground rows."""
 
   def _with_background(self, scheduled, num_steps):
     front = [piece.sequence for piece in scheduled[0]]
@@ -676,7 +675,7 @@ def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
 
 
 class BeginsLate(engine_lib.Engine):
-  """An engine whose visits of several steps begin one position late."""
+  """Twin: visits of several steps start one position late."""
 
   def _visit_inputs(self, work, inputs, num_steps):
     visit = super()._visit_inputs(work, inputs, num_steps)
@@ -712,12 +711,12 @@ def test_an_engine_that_loses_its_place_in_a_visit_is_found_out(seed):
 @pytest.mark.parametrize("backend", ["", "native "], ids=["tiled", "native"])
 @pytest.mark.parametrize("block", range(20))
 def test_no_schedule_of_five_hundred_changes_a_bit(block, backend, seed, tell_events):
-  # Every (dtype, mesh) with at least two of the five sizes; each block is a test of its own, so
-  # that an interrupted run resumes where it stopped.
+  # Every (dtype, mesh) with at least two of the five sizes; each block is its own test, so that an
+  # interrupted run resumes at the block.
   dtype, mesh = backend + ("f32", "bf16")[block % 2], MESHES[block // 2 % 4]
   size = list(SIZES)[(block + block // 8) % 5]
   events = collections.Counter()
-  # Of 26 the first is the least schedule there is: hypothesis begins with it.
+  # The first of 26 is the minimal schedule, with which hypothesis starts.
   run_schedules(
     NUMERICS[dtype],
     size,

@@ -1,12 +1,12 @@
-"""Whatever sleeps, and whatever becomes of it, changes no bit of what is answered or slept.
+"""Sleep-time compute changes no bit of a completion, and no schedule changes a rewrite.
 
-Hypothesis draws schedules of an engine with contexts: no, some or full load of requests that
-somebody waits for, and edits, times to live, forgets, questions, pauses, preemptions, spills, pins,
-other weights, restarts from the registry, and rewrites whose files were changed. Every completion,
-with drafts from rewrites or without, is compared with the same request alone in a plain engine, and
-every rewrite with what a sleeper leaves that has such an engine for itself, call by call. Nothing
-that is gone may be served, and no page, pin or draft of one namespace found by another. How often
-each event happened is printed, and an event that never happened is a failure.
+Hypothesis draws schedules of an engine with contexts: no, some or full load of foreground requests,
+and edits, times to live, deletions, questions, pauses, preemptions, spills, pins, weight updates,
+restarts from the registry, and rewrites with changed files. Every completion, with or without
+drafts from rewrites, is compared with the same request alone in a plain engine, and every rewrite
+with that of a sleeper that has such an engine to itself, call by call. Deleted content must not be
+served, and no namespace may find another's pages, pins or drafts. Event counts are printed, and an
+event with count 0 is a failure.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from seerjax.types import Completion, Request, SamplingParams
 NANO = Identity(weights="w", tokenizer="t", template="c")
 SPACES, NAMES = ("ours", "theirs"), ("a", "b")
 TEXTS = ("Ana has 2.", "Bo has 19 and 5.", "Cy has 7.")
-# Sleeps for every context, whatever is asked: what was seen outweighs what will be, and it pays.
+# Sleeps for every context: the seen statistics outweigh later ones and make sleep worthwhile.
 EAGER = PlannerConfig(num_trials=10**6)
 SEEN = Seen(
   sleep={planner.kind_of(1): Mean(10**6, 0)},
@@ -64,7 +64,7 @@ TABLES = (
   StepTimes(rows=(1, 64), seconds=(1.0, 64.0)),
 )
 MAX_VISITS = 1500
-LOADS = (0, 7, 1)  # Visits between two requests in front: never, now and then, always.
+LOADS = (0, 7, 1)  # Visits between two foreground requests: never, now and then, always.
 EVENTS = (
   "contexts", "edits", "expired", "forgotten", "rewrites", "quarantined", "questions from rewrites",
   "questions from text", "scored questions", "requests in front", "rows beside others",
@@ -79,13 +79,13 @@ def user(text: str):
 
 
 def read(reply: str, notes: str) -> tuple[str, bool]:
-  """Finishes with the second reply; some notes, by what they are, then state what is false."""
+  """Finishes with the second reply; some texts, selected by content, get a false equation."""
   text = f"{notes}{reply[:9]}"
   is_false = bool(notes) and sum(map(ord, text)) % 4 == 0
   return text + "\n1+1=3" * is_false, bool(notes)
 
 
-# Two calls a job, the second of which reads what the first wrote.
+# Two calls per job; the second reads what the first wrote.
 PROMPTS = Prompts(
   sleep=lambda context, notes, number: user(f"{context.text}{notes}"),
   read=read,
@@ -101,7 +101,7 @@ QUESTIONS = ("Who?", "Ana?", "How many has Bo?")
 
 
 class Disturbance(NamedTuple):
-  """Something that happens, `wait` visits after the one before; `choice` says to whom."""
+  """An event `wait` visits after the previous one; `choice` selects its target."""
 
   wait: int
   kind: str
@@ -110,7 +110,7 @@ class Disturbance(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """One schedule. `load` and `table` are places among `LOADS` and `TABLES`."""
+  """One schedule. `load` and `table` are indices into `LOADS` and `TABLES`."""
 
   load: int
   table: int
@@ -148,13 +148,13 @@ PLANS = st.builds(
 
 
 def plan_of(*disturbances: tuple[int, str, int, int], **fields: Any) -> Plan:
-  """Returns a schedule by hand."""
+  """Returns a hand-written schedule."""
   usual = dict(load=0, table=1, host_pages=0, num_jobs=1, has_drafts=True, is_small=False)
   return Plan(**{**usual, **fields}, disturbances=tuple(Disturbance(*one) for one in disturbances))
 
 
-# Always among them: pins that leave for those in front and come back; all the ways in which a
-# context goes; and other weights while much sleeps.
+# Schedules that always run: pins that leave for foreground requests and come back; all ways in
+# which a context is removed; and weight updates during much sleep.
 ALWAYS = (
   plan_of(
     (0, "register", 0, 1), (0, "register", 1, 2), (60, "ask", 0, 0), (2, "crowd", 0, 0),
@@ -177,7 +177,7 @@ ALWAYS = (
 
 # Two namespaces register the same text, one after the other.
 SHARED = plan_of((0, "register", 0, 0), (60, "register", 1, 0))
-# Starts are pinned when other weights come.
+# Prefixes are pinned when the weights are updated.
 PINNED = plan_of(
   (0, "register", 0, 1), (0, "register", 1, 2), (60, "weights", 0, 0), (0, "ask", 0, 1)
 )
@@ -208,7 +208,7 @@ def make_engine(numerics, mesh, weights: int, *, config=SIZES, kind=Engine, **ot
   )
 
 
-# What is said alone.
+# References alone.
 
 
 @functools.cache
@@ -219,7 +219,7 @@ def plain_engine(numerics, weights: int) -> Engine:
 
 @functools.cache
 def alone(numerics, weights: int, request: Request) -> Completion:
-  """Returns the completion of a request that has a plain engine for itself."""
+  """Returns the completion of a request that runs alone in a plain engine."""
   plain = dataclasses.replace(request, request_id="alone", group_id="", namespace="")
   return plain_engine(numerics, weights).generate([plain])[0]
 
@@ -240,7 +240,7 @@ def config_of(plan: Plan) -> RunnerConfig:
 def rewrite_alone(
   numerics, weights: int, context_id: str, text: str, job: int, num_jobs: int
 ) -> tuple[str, int]:
-  """Returns (text, tokens) of a job whose calls have a plain engine for themselves, one by one."""
+  """Returns (text, tokens) of a job whose calls run alone in a plain engine, one by one."""
   config = config_of(Plan(0, 0, 0, num_jobs, False, False, ()))
   thinker = EngineThinker(plain_engine(numerics, weights))
   notes, total, is_finished = "", 0, False
@@ -259,11 +259,11 @@ def rewrite_alone(
   return notes, total
 
 
-# How it is run.
+# Running schedules.
 
 
 class Watched(Engine):
-  """An engine that knows who has written each page, and sees who finds it."""
+  """An engine that records which namespace wrote each page, and which one finds it."""
 
   def __init__(self, *args, **others):
     super().__init__(*args, **others)
@@ -280,7 +280,7 @@ class Watched(Engine):
     def check(sequence, pages):
       for page in pages:
         whose, request = writers[sequence.instance, page], sequence.request
-        if whose != request.namespace:  # What is raised here would end the request alone.
+        if whose != request.namespace:  # An exception here would end only the request.
           self.strangers.append(
             f"got a page of {whose!r} for {request.request_id!r} of {request.namespace!r}"
           )
@@ -295,12 +295,12 @@ class Watched(Engine):
       check(sequence, pages)
       return pages
 
-    # Of this engine alone.
+    # Patches this engine only.
     memory.remember, memory.find, memory.hold_found = remembering, finding, holding  # type: ignore
 
 
 class Schedule:
-  """One plan over one engine and one registry after another; `run` checks all that comes of it."""
+  """Runs one plan over several engines and registries in turn; `run` checks all results."""
 
   def __init__(
     self,
@@ -320,12 +320,12 @@ class Schedule:
     self.weights = self.policy_version = 0
     self.visit = self.num_asked = 0
     self.weights_of = {0: 0}  # By policy_version.
-    # What the registry has to say: by (namespace, name), (version, text, expires).
+    # Expected content of the registry: (namespace, name) to (version, text, expires).
     self.known: dict[tuple[str, str], tuple[int, str, int | None]] = {}
     self.versions: collections.Counter[tuple[str, str]] = collections.Counter()
     self.old: list[tuple[tuple[str, str], Rewrite]] = []
     self.live: dict[str, Request] = {}
-    self.paused: dict[str, int] = {}  # Until a visit.
+    self.paused: dict[str, int] = {}  # Visit at which each request resumes.
     self.own_pins: list[tuple[tuple[int, ...], str]] = []
     self.off: set[tuple[int, ...]] = set()
     self.coming = [*plan.disturbances]
@@ -334,7 +334,7 @@ class Schedule:
 
   def _open(self) -> None:
     engine_kind, runner_kind, contexts_kind = self.kinds
-    # Of which other tests take the programs, too.
+    # Other tests use the programs of these settings as well.
     is_shared = (self.numerics, self.mesh) == (word_engine.NUMERICS, (1, 1))
     self.contexts = contexts_kind(
       self.directory, identity=NANO, on_drop=lambda dropped: self.runner.dropped(dropped)
@@ -376,7 +376,7 @@ class Schedule:
   def _sleeps(self) -> bool:
     return bool(self.paused or self.engine.num_unfinished or self.runner.num_working)
 
-  # What happens.
+  # Disturbances.
 
   def _disturb(self) -> None:
     while self.coming and self.due <= self.visit:
@@ -436,7 +436,7 @@ class Schedule:
     self.events["requests in front"] += 1
 
   def _crowd(self, choice: int, number: int) -> None:
-    """Those in front need all pages that there are."""
+    """Submits foreground requests that need all pages."""
     for place in range(3):
       self._submit(
         Request(
@@ -482,7 +482,7 @@ class Schedule:
     self.engine.submit(request, resume_from=said)
 
   def _any(self, choice: int) -> str:
-    """Returns a request that runs or waits, a sleeper as soon as one in front; "" if none does."""
+    """Returns a request that is not paused, for most choices a sleeper; "" if there is none."""
     names = sorted(set(self.engine._requests.live) - set(self.engine.poll_paused()))
     sleepers = [name for name in names if name.startswith(sleep_lib.NAME)]
     names = sleepers if sleepers and choice % 3 else names
@@ -539,7 +539,7 @@ class Schedule:
     self.events["other weights"] += 1
 
   def _restart(self, choice: int, number: int) -> None:
-    """Nothing survives but the registry, and what those in front were told."""
+    """Only the registry and the streamed tokens of foreground requests survive."""
     said = {name: self.engine.progress(name) for name in self.live}
     self.events["cut short"] += self.runner.num_working
     self._count()
@@ -552,7 +552,7 @@ class Schedule:
     self.events["restarts"] += 1
 
   def _late(self, choice: int, number: int) -> None:
-    """A sleeper that read an older version, or a context that is gone, comes late."""
+    """Delivers a rewrite of an older version or of a removed context, which must be refused."""
     self._expire()
     if not self.old:
       return
@@ -571,7 +571,7 @@ class Schedule:
       text = path.read_text()
       path.write_text(("b" if text[0] == "a" else "a") + text[1:])
 
-  # What is checked.
+  # Checks.
 
   def _visit(self) -> None:
     self._expire()
@@ -606,7 +606,7 @@ class Schedule:
     return {pin.tokens for pin in self.engine.pins if pin.num_kept and not pin.num_held}
 
   def _check(self) -> None:
-    """Nothing of what is gone may be there: rewrites, pins or drafts."""
+    """Checks that nothing is left of removed contexts: rewrites, pins or drafts."""
     self._expire()
     groups = set()
     for key, (version, text, _) in self.known.items():
@@ -642,7 +642,7 @@ class Schedule:
     assert {tuple(key) for key in self.runner._accounts} <= versions
     drafter = self.engine.drafter
     if isinstance(drafter, SuffixDrafter):
-      # A question about what is gone drafts from its own text alone.
+      # Questions about a removed context draft from their own text alone.
       for group in {name for name in drafter.group_ids if "\0context " in name} - groups:
         taught = [name for name in drafter._texts[group] if name.startswith(sleep_lib.NAME)]
         assert not taught, f"got drafts {taught} of {group!r}, which is gone"
@@ -658,7 +658,7 @@ class Schedule:
       self.events["quarantined"] += len(quarantine)
 
   def _count(self) -> None:
-    """Adds what engine, registry and runner counted; each is asked once, when it is left."""
+    """Adds counters of engine, registry and runner; called once for each, when it is abandoned."""
     counters = self.engine.counters
     self.events["taken off for others"] += counters.background_spilled
     self.events["taken off for others"] += counters.background_preempted
@@ -680,7 +680,7 @@ def run_schedules(
   num: int,
   **kinds: type,
 ) -> None:
-  """Runs those that are always among them, and `num` that are drawn."""
+  """Runs the schedules that always run, and `num` drawn ones."""
 
   def check(plan: Plan) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -693,7 +693,7 @@ def run_schedules(
 
   for plan in ALWAYS:
     check(plan)
-  # A schedule that fails is printed as it was drawn: to shrink it takes minutes.
+  # A failing schedule is printed unshrunk, because shrinking takes minutes.
   phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
   settings = hypothesis.settings(
     max_examples=num, deadline=None, phases=phases, report_multiple_bugs=False
@@ -725,18 +725,18 @@ def test_no_sleep_changes_a_bit(dtype, num, seed, tell_events):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("dtype", NUMERICS)
 def test_no_sleep_of_three_hundred_changes_a_bit(dtype, mesh, seed, tell_events):
-  # A test for each, so that an interrupted run resumes where it stopped.
+  # One test per block, so that an interrupted run resumes at the block.
   events = collections.Counter()
   run_schedules(NUMERICS[dtype], mesh, events, seed=100 * seed + 7, num=18)
   assert events["schedules"] >= 20
   tell_events(f"{dtype}, {mesh}", events, EVENTS)
 
 
-# The twins: each breaks one rule, and is found out by a schedule that is always among them.
+# Twins: each breaks one rule, and a schedule that always runs detects it.
 
 
 class FromTheClock(Runner):
-  """Seeds follow from the step at which a job began."""
+  """Twin: seeds depend on the step at which a job starts."""
 
   def _begin(self, context, job):
     config, steps = self._config, self._engine.counters.steps
@@ -746,7 +746,7 @@ class FromTheClock(Runner):
 
 
 class Careless(Contexts):
-  """Rewrites of version n are served for n + 1."""
+  """Twin: rewrites of version n are served for n + 1."""
 
   def _take(self, context):
     kept = dict(self._kept.get((context.namespace, context.name), {}))
@@ -756,7 +756,7 @@ class Careless(Contexts):
 
 
 class Trusting(Contexts):
-  """A rewrite is taken whose text is not what was written."""
+  """Twin: a rewrite is accepted although its file was changed."""
 
   def _all(self, namespace, name, step):
     for kept in self._kept.get((namespace, name), {}).values():
@@ -770,7 +770,7 @@ class Trusting(Contexts):
 
 
 class KeepsPins(Watched):
-  """Pages of pins are found after other weights have come."""
+  """Twin: pages of pins are found after a weight update."""
 
   def _forget_pages(self):
     held = {sequence: list(sequence.pages) for sequence in self._pins.sequences if sequence.pages}
@@ -780,7 +780,7 @@ class KeepsPins(Watched):
 
 
 class TakesASlot(Watched):
-  """Rows in background are written where those of one in front are."""
+  """Twin: background rows are written to the slots of foreground rows."""
 
   def _with_background(self, scheduled, num_steps):
     front = [piece.sequence for piece in scheduled[0]]
@@ -791,7 +791,7 @@ class TakesASlot(Watched):
 
 
 class Shared(PrefixIndex):
-  """Namespaces do not count."""
+  """A prefix index that ignores namespaces."""
 
   def find(self, tokens, owner=BASE):
     return super().find(tokens, Owner(owner.adapter))
@@ -801,7 +801,7 @@ class Shared(PrefixIndex):
 
 
 class FindsAnothers(Watched):
-  """A page is found by all namespaces."""
+  """Twin: all namespaces find a page."""
 
   def __init__(self, *args, **others):
     super().__init__(*args, **others)

@@ -1,4 +1,4 @@
-"""Processes whose devices are one mesh answer with the bits of a single process."""
+"""Several processes with one mesh give the bits of a single process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The trainer's own program gives the engine's log-probabilities, bit for bit.
 
 Requests of every kind are sampled in a crowded engine, packed next to others in several orders, and
-scored under `value_and_grad`, by a program that never sees the engine's numbers. The twins at the
-end break one thing each, and the same comparison has to notice.
+scored under `value_and_grad`, by a program that never reads the engine's values. The twins at the
+end break one thing each, and the same comparison must fail.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LAYOUT = {
   "max_sequences": 5,
   "max_sequence_tokens": 64,
 }
-# One dtype of each backend, the same in all tests: a gradient's program is dear.
+# One dtype per backend, the same in all tests, because compiling a gradient is expensive.
 ONE_TILED, ONE_NATIVE = pytest.mark.few(1, of="tiled"), pytest.mark.few(1, of="native")
 NUMERICS = [
   pytest.param(tiny_model.NUMERICS, id="f32", marks=ONE_TILED),
@@ -44,12 +44,12 @@ NUMERICS = [
   ),
 ]
 BOTH = pytest.mark.parametrize("numerics", NUMERICS)
-# Of the long tests, in both dtypes.
+# Dtypes of the long tests.
 OF_BACKENDS = {
   "tiled": (tiny_model.NUMERICS, tiny_model.BFLOAT16),
   "native": (tiny_model.NATIVE, tiny_model.NATIVE_BFLOAT16),
 }
-# What splits and tiles have broken; a native row has neither, and test_native breaks its chains.
+# Twins that break splits and tiles; the native backend has neither: test_native breaks its chains.
 TILED = pytest.mark.parametrize("numerics", NUMERICS[:2])
 SAMPLING = (
   SamplingParams(max_tokens=20),
@@ -65,7 +65,7 @@ SAMPLING = (
 
 
 def draw(numerics, rng, config=SIZES, events=None) -> list[list[tuple[Request, object]]]:
-  """Two members of each kind of group, from one crowded engine that now and then preempts one."""
+  """Returns two members of each kind of group, from one crowded engine that sometimes preempts."""
   groups = [
     [
       Request(
@@ -164,7 +164,7 @@ def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
       (scores.logprob, batch.behaviour_logprobs),
       (scores.raw_logprob, batch.raw_logprobs),
     ):
-      # 0.0 == -0.0, so the gap alone would not tell these two apart.
+      # 0.0 == -0.0, so the gap alone would not distinguish these two.
       assert tiny_model.bits(ours[mask]) == tiny_model.bits(engines[mask])
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(gradient))
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(gradient))
@@ -180,7 +180,7 @@ def test_no_batch_of_five_hundred_opens_a_gap(block, implementation, seed, tell_
   rng = np.random.default_rng((seed, 2000 + block))
   events = collections.Counter()
   for draws in range(10):
-    # The engine's KV bucket is now the trainer's, now a wider one.
+    # The engine's KV bucket equals the trainer's, or is wider.
     context = (64, 112)[draws % 2]
     events[f"engines of context {context}"] += 1
     sampled = draw(numerics, rng, dataclasses.replace(SIZES, max_context=context), events)
@@ -203,7 +203,7 @@ def test_no_batch_of_five_hundred_opens_a_gap(block, implementation, seed, tell_
 @pytest.mark.long
 @pytest.mark.parametrize("implementation", OF_BACKENDS)
 def test_two_instances_and_another_row_tile_in_turn(implementation):
-  # The engine on the same other numerics each time: the tile is theirs to share.
+  # The engine uses the same changed numerics each time, because both share the tile.
   float32, bfloat16 = OF_BACKENDS[implementation]
   for numerics, num_instances in (
     (float32, 2),
@@ -219,7 +219,7 @@ def test_two_instances_and_another_row_tile_in_turn(implementation):
     assert gap["max_abs_logprob_gap"] == gap["max_abs_raw_logprob_gap"] == 0.0
 
 
-# The twins.
+# Twins.
 
 
 def whole_batch(numerics):
@@ -229,14 +229,14 @@ def whole_batch(numerics):
 
 
 def scores_of(numerics, params, batch):
-  """What the trainer that has nothing wrong with it gives."""
+  """Returns the scores of the intact trainer."""
   return trainer(numerics).gradient(params, batch, losses.denominators(batch), None)[2]
 
 
 @pytest.mark.few(1)
 @BOTH
 def test_one_flipped_mantissa_bit_of_one_weight_opens_the_gap(numerics):
-  # The embedding, which is the head as well: every logit of one token moves.
+  # The embedding is also the head, so every logit of one token changes.
   params, batch = tiny_model.params(numerics), whole_batch(numerics)
   assert set(step.rollout_gap(scores_of(numerics, params, batch), batch).values()) == {0.0}
   weights = np.array(params["embed"])
@@ -255,7 +255,7 @@ def test_a_temperature_one_bit_off_opens_the_gap(numerics):
   warmer = np.where(temperature > 0, np.nextafter(temperature, np.float32(2)), temperature)
   other = batch._replace(sampling=batch.sampling._replace(temperature=warmer))
   gap = step.rollout_gap(scores_of(numerics, tiny_model.params(numerics), other), batch)
-  # The raw log-probabilities know of no temperature.
+  # The raw log-probabilities do not depend on the temperature.
   assert gap["max_abs_logprob_gap"] > 0.0 and gap["max_abs_raw_logprob_gap"] == 0.0
 
 
@@ -263,7 +263,7 @@ def test_a_temperature_one_bit_off_opens_the_gap(numerics):
 @pytest.mark.few(1)
 @TILED
 def test_a_split_that_follows_the_length_opens_the_gap(numerics):
-  # Sequences of more than 32 rows are cut at 8 positions instead of 16.
+  # Sequences of more than 32 rows are split at 8 positions instead of 16.
   params, batch = tiny_model.params(numerics), whole_batch(numerics)
   usual = scores_of(numerics, params, batch)
   finer = trainer(dataclasses.replace(numerics, kv_split=8)).scores(params, batch)

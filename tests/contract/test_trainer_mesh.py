@@ -1,7 +1,7 @@
-"""What a trainer learns on any mesh (instance, model) has the bits of one device.
+"""Training on any mesh (instance, model) gives the bits of one device.
 
-Scores, gradient and updated weights of drawn models, as bytes. The twins at the end add in another
-order, or too often, and the same comparison has to notice.
+Scores, gradient and updated weights of drawn models are compared as bytes. The twins at the end add
+in another order, or too often, and the same comparison must fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from seerjax.ops import rotary, tiles
 
 AXIS = parallel.MODEL_AXIS
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", "native"])
-# As small as a decoder of eight slabs can be, and all that there is in one.
+# The smallest decoder of eight slabs, and the same sizes in one slab.
 SMALLEST = model_config.TransformerConfig(
   vocab_size=40,
   hidden_size=9,
@@ -75,7 +75,7 @@ def test_every_mesh_learns_the_bits_of_one_device(implementation, tell_events):
 def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(seed, tell_events):
   events = collections.Counter()
   case = smallest("tiled")
-  # So wide that the sum of a tile of rows is shared out.
+  # Wide enough that the sum of a tile of rows is divided between devices.
   config = dataclasses.replace(case.config, hidden_size=1024)
   numerics = dataclasses.replace(case.numerics, row_tile=64)
   assert numerics.row_tile * config.hidden_size * 4 >= parallel.SHARED_OUT_BYTES
@@ -104,7 +104,7 @@ def test_drawn_models_learn_the_bits_of_one_device_on_every_mesh(
 
 @contextlib.contextmanager
 def busy_loops(count: int):
-  """Processes that take turns with this one."""
+  """Processes that compete with this one for the CPU."""
   loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
   yield
   for loop in loops:
@@ -127,13 +127,13 @@ def test_a_thousand_steps_under_load_have_one_digest(model_shards, implementatio
   tell_events(f"model axis of {model_shards}, {implementation}", events, ("steps",))
 
 
-# Parts, where twins differ in one line.
+# Parts in which twins differ by one line.
 
 ROWS, WIDTH, FEATURES, SLABS = 5, 33, 7, 8
 
 
 def on_devices(function, *arguments, count: int):
-  """Runs a function whose arguments lie in slabs, on so many devices of the model axis."""
+  """Runs a function of slabbed arguments on `num_devices` devices of the model axis."""
   mesh = parallel.make_mesh(model_shards=count)
   run = jax.shard_map(
     function, mesh=mesh, in_specs=(jax.P(AXIS),) * len(arguments), out_specs=jax.P(),
@@ -144,7 +144,7 @@ def on_devices(function, *arguments, count: int):
 
 @functools.cache
 def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
-  """What all slabs share f32[n, d], slabs f32[r, d, e], cotangents f32[r, n, e]."""
+  """Returns shared values f32[n, d], slabs f32[r, d, e], cotangents f32[r, n, e]."""
   rng = np.random.default_rng(7)
   shapes = (ROWS, WIDTH), (SLABS, WIDTH, FEATURES), (SLABS, ROWS, FEATURES)
   x, w, g = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
@@ -152,7 +152,7 @@ def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def shared_gradient(axis, w, g):
-  """What a layer's norm gets from the slabs that read it."""
+  """Returns the cotangent of a layer's norm from the slabs that read it."""
   x = operands()[0]
   dot = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
@@ -207,7 +207,7 @@ def test_twin_what_all_slabs_share_added_once_a_device_follows_their_number():
   _, w, g = operands()
 
   def added(w, g):
-    # Each device has the whole gradient of what is shared, and a sum over devices counts it again.
+    # Each device has the whole gradient of a shared value; a sum over devices counts it again.
     return lax.psum(shared_gradient(AXIS, w, g), AXIS)
 
   one = on_devices(added, w, g, count=1)

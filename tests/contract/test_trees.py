@@ -1,12 +1,12 @@
-"""No tree of drafts changes a bit of what a request says, and each of its tokens is one row.
+"""No tree of drafts changes a bit of a completion, and each tree node takes one row.
 
 Trees of every kind (combs, expansions, best nodes, merged ones, wide at their end; right, wrong,
-junk; in the long blocks those of a suffix tree and a draft model, too) are verified under what else
-may happen to a request: preemption, cancelling, pauses, spills, migration, kills, other weights.
-Models, numerics, buckets, pages of 2 to 32 positions and meshes are drawn (`tree_cases`). Tokens
-and both log-probabilities are compared, by bit, with the request alone, without drafts, by the
-program that has a table of key copies and by the one without. How often each event happened is
-printed, and an event that never happened is a failure.
+junk; in the long blocks also those of a suffix tree and a draft model) are verified under
+preemption, cancelling, pauses, spills, migration, kills and weight updates. Models, numerics,
+buckets, pages of 2 to 32 positions and meshes are drawn (`tree_cases`). Tokens and both
+log-probabilities are compared by bit with the request alone, without drafts, by the program that
+has a table of key copies and by the one without. Event counts are printed, and an event with count
+0 is a failure.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import tree_drafts as tree_lib
 from seerjax.engine import runner as runner_lib
 from seerjax.types import Request, SamplingParams
 
-BLOCKS = 21  # Of twelve cases, each asked by two sets of weights: more than 500 of each backend.
-RARE = ("trees cut for pages", "trees cut for copies")  # Of so few.
+BLOCKS = 21  # Of twelve cases, each with two sets of weights: more than 500 per backend.
+RARE = ("trees cut for pages", "trees cut for copies")  # May be missing in so few cases.
 SMALL_EVENTS = tuple(event for event in tree_cases.EVENTS if event not in RARE)
 NUMERICS = {
   "f32": tiny_model.NUMERICS,
@@ -46,7 +46,7 @@ def asked(name: str, prompt: Sequence[int], max_tokens: int, *, seed: int = 0) -
   return Request(request_id=name, prompt=tuple(prompt), sampling=sampling, seed=seed)
 
 
-# Every day: one program beside those of the other files.
+# Everyday run: one program in addition to those of the other files.
 DAILY_EVENTS = (
   "trees of three leaves",
   "shared nodes",
@@ -57,8 +57,8 @@ DAILY_EVENTS = (
 
 
 def daily_engine(kind: type[CountedEngine] = CountedEngine) -> CountedEngine:
-  # Single steps: visits of several would be a program more.
-  # Pages of whole answers, so that a draft may reach to its end.
+  # Single steps: visits of several would be another program.
+  # Pages of whole completions, so that a draft may reach to the end.
   sizes = dataclasses.replace(tree_cases.SMALL, steps_per_visit=1, reserved_tokens=0)
   engine = tiny_model.make_engine(sizes, tiny_model.NATIVE, kind=kind)
   assert isinstance(engine, CountedEngine)
@@ -69,7 +69,7 @@ def daily_engine(kind: type[CountedEngine] = CountedEngine) -> CountedEngine:
 def num_differing(
   seed: int, number: int, events: collections.Counter[str], kind: type[CountedEngine]
 ) -> int:
-  """Runs a case's requests at once, some preempted; how many differ from themselves alone."""
+  """Runs a case's requests at once, some preempted; returns how many differ from those alone."""
   case = tree_cases.small(seed, number, tiny_model.NATIVE)
   alone = {
     one.request_id: tiny_model.alone(tiny_model.NATIVE, one.prompt, one.sampling, one.seed)
@@ -98,7 +98,7 @@ def test_no_tree_changes_a_bit(seed, tell_events):
 
 
 class CopiesNothing(CountedEngine):
-  """Key copies are left out."""
+  """Twin: key copies are omitted."""
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
@@ -113,7 +113,7 @@ def test_keys_that_are_not_copied_are_noticed(seed):
 
 
 class Fixed(made_drafters.Observed):
-  """One tree, of the first request alone."""
+  """Drafts one fixed tree, for the first request only."""
 
   def __init__(self, tree: tree_lib.Tree):
     super().__init__()
@@ -127,11 +127,11 @@ class Fixed(made_drafters.Observed):
 @pytest.mark.parametrize(
   "tree, field, held_back, num_kept",
   [
-    # 40 rows, of which the last token and the other request take two.
+    # 40 rows: the last token and the other request take two of them.
     (tree_lib.expand((2, 3, 9)).filled([[*range(9)]] * 3), "cut_for_rows", 0, 38),
-    # 160 places of the table, of which a sibling at depth 12 takes 12: the last token's, and 11.
+    # 160 places of the table: a sibling at depth 12 takes 12, for the last token and 11 more.
     (tree_lib.comb([*range(12)], [()] * 11 + [range(20, 60)]), "cut_for_copies", 0, 12 + 160 // 12),
-    # 5 pages are left: a sibling at depth 5 takes the three from position 3 to 8, as the first path
+    # 5 pages are left: a sibling at depth 5 takes three, for positions 3 to 8, since the first path
     # takes none.
     (tree_lib.comb([*range(5)], [()] * 4 + [range(20, 30)]), "cut_for_pages", 5, 5 + 1),
   ],
@@ -187,7 +187,7 @@ def test_no_tree_of_this_session_changes_a_bit(implementation, seed, tell_events
   first = tree_cases.OF_A_MODEL * (BLOCKS + seed % 4)
   for number in range(first, first + 3):
     tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
-  # Not each machine has rows enough for a tree of three leaves.
+  # Not every machine has enough rows for a tree of three leaves.
   expected = ("drafted tokens", "weights changed", "comparisons")
   tell_events(f"trees of a fresh model, {implementation}", events, expected)
 
@@ -208,7 +208,7 @@ def test_no_tree_of_five_hundred_schedules_changes_a_bit(
 
 
 class Watched(runner_lib.Runner):
-  """Keeps what every step sampled: tokens and both log-probabilities, by sample."""
+  """Records what every step sampled: tokens and both log-probabilities, by sample."""
 
   @functools.cached_property
   def sampled(self) -> list[list[np.ndarray]]:
@@ -222,7 +222,7 @@ class Watched(runner_lib.Runner):
 
 
 class EveryNode(CountedEngine):
-  """Keeps, of every step, what was scheduled and what had been said."""
+  """Records what every step scheduled, and the tokens before it."""
 
   def _inputs(self, scheduled):
     self.seen.append([(piece, tuple(piece.sequence.tokens)) for piece in scheduled[0]])
@@ -264,11 +264,11 @@ def test_every_node_of_a_tree_samples_what_its_path_samples_alone(numerics, seed
 
 
 def test_a_step_computes_the_last_token_and_every_node_once(seed):
-  """A comb of 4 and depth 8 has 33 rows; a path a segment, it would have 141."""
+  """A comb of 4 and depth 8 has 33 rows; with one segment per path it would have 141."""
   rng = np.random.default_rng(seed)
 
   class Combs(made_drafters.Observed):
-    """Combs of tokens that all differ."""
+    """Drafts combs of distinct tokens."""
 
     rows_as_paths = 0
 
@@ -284,17 +284,17 @@ def test_a_step_computes_the_last_token_and_every_node_once(seed):
   engine.drafter = Combs()
   engine.generate([asked("a", (1, 2, 3), 30)])
   counters = engine.counters
-  # Beside the 2 first positions of the prompt, which are read once.
+  # In addition to the first 2 positions of the prompt, which are computed once.
   assert counters.rows == 2 + counters.steps + counters.drafted_tokens
   assert counters.rows <= 0.35 * engine.drafter.rows_as_paths
   assert counters.key_copies > 0 and not counters.cut_for_rows + counters.cut_for_copies
 
 
-# The twins.
+# Twins.
 
 
 class CopiesOneSlotOff(CountedEngine):
-  """A copy stands one slot further on."""
+  """Twin: a copy is written one slot too far."""
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
@@ -303,7 +303,7 @@ class CopiesOneSlotOff(CountedEngine):
 
 
 class WritesSiblingsInARow(CountedEngine):
-  """A sibling's key stands behind its brother's and not at its own position."""
+  """Twin: a sibling's key is written after its sibling's and not at its own position."""
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
@@ -313,7 +313,7 @@ class WritesSiblingsInARow(CountedEngine):
 
 
 class DrawsByRow(CountedEngine):
-  """A sibling's noise follows from the row it is in."""
+  """Twin: a sibling's noise depends on its row."""
 
   def _inputs(self, scheduled):
     inputs = super()._inputs(scheduled)
@@ -323,7 +323,7 @@ class DrawsByRow(CountedEngine):
 
 
 class KeepsRejectedKeys(CountedEngine):
-  """A rejected draft's key stays where the token that was said instead has its own."""
+  """Twin: a rejected draft's key stays in the slot of the accepted token's key."""
 
   rejected: frozenset[tuple[str, int]] = frozenset()
 
@@ -334,7 +334,7 @@ class KeepsRejectedKeys(CountedEngine):
       for piece in pieces:
         name, end = piece.sequence.request.request_id, len(piece.sequence.tokens)
         if (name, end - 1) in self.rejected and piece.count == 1:
-          inputs.batch.slots[instance, piece.first_row] = 0  # The dump page's.
+          inputs.batch.slots[instance, piece.first_row] = 0  # Redirected to the dump page.
         main = piece.paths[0].tokens if piece.paths else ()
         rejected |= {(name, end + place) for place in range(len(main))}
     self.rejected = frozenset(rejected)
@@ -342,7 +342,7 @@ class KeepsRejectedKeys(CountedEngine):
 
 
 class AdoptsWithoutAncestors(CountedEngine):
-  """A path's pages become its sequence's without the keys that were copied to them."""
+  """Twin: a sequence adopts a path's pages without the keys that were copied to them."""
 
   def _step(self):
     self.tried = []
@@ -367,7 +367,7 @@ class AdoptsWithoutAncestors(CountedEngine):
 
 
 def own_rows(scheduled):
-  """Of each row that is a further path's own: instance, row, sample, and the position that its
+  """Yields, for each row owned by a further path: instance, row, sample, and the position that the
   sample would have if positions followed rows."""
   for instance, pieces in enumerate(scheduled):
     sample = 0

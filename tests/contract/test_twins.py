@@ -1,7 +1,7 @@
-"""What the contract does not care about, and its twins: what must change bits does.
+"""What the contract is independent of, and twins: breaking anything it relies on changes bits.
 
-A comparison that cannot fail proves nothing. So each thing that the contract rests on is broken on
-purpose here, in both dtypes, and the same comparison as in test_schedules.py has to notice.
+A comparison that cannot fail proves nothing. So each thing that the contract relies on is broken on
+purpose here, in both dtypes, and the comparison of test_schedules.py must fail.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NATIVE = [
   pytest.param(tiny_model.NATIVE_BFLOAT16, id="native bf16", marks=pytest.mark.long),
 ]
 ALL = pytest.mark.parametrize("numerics", TILED + NATIVE)
-# What splits break; a native row has none, and test_native breaks its chains.
+# Twins that break splits; the native backend has none: test_native breaks its chains.
 BOTH = pytest.mark.parametrize("numerics", TILED)
 
 
@@ -56,7 +56,7 @@ def alone(request: Request, numerics=tiny_model.NUMERICS):
 
 
 class Disturbed(engine_lib.Engine):
-  """An engine whose step inputs pass through `disturb(inputs, work)` (numpy in, numpy out)."""
+  """An engine whose step inputs pass through `disturb(inputs, work)` (NumPy in and out)."""
 
   disturb = staticmethod(lambda inputs, work: inputs)
 
@@ -65,7 +65,7 @@ class Disturbed(engine_lib.Engine):
 
 
 def disturbed(disturb, numerics=tiny_model.NUMERICS) -> list:
-  """Completions of four requests under an engine so disturbed."""
+  """Returns completions of four requests from an engine with the disturbance."""
   engine = tiny_model.make_engine(SIZES, numerics, kind=Disturbed)
   engine.disturb = disturb
   return engine.generate(requests(4))
@@ -80,7 +80,7 @@ def by_id(completions) -> list:
   return sorted(completions, key=lambda completion: int(completion.request_id))
 
 
-# What changes nothing.
+# Changes that must have no effect.
 
 
 def test_an_engine_left_in_peace_says_what_each_request_says_alone():
@@ -91,7 +91,7 @@ def test_what_padding_rows_hold_changes_nothing():
   rng = np.random.default_rng(0)
 
   def fill(values, live, high):
-    """Random integers in all entries behind the first `live`."""
+    """Returns random integers in all entries after the first `live`."""
     values[0, live:] = rng.integers(0, high, values[0, live:].shape)
 
   def scribble(inputs, work):
@@ -139,7 +139,7 @@ def test_what_unwritten_memory_holds_changes_nothing(numerics):
   assert num_differing(by_id(engine.poll()), numerics) == 0
 
 
-# The twins.
+# Twins.
 
 
 def flip_lowest_bit(engine, page: int, offset: int) -> None:
@@ -154,7 +154,7 @@ def flip_lowest_bit(engine, page: int, offset: int) -> None:
 
 @ALL
 def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
-  # A bit far behind the point may be rounded away, so not every flip shows; some have to.
+  # Rounding may remove the flip of a low bit, so some flips must change the completion, not all.
   noticed = 0
   for offset in range(4):
     engine = tiny_model.make_engine(SIZES, numerics)
@@ -173,7 +173,7 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
 
 @ALL
 def test_a_page_table_that_points_at_another_page_is_noticed(numerics):
-  # The second page read twice. To exchange the two would only add equal terms in another order,
+  # Read the second page twice. Exchanging the two would only add equal terms in another order,
   # which bfloat16 rounds away.
   def misdirect(inputs, work):
     for chunk in work[0]:
@@ -188,7 +188,7 @@ def test_a_page_table_that_points_at_another_page_is_noticed(numerics):
 
 @ALL
 def test_one_noise_key_used_twice_is_noticed(numerics):
-  # The second token of each request is drawn with the first one's noise; all else is as it was.
+  # The second token of each request is drawn with the first one's noise; nothing else changes.
   def repeat(inputs, work):
     sampled = (
       chunk.sequence
@@ -206,9 +206,9 @@ def test_one_noise_key_used_twice_is_noticed(numerics):
 
 
 class FollowsLength(engine_lib.Engine):
-  """Cuts keys at 8 positions instead of 16 while some request is longer than 32.
+  """Twin: splits keys at 8 positions instead of 16 while some request is longer than 32.
 
-  So do kernels that choose their splits by the longest sequence of the batch.
+  Kernels that choose their splits by the longest sequence of the batch behave like this.
   """
 
   def step(self):
@@ -225,7 +225,7 @@ def test_a_split_that_follows_the_length_is_noticed(numerics):
   def run(batch):
     return tiny_model.make_engine(SIZES, numerics, kind=FollowsLength).generate(batch)
 
-  # Never longer than 32, so alone they are what they should be; beside a longer one they are not.
+  # Never longer than 32, so completions alone are correct; next to a longer request they differ.
   short = [request for request in requests(8) if len(request.prompt) + 20 <= 32]
   longer = next(request for request in requests(8) if len(request.prompt) > 24)
   wanted = [alone(request, numerics) for request in short]
@@ -239,7 +239,7 @@ def test_a_split_that_follows_the_length_is_noticed(numerics):
 @BOTH
 def test_the_untiled_path_is_noticed(numerics):
   untiled = dataclasses.replace(numerics, implementation="untiled")
-  # Steps of one row and of many: its bits follow the batch.
+  # Steps of one row and of many, so that bits depend on the batch.
   sizes = dataclasses.replace(SIZES, max_sequences=1, row_buckets=(1, 16))
   apart = tiny_model.make_engine(sizes, untiled).generate(requests(4))
   together = tiny_model.make_engine(SIZES, untiled).generate(requests(4))
