@@ -86,7 +86,7 @@ PHASES: dict[str, tuple[Phase, ...]] = {
   WITH_FAULTS: (Phase(workers=3, has_faults=True),),
   "2x4_resumed_on_8x1": (Phase(1, 2, 4, share=0.5), Phase(num_instances=8)),
   "2_workers_resumed_in_2_processes_2x4": (Phase(workers=2, share=0.5), Phase(2, 2, 4)),
-}  # fmt: skip
+}
 
 
 class Cell(NamedTuple):
@@ -104,12 +104,8 @@ def default() -> RunConfig:
     checkpoint_every=5,
     # Equal in every cell, and enough for the cell with the most devices.
     numerics=dataclasses.replace(main.numerics, reduction_shards=8),
-    engine=engine_lib.EngineConfig(
-      page_size=32, num_pages=64, max_sequences=16, max_context=256
-    ),
-    rollout=groups.RolloutConfig(
-      groups_per_step=4, group_size=4, temperature=1.0, max_tokens=96
-    ),
+    engine=engine_lib.EngineConfig(page_size=32, num_pages=64, max_sequences=16, max_context=256),
+    rollout=groups.RolloutConfig(groups_per_step=4, group_size=4, temperature=1.0, max_tokens=96),
     cluster=cluster_config.ClusterConfig(address=cluster_config.LOCAL),
     evaluation=EvaluationConfig(num_problems=8, temperature=1.0),
   )
@@ -141,9 +137,7 @@ def config_of(config: RunConfig, phase: Phase, directory: pathlib.Path) -> RunCo
 def learn(config: RunConfig, directory: pathlib.Path) -> None:
   """Trains as one process of a phase; the first process writes the digest of the weights."""
   resume = checkpoint.latest_step(directory / slices.CHECKPOINTS) is not None
-  task = loading.load(
-    config.task, path=config.task_path or None, options=config.task_options
-  )
+  task = loading.load(config.task, path=config.task_path or None, options=config.task_options)
   policy = policy_lib.load_policy(config.model, config.numerics)
   with slices.own_directory(directory) as own:
     result = rl.train(config, policy, slices.shared_task(task), own, resume=resume)

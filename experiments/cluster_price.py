@@ -121,9 +121,7 @@ def on_worker(
   with new_journal(directory) as journal:
     workers = cluster_rollout.Timed([EngineWorker(engine)])
     begin = time.process_time()
-    seconds, answers = _seconds(
-      begin, list(ClusterRollout(workers, policy, journal).run(requests))
-    )
+    seconds, answers = _seconds(begin, list(ClusterRollout(workers, policy, journal).run(requests)))
   return seconds, workers.seconds, answers
 
 
@@ -140,9 +138,7 @@ def measure(
   engine = cluster_rollout.make_engine(config.asked, numerics)
   policy = policies.LongestGroupFirst(chunk_tokens=config.chunk_tokens)
   requests = [
-    dataclasses.replace(
-      request, sampling=dataclasses.replace(request.sampling, stop_token_ids=())
-    )
+    dataclasses.replace(request, sampling=dataclasses.replace(request.sampling, stop_token_ids=()))
     for request in cluster_rollout.requests_of(config.asked, engine)
   ]
   ratios, shares, digests = [], [], set()

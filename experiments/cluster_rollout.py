@@ -84,9 +84,7 @@ class Mortal(EngineWorker):
 
   num_calls = 0
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()) -> Sequence[ChunkResult]:
     self.num_calls += 1
     results = super().run(orders, forget)
     if self.num_calls == 3:
@@ -97,9 +95,7 @@ class Mortal(EngineWorker):
 class Deaf(EngineWorker):
   """A worker that does not receive the tokens of siblings on other workers."""
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()) -> Sequence[ChunkResult]:
     return super().run([dataclasses.replace(order, texts=()) for order in orders], forget)
 
 
@@ -125,9 +121,7 @@ class MakeWorker:
     return EngineWorker(make_engine(self.config), name=f"process {number}")
 
 
-def make_engine(
-  config: ClusterRolloutConfig, numerics: NumericsConfig | None = None
-) -> Engine:
+def make_engine(config: ClusterRolloutConfig, numerics: NumericsConfig | None = None) -> Engine:
   return Engine(
     model_loading.load_model("nano", numerics),
     config=EngineConfig(
@@ -143,9 +137,7 @@ def requests_of(config: ClusterRolloutConfig, engine: Engine) -> list[Request]:
   """Returns the requests of all groups."""
   task, tokenizer = loading.load("word_problems"), engine.tokenizer
   assert tokenizer is not None
-  sampling = SamplingParams(
-    max_tokens=config.max_tokens, stop_token_ids=tuple(tokenizer.eos_ids)
-  )
+  sampling = SamplingParams(max_tokens=config.max_tokens, stop_token_ids=tuple(tokenizer.eos_ids))
   found = []
   for group in range(config.num_groups):
     index = groups.problem_index(group, task.num_problems("train"), config.seed)
@@ -239,9 +231,7 @@ def _drafted(
   note: Callable[..., None],
 ) -> str:
   """Runs the rollout with drafts on 1, 2 and 3 workers; returns the table of tokens per step."""
-  policy = policies.LongestGroupFirst(
-    chunk_tokens=config.chunk_tokens, routing=policies.ByRoom()
-  )
+  policy = policies.LongestGroupFirst(chunk_tokens=config.chunk_tokens, routing=policies.ByRoom())
   lines = ["| system | tokens per step | of one worker's | bytes of deltas |", "|---|---|---|---|"]
   first = 0.0
   for count, kind in ((1, EngineWorker), (2, EngineWorker), (3, EngineWorker), (2, Deaf)):
@@ -260,9 +250,7 @@ def _drafted(
     first = first or per_step
     told = 0 if kind is Deaf else 4 * rollout.counts["told"]
     name = f"{count} workers that draft" + (", without deltas" if kind is Deaf else "")
-    note(
-      name, completions, begin, tokens_a_step=per_step, delta_bytes=told, **counts_of(rollout)
-    )
+    note(name, completions, begin, tokens_a_step=per_step, delta_bytes=told, **counts_of(rollout))
     lines.append(f"| {name} | {per_step:.3f} | {per_step / first:.2f} | {told} |")
   for engine in engines:
     engine.drafter = None

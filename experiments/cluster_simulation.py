@@ -58,9 +58,7 @@ class JournalCost(NamedTuple):
 def journal_cost(directory: pathlib.Path, num_tokens: int, num_records: int = 64) -> JournalCost:
   """Measures the cost of chunks of `num_tokens` tokens in a journal in `directory`."""
   rng = np.random.default_rng(0)
-  request = Request(
-    request_id="0/0/0", prompt=tuple(range(256)), sampling=SamplingParams(), seed=0
-  )
+  request = Request(request_id="0/0/0", prompt=tuple(range(256)), sampling=SamplingParams(), seed=0)
   path = directory / "journal.jsonl"
   with journal_lib.Journal(path, fingerprint={"numerics": "simulated"}, settings={}) as journal:
     before, seconds, waits = path.stat().st_size, 0.0, 0.0

@@ -218,9 +218,7 @@ def their_answer(directory: pathlib.Path, config: Config, name: str) -> Answer:
       do_sample=False, use_cache=True,
     )  # fmt: skip
     with torch.inference_mode():
-      out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=generation
-      )
+      out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=generation)
     assert out.shape == (batch, PROMPT_TOKENS + length), "a response ended before its length"
 
   return answer

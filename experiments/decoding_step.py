@@ -22,9 +22,7 @@ from seerjax.types import SamplingParams, TokenBatch
 PAGE_SIZE = 64
 
 
-def program(
-  model: model_config.TransformerConfig, numerics: NumericsConfig
-) -> Callable[..., Any]:
+def program(model: model_config.TransformerConfig, numerics: NumericsConfig) -> Callable[..., Any]:
   """Returns `runner.instance_step` as a function of (weights, pages, inputs, key).
 
   It equals the program of `Runner.step` for a backend on which predicates stall the host: page

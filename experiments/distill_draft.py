@@ -56,9 +56,7 @@ def problems(seed: int, split: str = "train") -> Iterator[Problem]:
     yield task.problem(split, draws.below(task.num_problems(split)))
 
 
-def answered(
-  target: loading.Model, num_problems: int, asked: Iterator[Problem]
-) -> distill.Answers:
+def answered(target: loading.Model, num_problems: int, asked: Iterator[Problem]) -> distill.Answers:
   """Returns the target's completions of `num_problems` problems, at temperature 1.
 
   A request's seed is its index.

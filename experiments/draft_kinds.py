@@ -184,9 +184,7 @@ def main(argv: list[str]) -> None:
     command_line.check_arguments(argv)
     directory = pathlib.Path(args.workdir)
     directory.mkdir(parents=True, exist_ok=True)
-    config = distill.DistillConfig(
-      num_tokens=args.num_tokens, lengths=(80, PADDED), seed=args.seed
-    )
+    config = distill.DistillConfig(num_tokens=args.num_tokens, lengths=(80, PADDED), seed=args.seed)
     path = loading.path_of("nano")
 
     @functools.cache

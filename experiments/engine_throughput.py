@@ -335,9 +335,7 @@ def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
       begin, cpu_begin = time.perf_counter(), time.process_time()
       num_tokens = answer()
       cpu_seconds, seconds = time.process_time() - cpu_begin, time.perf_counter() - begin
-      record = dict(
-        seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak_memory()
-      )
+      record = dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak_memory())
       print(json.dumps(record), file=reply, flush=True)
   except Exception as error:  # A peer's failure is a result, reported under its name.
     print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)

@@ -112,9 +112,7 @@ def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tupl
   segments = jax.ShapeDtypeStruct((num_segments,), jnp.int32)
   table = jax.ShapeDtypeStruct((num_segments, step.batch.page_table.shape[1]), jnp.int32)
   batch = types.TrainBatch(
-    tokens=step.batch._replace(
-      segment_start=segments, segment_length=segments, page_table=table
-    ),
+    tokens=step.batch._replace(segment_start=segments, segment_length=segments, page_table=table),
     targets=step.positions,
     loss_mask=jax.ShapeDtypeStruct((num_rows,), jnp.bool_),
     sequence_index=step.positions,
@@ -150,9 +148,7 @@ def compiled(kind: str, num_rows: int, num_layers: int) -> Step:
   step = Step(kind, num_rows, num_layers)
   try:
     call, arguments = KINDS[kind](num_rows, num_layers)
-    made = sass.compile_for_hopper(
-      call, *arguments, donated=(1,) if kind == "engine step" else ()
-    )
+    made = sass.compile_for_hopper(call, *arguments, donated=(1,) if kind == "engine step" else ())
   # The report shows any error of a step.
   except Exception as error:
     lines = str(error).strip().splitlines() or ["no message"]

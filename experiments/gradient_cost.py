@@ -39,7 +39,7 @@ from seerjax.types import (
   SamplingParams,
   TrainBatch,
   Verdict,
-)  # fmt: skip
+)
 
 MEMBERS = 8
 IMPLEMENTATIONS = ("tiled", "native")
@@ -49,9 +49,7 @@ MOST_OF_FORWARD, LEAST_OF_TILED = 4.0, 2.5
 Say = Callable[[str], None]
 
 
-def job(
-  model: str, implementation: str, model_shards: int = 1
-) -> tuple[Any, run_config.RunConfig]:
+def job(model: str, implementation: str, model_shards: int = 1) -> tuple[Any, run_config.RunConfig]:
   """Returns a policy, and the main job on one instance with the sizes derived for its model."""
   policy, _ = generate.load(model)
   main = presets.main_job()

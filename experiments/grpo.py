@@ -127,9 +127,7 @@ def prepare(
     FileNotFoundError: if the task's file does not exist.
   """
   directory_lib.check_directory(directory, resume=resume)
-  task = loading.load(
-    config.task, path=config.task_path or None, options=config.task_options
-  )
+  task = loading.load(config.task, path=config.task_path or None, options=config.task_options)
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are loaded.
   policy = policy_lib.load_policy(config.model, config.numerics)

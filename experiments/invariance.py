@@ -160,9 +160,7 @@ def probe(
   return Request(request_id=name, prompt=prompt, sampling=sampling, seed=config.seed)
 
 
-def longest_answered(
-  config: InvarianceConfig, temperature: float
-) -> tuple[tuple[int, ...], int]:
+def longest_answered(config: InvarianceConfig, temperature: float) -> tuple[tuple[int, ...], int]:
   """Chooses the word problem of (a) or (b) with the longest answer.
 
   A short answer could end before any path diverges. The candidates are the first `CANDIDATES`

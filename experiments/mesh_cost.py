@@ -92,9 +92,7 @@ def measure(
       timed[devices, name] = call
   for devices in meshes:
     # The instance axis of each mesh has size one.
-    pairs = zip(
-      jax.tree.leaves(gradients[1]), jax.tree.leaves(gradients[devices]), strict=True
-    )
+    pairs = zip(jax.tree.leaves(gradients[1]), jax.tree.leaves(gradients[devices]), strict=True)
     assert all(a.tobytes() == b.tobytes() for a, b in pairs), f"{devices} devices: other bits"
   seconds: dict[tuple[int, str], list[float]] = {key: [] for key in timed}
   for repetition in range(repetitions + 1):

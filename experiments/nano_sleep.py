@@ -151,7 +151,9 @@ def varied(text: str, draws: Draws) -> str:
       adverb = draws.choice(
         ("Now", "In the end,")
         if sentence.startswith("How many")
-        else ("At first",) if is_state else ("Then", "Later")
+        else ("At first",)
+        if is_state
+        else ("Then", "Later")
       )
       is_word = sentence.startswith(("A friend", "Each day", "For ", "How ", "If "))
       other = f"{adverb} {sentence[0].lower() if is_word else sentence[0]}{sentence[1:]}"
@@ -178,9 +180,7 @@ def documents(seed: int) -> Iterator[tuple[str, str]]:
   kinds = [kind for kind, share in KINDS.items() for _ in range(share)]
   lengths = [length for length, share in LENGTHS.items() for _ in range(share)]
   while True:
-    task = tasks[
-      draws.chance(LARGE_RATE), draws.chance(LONG_RATE), draws.chance(BRANCH_RATE)
-    ]
+    task = tasks[draws.chance(LARGE_RATE), draws.chance(LONG_RATE), draws.chance(BRANCH_RATE)]
     contexts = task.contexts("train")
     place = draws.below(len(contexts))
     context, questions = contexts[place], task.questions("train", place)
@@ -355,10 +355,7 @@ def compare(warm: str, after: str, split: str, num_contexts: int, seed: int) -> 
   gain = 100 * (last - first)
   error = 1.96 * gain.std(ddof=1) / math.sqrt(len(gain))
   probe = [
-    right
-    for facts in found[1]
-    for person, right in facts.items()
-    if person not in LEARNT_NAMES
+    right for facts in found[1] for person, right in facts.items() if person not in LEARNT_NAMES
   ]
   return (
     f"{split}: right facts at temperature 1, {len(gain)} contexts: {100 * first.mean():.1f} % warm,"

@@ -153,9 +153,7 @@ class Outsider:
   def _due(self) -> list[Fault]:
     now, count = time.monotonic(), self._num_rollouts()
     early = [one for one in self._faults if one.rollouts <= count]
-    return [
-      one for one in early if now >= self._since.setdefault(one.rollouts, now) + one.seconds
-    ]
+    return [one for one in early if now >= self._since.setdefault(one.rollouts, now) + one.seconds]
 
   def _wake(self, now: float) -> None:
     for process in [one for one, until in self._stopped.items() if until <= now]:

@@ -267,9 +267,7 @@ def main(argv: list[str]) -> None:
       heldout=args.heldout, every=args.every, compute_dtype=args.dtype,
     )  # fmt: skip
     if args.steps:
-      wanted = [
-        Cell(args.generator, arm, int(seed)) for seed in args.seeds for arm in args.arms
-      ]
+      wanted = [Cell(args.generator, arm, int(seed)) for seed in args.seeds for arm in args.arms]
       run = functools.partial(measure, settings, directory)
       try:
         cells_lib.completed(wanted, directory, dataclasses.asdict(settings), run)

@@ -215,9 +215,7 @@ class Fleet:
     server = self.server(cell.peer, slots)
     question, others = same_questions(settings, cell.temperature)
     return asyncio.run(
-      same(
-        server.url, peer, question, others, settings=settings, ends=self.ends, on_asked=on_asked
-      )
+      same(server.url, peer, question, others, settings=settings, ends=self.ends, on_asked=on_asked)
     )
 
   def stop(self, name: str) -> None:

@@ -59,9 +59,7 @@ def prompts(settings: Settings, count: int) -> list[tuple[tuple[int, ...], str]]
   """Returns prompts as ids and as text: word problems as user turns."""
   from seerjax.models import loading, tokenizer as tokenizer_lib
 
-  workload = engine_throughput.Workload(
-    model=settings.model, num_prompts=count, seed=settings.seed
-  )
+  workload = engine_throughput.Workload(model=settings.model, num_prompts=count, seed=settings.seed)
   tokenizer = tokenizer_lib.load(loading.path_of(settings.model))
   found = [tuple(ids) for ids in engine_throughput.prompts(workload)]
   return [(ids, tokenizer.decode(ids, skip_special_tokens=False)) for ids in found]

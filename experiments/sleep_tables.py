@@ -181,9 +181,7 @@ def bootstrap(
 # Equal test tokens.
 
 
-def gain_at_equal_tokens(
-  cells: Cells, base: Cells, wake: Arm, tests: Sequence[Arm]
-) -> Interval:
+def gain_at_equal_tokens(cells: Cells, base: Cells, wake: Arm, tests: Sequence[Arm]) -> Interval:
   """Returns the accuracy gain of "wake" over "test" at equal test tokens.
 
   The baseline is interpolated between budgets and made non-decreasing in tokens; both favour it.
@@ -273,9 +271,7 @@ def price(cells: Cells, arm: Arm, latency_price: float, num_questions: int) -> f
   return latency_price * float(tokens) + float(sleep) / num_questions
 
 
-def crossing(
-  base: Cells, cells: Cells, test: Arm, wake: Arm, latency_price: float
-) -> float:
+def crossing(base: Cells, cells: Cells, test: Arm, wake: Arm, latency_price: float) -> float:
   """Returns the observed break-even number of questions per context; infinity if sleep never pays.
 
   It compares the prices of the first one, two, ... questions of each context, with linear
@@ -293,9 +289,7 @@ def crossing(
   return math.inf
 
 
-def foreseen(
-  base: Cells, cells: Cells, test: Arm, wake: Arm, others: Cells
-) -> planner.Estimate:
+def foreseen(base: Cells, cells: Cells, test: Arm, wake: Arm, others: Cells) -> planner.Estimate:
   """Returns the mean of the planner's estimates for other contexts, of which it knows the lengths.
 
   Args:

@@ -166,9 +166,7 @@ def about(part: Part, scorer: Scorer, tokenizer: Tokenizer) -> list[About]:
   for item in protocol.items(part.task, part.split, part.places):
     num_tokens = len(tokenizer.encode(item.context.text))
     for problem in item.questions:
-      logprob = predictability(
-        scorer, tokenizer, part.task, item.context.text, problem.question
-      )
+      logprob = predictability(scorer, tokenizer, part.task, item.context.text, problem.question)
       found.append(
         About(
           part=part.name,
@@ -422,9 +420,7 @@ def planning(main: Main) -> Section:
   found = []
   for latency_price in sleep_tables.PRICES:
     for mean_questions in (1.2, 2.0, 3.0, 5.0):
-      one = sleep_tables.planned(
-        main.base, main.own, TEST, WAKE, latency_price, mean_questions
-      )
+      one = sleep_tables.planned(main.base, main.own, TEST, WAKE, latency_price, mean_questions)
       found.append((
         f"{latency_price:g}", f"{mean_questions:g}", f"{one.never:,.0f}", f"{one.always:,.0f}",
         f"{one.planner:,.0f}", one.num_slept, percent(one.excess),
@@ -484,7 +480,11 @@ def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Sec
     logprob = float(np.mean([one.logprob for one in cells.about]))
     found.append((name.partition(" ")[2], len(cells.starts), f"{logprob:.2f}", *gains))
   names = (
-    "exponent", "contexts", "mean log p(q|c)", "gain at length 0, points (95 %)", "in whole answers"
+    "exponent",
+    "contexts",
+    "mean log p(q|c)",
+    "gain at length 0, points (95 %)",
+    "in whole answers",
   )
   return Section("By the law of Zipf that questions follow", _table(names, found))
 

@@ -182,15 +182,11 @@ class Timed:
         self.drafts.setdefault(query.request_id, []).append(one)
     return found
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     """Forwards the outcome of a draft to the drafter."""
     self._drafter.observe(request_id, group_id, num_drafted, num_accepted)
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     """Forwards the end of a request to the drafter."""
     self._drafter.finish(request_id, group_id, tokens, num_prompt)
 
@@ -207,9 +203,7 @@ class Pair:
     """
     self.workload, self._clock = workload, speculation_pays.CLOCKS[workload.clock]
     implementation: Any = workload.implementation  # Validated by NumericsConfig.
-    numerics = dataclasses.replace(
-      run_presets.main_job().numerics, implementation=implementation
-    )
+    numerics = dataclasses.replace(run_presets.main_job().numerics, implementation=implementation)
     self.model = model = models.load_model(target, numerics)
     config = engine_lib.EngineConfig(
       page_size=32,

@@ -283,9 +283,7 @@ def independent(q: np.ndarray, said: np.ndarray) -> np.ndarray:
   return chance * (1 - chance) ** np.arange(WIDTHS[-1])[None]
 
 
-def coupled(
-  p: np.ndarray, q: np.ndarray, said: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
+def coupled(p: np.ndarray, q: np.ndarray, said: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   """Uses `gumbel_top_k` with the target's noise, drawn conditional on the recorded token."""
   held = np.zeros((len(p), WIDTHS[-1]))
   rows = np.arange(len(p))

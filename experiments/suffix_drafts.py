@@ -372,7 +372,10 @@ def acceptance_lengths(
 def acceptance_table(lengths: dict[tuple[int, int], float]) -> str:
   """Returns acceptance lengths and Seer's as a Markdown table."""
   seer = {
-    0: (1.70, 1.77, 1.85), 1: (2.04, 2.14, 2.25), 5: (2.32, 2.44, 2.59), 15: (2.53, 2.69, 2.85),
+    0: (1.70, 1.77, 1.85),
+    1: (2.04, 2.14, 2.25),
+    5: (2.32, 2.44, 2.59),
+    15: (2.53, 2.69, 2.85),
   }
   lines = [
     "| sibling texts | linear | 2 paths | 4 paths | Seer's, Qwen2-VL-72B |",

@@ -134,9 +134,7 @@ def settings_of(grid: Grid) -> dict[str, Any]:
   return json.loads(json.dumps(metrics.encode(dataclasses.asdict(grid.run))))
 
 
-def measure(
-  grid: Grid, cell: Cell, programs: dict[Any, Programs]
-) -> dict[str, Any]:
+def measure(grid: Grid, cell: Cell, programs: dict[Any, Programs]) -> dict[str, Any]:
   """Runs a cell; returns its record. Runs of one shape share compiled programs."""
   config = grid.config_of(cell)
   environment = names_lib.load(cell.problem)
@@ -155,7 +153,7 @@ def measure(
     "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     "numerics": numerics_lib.fingerprint(config.numerics, config.trainer.remat)["digest"],
     "settings": settings_of(grid),
-  }  # fmt: skip
+  }
 
 
 def tables(records: Sequence[dict[str, Any]]) -> str:

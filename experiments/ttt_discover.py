@@ -74,9 +74,7 @@ FLAGSHIP = DiscoverConfig(
   search=puct.SearchConfig(patience=8),
   # With the published reward it learns not to change good plans (ttt.md).
   objective=ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),
-  engine=dataclasses.replace(
-    DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)
-  ),
+  engine=dataclasses.replace(DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)),
   trainer=TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
 )
 
@@ -91,9 +89,7 @@ PAPER = DiscoverConfig(
   engine=engine_lib.EngineConfig(max_context=32_768),
   scheduler=policies.LongestGroupFirst(),
   trainer=TrainerConfig(remat="layer"),
-  optimizer=step_lib.OptimizerConfig(
-    learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf
-  ),
+  optimizer=step_lib.OptimizerConfig(learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf),
 )
 PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
 
@@ -257,9 +253,7 @@ def discover(argv: list[str]) -> None:
   allow_weak = config.programs.allow_weak_sandbox
   if args.check_problem:  # In a separate process: the file may hang on import.
     sys.exit(
-      check_problem(
-        config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak
-      )
+      check_problem(config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak)
     )
   factory = functools.partial(names_lib.load, config.problem, allow_weak_sandbox=allow_weak)
   environment = factory()

@@ -54,9 +54,7 @@ class Contest:
     run: all other settings. Everything runs in one process, so that CPU seconds are of one core.
   """
 
-  problems: tuple[str, ...] = tuple(
-    f"apple_machines:{instance}" for instance in range(1, 11)
-  )
+  problems: tuple[str, ...] = tuple(f"apple_machines:{instance}" for instance in range(1, 11))
   seeds: tuple[int, ...] = (0,)
   rivals: tuple[str, ...] = RIVALS
   run: DiscoverConfig = dataclasses.replace(ttt_discover.FLAGSHIP, num_workers=0)

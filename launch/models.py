@@ -172,9 +172,7 @@ def convert(file: pathlib.Path, directory: pathlib.Path) -> None:
 
   numerics = numerics_lib.NumericsConfig(reduction_shards=0)
   masters, config = huggingface.load(file, numerics)
-  huggingface.save(
-    directory, masters, config, dtype="float32", tokenizer=tokenizer.load(file)
-  )
+  huggingface.save(directory, masters, config, dtype="float32", tokenizer=tokenizer.load(file))
 
 
 def make(name: str, place: pathlib.Path) -> str:

@@ -191,6 +191,11 @@ run_pytest() {
     -q --durations=25 "$@"
 }
 
+# ruff DIR: lints, and compares the format of all files with the formatter's.
+ruff() {
+  "$1/bin/python" -m ruff check . && "$1/bin/python" -m ruff format --check --quiet .
+}
+
 # real_model DIR: builds the model for tests on real weights. Returns 1 if the index responds but
 # lacks the model, 2 if no index responds.
 real_model() {
@@ -480,7 +485,7 @@ if [ "$tier" != all ]; then
     say "tests of what changed:" $paths
   fi
   begin_pyright
-  stage "ruff" "$newest/bin/python" -m ruff check .
+  stage "ruff" ruff "$newest"
   # shellcheck disable=SC2086 # Our paths contain no spaces.
   stage "everyday tests, Python $minor" run_pytest "$newest" --everyday $paths
   pyright_ended
@@ -501,7 +506,7 @@ if [ -n "$oldest" ]; then
   beside="$beside $preparing"
 fi
 
-stage "ruff" "$newest/bin/python" -m ruff check .
+stage "ruff" ruff "$newest"
 stage "wheel and examples, Python $minor" built_wheel "$newest"
 stage "wheel alone answers a curl, Python $minor" served_wheel "$newest" "$minor"
 # Before torch is installed, because pyright would then read torch's types.

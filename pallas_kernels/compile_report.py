@@ -123,9 +123,7 @@ def gradients() -> Iterator[Case]:
     bench_cases.norm_of_heads(QWEN3_8B, 4096),
     bench_cases.experts(QWEN3_30B, "gate", QWEN3_30B.hidden, QWEN3_30B.intermediate, 4096),
   ):
-    yield Case(
-      case.kernel, f"{case.name}, gradient", gradient(case.ours.call), case.ours.inputs
-    )
+    yield Case(case.kernel, f"{case.name}, gradient", gradient(case.ours.call), case.ours.inputs)
 
 
 def gradient(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,9 +146,7 @@ def gradient(call: Callable[..., Any]) -> Callable[..., Any]:
 # ----- checks
 
 
-def complaints(
-  results: Sequence[Result], allowances: Mapping[str, int] = ALLOWANCES
-) -> list[str]:
+def complaints(results: Sequence[Result], allowances: Mapping[str, int] = ALLOWANCES) -> list[str]:
   """Returns the failures of compiled cases, as sentences."""
   found = []
   for result in results:
@@ -231,9 +227,7 @@ def compiled(case: Case) -> Result:
     lines = str(error).strip().splitlines() or ["no message"]
     return dataclasses.replace(result, error=f"{type(error).__name__}: {lines[0]}"[:300])
   seconds = made.lowering_seconds + made.compile_seconds
-  return dataclasses.replace(
-    result, kernels=made.kernels, launches=made.launches, seconds=seconds
-  )
+  return dataclasses.replace(result, kernels=made.kernels, launches=made.launches, seconds=seconds)
 
 
 def _compiled_by_name(kernel: str, name: str) -> Result:

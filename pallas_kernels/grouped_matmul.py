@@ -180,9 +180,7 @@ def _grouped_matmul_forward(x, group_sizes, w, transposed, out_dtype, config, in
 def _grouped_matmul_backward(transposed, out_dtype, config, interpret, saved, dy):
   x, group_sizes, w = saved
   rounded = dy.astype(x.dtype)
-  dx = _grouped_matmul(
-    rounded, group_sizes, w, not transposed, x.dtype.name, config, interpret
-  )
+  dx = _grouped_matmul(rounded, group_sizes, w, not transposed, x.dtype.name, config, interpret)
   return dx, None, _weight_gradient(x, group_sizes, w, rounded, transposed, config, interpret)
 
 

@@ -69,9 +69,9 @@ def is_number(value: Any) -> bool:
 def is_truth(value: Any) -> bool:
   """Returns whether a value is True or False, of Python or numpy."""
   # numpy's booleans share no base class with Python's, and this module does not import numpy.
-  return isinstance(value, bool) or (type(value).__module__ == "numpy" and (
-    type(value).__name__ in ("bool", "bool_")
-  ))
+  return isinstance(value, bool) or (
+    type(value).__module__ == "numpy" and (type(value).__name__ in ("bool", "bool_"))
+  )
 
 
 def shown(value: Any) -> str:
@@ -87,8 +87,11 @@ def shown(value: Any) -> str:
 
 def _is_plain(value: Any) -> bool:
   inner = value.values() if isinstance(value, dict) else value
-  return isinstance(value, str | bytes | None) or is_number(value) or is_truth(value) or (
-    isinstance(value, tuple | list | dict) and all(map(_is_plain, inner))
+  return (
+    isinstance(value, str | bytes | None)
+    or is_number(value)
+    or is_truth(value)
+    or (isinstance(value, tuple | list | dict) and all(map(_is_plain, inner)))
   )
 
 
@@ -129,9 +132,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     parameters = inspect.signature(function).parameters.values()
     named = [one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     return tuple(one.name for one in named if one.kind is not one.KEYWORD_ONLY), {
-      one.name: (_kind(hints[one.name], False), one.default)
-      for one in named
-      if one.name in hints
+      one.name: (_kind(hints[one.name], False), one.default) for one in named if one.name in hints
     }
 
   def settled(name: str, value: Any) -> Any:
@@ -163,10 +164,14 @@ def _settled(what: str, value: Any, kind: _Kind, fallback: Any, fix: str = "") -
   except _Wrong as wrong:
     (inner,) = wrong.args
     got = shown(value) if inner is value else f"{shown(inner)} in {shown(value)}"
-    fix = fix or kind.fix(value) or (
-      "give one"
-      if fallback is dataclasses.MISSING or fallback is inspect.Parameter.empty
-      else f"its default is {shown(fallback)}"
+    fix = (
+      fix
+      or kind.fix(value)
+      or (
+        "give one"
+        if fallback is dataclasses.MISSING or fallback is inspect.Parameter.empty
+        else f"its default is {shown(fallback)}"
+      )
     )
     raise ValueError(f"{what}: got {got}, expected {kind.expected}; {fix}.") from None
 

@@ -229,9 +229,7 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
       tell("")
 
 
-def chat(
-  policy: Policy, placed: placement.Placement, sampling: SamplingParams
-) -> None:
+def chat(policy: Policy, placed: placement.Placement, sampling: SamplingParams) -> None:
   """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
   context = min(policy.model.max_context, flags.FLAGS.max_context or CHAT_CONTEXT)
   engine = engine_for(

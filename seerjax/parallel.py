@@ -348,12 +348,12 @@ def require_sizes(
     ValueError: naming the field.
   """
   if not 1 <= num_instances <= MAX_INSTANCES:
-    bound, fix = ("at least 1", "raise") if num_instances < 1 else (
-      f"at most {MAX_INSTANCES} (one per device)", "lower"
+    bound, fix = (
+      ("at least 1", "raise")
+      if num_instances < 1
+      else (f"at most {MAX_INSTANCES} (one per device)", "lower")
     )
-    raise ValueError(
-      f"{what}num_instances: got {num_instances}, expected {bound}; {fix} it."
-    )
+    raise ValueError(f"{what}num_instances: got {num_instances}, expected {bound}; {fix} it.")
   if model_shards not in MODEL_SHARDS:
     raise ValueError(
       f"{what}model_shards: got {model_shards}, expected one of {MODEL_SHARDS}; 1 is usual if the"

@@ -289,9 +289,7 @@ def learn(
     numbers["objective/kl_to_base"] = entropic.kl_to_base(*chosen)
     if config.objective.kl_coefficient:
       batch = batch._replace(
-        advantages=entropic.kl_shaped(
-          batch.advantages, *chosen, config.objective.kl_coefficient
-        )
+        advantages=entropic.kl_shaped(batch.advantages, *chosen, config.objective.kl_coefficient)
       )
   params = policy_lib.running_weights(run.weights, state.params, base)
   gradient, means, scores = trainer.gradient(params, batch, losses.denominators(batch), None)

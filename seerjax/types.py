@@ -181,9 +181,7 @@ class SamplingParams:
     raise ValueError(f"SamplingParams.{field}: got {got}, expected {expected}; {fix}.")
 
 
-_FIXES = {
-  "prompt": "encode text with the tokenizer, and write tuple(ids.tolist()) of an array"
-}
+_FIXES = {"prompt": "encode text with the tokenizer, and write tuple(ids.tolist()) of an array"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

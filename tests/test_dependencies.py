@@ -21,8 +21,14 @@ PACKAGES = ("seerjax", "pallas_kernels")
 # Each step may import the steps before it.
 STEPS: tuple[tuple[str, ...], ...] = (
   (
-    "array_typing", "agreement", "compiled", "fields", "host_memory", "object_store",
-    "pallas_kernels", "xla_flags",
+    "array_typing",
+    "agreement",
+    "compiled",
+    "fields",
+    "host_memory",
+    "object_store",
+    "pallas_kernels",
+    "xla_flags",
   ),
   ("numerics", "types"),
   ("parallel", "metrics", "ops", "checkpoint", "tasks", "sandbox"),

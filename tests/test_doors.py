@@ -69,9 +69,7 @@ NANO = pathlib.Path(huggingface.__file__).parent / "nano"
 TOKENIZER = tokenizer_lib.load(NANO)
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)  # Nano's words.
 NUMERICS = tiny_model.ONE_SLAB
-SIZES = EngineConfig(
-  page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(8,)
-)
+SIZES = EngineConfig(page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(8,))
 RUN = RunConfig(
   num_steps=1,
   numerics=NUMERICS,

@@ -115,9 +115,7 @@ def test_the_engine_step_exports(model):
     lambda: kv_layout.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  function = functools.partial(
-    runner.instance_step, config=model, numerics=NUMERICS, axis=None
-  )
+  function = functools.partial(runner.instance_step, config=model, numerics=NUMERICS, axis=None)
   for platform in PLATFORMS:
     exported = export(function, platform, params_like(model, NUMERICS.dtype), pages, inputs, key)
     assert exported.out_avals[-1].shape == (samples,)

@@ -94,7 +94,10 @@ def test_what_runs_whole_is_what_changed_and_what_is_named_after_it(
     (
       ["seerjax/ops/tiles.py"],
       [
-        "tests/contract", "tests/experiments", "tests/test_rl.py", "tests/test_small.py",
+        "tests/contract",
+        "tests/experiments",
+        "tests/test_rl.py",
+        "tests/test_small.py",
         "tests/trainer",
       ],
     ),

@@ -138,7 +138,10 @@ def test_a_file_in_the_directorys_stead_names_the_place(place: str, tmp_path: pa
   [
     ("nothing of use", "got a file with the text 'nothing of use', expected a directory"),
     ("", "got a file with the text '', expected"),
-    ("floppy://a/b", "got 'floppy://a/b', expected a URL that etils.epath supports, gs:// or s3://"),
+    (
+      "floppy://a/b",
+      "got 'floppy://a/b', expected a URL that etils.epath supports, gs:// or s3://",
+    ),
   ],
 )
 def test_places_that_cannot_be_are_refused(tmp_path: pathlib.Path, text: str, message: str):

@@ -50,9 +50,7 @@ def test_a_process_whose_first_is_not_there_says_so():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
-  config = parallel.SliceConfig(
-    num_processes=2, process_id=1, coordinator=address, start_seconds=1
-  )
+  config = parallel.SliceConfig(num_processes=2, process_id=1, coordinator=address, start_seconds=1)
   with pytest.raises(ValueError, match="process 1 of 2 found nothing within 1 s .*start all proc"):
     parallel.start(config, num_devices=8)
 

@@ -1,6 +1,6 @@
 """The site of docs/: it builds, holds every public name, and its guides are programs that run.
 
-  mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages, that ask no network
+mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages, that ask no network
 """
 
 from __future__ import annotations

@@ -215,9 +215,7 @@ def verified(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
 
 def described(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
   artefact = [*ARTEFACT]
-  return [
-    (environment_lib.described(Row(ruin), artefact), [*artefact]) for _ in range(NUM_CALLS)
-  ]
+  return [(environment_lib.described(Row(ruin), artefact), [*artefact]) for _ in range(NUM_CALLS)]
 
 
 def confirmed(ruin: Ruiner, path: pathlib.Path) -> list[Any]:

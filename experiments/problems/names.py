@@ -1,6 +1,6 @@
 """Resolves short names of problems, such as "circle_packing:26".
 
-  "circle_packing:26" -> circle_packing.CirclePacking(26) -> an environment
+"circle_packing:26" -> circle_packing.CirclePacking(26) -> an environment
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ class Name(NamedTuple):
 
 # Names ending in "_plain" do not polish; those ending in "_programs" are solved in C++ or Python,
 # and need a language model.
-NAMES: Mapping[str, Name] = types.MappingProxyType({
-  "apple_machines": Name("instance", 0, POLISH),
-  "apple_machines_plain": Name("instance", 0),
-  "purse_seine": Name("instance", 0),
-  "purse_seine_plain": Name("instance", 0, {"with_polish": False}),
-  "circle_packing": Name("circles", 26),
-  "minimum_overlap": Name("steps", 51),
-  "first_autocorrelation": Name("steps", 300),
-  "second_autocorrelation": Name("steps", 100),
-  "trimul": Name("positions", 64),
-  "pallas_matmul": Name("rows", 4096),
-  "pallas_rms_norm": Name("rows", 4096),
-  "purse_seine_programs": Name("cases", 8),
-  "apple_machines_programs": Name("cases", 8),
-})
+NAMES: Mapping[str, Name] = types.MappingProxyType(
+  {
+    "apple_machines": Name("instance", 0, POLISH),
+    "apple_machines_plain": Name("instance", 0),
+    "purse_seine": Name("instance", 0),
+    "purse_seine_plain": Name("instance", 0, {"with_polish": False}),
+    "circle_packing": Name("circles", 26),
+    "minimum_overlap": Name("steps", 51),
+    "first_autocorrelation": Name("steps", 300),
+    "second_autocorrelation": Name("steps", 100),
+    "trimul": Name("positions", 64),
+    "pallas_matmul": Name("rows", 4096),
+    "pallas_rms_norm": Name("rows", 4096),
+    "purse_seine_programs": Name("cases", 8),
+    "apple_machines_programs": Name("cases", 8),
+  }
+)
 
 
 def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:

@@ -317,9 +317,7 @@ def contract(
   out = gpu.kernel(
     body,
     name="matmul_parts" if tiles.apart else "matmul",
-    out_type=jax.ShapeDtypeStruct(
-      (m, n) if planes is None else (planes, m, n), tiles.out_dtype
-    ),
+    out_type=jax.ShapeDtypeStruct((m, n) if planes is None else (planes, m, n), tiles.out_dtype),
     scratch=tiles.scratch(stages),
     num_blocks=num_blocks,
     interpret=interpret,

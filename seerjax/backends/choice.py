@@ -95,9 +95,7 @@ def _say_once(line: str) -> None:
   logging.warning(line)
 
 
-def backend_of(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
-) -> Backend:
+def backend_of(numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None) -> Backend:
   """Returns the backend that the numerics name, or the one for this machine if they leave it open.
 
   Arguments and errors are those of `decided`.

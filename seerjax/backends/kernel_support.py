@@ -24,9 +24,7 @@ ROWS = 64
 PAGE = 64
 
 
-def reason_against(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
-) -> str | None:
+def reason_against(numerics: numerics_lib.NumericsConfig, shape: Decoder | None) -> str | None:
   """Returns None if the kernels can run this model here, otherwise a sentence with the reason.
 
   Args:
@@ -61,26 +59,32 @@ def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterato
   # Any: shapes instead of arrays, here and in the segments.
   i32: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
   segments = attention.Segments(i32(ROWS), i32(ROWS), i32(ROWS), i32(ROWS, 2), i32())
-  yield "attention", lambda: attention.is_supported(
-    q,
-    pages,
-    pages,
-    segments,
-    config=attention.Config(
-      kv_split=numerics.kv_split,
-      key_block=min(numerics.kv_split, KEY_BLOCK),
-      query_tile=numerics.query_tile,
+  yield (
+    "attention",
+    lambda: attention.is_supported(
+      q,
+      pages,
+      pages,
+      segments,
+      config=attention.Config(
+        kv_split=numerics.kv_split,
+        key_block=min(numerics.kv_split, KEY_BLOCK),
+        query_tile=numerics.query_tile,
+      ),
+      interpret=interpret,
     ),
-    interpret=interpret,
   )
-  yield "token_logprobs", lambda: token_logprobs.is_supported(
-    _bf16(ROWS, hidden),
-    _bf16(shards, shape.vocab_size // shards, hidden),
-    i32(ROWS),
-    jax.ShapeDtypeStruct((ROWS,), jnp.float32),
-    jax.ShapeDtypeStruct((ROWS, 2), jnp.uint32),
-    config=token_logprobs.Config(shards=shards),
-    interpret=interpret,
+  yield (
+    "token_logprobs",
+    lambda: token_logprobs.is_supported(
+      _bf16(ROWS, hidden),
+      _bf16(shards, shape.vocab_size // shards, hidden),
+      i32(ROWS),
+      jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+      jax.ShapeDtypeStruct((ROWS, 2), jnp.uint32),
+      config=token_logprobs.Config(shards=shards),
+      interpret=interpret,
+    ),
   )
 
 

@@ -74,9 +74,7 @@ def read_splits(numerics, q, k_pages, v_pages, batch, rows):
   columns = jnp.arange(split, dtype=jnp.int32)
 
   def body(index: Array, total: attention.Partial) -> attention.Partial:
-    pages = lax.dynamic_slice_in_dim(
-      batch.page_table, index * pages_per_split, pages_per_split, 1
-    )
+    pages = lax.dynamic_slice_in_dim(batch.page_table, index * pages_per_split, pages_per_split, 1)
 
     def read(source: Array) -> Array:
       part = source.at[:, pages].get(mode="promise_in_bounds")

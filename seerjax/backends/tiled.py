@@ -77,9 +77,7 @@ class Tiled:
     *,
     gradient_of: tiles.RowFunction | None = None,
   ) -> Any:
-    return tiles.map_rows(
-      function, weights, rows, num_rows, self.numerics, gradient_of=gradient_of
-    )
+    return tiles.map_rows(function, weights, rows, num_rows, self.numerics, gradient_of=gradient_of)
 
   def map_slabs(
     self, function: tiles.SlabFunction, shared: Any, slabs: Any, one: Array, axis: str | None
@@ -142,9 +140,7 @@ class Tiled:
     batch: TokenBatch,
     rows: attention.SegmentRows,
   ) -> Array:
-    return self.attend(
-      q, self.write_pages(pages, values, batch.slots, batch.num_rows), batch, rows
-    )
+    return self.attend(q, self.write_pages(pages, values, batch.slots, batch.num_rows), batch, rows)
 
   def after_attention(
     self,

@@ -253,9 +253,7 @@ class ClusterRollout:
     self._workers.begin()
     finished = list(self._unread)
     self._unread.clear()
-    unfinished = {
-      name for name in self._requests if self.buffer[name].state is not State.FINISHED
-    }
+    unfinished = {name for name in self._requests if self.buffer[name].state is not State.FINISHED}
     return finished, {
       name: one
       for name, one in self._so_far.items()
@@ -449,9 +447,7 @@ class ClusterRollout:
     else:
       self._so_far[request_id] = completion
       if self._journal is not None:
-        divided.keep_in(self._journal)(
-          self._requests[request_id], completion, running.first_token
-        )
+        divided.keep_in(self._journal)(self._requests[request_id], completion, running.first_token)
     return generated - running.first_token
 
   def _hear(self, member: _Member, completion: Completion, is_over: bool) -> None:
@@ -479,9 +475,7 @@ class ClusterRollout:
         event |= {"request": request_id, "chunk": chunk}
       self._journal.append_event(event | ({"why": why} if why else {}))
 
-  def _add_span(
-    self, request_id: str, running: _Running, generated: int, *, is_last: bool
-  ) -> None:
+  def _add_span(self, request_id: str, running: _Running, generated: int, *, is_last: bool) -> None:
     item = self.buffer[request_id]
     self.trace.spans.append(
       Span(
@@ -495,4 +489,3 @@ class ClusterRollout:
         is_last,
       )
     )
-

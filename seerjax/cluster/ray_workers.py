@@ -65,9 +65,7 @@ class _Actor:
   def check(self, requests: Sequence[Request]) -> str:
     return self._worker.check(requests)
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone]
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone]) -> Sequence[ChunkResult]:
     return self._worker.run(orders, forget)
 
   def process_id(self) -> int:

@@ -65,6 +65,7 @@ class ChunkOrder:
     exports: whether to export the pages at the chunk's end for other workers; False if there are
       none.
   """
+
   chunk: int
   request: Request
   resume_from: Completion | None

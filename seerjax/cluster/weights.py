@@ -180,9 +180,7 @@ def _bytes_of(leaf: Any) -> np.ndarray:
 
 
 def _path(path: Any) -> Path:
-  return tuple(
-    key.key if isinstance(key, jax.tree_util.DictKey) else key.idx for key in path
-  )
+  return tuple(key.key if isinstance(key, jax.tree_util.DictKey) else key.idx for key in path)
 
 
 def _tree(leaves: dict[Path, Any]) -> Any:

@@ -47,9 +47,7 @@ class Worker(Protocol):
     """Returns why the worker cannot run one of the requests; "" if it can run all."""
     ...
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()) -> Sequence[ChunkResult]:
     """Takes orders, and works until any chunk ends.
 
     Args:
@@ -164,9 +162,7 @@ class EngineWorker:
       counters=counters,
     )
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()) -> Sequence[ChunkResult]:
     """Implements `Worker.run`."""
     for gone in forget:
       self._forget(gone.request_id)
@@ -187,9 +183,7 @@ class EngineWorker:
           ended.append(self._result(request_id, self.engine.progress(request_id), kv))
     return ended
 
-  def _result(
-    self, request_id: str, completion: Completion, kv: KVManifest | None
-  ) -> ChunkResult:
+  def _result(self, request_id: str, completion: Completion, kv: KVManifest | None) -> ChunkResult:
     running = self._running.pop(request_id)
     counters, (drafted, accepted) = self.engine.counters, self._drafts
     self._drafts = counters.drafted_tokens, counters.accepted_tokens

@@ -138,9 +138,7 @@ class Archive:
   capacity: int = 1000
 
 
-def start(
-  seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000
-) -> Archive:
+def start(seeds: Sequence[Child], *, keep_children: int = 2, capacity: int = 1000) -> Archive:
   """Returns an archive of seeds.
 
   Seeds may be equal: if there is only one starting point, it is repeated once per group.
@@ -257,9 +255,7 @@ def _merit(state: State) -> tuple[float, int]:
   return state.value, -state.state_id
 
 
-def stuck_roots(
-  archive: Archive, step: int, *, islands: int, patience: int
-) -> tuple[int, ...]:
+def stuck_roots(archive: Archive, step: int, *, islands: int, patience: int) -> tuple[int, ...]:
   """Returns the roots of the islands without a new best state in the last `patience` steps.
 
   Args:

@@ -128,9 +128,7 @@ class Writer(Protocol):
     """
     ...
 
-  def ask(
-    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
-  ) -> list[Request]:
+  def ask(self, artefact: Artefact, step: int, group: int, *, printed: str = "") -> list[Request]:
     """Returns a group's requests, by member; ids and seeds depend only on their position.
 
     Args:

@@ -52,8 +52,12 @@ class TinyConfig:
 
   def __post_init__(self):
     fields.check(self)
-    if self.num_heads < 1 or self.num_heads % 8 or self.hidden_size < 1 or self.num_layers < 1 or (
-      self.hidden_size % self.num_heads
+    if (
+      self.num_heads < 1
+      or self.num_heads % 8
+      or self.hidden_size < 1
+      or self.num_layers < 1
+      or (self.hidden_size % self.num_heads)
     ):
       raise ValueError(
         f"TinyConfig: got hidden_size={self.hidden_size}, num_heads={self.num_heads},"
@@ -163,9 +167,7 @@ class DiscoverConfig:
     page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
   )
   scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
-  trainer: TrainerConfig = TrainerConfig(
-    rows_per_micro_batch=4096, sequences_per_micro_batch=64
-  )
+  trainer: TrainerConfig = TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=64)
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(b2=0.95, max_gradient_norm=1.0)
 
   def __post_init__(self):

@@ -51,9 +51,7 @@ class EditPolicy:
         " --config.engine.max_context, or shorten the language's prompt."
       )
 
-  def ask(
-    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
-  ) -> list[Request]:
+  def ask(self, artefact: Artefact, step: int, group: int, *, printed: str = "") -> list[Request]:
     """See `Writer`; `printed` is unused, because no program made the artefact."""
     del printed
     return [self.request(artefact, step, group, member) for member in range(self._group.size)]

@@ -46,9 +46,7 @@ def attempt(environment: Environment, job: Job) -> Attempt:
   """Applies a sentence to an artefact, and judges the result."""
   assert environment.language is not None
   try:
-    artefact = environment_lib.applied(
-      environment.language, job.artefact, job.tokens, job.seed
-    )
+    artefact = environment_lib.applied(environment.language, job.artefact, job.tokens, job.seed)
   except ValueError as error:
     return _failed("malformed", str(error))
   # A bug of the language must not end the run and lose its results.

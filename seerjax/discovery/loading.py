@@ -1,8 +1,8 @@
 """Loads a problem: a class in a module, or a Python file with four functions.
 
-  "my_module:MyProblem"      the class, called without arguments
-  "my_module:MyProblem:26"   the class, called with the number
-  "path/to/my_problem.py"    see `problem_file`
+"my_module:MyProblem"      the class, called without arguments
+"my_module:MyProblem:26"   the class, called with the number
+"path/to/my_problem.py"    see `problem_file`
 """
 
 from __future__ import annotations

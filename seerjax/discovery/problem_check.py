@@ -47,9 +47,7 @@ class Finding(NamedTuple):
     return f"{self.level}: {self.sentence}"
 
 
-def check_apart(
-  factory: Callable[[], Environment], seed: int, *, seconds: float
-) -> list[Finding]:
+def check_apart(factory: Callable[[], Environment], seed: int, *, seconds: float) -> list[Finding]:
   """Runs `check` in a separate process, because a problem may hang or end its process.
 
   Args:
@@ -59,9 +57,7 @@ def check_apart(
   """
   context = multiprocessing.get_context("spawn")
   receiver, sender = context.Pipe(duplex=False)
-  process = context.Process(
-    target=_check_and_send, args=(factory, seed, sender), daemon=True
-  )
+  process = context.Process(target=_check_and_send, args=(factory, seed, sender), daemon=True)
   process.start()
   sender.close()
   end, stage = time.monotonic() + seconds, "loading"

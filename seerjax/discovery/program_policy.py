@@ -80,9 +80,7 @@ class ProgramPolicy:
         " --config.programs.thinking_tokens and --config.programs.answer_tokens."
       )
 
-  def ask(
-    self, artefact: Artefact, step: int, group: int, *, printed: str = ""
-  ) -> list[Request]:
+  def ask(self, artefact: Artefact, step: int, group: int, *, printed: str = "") -> list[Request]:
     """See `Writer`; a description that is too long for the context is shortened."""
     text = environment_lib.described(self._environment, artefact)
     if printed:

@@ -78,8 +78,10 @@ class SearchConfig:
       raise ValueError(
         f"SearchConfig.reuse: got {self.reuse!r}, expected one of {REUSE}; choose one."
       )
-    if self.islands < 1 or self.patience < 0 or (
-      self.reuse != "puct" and (self.islands, self.patience) != (1, 0)
+    if (
+      self.islands < 1
+      or self.patience < 0
+      or (self.reuse != "puct" and (self.islands, self.patience) != (1, 0))
     ):
       raise ValueError(
         f"SearchConfig: got islands={self.islands}, patience={self.patience} with"

@@ -45,9 +45,7 @@ def seed_of(
   Raises:
     ValueError: if it is invalid, which is a bug of the environment.
   """
-  artefact = environment_lib.started(
-    environment, groups.request_seed(config.seed, -3, place, step)
-  )
+  artefact = environment_lib.started(environment, groups.request_seed(config.seed, -3, place, step))
   score = environment_lib.verified(environment, artefact)
   if not score.is_valid:
     raise ValueError(

@@ -105,9 +105,7 @@ class Drafter(Protocol):
     """
     ...
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     """Reports the verification of a request's draft, if any of it was verified.
 
     Args:
@@ -118,9 +116,7 @@ class Drafter(Protocol):
     """
     ...
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     """Reports that a request has ended.
 
     Args:

@@ -497,9 +497,7 @@ class Engine:
       sequence.instance = instance
       sequence.adapter = self._index_of[request.adapter]
       self._requests.add(sequence)
-    return reading.to_ends(
-      self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step
-    )
+    return reading.to_ends(self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step)
 
   # Operations between chunks.
 
@@ -690,9 +688,7 @@ class Engine:
     self._requests.remove(sequence)
     self._outputs.drop(request_id)
 
-  def idle_step(
-    self, num_requests: int, num_rows: int, num_steps: int = 1
-  ) -> Callable[[], None]:
+  def idle_step(self, num_requests: int, num_rows: int, num_steps: int = 1) -> Callable[[], None]:
     """Returns a function that runs a step of dummy rows, for timing; see `Planner.idle_rows`."""
     checks.weights(self._params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before adding requests")
@@ -722,9 +718,7 @@ class Engine:
     )  # fmt: skip
     if not self._held_by_pages:
       return line
-    return (
-      f"{line}; requests of at most {self._context:,} tokens; for more, {self._held_by_pages}"
-    )
+    return f"{line}; requests of at most {self._context:,} tokens; for more, {self._held_by_pages}"
 
 
 __all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]

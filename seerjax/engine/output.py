@@ -24,9 +24,7 @@ Top = tuple[list[list[list[int]]], list[list[list[float]]]]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
 
 
-def accept(
-  sequence: SequenceState, token: int, logprob: float, raw_logprob: float
-) -> StepOutput:
+def accept(sequence: SequenceState, token: int, logprob: float, raw_logprob: float) -> StepOutput:
   """Appends one sampled token to a response; returns its text and the finish reason, if any."""
   sequence.tokens.append(token)
   sequence.logprobs.append(logprob)
@@ -287,9 +285,7 @@ class Outputs:
       self._requests.pause(sequence)
     return StepOutput(request.request_id, tuple(added), text, reason)
 
-  def _tell(
-    self, piece: ScheduledRows, ids: list[list[int]], scores: list[list[float]]
-  ) -> None:
+  def _tell(self, piece: ScheduledRows, ids: list[list[int]], scores: list[list[float]]) -> None:
     """Stores the top tokens of a prefill-only request and its drafts, and removes the request."""
     reading = piece.sequence.reading
     assert reading is not None

@@ -401,9 +401,7 @@ class Planner:
     most = max((reading.num_top for reading in readings if reading is not None), default=0)
     return 1 << (most - 1).bit_length() if most else 0
 
-  def read_drafts(
-    self, scheduled: list[list[ScheduledRows]]
-  ) -> dict[Place, list[tuple[int, ...]]]:
+  def read_drafts(self, scheduled: list[list[ScheduledRows]]) -> dict[Place, list[tuple[int, ...]]]:
     """Returns the drafts of the prefill-only requests that this step completes."""
     found = {}
     for instance, pieces in enumerate(scheduled):
@@ -582,8 +580,7 @@ class Planner:
     """Returns the step's arrays with a leading instance axis."""
     bucket = max(map(self._bucket, scheduled))
     is_masked = any(
-      piece.is_sampled and piece.sequence.mask is not None
-      for piece in itertools.chain(*scheduled)
+      piece.is_sampled and piece.sequence.mask is not None for piece in itertools.chain(*scheduled)
     )
     masked_ids = self._masked_ids if is_masked else 0
     width = _num_penalties(itertools.chain(*scheduled))
@@ -635,9 +632,7 @@ class Planner:
         stops[instance, row, : len(ids)] = ids
     # Any: the record is typed for device arrays, and this one is built on the host.
     inputs = inputs._replace(key_copies=None)  # A visit has no drafts.
-    fields: dict[str, Any] = dict(
-      remaining=remaining, stops=stops, num_steps=steps, leads=leads
-    )
+    fields: dict[str, Any] = dict(remaining=remaining, stops=stops, num_steps=steps, leads=leads)
     return VisitInputs(step=inputs, **fields)
 
   def culprit(self, scheduled: list[list[ScheduledRows]]) -> tuple[SequenceState, int] | None:

@@ -187,12 +187,8 @@ def instance_reading(
   """Like `instance_step`, and returns the top tokens after each sampled row."""
   shape: Any = dict(config=config, numerics=numerics, axis=axis, backend=backend)
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
-  pages, tokens, scores, hidden = _run_rows(
-    params, pages, inputs, key, is_plain=is_plain, **shape
-  )
-  top = head.likeliest_scores(
-    params, hidden, inputs.sampling, inputs.num_samples, num_top, **shape
-  )
+  pages, tokens, scores, hidden = _run_rows(params, pages, inputs, key, is_plain=is_plain, **shape)
+  top = head.likeliest_scores(params, hidden, inputs.sampling, inputs.num_samples, num_top, **shape)
   return pages, tokens, Reading(scores, *top)
 
 

@@ -296,9 +296,7 @@ def fitted(
     )
   most_pages = checks.MAX_INT32
   if free_bytes < float("inf"):
-    most_pages = pages_that_fit(
-      model, backend, page_size=config.page_size, memory_bytes=free_bytes
-    )
+    most_pages = pages_that_fit(model, backend, page_size=config.page_size, memory_bytes=free_bytes)
   if config.num_pages > most_pages:
     raise ValueError(
       f"EngineConfig.num_pages: got {config.num_pages} pages of {config.page_size} positions,"

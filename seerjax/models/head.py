@@ -252,18 +252,14 @@ def _given_scores(
 
     firsts = (start + jnp.arange(local, dtype=jnp.int32)) * jnp.int32(width)
     shared = (normed, words)
-    return logprobs.score_by_slab(
-      logits_of, shared, slabs, firsts, width, tokens, one, axis
-    )
+    return logprobs.score_by_slab(logits_of, shared, slabs, firsts, width, tokens, one, axis)
 
   def by_rows(rows):
     @jax.checkpoint
     def few(rows):
       hidden, tokens, parameters = rows
       # The barrier keeps XLA from fusing the gathering of logits with the ops that read them.
-      logits = lax.optimization_barrier(
-        logits_rows(operations, shape, axis, weights, hidden, one)
-      )
+      logits = lax.optimization_barrier(logits_rows(operations, shape, axis, weights, hidden, one))
       processed = sampling.processed_rows(logits, parameters)
       return logprobs.score_rows(logits, processed, tokens, one, operations.numerics)
 

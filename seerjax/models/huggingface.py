@@ -251,9 +251,7 @@ class _Checkpoint:
     return tensor
 
 
-def _require_memory(
-  path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any
-) -> None:
+def _require_memory(path: pathlib.Path, shapes: Mapping[str, tuple[int, ...]], dtype: Any) -> None:
   """Refuses weights that do not fit into free memory, before any of them is read.
 
   Raises:

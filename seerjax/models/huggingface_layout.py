@@ -1,10 +1,10 @@
 """Maps our parameters to the tensors of a Hugging Face checkpoint, and back.
 
-    q_proj [h c, d], k_proj, v_proj  <->  qkv      f32[r, d, queries | keys | values of the slab]
-    o_proj [d, h c]                  <->  out      f32[r, h c / r, d]
-    gate_proj, up_proj               <->  gate_up  f32[r, d, gate | up of the slab]
-    down_proj                        <->  down     f32[r, e / r, d]
-    lm_head [v, d]                   <->  head     f32[r, v / r, d]
+q_proj [h c, d], k_proj, v_proj  <->  qkv      f32[r, d, queries | keys | values of the slab]
+o_proj [d, h c]                  <->  out      f32[r, h c / r, d]
+gate_proj, up_proj               <->  gate_up  f32[r, d, gate | up of the slab]
+down_proj                        <->  down     f32[r, e / r, d]
+lm_head [v, d]                   <->  head     f32[r, v / r, d]
 """
 
 from __future__ import annotations

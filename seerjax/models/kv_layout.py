@@ -118,8 +118,7 @@ def scratch_of_layer(
   """Returns the shapes of a layer's arrays on one of `model_shards` devices."""
   num_heads = config.num_kv_heads // model_shards
   return tuple(
-    (num_heads, pages.num_pages, *page)
-    for page in _page_shapes(config, pages.page_size, backend)
+    (num_heads, pages.num_pages, *page) for page in _page_shapes(config, pages.page_size, backend)
   )
 
 

@@ -1,6 +1,6 @@
 """Loads a model by name: shape, weights in compute dtype, numerics and tokenizer.
 
-    a name in `SHIPPED` | directory | GGUF file | Hub id -- load_model --> Model -- Engine(model)
+a name in `SHIPPED` | directory | GGUF file | Hub id -- load_model --> Model -- Engine(model)
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from seerjax.models import (
 NANO = pathlib.Path(__file__).parent / "nano"
 NANO_DRAFT = pathlib.Path(__file__).parent / "nano_draft"
 NANO_SLEEP = pathlib.Path(__file__).parent / "nano_sleep"
-SHIPPED = types.MappingProxyType(
-  {"nano": NANO, "nano-draft": NANO_DRAFT, "nano-sleep": NANO_SLEEP}
-)
+SHIPPED = types.MappingProxyType({"nano": NANO, "nano-draft": NANO_DRAFT, "nano-sleep": NANO_SLEEP})
 
 # Our shapes without shipped weights, with the arguments of the command that trains them.
 RECIPES = types.MappingProxyType(

@@ -332,7 +332,9 @@ def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
 
 
 def _check_targets(
-  path: pathlib.Path, settings: dict[str, Any], config: model_config.TransformerConfig,
+  path: pathlib.Path,
+  settings: dict[str, Any],
+  config: model_config.TransformerConfig,
   adapted: set[str],
 ) -> None:
   """Refuses target modules that differ from the adapted weights.

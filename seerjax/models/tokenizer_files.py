@@ -58,9 +58,7 @@ def read(path: pathlib.Path) -> Found:
   if gguf_file.is_named(path):
     files = gguf_tokenizer.files(path)
   elif (path / "tokenizer.json").is_file():
-    files = {
-      name: (path / name).read_bytes() for name in FILES if (path / name).is_file()
-    }
+    files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
   else:
     raise FileNotFoundError(
       f"{path / 'tokenizer.json'}: got no such file, expected a Hugging Face model directory"

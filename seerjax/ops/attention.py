@@ -280,9 +280,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
     def head_body(head: Array, carry: tuple[Array, Partial]) -> tuple[Array, Partial]:
       out, items = carry
-      items = lax.fori_loop(
-        zero, num_tiles, functools.partial(items_body, block, head), items
-      )
+      items = lax.fori_loop(zero, num_tiles, functools.partial(items_body, block, head), items)
 
       def merge_body(index: Array, total: Partial) -> Partial:
         where = jnp.minimum(first_item + index, num_items - 1)

@@ -75,6 +75,4 @@ def contract(
 
 def linear_reference(x: Float[Array, "n d"], w: Float[Array, "d e"]) -> Float[Array, "n e"]:
   """Reference implementation in float32."""
-  return jnp.matmul(
-    x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST
-  )
+  return jnp.matmul(x.astype(jnp.float32), w.astype(jnp.float32), precision=lax.Precision.HIGHEST)

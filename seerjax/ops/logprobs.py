@@ -122,9 +122,7 @@ def score_rows(
     one: `tiles.traced_one`.
     numerics: its `reduction_shards` divides v.
   """
-  raw_partials, partials = _partials_of(
-    numerics.reduction_shards, (logits, processed), one
-  )
+  raw_partials, partials = _partials_of(numerics.reduction_shards, (logits, processed), one)
   normaliser, entropy = merge(partials)
   return TokenScores(
     logprob=take_rows(processed, tokens) - normaliser,

@@ -114,9 +114,7 @@ def _tile_of(rows: Any, start: Array, row_tile: int) -> Any:
   return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, row_tile, 0), rows)
 
 
-def _empty_of(
-  function: RowFunction, row_tile: int, weights: Any, rows: Any, one: Array
-) -> Any:
+def _empty_of(function: RowFunction, row_tile: int, weights: Any, rows: Any, one: Array) -> Any:
   """Returns zeros for the outputs of all rows, which are whole tiles."""
   tile = lambda: function(weights, _tile_of(rows, jnp.int32(0), row_tile), one)
   anchor = next((leaf for leaf in jax.tree.leaves(rows) if _is_float(leaf)), None)
@@ -362,9 +360,7 @@ def _map_rows_backward(functions, row_tile, residuals, cotangent):
 
     return pull([masked(leaf) for leaf in cotangent_chunk])
 
-  cotangents = [
-    leaf for leaf in jax.tree.leaves(cotangent) if leaf.dtype != jax.dtypes.float0
-  ]
+  cotangents = [leaf for leaf in jax.tree.leaves(cotangent) if leaf.dtype != jax.dtypes.float0]
   if count <= BACKWARD_ROWS:
     weight_gradient, row_gradient = chunk_gradient(rows, cotangents, jnp.int32(0))
   else:

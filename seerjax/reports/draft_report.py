@@ -179,7 +179,7 @@ def html(title: str, transcripts: Sequence[Transcript]) -> str:
   keys = (
     '<p class="lead drafts"><span class="held">drafted and accepted</span> <span'
     ' class="missed">drafted and rejected</span> <span class="own">sampled by the target</span>'
-    ' \u00b7 with or without drafts, a response is bit-identical</p>'
+    " \u00b7 with or without drafts, a response is bit-identical</p>"
   )
   head = page.header("drafts", title, tiles)
   return page.html_page(title, [head, keys, *map(section, transcripts)])

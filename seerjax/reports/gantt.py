@@ -72,9 +72,7 @@ def gantt(trace: Trace) -> str:
         f' fill="{_colour(span.group, groups)}"><title>{html.escape(title)}</title></rect>'
       )
       if span.is_probe:
-        parts.append(
-          f'<rect class="probe" x="{x:.1f}" y="{y}" width="2.2" height="{LANE - 0.8}"/>'
-        )
+        parts.append(f'<rect class="probe" x="{x:.1f}" y="{y}" width="2.2" height="{LANE - 0.8}"/>')
     top += height + GAP
   tail = trace.tail_steps()
   shade = (

@@ -1,10 +1,10 @@
 """Reads a run directory for a report; every file is optional.
 
-  metrics.jsonl    curves                       (seerjax.metrics)
-  summary.json     headline numbers and their table
-  config.json      settings, and optionally "fingerprint"
-  journal.jsonl    lengths and transcripts      (seerjax.rollout.journal)
-  traces.jsonl     timeline of chunks           (seerjax.rollout.trace)
+metrics.jsonl    curves                       (seerjax.metrics)
+summary.json     headline numbers and their table
+config.json      settings, and optionally "fingerprint"
+journal.jsonl    lengths and transcripts      (seerjax.rollout.journal)
+traces.jsonl     timeline of chunks           (seerjax.rollout.trace)
 """
 
 from __future__ import annotations

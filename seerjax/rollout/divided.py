@@ -340,9 +340,7 @@ def wait_in(buffer: Buffer, request: Request, begun: Completion | None) -> None:
 def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Completion]:
   """Returns the journal's partial completions of those requests that have one, by request id."""
   begun = {
-    request.request_id: journal.begun(
-      *groups.place_of(request.request_id), prompt=request.prompt
-    )
+    request.request_id: journal.begun(*groups.place_of(request.request_id), prompt=request.prompt)
     for request in requests
   }
   return {name: known for name, known in begun.items() if known is not None}

@@ -521,9 +521,7 @@ class Journal:
     self._known[key] += len(rest.tokens)
     return True
 
-  def append_attempt(
-    self, step: int, group: int, member: int, attempt: Mapping[str, Any]
-  ) -> bool:
+  def append_attempt(self, step: int, group: int, member: int, attempt: Mapping[str, Any]) -> bool:
     """Appends the result of running a rollout's program, JSON.
 
     Unlike tokens, the result of a program with a time limit is not reproducible: the first counts.
@@ -561,9 +559,7 @@ class Journal:
     offset = self._attempts.get((step, group, member))
     return None if offset is None else self._read(offset)["attempt"]
 
-  def lookup(
-    self, step: int, group: int, member: int, *, problem_id: str = ""
-  ) -> Entry | None:
+  def lookup(self, step: int, group: int, member: int, *, problem_id: str = "") -> Entry | None:
     """Returns the finished rollout of these three numbers, None if there is none.
 
     Raises:

@@ -244,9 +244,7 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunCo
     )
   trainer, optimizer = config.trainer, config.optimizer
   if not optimizer.learning_rate:
-    rate = learning_rates.usual(
-      learning_rates.num_parameters(model), is_lora=config.lora_rank > 0
-    )
+    rate = learning_rates.usual(learning_rates.num_parameters(model), is_lora=config.lora_rank > 0)
     optimizer = dataclasses.replace(optimizer, learning_rate=rate)
   rows, sequences = packing.derived_sizes(
     context=min(config.engine.max_context, model.max_context),

@@ -112,8 +112,7 @@ class DraftLearner:
     self._publish()
     names = ("answer_loss", "answer_hits")
     return {
-      f"draft/{name}": float(np.mean([float(metrics[name]) for metrics in found]))
-      for name in names
+      f"draft/{name}": float(np.mean([float(metrics[name]) for metrics in found])) for name in names
     }
 
   def _publish(self) -> None:

@@ -104,9 +104,7 @@ def evaluate_model(
     FileNotFoundError: if the model or a task's file does not exist.
   """
   if task is None:
-    task = loading.load(
-      config.task, path=config.task_path or None, options=config.task_options
-    )
+    task = loading.load(config.task, path=config.task_path or None, options=config.task_options)
   further = evaluation.load_sets(config.evaluation, sets)
   with progress_lib.Progress(log) as progress:
     with progress.phase("reading the model"):
@@ -136,4 +134,3 @@ def evaluate_model(
       found[room] = asked.accuracy(room)
       progress.say(f"{room} ({one.name}): {evaluation.describe(found[room])}")
   return found
-

@@ -266,12 +266,8 @@ def sample_partial(
     group, member = places[completion.request_id]
     version = versions.get(completion.request_id, completion.policy_version)
     completion = dataclasses.replace(completion, policy_version=version)
-    verdict = groups_lib.judge(
-      task, group.problem, completion.text, config.reward_weights
-    )
-    rollout = Rollout(
-      request=group.requests[member], completion=completion, verdict=verdict
-    )
+    verdict = groups_lib.judge(task, group.problem, completion.text, config.reward_weights)
+    rollout = Rollout(request=group.requests[member], completion=completion, verdict=verdict)
     group.rollouts[member] = rollout
     on_rollout(group.problem, rollout)
 

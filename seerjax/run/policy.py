@@ -1,8 +1,8 @@
 """The trained policy, and the weights that engine and trainer run.
 
-    Policy -- initial_state --> masters (TrainState.params) -- running_weights --> engine, trainer
-       |                                                            ^
-       +----- frozen_weights: the base under adapters, or the KL reference -------+
+Policy -- initial_state --> masters (TrainState.params) -- running_weights --> engine, trainer
+   |                                                            ^
+   +----- frozen_weights: the base under adapters, or the KL reference -------+
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ def main_job() -> RunConfig:
       query_tile=4, slot_tile=32, kv_split=64, reduction_shards=0
     ),
     engine=engine_lib.EngineConfig(page_size=32, max_sequences=64, max_context=512),
-    rollout=groups.RolloutConfig(
-      groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216
-    ),
+    rollout=groups.RolloutConfig(groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
     # Evaluates as in training: sampled, at the rollout temperature.

@@ -58,6 +58,7 @@ class Finding:
     num_differing: how many of them differ in any bit from the same row in the largest batch.
     by_comparison: (name, differing, compared) of each comparison.
   """
+
   num_values: int
   num_differing: int
   by_comparison: tuple[tuple[str, int, int], ...]
@@ -75,9 +76,7 @@ class Finding:
     return f"rows are NOT invariant: {counted} ({where})"
 
 
-def _model(
-  numerics: numerics_lib.NumericsConfig, width: int
-) -> model_config.TransformerConfig:
+def _model(numerics: numerics_lib.NumericsConfig, width: int) -> model_config.TransformerConfig:
   """Returns the config of a small model with `width` features per head."""
   heads = max(numerics.reduction_shards or 8, 2)
   return model_config.TransformerConfig(
@@ -354,9 +353,7 @@ def _requests(
       kinds[index % len(kinds)], max_tokens=min(MODEL_TOKENS, context - len(prompt))
     )
     requests.append(
-      Request(
-        request_id=str(index), prompt=tuple(prompt.tolist()), sampling=sampling, seed=index
-      )
+      Request(request_id=str(index), prompt=tuple(prompt.tolist()), sampling=sampling, seed=index)
     )
   return requests
 

@@ -263,9 +263,7 @@ class Session:
     )
     self.enter(self.progress.shown(self.writer.note))
 
-  def begin(
-    self, state: Any, host_state: HostState, parts: Mapping[str, Any] = NO_PARTS
-  ) -> None:
+  def begin(self, state: Any, host_state: HostState, parts: Mapping[str, Any] = NO_PARTS) -> None:
     """Saves a new run's first checkpoint; from here on a stop saves the last completed step."""
     self._state, self._host_state, self._parts = state, host_state, parts
     self._stack.push(self._stopped)
@@ -331,9 +329,7 @@ class Session:
     """
     if not metric:
       return
-    found = agreement.from_first(
-      lambda: directory_lib.best_step(self.directory, metric, self.step)
-    )
+    found = agreement.from_first(lambda: directory_lib.best_step(self.directory, metric, self.step))
     if found is None:
       return
     self._best, value = found
@@ -384,6 +380,4 @@ class Session:
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
   """Returns shape, dtype and sharding of an array or `ShapeDtypeStruct`."""
   is_placed = isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
-  return jax.ShapeDtypeStruct(
-    leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None
-  )
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None)

@@ -287,18 +287,14 @@ def _asked_in(
     return found
   when = {run.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
   of_set = "" if room == evaluation.ROOM else f" of {room.removeprefix(f'{evaluation.ROOM}_')}"
-  run.progress.say(
-    f"held-out accuracy on {asked.config.num_problems} problems{of_set}, {when}:"
-  )
+  run.progress.say(f"held-out accuracy on {asked.config.num_problems} problems{of_set}, {when}:")
   found = asked.accuracy(room)
   run.writer.write(step, {f"{room}/{name}": value for name, value in found.items()})
   run.progress.say(f"  {evaluation.describe(found)}")
   return found
 
 
-def sets_gained(
-  run: session_lib.Session, asked: evaluation.Evaluator
-) -> dict[str, dict[str, Any]]:
+def sets_gained(run: session_lib.Session, asked: evaluation.Evaluator) -> dict[str, dict[str, Any]]:
   """Returns accuracy and reward of each further set before and after the run."""
   return {
     room.removeprefix(f"{evaluation.ROOM}_"): summary.gains(before, after)

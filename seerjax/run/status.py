@@ -59,7 +59,6 @@ class Status:
     )
     metrics.write_summary(self.path, record)
 
-
   def beat(self, at: str) -> None:
     """Updates the file of a running run; ignores a full disk, which other writes report."""
     with contextlib.suppress(OSError):

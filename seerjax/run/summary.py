@@ -28,9 +28,7 @@ def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     "rollout/informative_groups": float(np.mean(spread)),
     "rollout/length_mean": float(lengths.mean()),
     "rollout/length_p99": float(np.quantile(lengths, 0.99)),
-  } | {
-    f"rollout/{name}": mean for name, mean in part_means([r.verdict for r in rollouts]).items()
-  }
+  } | {f"rollout/{name}": mean for name, mean in part_means([r.verdict for r in rollouts]).items()}
 
 
 def part_means(verdicts: Sequence[Verdict]) -> dict[str, float]:

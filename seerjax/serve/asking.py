@@ -1,6 +1,6 @@
 """Handles one request for responses, from its body to the last byte.
 
-    body --protocol--> Asked --served.plan--> requests --engine_thread--> parts --answers--> body
+body --protocol--> Asked --served.plan--> requests --engine_thread--> parts --answers--> body
 """
 
 from __future__ import annotations

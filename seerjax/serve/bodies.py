@@ -44,7 +44,7 @@ NEUTRAL = {
   "spaces_between_special_tokens": (True,),
   "suffix": ("",),
   "use_beam_search": (False,),
-}  # fmt: skip
+}
 
 
 def parsed(body: bytes) -> dict[str, Any]:

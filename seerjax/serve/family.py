@@ -85,9 +85,7 @@ class Family:
     self._digest = values.weights_digest(model.params)
     self._adapter_digests = {own: _digest(scaled) for own, scaled in self._adapters.items()}
     shared: dict[str, Any] = dict(engine=engine, defaults=defaults, created=created)
-    base = Served(
-      name=name, scorer=self._scorer(""), fingerprint=self._fingerprint(""), **shared
-    )
+    base = Served(name=name, scorer=self._scorer(""), fingerprint=self._fingerprint(""), **shared)
     self.base = base
     self.models: dict[str, Served] = {name: base} | {
       own: Served(

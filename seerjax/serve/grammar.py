@@ -159,9 +159,7 @@ class Compiler:
   `mask` may be called on any thread, `put` and `gather` only on the engine thread.
   """
 
-  def __init__(
-    self, tokenizer: Tokenizer, vocab_size: int, *, limits: Limits = DEFAULT_LIMITS
-  ):
+  def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, limits: Limits = DEFAULT_LIMITS):
     self.limits = limits
     self.gone: collections.deque[int] = collections.deque()  # Sessions that have ended.
     self._tokenizer = tokenizer.backend.to_str()
@@ -304,9 +302,7 @@ class Compiler:
       self._set_slow(digest)
     return text
 
-  def _await_trial(
-    self, line: workers.Line
-  ) -> tuple[list[workers.Answer], str | None]:
+  def _await_trial(self, line: workers.Line) -> tuple[list[workers.Answer], str | None]:
     deadline, patience = time.monotonic() + 2 * self.limits.wall_seconds, math.inf
     while (now := time.monotonic()) < deadline:
       if line.process and patience == math.inf:  # Time counts from when the worker runs.

@@ -142,9 +142,7 @@ class Worker:
     import llguidance
 
     self._matcher = llguidance.LLMatcher
-    self._limits = llguidance.LLParserLimits(
-      verbose_errors=False, initial_lexer_fuel=LEXER_FUEL
-    )
+    self._limits = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
     self._channel, self._statm = channel, statm
     self._tokenizer = tokenizer
     self._settings = settings

@@ -1,6 +1,6 @@
 """Parses and validates request bodies: untrusted JSON becomes a record or a `Refusal`.
 
-    bytes --bodies.parsed--> object --chat | completion--> Asked
+bytes --bodies.parsed--> object --chat | completion--> Asked
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
   )
   for token, number in value.items():
     if not token.isascii() or not token.isdigit() or len(token) > 10:
-      refuse(name, f"the key {shown(token)}", "a token id, such as \"42\"", "write the id's digits")
+      refuse(name, f"the key {shown(token)}", 'a token id, such as "42"', "write the id's digits")
     found.append((int(token), bias(f"{name}.{token}", number)))
   ids = [token for token, _ in found]
   if len({*ids}) < len(ids):

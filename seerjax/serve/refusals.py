@@ -1,6 +1,6 @@
 """Refusals of requests: an HTTP status with an OpenAI-style error body.
 
-    {"error": {"message": got, expected, what to change, "type": ..., "param": ..., "code": ...}}
+{"error": {"message": got, expected, what to change, "type": ..., "param": ..., "code": ...}}
 """
 
 from __future__ import annotations

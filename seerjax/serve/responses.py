@@ -156,9 +156,7 @@ def _text_of(where: str, content: Any) -> Any:
   for place, part in enumerate(content):
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("input_text", "output_text", "reasoning_text"):
-      refuse(
-        f"{where}[{place}].type", shown(kind), "input_text or output_text", "send text only"
-      )
+      refuse(f"{where}[{place}].type", shown(kind), "input_text or output_text", "send text only")
     if not isinstance(part.get("text"), str):
       refuse(f"{where}[{place}].text", shown(part.get("text")), "text", "write it in quotes")
     found += part["text"]
@@ -231,9 +229,7 @@ class ResponseAnswer(answers.Answer):
   def failure(self, refusal: Refusal) -> bytes:
     """Returns the final event of a stream that failed."""
     error = refusal.body["error"]
-    return self._event(
-      "error", code=error["code"], message=error["message"], param=error["param"]
-    )
+    return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
   def _event(self, kind: str, **fields: Any) -> bytes:
     body = {"type": kind, "sequence_number": self._num_events, **fields}
@@ -330,9 +326,7 @@ class ResponseAnswer(answers.Answer):
     self._is_open = True
     index = len(self._output) - 1
     yield self._event("response.output_item.added", output_index=index, item=self._output[-1])
-    yield self._event(
-      "response.content_part.added", **self._place(), content_index=0, part=content
-    )
+    yield self._event("response.content_part.added", **self._place(), content_index=0, part=content)
     self._output[-1]["content"].append(content)
 
   def _closed(self) -> Iterator[bytes]:
@@ -344,9 +338,7 @@ class ResponseAnswer(answers.Answer):
     fields = {"logprobs": content["logprobs"]} if self._kind == "content" else {}
     item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
     yield self._of_content("done", text=content["text"], **fields)
-    yield self._event(
-      "response.content_part.done", **self._place(), content_index=0, part=content
-    )
+    yield self._event("response.content_part.done", **self._place(), content_index=0, part=content)
     yield self._event(
       "response.output_item.done", output_index=self._place()["output_index"], item=item
     )

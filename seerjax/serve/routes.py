@@ -70,9 +70,7 @@ def application(service: Service) -> Starlette:
   async def detokenize(request: Request) -> Response:
     auth.namespace_of(request, config)
     body = await service_lib.read_object(request, config)
-    return service_lib.json_response(
-      await asyncio.to_thread(tokens.detokenize, body, service.find)
-    )
+    return service_lib.json_response(await asyncio.to_thread(tokens.detokenize, body, service.find))
 
   async def embeddings(request: Request) -> Response:
     auth.namespace_of(request, config)

@@ -228,9 +228,7 @@ class Sleeping:
 
   # Called for clients, between two visits.
 
-  def register(
-    self, namespace: str, name: str, text: str, ttl_steps: int | None
-  ) -> dict[str, Any]:
+  def register(self, namespace: str, name: str, text: str, ttl_steps: int | None) -> dict[str, Any]:
     """Registers a context; a changed text invalidates the rewrites of the old one.
 
     Raises:

@@ -38,9 +38,7 @@ class EngineThinker:
     Raises:
       NoAnswer: if the request is invalid (for example too long), or ended with an error.
     """
-    call = Call(
-      messages=tuple(messages), max_tokens=max_tokens, temperature=temperature, seed=seed
-    )
+    call = Call(messages=tuple(messages), max_tokens=max_tokens, temperature=temperature, seed=seed)
     ((_, answer),) = self.ask((call,))
     if isinstance(answer, NoAnswer):
       raise answer

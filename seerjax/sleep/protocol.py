@@ -88,6 +88,7 @@ class ProtocolConfig:
 
   def __post_init__(self):
     fields.check(self)
+
     def refuse(field: str, expected: str, fix: str) -> None:
       raise ValueError(
         f"ProtocolConfig.{field}: got {vars(self)[field]!r}, expected {expected}; {fix}."
@@ -488,9 +489,7 @@ def _cut_rows(
       cut = dataclasses.replace(call, max_tokens=limit)
       cuts.append((one, cut, answer if is_short else None))
   further = yield from _answered(call for _, call, answer in cuts if answer is None)
-  return [
-    _row(item, one, call, answer or further[call.key], verdict) for one, call, answer in cuts
-  ]
+  return [_row(item, one, call, answer or further[call.key], verdict) for one, call, answer in cuts]
 
 
 class _Samples:

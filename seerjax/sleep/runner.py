@@ -472,9 +472,7 @@ class Runner:
       return
     self._count(kept=1)
     rewrites = self._contexts.rewrites(context.namespace, context.name, step=step)
-    num_quarantined = len(
-      self._contexts.quarantine(context.namespace, context.name, step=step)
-    )
+    num_quarantined = len(self._contexts.quarantine(context.namespace, context.name, step=step))
     if len(rewrites) + num_quarantined == self._config.num_jobs:
       self.seen = planner.saw_sleep(self.seen, self._kind(context), account.sleep_tokens)
     self._prepare(context, rewrites)
@@ -527,9 +525,7 @@ class Runner:
     if not isinstance(self._engine.drafter, SuffixDrafter):
       return
     config = self._config
-    for number, question in enumerate(
-      self._prompts.anticipated(notes)[: config.num_anticipated]
-    ):
+    for number, question in enumerate(self._prompts.anticipated(notes)[: config.num_anticipated]):
       call = Call(
         messages=self._prompts.wake(question, "", notes, config.verbosity),
         max_tokens=config.answer_tokens,
@@ -654,9 +650,7 @@ def _key_of(context: Context) -> Key:
 
 def _drafts_of(context: Context) -> str:
   """Returns the drafter's group name for questions about a context."""
-  one = Request(
-    request_id="", prompt=(), group_id=group_of(context), namespace=context.namespace
-  )
+  one = Request(request_id="", prompt=(), group_id=group_of(context), namespace=context.namespace)
   return drafting.group_name(one)
 
 

@@ -1,6 +1,6 @@
 """State of a context's sleep jobs, with a reason for display.
 
-    queued --planner--> running --> done, or truncated      skipped: does not pay so far
+queued --planner--> running --> done, or truncated      skipped: does not pay so far
 """
 
 from __future__ import annotations
@@ -98,9 +98,7 @@ class Progress(NamedTuple):
 def _why_not(decision: Decision) -> str:
   """Returns the reason why the planner skips a context."""
   if decision.expected is None:
-    return (
-      "not worth it: the first questions are answered without a rewrite, to measure their cost"
-    )
+    return "not worth it: the first questions are answered without a rewrite, to measure their cost"
   to_come = f"{decision.expected_questions:.1f} questions are expected"
   if decision.break_even == math.inf:
     return f"not worth it: answers from rewrites take as many tokens ({to_come})"

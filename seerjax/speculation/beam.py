@@ -192,9 +192,7 @@ class _Drafts:
       if most > 0:
         tokens = [*request.prompt, *answer]
         num_prompt = len(request.prompt)
-        queries.append(
-          DraftQuery(name, group, tokens, num_prompt, most, request.seed, _GREEDY)
-        )
+        queries.append(DraftQuery(name, group, tokens, num_prompt, most, request.seed, _GREEDY))
         places.append(place)
     found = nothing
     for place, paths in zip(places, self._asked.paths(queries, self._vocab_size)):
@@ -244,8 +242,10 @@ def _check(request: Request, width: int) -> None:
     ("top_k", not params.top_k, "0", "the width sets the number of tokens"),
     ("top_p", params.top_p == 1, "1", "hypotheses rank by the whole distribution"),
     ("min_p", not params.min_p, "0", "hypotheses rank by the whole distribution"),
-    *((field, vars(params)[field] == none, f"{none}", "sample the request instead")
-      for field, (_, _, none) in PENALTIES.items()),
+    *(
+      (field, vars(params)[field] == none, f"{none}", "sample the request instead")
+      for field, (_, _, none) in PENALTIES.items()
+    ),
     ("logit_bias", not params.logit_bias, "none", "sample the request instead"),
     ("allowed", not params.allowed, "no form", "sample the request instead"),
     ("stop_strings", not params.stop_strings, "none", "use stop_token_ids"),

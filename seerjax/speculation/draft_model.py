@@ -94,8 +94,11 @@ class DraftModelConfig:
         " 1e-4 is usual."
       )
     buckets = self.row_buckets
-    if list(buckets) != sorted(set(buckets)) or not buckets or buckets[0] < 1 or (
-      buckets[-1] < self.num_slots
+    if (
+      list(buckets) != sorted(set(buckets))
+      or not buckets
+      or buckets[0] < 1
+      or (buckets[-1] < self.num_slots)
     ):
       raise ValueError(
         f"DraftModelConfig.row_buckets: got {buckets}, expected ascending numbers of rows, the last"
@@ -295,18 +298,14 @@ class ModelDrafter:
         self._say_not_finite()
     return paths
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     """Records the result of the path with the most accepted tokens."""
     self.acceptance.add(num_drafted, num_accepted)
     index = self._drawn.pop(request_id, None)
     if index is not None:
       self._temperatures.observe(index, num_accepted)
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     """Frees the slot of a finished request."""
     self.slots.free(request_id)
 

@@ -326,9 +326,7 @@ def numerics_of(
     whole = 1 << (context - 1).bit_length()
     numerics = dataclasses.replace(numerics, row_tile=2, kv_split=whole)
   elif not numerics.uses_kernels:
-    numerics = dataclasses.replace(
-      numerics, row_tile=4, query_tile=2, slot_tile=4, kv_split=SPLIT
-    )
+    numerics = dataclasses.replace(numerics, row_tile=4, query_tile=2, slot_tile=4, kv_split=SPLIT)
   try:
     return model_config.numerics_for(config, numerics)
   except ValueError:

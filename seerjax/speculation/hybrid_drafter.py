@@ -109,9 +109,7 @@ class HybridDrafter:
     ):
       paths: Paths = ()
       if choice.source != "none":
-        self._drafted[query.request_id] = _Drafted(
-          choice, len(query.tokens), (by_suffix, by_model)
-        )
+        self._drafted[query.request_id] = _Drafted(choice, len(query.tokens), (by_suffix, by_model))
         paths = self._merged(query.request_id, choice, by_suffix, by_model)
         if not paths:
           self._count(query.request_id, query.group_id, 0, 0)
@@ -119,15 +117,11 @@ class HybridDrafter:
       is_any = is_any or bool(paths)
     return drafts if is_any else ()
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     """Records the result of the path with the most accepted tokens."""
     self._count(request_id, group_id, num_drafted, num_accepted)
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     """Takes the complete text of a finished request."""
     self._settle(request_id, group_id, tokens)
     self.suffix.finish(request_id, group_id, tokens, num_prompt)
@@ -149,9 +143,7 @@ class HybridDrafter:
     references = self.suffix.num_references(request_id, group_id)
     self.acceptance.add(num_drafted, num_accepted, references)
 
-  def _merged(
-    self, request_id: str, choice: Choice, by_suffix: Paths, by_model: Paths
-  ) -> Paths:
+  def _merged(self, request_id: str, choice: Choice, by_suffix: Paths, by_model: Paths) -> Paths:
     """Returns all paths, the more promising source's first.
 
     If there is no room for all, the engine cuts the last ones.
@@ -159,9 +151,7 @@ class HybridDrafter:
     if not by_suffix or not by_model:
       return [*by_suffix, *by_model]
     suffix = self.budget.expected(request_id, Choice("suffix", choice.suffix_length, 0, 1))
-    model = self.budget.expected(
-      request_id, Choice("model", 0, choice.model_length, choice.width)
-    )
+    model = self.budget.expected(request_id, Choice("model", 0, choice.model_length, choice.width))
     return [*by_suffix, *by_model] if suffix > model else [*by_model, *by_suffix]
 
   def _settle(self, request_id: str, group_id: str, tokens: Sequence[int]) -> None:
@@ -246,9 +236,7 @@ def of_run(
     step_times.measure(run.engine),
     suffix=step_times.SUFFIX_TIMES,
     model=step_times.measure_model(model, run.engine, longest),
-    config=SourceConfig(
-      max_length=longest, max_width=min(config.draft.width, sources.WIDTHS[-1])
-    ),
+    config=SourceConfig(max_length=longest, max_width=min(config.draft.width, sources.WIDTHS[-1])),
   )
   suffix = SuffixDrafter(
     budget=None, is_probe=run.is_probe, history=history_lib.History(config.history)

@@ -485,9 +485,7 @@ class SourceBudget:
       )
     return found
 
-  def _with_probe(
-    self, request_ids: Sequence[str], choices: list[Choice]
-  ) -> list[Choice]:
+  def _with_probe(self, request_ids: Sequence[str], choices: list[Choice]) -> list[Choice]:
     """Lets one request probe the least observed source, if the credit suffices."""
     seconds = self.seconds(choices)
     self._credit = min(self._credit + PROBE_COST, 1.0 + PROBE_COST)

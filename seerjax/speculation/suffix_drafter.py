@@ -138,9 +138,7 @@ class SuffixDrafter:
     num_high = self._meet(queries)
     return self._drafts(queries, self._widths(queries, num_high))
 
-  def draft_up_to(
-    self, queries: Sequence[DraftQuery], lengths: Sequence[int]
-  ) -> Sequence[Paths]:
+  def draft_up_to(self, queries: Sequence[DraftQuery], lengths: Sequence[int]) -> Sequence[Paths]:
     """Returns drafts with at most `lengths` tokens per path, ignoring the budget; 0 drafts nothing.
 
     Pass all requests of a step, because texts of requests that draft nothing are learnt too.
@@ -199,9 +197,7 @@ class SuffixDrafter:
         self.observe(queries[place].request_id, queries[place].group_id, 0, 0)
     return paths
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     """Records the result of the path with the most accepted tokens."""
     references = self.num_references(request_id, group_id)
     self.acceptance.add(num_drafted, num_accepted, references)
@@ -209,9 +205,7 @@ class SuffixDrafter:
     if self.budget is not None and allowed:
       self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     """Takes the complete text of a finished request."""
     if self.history is not None and len(tokens) > num_prompt:
       text_of = tokens[num_prompt - min(LEAD_IN, num_prompt) :]
@@ -289,16 +283,12 @@ class SuffixDrafter:
     return [
       max(
         0,
-        min(
-          most, query.max_draft, plan.high if self._live[query.request_id].is_high else plan.low
-        ),
+        min(most, query.max_draft, plan.high if self._live[query.request_id].is_high else plan.low),
       )
       for query in queries[: plan.num_requests]
     ]
 
-  def _begin(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> _Text:
+  def _begin(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> _Text:
     """Creates a request's text, and its group if it is the first."""
     group = _group(group_id, request_id)
     if group not in self._texts:
@@ -330,7 +320,8 @@ class SuffixDrafter:
       text = self._live[query.request_id]
       was_cut = len(query.tokens) - text.num_prompt + text.num_lead < text.num_in_tree
       if was_cut or (text.group, text.num_prompt) != (
-        _group(query.group_id, query.request_id), query.num_prompt
+        _group(query.group_id, query.request_id),
+        query.num_prompt,
       ):
         # The name was reused for another request before this one finished.
         self._end(query.request_id, text)

@@ -70,8 +70,13 @@ class Arrays(NamedTuple):
 def _bare_arrays(t):
   # Reference counting took half the time of an append. The caller keeps the arrays alive.
   return Arrays(
-    compiled.bare(t.nodes), compiled.bare(t.heads), compiled.bare(t.store), compiled.bare(t.rows),
-    compiled.bare(t.requests), compiled.bare(t.tails), compiled.bare(t.numbers),
+    compiled.bare(t.nodes),
+    compiled.bare(t.heads),
+    compiled.bare(t.store),
+    compiled.bare(t.rows),
+    compiled.bare(t.requests),
+    compiled.bare(t.tails),
+    compiled.bare(t.numbers),
   )
 
 
@@ -630,9 +635,7 @@ def _take(branches, places, size):
 
 
 @compiled.inlined
-def _walk(
-  t, node, depth, probability, width, least, path, step, out, branches, places, size
-):
+def _walk(t, node, depth, probability, width, least, path, step, out, branches, places, size):
   """Follows the most likely tokens; returns (tokens, sum of probabilities, number of branches).
 
   Args:
@@ -672,8 +675,20 @@ def _walk(
 
 @compiled.function
 def speculate(
-  t, patterns, offsets, limits, owners, most_tokens, lookup_most, lookup_least, top_k, least,
-  output, num_tokens, scores, match_lengths,
+  t,
+  patterns,
+  offsets,
+  limits,
+  owners,
+  most_tokens,
+  lookup_most,
+  lookup_least,
+  top_k,
+  least,
+  output,
+  num_tokens,
+  scores,
+  match_lengths,
 ):
   """Drafts for every context; see `SuffixTree.speculate`."""
   t = _bare_arrays(t)
@@ -697,8 +712,18 @@ def speculate(
     depth, chance, step, size, path = longest, 1.0, none, none, none
     while True:
       step, score, size = _walk(
-        t, node, depth + step, chance, min(left, widest), least, path, step,
-        output[q, path], branches, places, size,
+        t,
+        node,
+        depth + step,
+        chance,
+        min(left, widest),
+        least,
+        path,
+        step,
+        output[q, path],
+        branches,
+        places,
+        size,
       )
       if step == 0:
         break

@@ -297,9 +297,7 @@ class SuffixTree:
     tokens = parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
     least = np.minimum.reduce(tokens, initial=0)
     if least < 0:
-      raise ValueError(
-        f"SuffixTree.append: got token id {least}, expected at least 0; do not pad."
-      )
+      raise ValueError(f"SuffixTree.append: got token id {least}, expected at least 0; do not pad.")
     born = [request_id for request_id in texts if request_id not in self._slots]
     for request_id in born:
       self._slots[request_id] = self._free_slots.pop() if self._free_slots else len(self._slots)

@@ -96,9 +96,7 @@ def gumbel_top_k(law: np.ndarray, uniforms: np.ndarray, k: int) -> tuple[int, ..
   return tuple(np.argsort(finish, kind="stable")[:k].tolist())
 
 
-def rejection(
-  p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray
-) -> Outcome:
+def rejection(p: np.ndarray, q: np.ndarray, tokens: np.ndarray, uniforms: np.ndarray) -> Outcome:
   """Verifies by rejection sampling, token by token. Exact if tokens are samples of q.
 
   Args:

@@ -217,9 +217,7 @@ def _read_split(directory: pathlib.Path, name: str, instruction: str) -> list[Pr
   )
 
 
-def _with_answers(
-  path: pathlib.Path, found: Mapping[str, Problem | None]
-) -> list[Problem]:
+def _with_answers(path: pathlib.Path, found: Mapping[str, Problem | None]) -> list[Problem]:
   """Returns the problems, and logs the names of rows without an answer.
 
   Raises:

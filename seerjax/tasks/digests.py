@@ -58,9 +58,7 @@ def of_task(task: Task, path: str | os.PathLike[str] | None = None) -> dict[str,
   return found | of_source(code)
 
 
-def of_set(
-  name: str, task: Task, path: str | os.PathLike[str] | None = None
-) -> dict[str, str]:
+def of_set(name: str, task: Task, path: str | os.PathLike[str] | None = None) -> dict[str, str]:
   """Returns the digests of an evaluation set, with names of the form SET.PART."""
   found = of_task(task, path)
   return {f"{name}.{part}": digest for part, digest in found.items() if part != "train"}
@@ -96,9 +94,7 @@ def of_files(path: pathlib.Path) -> str:
 
 def data_of(digests: Mapping[str, str]) -> dict[str, str]:
   """Returns the digests except those of sources."""
-  return {
-    name: digest for name, digest in digests.items() if name.rpartition(".")[2] != SOURCE
-  }
+  return {name: digest for name, digest in digests.items() if name.rpartition(".")[2] != SOURCE}
 
 
 def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
@@ -130,9 +126,7 @@ def require_same(stored: Mapping[str, str], current: Mapping[str, str], *, what:
 
 
 def _of_problems(problems: Sequence[Problem], rows: Mapping[str, Any]) -> str:
-  return _of_values(
-    [*vars(problem).values(), rows.get(problem.problem_id)] for problem in problems
-  )
+  return _of_values([*vars(problem).values(), rows.get(problem.problem_id)] for problem in problems)
 
 
 def _of_values(values: Iterable[Any]) -> str:

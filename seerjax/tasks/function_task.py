@@ -58,9 +58,7 @@ class FunctionTask(splits.Splits):
     if not isinstance(reward, Mapping):
       return Verdict(reward=found[""], correct=found[""] >= 1.0, well_formed=True)
     is_correct = min([found["correct"]] if "correct" in found else found.values()) >= 1.0
-    return Verdict.of_parts(
-      found, correct=is_correct, well_formed=found.get("format", 1.0) >= 1.0
-    )
+    return Verdict.of_parts(found, correct=is_correct, well_formed=found.get("format", 1.0) >= 1.0)
 
 
 def _finite(value: Any) -> float | None:

@@ -141,9 +141,7 @@ def _is_altered(match: re.Match[str]) -> bool:
   if before[-1:].isalpha() and not has_currency and not _CURRENCY.search(before):
     return True
   letters = _LETTERS.match(behind)
-  return letters is not None and len(letters[0]) < 3 and (
-    letters[0] not in _UNITS or has_currency
-  )
+  return letters is not None and len(letters[0]) < 3 and (letters[0] not in _UNITS or has_currency)
 
 
 def _plain(text: str) -> str:

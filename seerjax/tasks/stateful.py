@@ -268,6 +268,7 @@ class StatefulConfig:
 
   def __post_init__(self):
     fields.check(self)
+
     def check(is_right: bool, field: str, expected: str, fix: str) -> None:
       if not is_right:
         raise ValueError(
@@ -318,9 +319,7 @@ def forms_of(split: str) -> dict[str, tuple[str, ...]]:
 FORMS = {split: forms_of(split) for split in SPLITS}
 
 
-def _compared(
-  teller: Teller, events: int, *, is_branch: bool
-) -> tuple[str, tuple[Chain, ...]]:
+def _compared(teller: Teller, events: int, *, is_branch: bool) -> tuple[str, tuple[Chain, ...]]:
   """Tells of people compared with the first one (star), or with any earlier one (branch).
 
   The last person of a branch is not compared with the first, so that no branch is a star.

@@ -163,12 +163,8 @@ TRAIN_FORMS: dict[str, tuple[str, ...]] = {
 }
 # The same vocabulary, in sentences that no other split has.
 HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
-  "start": (
-    "At first {p} starts with {n} {o}.",
-  ),
-  "boxes": (
-    "At first {p} has {k} boxes with {n} {o} in each.",
-  ),
+  "start": ("At first {p} starts with {n} {o}.",),
+  "boxes": ("At first {p} has {k} boxes with {n} {o} in each.",),
   "gain": (
     "Later {p} finds {n} more {o}.",
     "Then {p} gets {n} {o} from a friend.",
@@ -177,53 +173,22 @@ HELDOUT_FORMS: dict[str, tuple[str, ...]] = {
     "Later {p} sells {n} {o} to a friend.",
     "Then {p} gives a friend {n} of the {o}.",
   ),
-  "gain_daily": (
-    "Then for {k} days {p} gets {n} {o} each day.",
-  ),
-  "loss_daily": (
-    "Then each day for {k} days {p} loses {n} {o}.",
-  ),
-  "times": (
-    "Then {p} gets more and now has {k} times as many {o}.",
-  ),
-  "half": (
-    "Then {p} gives a friend half of the {o}.",
-  ),
-  "transfer": (
-    "Later {q} gets {n} of the {o} from {p}.",
-  ),
-  "more": (
-    "{p} gets {n} more {o} than {q}.",
-  ),
-  "fewer": (
-    "{p} gets {n} fewer {o} than {q}.",
-  ),
-  "as_many": (
-    "{p} has {k} times the {o} of {q}.",
-  ),
-  "distractor": (
-    "Then {p} also finds {n} {x}.",
-  ),
-  "now": (
-    "Now, how many {o} does {p} have?",
-  ),
-  "goal": (
-    "How many more {o} does {p} need if {p} wants {n}?",
-  ),
-  "share": (
-    "How many {o} does each get if {k} friends share the {o} of {p}?",
-  ),
-  "price": (
-    "How many coins does {p} get if {p} sells each of the {o} for {k} coins?",
-  ),
-  "both": (
-    "Now how many {o} do {p} and {q} have?",
-  ),
-  "difference": (
-    "In the end, how many more {o} does {p} have than {q}?",
-  ),
+  "gain_daily": ("Then for {k} days {p} gets {n} {o} each day.",),
+  "loss_daily": ("Then each day for {k} days {p} loses {n} {o}.",),
+  "times": ("Then {p} gets more and now has {k} times as many {o}.",),
+  "half": ("Then {p} gives a friend half of the {o}.",),
+  "transfer": ("Later {q} gets {n} of the {o} from {p}.",),
+  "more": ("{p} gets {n} more {o} than {q}.",),
+  "fewer": ("{p} gets {n} fewer {o} than {q}.",),
+  "as_many": ("{p} has {k} times the {o} of {q}.",),
+  "distractor": ("Then {p} also finds {n} {x}.",),
+  "now": ("Now, how many {o} does {p} have?",),
+  "goal": ("How many more {o} does {p} need if {p} wants {n}?",),
+  "share": ("How many {o} does each get if {k} friends share the {o} of {p}?",),
+  "price": ("How many coins does {p} get if {p} sells each of the {o} for {k} coins?",),
+  "both": ("Now how many {o} do {p} and {q} have?",),
+  "difference": ("In the end, how many more {o} does {p} have than {q}?",),
 }
-
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

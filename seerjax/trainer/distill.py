@@ -169,9 +169,7 @@ def _length_of(count: int, lengths: Sequence[int]) -> int | None:
   return next((length for length in lengths if count <= length), None)
 
 
-def batches(
-  answers: Answers, likely: Likely | None, config: DistillConfig
-) -> Iterator[Batch]:
+def batches(answers: Answers, likely: Likely | None, config: DistillConfig) -> Iterator[Batch]:
   """Yields batches indefinitely, with a new document order in each epoch (numpy).
 
   Raises:

@@ -35,9 +35,7 @@ from seerjax.trainer import distill
 ROW_WEIGHT = 0.5
 
 
-def init(
-  key: PRNGKeyArray, target: model_config.TransformerConfig
-) -> parameters.Params:
+def init(key: PRNGKeyArray, target: model_config.TransformerConfig) -> parameters.Params:
   """Returns new draft weights: "merge" f32[2d, d], and "layer", a layer of the target's shape.
 
   Args:

@@ -83,6 +83,7 @@ class LossConfig:
 
   def __post_init__(self):
     fields.check(self, unbounded=("clip_low", "clip_high", "tis_cap"))
+
     def refuse(field: str, got: object, expected: str, fix: str):
       raise ValueError(f"LossConfig.{field}: got {got!r}, expected {expected}; {fix}.")
 

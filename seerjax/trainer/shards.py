@@ -170,9 +170,7 @@ def _folded(x: Array, axis: int) -> Array:
   return lax.squeeze(x, (axis,))
 
 
-def _among_zeros(
-  part: Array, sizes: list[int], shared: list[tuple[str, ...]], mesh: Mesh
-) -> Array:
+def _among_zeros(part: Array, sizes: list[int], shared: list[tuple[str, ...]], mesh: Mesh) -> Array:
   """Places this device's part into zeros f32[r, a]; of replicated parts only the first counts."""
   starts, is_first = [], jnp.bool_(True)
   for size, names in zip(part.shape, shared, strict=True):

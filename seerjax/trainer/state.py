@@ -69,9 +69,7 @@ def state_specs(
 ) -> TrainState:
   """Returns the specs of a state, or of its shapes."""
   of_params = params_specs(state.params, optimizer, mesh)
-  return TrainState(
-    of_params, shards.of_optimizer(optimizer, state.opt_state, of_params), jax.P()
-  )
+  return TrainState(of_params, shards.of_optimizer(optimizer, state.opt_state, of_params), jax.P())
 
 
 def is_given_up(state: Any) -> bool:

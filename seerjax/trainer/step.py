@@ -366,9 +366,7 @@ class Trainer:
       specs = self._sum_specs(params)
       in_specs = (parameters.specs_of(params), BY_INSTANCE, jax.P(), specs)
       out_specs = (specs, parallel.spec_of_results(self.mesh))
-      return self._spread(function, results, in_specs, out_specs)(
-        params, micro, denominators, sums
-      )
+      return self._spread(function, results, in_specs, out_specs)(params, micro, denominators, sums)
 
     return jax.jit(spread, donate_argnums=(3,))
 
@@ -670,7 +668,7 @@ class Trainer:
       checked,
       what=f"Trainer.update: weights after a gradient of norm {float(norms['grad_norm']):g}",
       remedy="continue from the last checkpoint with a lower OptimizerConfig.learning_rate or"
-             " max_gradient_norm",
+      " max_gradient_norm",
     )
     return state, norms
 

@@ -78,9 +78,7 @@ def test_what_is_received_is_what_was_published_in_pieces_of_any_size(publish_by
 
 def test_workers_begin_a_policy_version_with_the_trainers_weights_or_not_at_all():
   workers = LocalWorkers([EngineWorker(make_engine(NATIVE)) for _ in range(2)])
-  wanted = {
-    one.request_id: one for one in make_engine(NATIVE, weights_seed=1).generate(asked())
-  }
+  wanted = {one.request_id: one for one in make_engine(NATIVE, weights_seed=1).generate(asked())}
   before = {one.request_id: one for one in make_engine(NATIVE).generate(asked())}
   policy = Divided(chunk_tokens=4)
 

@@ -105,9 +105,7 @@ def plans(draw) -> Plan:
 
 def long_answers(host_pages: int) -> Plan:
   """Returns a schedule that always runs: long completions that all start at once."""
-  asks = tuple(
-    Ask((7, place), {}, 40, place, 0, None, False) for place in range(8)
-  )
+  asks = tuple(Ask((7, place), {}, 40, place, 0, None, False) for place in range(8))
   return Plan(asks, 4, 4, host_pages, 3, None)
 
 
@@ -159,9 +157,7 @@ def run_plan(
   for step in range(MAX_STEPS):
     while todo and todo[0][0] <= step:
       _, name, ask = todo.pop(0)
-      engine.submit(
-        requests[name], chunk_tokens=ask.chunk_tokens, is_background=ask.is_background
-      )
+      engine.submit(requests[name], chunk_tokens=ask.chunk_tokens, is_background=ask.is_background)
       events["requests"] += 1
       events["requests in chunks"] += ask.chunk_tokens is not None
       events["requests in background"] += ask.is_background
@@ -241,9 +237,7 @@ def run_plans(
     pytest.param("f32", (1, 1), 10, marks=pytest.mark.thorough),
   ],
 )
-def test_requests_on_few_pages_say_what_they_say_alone(
-  name, mesh, max_examples, seed, tell_events
-):
+def test_requests_on_few_pages_say_what_they_say_alone(name, mesh, max_examples, seed, tell_events):
   events: collections.Counter[str] = collections.Counter()
   run_plans(NUMERICS[name], mesh, seed=seed, max_examples=max_examples, events=events)
   always = ("requests", "displaced", "computed again", "restored pages", "steps with waiting")

@@ -69,9 +69,7 @@ def test_twin_gatherings_that_do_not_wait_are_found():
       return first, second
 
     place = jax.P(parallel.MODEL_AXIS)
-    spread = jax.shard_map(
-      both, mesh=mesh, in_specs=place, out_specs=jax.P(), check_vma=False
-    )
+    spread = jax.shard_map(both, mesh=mesh, in_specs=place, out_specs=jax.P(), check_vma=False)
     ones = jnp.ones((4, 3), jnp.float32)
     return jax.jit(spread).lower(ones, ones).compile().as_text()
 

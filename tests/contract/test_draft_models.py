@@ -77,9 +77,7 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
   chooses = random.Random(seed)
   page_size = chooses.choice(page_sizes)
   num_pages = 1 + chooses.choice((160, 240)) // page_size
-  sizes = dataclasses.replace(
-    drafting_models.SIZES, page_size=page_size, num_pages=num_pages
-  )
+  sizes = dataclasses.replace(drafting_models.SIZES, page_size=page_size, num_pages=num_pages)
   engine = drafting_models.make_engine(numerics, sizes, mesh)
   config = dataclasses.replace(
     drafting_models.CONFIG, length=chooses.choice((1, 4, 7)), width=chooses.choice((1, 3))

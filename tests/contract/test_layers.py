@@ -300,9 +300,7 @@ def test_a_loop_needs_pages_in_one_pool():
   params = parameters.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
   batch, _, num_pages = sequences(ODD, tiny_model.NUMERICS, 3)
   run = functools.partial(transformer.forward, config=ODD, numerics=tiny_model.NUMERICS)
-  pages = kv_layout.empty_pages(
-    ODD, tiny_model.NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE
-  )
+  pages = kv_layout.empty_pages(ODD, tiny_model.NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE)
   with pytest.raises(ValueError, match="got stacked layers and a pair of pages for each of 2"):
     jax.eval_shape(run, params, batch, pages)
   with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):

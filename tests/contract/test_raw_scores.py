@@ -132,9 +132,7 @@ def draw_parameters(rng, vocab_size, events) -> sampling.SamplingRows:
   return rows._replace(mask=mask)
 
 
-@functools.partial(
-  jax.jit, static_argnames=("config", "numerics", "backend", "has_gradient")
-)
+@functools.partial(jax.jit, static_argnames=("config", "numerics", "backend", "has_gradient"))
 def scores_of(
   params, hidden, forced, parameters, seeds, positions, *, config, numerics, backend, has_gradient
 ):
@@ -213,9 +211,7 @@ def test_no_filter_of_five_hundred_rows_moves_a_raw_score(implementation, dtype,
 
 # Readers of raw scores: the engine, prompt scoring, the trainer.
 
-SIZES = EngineConfig(
-  page_size=8, num_pages=60, max_sequences=6, max_context=64, row_buckets=(24,)
-)
+SIZES = EngineConfig(page_size=8, num_pages=60, max_sequences=6, max_context=64, row_buckets=(24,))
 LAYOUT = {
   "page_size": 8,
   "rows_per_micro_batch": 96,

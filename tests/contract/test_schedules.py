@@ -283,9 +283,7 @@ class Schedule:
     self.make, self.contexts, self.steps = make, contexts, steps
     self.numerics, self.events = numerics, events
     self.answers: dict[str, tuple[int, ...]] = {}
-    self.guesser = (
-      None if plan.guesses is None else Guesser(self.answers, plan.guesses, silent=0.4)
-    )
+    self.guesser = None if plan.guesses is None else Guesser(self.answers, plan.guesses, silent=0.4)
     self.context, self.steps_per_visit = plan.context, plan.steps_per_visit
     self.table, self.pool_config = TABLES[plan.table], KVPoolConfig(host_pages=plan.host_pages)
     self.sleepers = {ask.request_id for ask in plan.asks if ask.is_background}
@@ -526,9 +524,7 @@ def run_schedules(
   num_instances, model_shards = mesh
 
   def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
-    config = dataclasses.replace(
-      SIZES[size], max_context=context, steps_per_visit=steps_per_visit
-    )
+    config = dataclasses.replace(SIZES[size], max_context=context, steps_per_visit=steps_per_visit)
     return make_engine(config, numerics, mesh, kind, **others)
 
   @hypothesis.seed(seed)

@@ -200,9 +200,7 @@ def programs(numerics, mesh: tuple[int, int]) -> runner_lib.Runner:
 
 
 def make_engine(numerics, mesh, weights: int, *, config=SIZES, kind=Engine, **others) -> Engine:
-  model = Model(
-    word_engine.CONFIG, params(numerics, weights), numerics, word_engine.TOKENIZER
-  )
+  model = Model(word_engine.CONFIG, params(numerics, weights), numerics, word_engine.TOKENIZER)
   return kind(
     model, config=config, key=numerics_lib.key(11), runner=programs(numerics, mesh), **others
   )
@@ -396,9 +394,7 @@ class Schedule:
     key, text = self._key(choice), TEXTS[number % 3]
     ttl = (None, None, 25)[number // 3 % 3]
     before = self.known.get(key)
-    context = self.contexts.register(
-      *key, text, [*text.encode()], step=self.visit, ttl_steps=ttl
-    )
+    context = self.contexts.register(*key, text, [*text.encode()], step=self.visit, ttl_steps=ttl)
     if before is None or before[1] != text:
       self.versions[key] += 1
       self.events["edits"] += before is not None
@@ -472,9 +468,7 @@ class Schedule:
       )
     )
     self.events[f"questions from {'rewrites' if has_slept else 'text'}"] += 1
-    self.runner.answered(
-      context, 8, has_slept=has_slept, question=question if number % 3 else ""
-    )
+    self.runner.answered(context, 8, has_slept=has_slept, question=question if number % 3 else "")
 
   def _submit(self, request: Request, said: Completion | None = None) -> None:
     self.num_asked += said is None
@@ -634,8 +628,7 @@ class Schedule:
     for pin in self.engine.pins:
       self.events["pins held"] += pin.num_held > 0
       account = any(
-        (pin.namespace, pin.tokens) in account.starts
-        for account in self.runner._accounts.values()
+        (pin.namespace, pin.tokens) in account.starts for account in self.runner._accounts.values()
       )
       assert (pin.namespace, pin.tokens) in own or account, f"got the pin {pin} of nothing"
     versions = {(*key, known[0]) for key, known in self.known.items()}

@@ -195,9 +195,7 @@ def test_no_tree_of_this_session_changes_a_bit(implementation, seed, tell_events
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(BLOCKS))
 @pytest.mark.parametrize("implementation", ["native", "tiled"])
-def test_no_tree_of_five_hundred_schedules_changes_a_bit(
-  block, implementation, seed, tell_events
-):
+def test_no_tree_of_five_hundred_schedules_changes_a_bit(block, implementation, seed, tell_events):
   events = collections.Counter()
   first = tree_cases.OF_A_MODEL * block
   for number in range(first, first + tree_cases.OF_A_MODEL):

@@ -279,7 +279,6 @@ def test_a_negative_number_of_workers_is_refused():
 
 
 class TimedRow(tiny_problem.Row):
-
   def confirm(self, artefact):
     return self.verify(artefact)
 

@@ -37,9 +37,7 @@ def requests(count: int) -> list[Request]:
     SamplingParams(max_tokens=9, temperature=0.0),
   ]
   return [
-    Request(
-      request_id=str(i), prompt=(3, 4, *range(5, 6 + i % 4)), sampling=kinds[i % 3], seed=i
-    )
+    Request(request_id=str(i), prompt=(3, 4, *range(5, 6 + i % 4)), sampling=kinds[i % 3], seed=i)
     for i in range(count)
   ]
 

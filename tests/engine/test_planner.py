@@ -11,9 +11,7 @@ from word_engine import SIZES, make_engine, request, run, tokens_from
 
 def test_members_of_a_group_share_the_pages_of_their_prompt():
   prompt = tokens_from(3, 19)
-  members = [
-    request(str(index), prompt, seed=index, group="g", max_tokens=5) for index in range(4)
-  ]
+  members = [request(str(index), prompt, seed=index, group="g", max_tokens=5) for index in range(4)]
   engine = make_engine()
   completions = engine.generate(members)
   # The first writes 19; the others find 18: two full pages, and two positions of the third.

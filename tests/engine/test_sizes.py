@@ -96,9 +96,7 @@ def test_row_buckets_follow_from_model_and_context(
 def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
   # 16 * 2**20 bytes a row: 64 rows, a byte more: 32; 16 * 2**27: none.
   for features, expected in ((2**20, (64,)), (2**20 + 1, (32,)), (2**27, (1,))):
-    model = dataclasses.replace(
-      presets.get("nano"), hidden_size=features - 3, intermediate_size=4
-    )
+    model = dataclasses.replace(presets.get("nano"), hidden_size=features - 3, intermediate_size=4)
     assert sizes.with_buckets(sizes.EngineConfig(), model, NUMERICS).row_buckets == expected
 
 
@@ -177,7 +175,8 @@ def test_the_plan_says_what_was_allocated():
     BACKEND,
     num_instances=1,
     allocated=(
-      jnp.zeros(2**18, jnp.float32, device=place), jnp.zeros(2**21, jnp.float32, device=place),
+      jnp.zeros(2**18, jnp.float32, device=place),
+      jnp.zeros(2**21, jnp.float32, device=place),
     ),
   )
   assert line.endswith("; 1.0 MiB of pages, 8.0 MiB of weights; on each device 0.1 and 1.0 MiB")

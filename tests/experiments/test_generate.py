@@ -20,9 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def answer(tiny: str, seed: int) -> tuple[list[str], str, tuple[int, ...]]:
   policy, numerics = generate.load(tiny)
   tokens = generate.prompt_tokens(policy, "Tom has 3 apples.")
-  engine = generate.engine_for(
-    policy, numerics, num_tokens=len(tokens) + 12, key=jax.random.key(0)
-  )
+  engine = generate.engine_for(policy, numerics, num_tokens=len(tokens) + 12, key=jax.random.key(0))
   parts: list[str] = []
   request = Request(
     request_id="0", prompt=tokens, sampling=SamplingParams(max_tokens=12), seed=seed
@@ -61,9 +59,7 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
 def test_a_draft_moves_no_letter(tiny: str):
   policy, numerics = generate.load(tiny)
   tokens = generate.prompt_tokens(policy, "Tom has 3 apples.")
-  request = Request(
-    request_id="0", prompt=tokens, sampling=SamplingParams(max_tokens=12), seed=5
-  )
+  request = Request(request_id="0", prompt=tokens, sampling=SamplingParams(max_tokens=12), seed=5)
   found = {}
   for draft in ("", tiny):
     engine = generate.engine_for(
@@ -76,9 +72,7 @@ def test_a_draft_moves_no_letter(tiny: str):
 
 
 def test_a_chat_goes_on_until_there_is_nothing_to_read():
-  lines = iter(
-    ["Hi", "", "/help", "  /usr is full  ", "bad", "/new", "Hi again", "/quit now"]
-  )
+  lines = iter(["Hi", "", "/help", "  /usr is full  ", "bad", "/new", "Hi again", "/quit now"])
   asked: list[list] = []
   told: list[str] = []
 

@@ -62,7 +62,8 @@ def test_whole_names_alone_are_renamed():
 def test_other_adverbs_never_make_a_sentence_of_the_test_split():
   draws = Draws("adverbs", 0)
   for told in (
-    "At first Ana starts with 3 pens.", "Later Ana finds 4 more pens.",
+    "At first Ana starts with 3 pens.",
+    "Later Ana finds 4 more pens.",
     "Now, how many pens does Ana have?",
   ):
     assert nano_sleep.UNTOLD.fullmatch(told)

@@ -43,9 +43,7 @@ def test_the_tokens_vectors_stay_where_they_are_kept(tmp_path):
   found = {}
   for name, one in (("kept", config), ("learnt", CONFIG)):
     pretrain_nano.pretrain(one, MODEL, start, tmp_path / name, documents)
-    found[name], _ = huggingface.load(
-      tmp_path / name / "model", pretrain_nano.numerics_for(64)
-    )
+    found[name], _ = huggingface.load(tmp_path / name / "model", pretrain_nano.numerics_for(64))
   first, _ = huggingface.load(start, pretrain_nano.numerics_for(64))
   assert (found["kept"]["embed"] == first["embed"]).all()
   assert (found["learnt"]["embed"] != first["embed"]).any()
@@ -63,9 +61,7 @@ def test_the_vector_of_a_token_that_no_batch_has_stays_where_it_is(tmp_path):
   for name, one in (("kept", config), ("learnt", dataclasses.replace(config, keeps_unseen=False))):
     documents = iter([("How many pens?", "#### 1")] * 100)
     pretrain_nano.pretrain(one, MODEL, start, tmp_path / name, documents)
-    found[name], _ = huggingface.load(
-      tmp_path / name / "model", pretrain_nano.numerics_for(64)
-    )
+    found[name], _ = huggingface.load(tmp_path / name / "model", pretrain_nano.numerics_for(64))
   first, _ = huggingface.load(start, pretrain_nano.numerics_for(64))
   assert (found["kept"]["embed"][unseen] == first["embed"][unseen]).all()
   assert (found["kept"]["embed"][seen] != first["embed"][seen]).any()

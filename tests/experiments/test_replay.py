@@ -288,9 +288,7 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
     step=3,
   )
   shutil.rmtree(run / "checkpoints")
-  checkpoint.save(
-    run / "checkpoints", 3, restored.state, host_state={}, fingerprint=OTHER_NUMERICS
-  )
+  checkpoint.save(run / "checkpoints", 3, restored.state, host_state={}, fingerprint=OTHER_NUMERICS)
   for request, num_learnt in (("3/1/2", 0), ("4/1/2", 1)):
     finding, lines = replayed(run, request)
     assert finding.is_equal, finding.text

@@ -22,9 +22,7 @@ def test_steps_stay_within_the_slack_and_nobody_waits_for_pages_longer(num_clien
     2, num_requests=12, step=1.0, reading=1.0, vocab_size=500, prompt=10, answer=10, seed=0
   )
   without, beside = (
-    sleep_foreground.serve(
-      engine, TIMES, coming, num_sleepers=count, num_clients=num_clients
-    )
+    sleep_foreground.serve(engine, TIMES, coming, num_sleepers=count, num_clients=num_clients)
     for count in (0, 6)
   )
   assert beside.tokens == without.tokens and beside.waits == without.waits == 0

@@ -155,9 +155,7 @@ def test_a_question_that_follows_from_its_context_is_likelier():
     scorer, reader.TOKENIZER, task, problem.context, problem.question
   )
   ids = reader.TOKENIZER.encode(f" {problem.question}")
-  start = next(
-    i for i in range(len(scorer.tokens)) if scorer.tokens[i : i + len(ids)] == ids
-  )
+  start = next(i for i in range(len(scorer.tokens)) if scorer.tokens[i : i + len(ids)] == ids)
   # Token i has the score -i: the mean over the question's own places.
   assert found == pytest.approx(-(start + (len(ids) - 1) / 2))
 

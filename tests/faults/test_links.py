@@ -88,18 +88,14 @@ def patient_ray(tmp_path_factory) -> Iterator[Cluster]:
     yield made
 
 
-def test_a_link_that_is_down_for_longer_than_the_patience(
-  patient_ray, tmp_path, seed, tell_events
-):
+def test_a_link_that_is_down_for_longer_than_the_patience(patient_ray, tmp_path, seed, tell_events):
   link, workers = patient_ray.link, patient_ray.workers
   events, seconds = collections.Counter(), []
   for moment in faults.moments(seed, LAST):
     far = patient_ray.far_worker()
     cut_at: list[float] = []
 
-    def hears(
-      rollout: Watched, event: Event, moment=moment, cut_at=cut_at, far=far
-    ) -> None:
+    def hears(rollout: Watched, event: Event, moment=moment, cut_at=cut_at, far=far) -> None:
       if not cut_at and rollout.counts["ended"] >= moment:
         cut_at.append(time.time())
         link.down()

@@ -191,7 +191,7 @@ WRONG = {
     lambda: Verdict(reward="1.0", correct=True, well_formed=True),  # pyright: ignore
     "got reward '1.0' for problem",
   ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -298,4 +298,3 @@ def test_a_driver_that_is_killed_goes_on_from_its_journal(whole, tmp_path, seed,
     events["kill -9 of a driver"] += 1
   resume(directory, whole)
   tell_events("drivers", events, ("kill -9 of a driver",))
-

@@ -168,9 +168,12 @@ def test_templates_see_no_tools_and_no_documents():
   )
   assert tokenizer.chat("a") == "noneTrue"
   assert tokenizer.chat("a", tools=[{"name": "b"}], documents=[]) == "True"
-  assert with_template("{{ messages[0].tool_calls is defined }}").chat(
-    [dict(role="assistant", content="a", tool_calls=None)]
-  ) == "False"
+  assert (
+    with_template("{{ messages[0].tool_calls is defined }}").chat(
+      [dict(role="assistant", content="a", tool_calls=None)]
+    )
+    == "False"
+  )
 
 
 def test_every_role_is_a_variable():

@@ -118,9 +118,7 @@ def test_the_gradient_adds_in_the_order_of_rows_as_on_one_device(dtype, count, s
   tokens = np.random.default_rng(seed).integers(0, VOCABULARY, 96).astype(np.int32)
   table, cotangents = gradients(dtype, tokens)
   one = np.asarray(jax.jit(functools.partial(pulled, None))(table, tokens, cotangents))
-  found = on_devices(
-    functools.partial(pulled, AXIS), count, table, tokens, cotangents, out=OWN
-  )
+  found = on_devices(functools.partial(pulled, AXIS), count, table, tokens, cotangents, out=OWN)
   assert found.dtype == dtype and found.tobytes() == one.tobytes()
   exact = np.zeros((VOCABULARY, FEATURES))
   np.add.at(exact, tokens, cotangents.astype(np.float64))

@@ -106,7 +106,7 @@ BLOCKS: dict[str, tuple[bytes, list[float]]] = {
     b"".join(sixes(SIX)) + np.array(SIGNED, np.int8).tobytes() + half(0.25),
     [0.25 * SIGNED[i // 16] * (q - 32) for i, q in enumerate(SIX)],
   ),
-}  # fmt: skip
+}
 
 
 def written(path: pathlib.Path, content: bytes) -> pathlib.Path:
@@ -172,7 +172,7 @@ def split(directory: pathlib.Path, *, count: int = 3, **changes: Any) -> pathlib
       "split.no": value("u16", number),
       "split.count": value("u16", count),
       "split.tensors.count": value("i32", len(names)),
-    } | changes.get(f"of_{number}", {})  # fmt: skip
+    } | changes.get(f"of_{number}", {})
     content = raw((entries if number == 0 else {}) | marks, of_part)
     written(directory / f"m-{number + 1:05d}-of-00003.gguf", content)
   return directory / "m-00001-of-00003.gguf"

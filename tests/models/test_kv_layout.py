@@ -40,9 +40,10 @@ def test_pages_of_layers_and_pools_have_the_axes_that_the_backend_names(num_laye
 def test_scratch_pages_have_the_axes_that_the_backend_names_and_a_shards_heads():
   config, scratch = tiny_model.CONFIG, kv_layout.ScratchPages(5, 4)
   heads, features = config.num_kv_heads, config.head_dim
-  assert kv_layout.scratch_of_layer(config, scratch, 1, Tiled(NUMERICS)) == (
-    (heads, 5, 4, features),
-  ) * 2
+  assert (
+    kv_layout.scratch_of_layer(config, scratch, 1, Tiled(NUMERICS))
+    == ((heads, 5, 4, features),) * 2
+  )
   assert kv_layout.scratch_of_layer(config, scratch, 2, KeysTurned(NUMERICS)) == (
     (heads // 2, 5, features, 4),
     (heads // 2, 5, 4, features),

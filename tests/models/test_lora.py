@@ -96,9 +96,9 @@ def learnt(numerics):
   @jax.jit
   def gradient_of(params):
     trained, frozen = lora.partition(params)
-    return jax.grad(
-      lambda trained: loss_of(lora.combine(trained, frozen), numerics), has_aux=True
-    )(trained)
+    return jax.grad(lambda trained: loss_of(lora.combine(trained, frozen), numerics), has_aux=True)(
+      trained
+    )
 
   return gradient_of(lora.attach(base_of(numerics), adapter_of(), SCALE))
 

@@ -241,7 +241,6 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
-
 def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   """Hidden rows and pages of the forward, tokens and scores of the head."""
   hidden, pages = transformer.forward(
@@ -271,9 +270,7 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   ("config", "numerics", "sizes"),
   [
     # Slabs, rounding and biases are those of every layer, so one will do.
-    pytest.param(
-      dataclasses.replace(presets.nano(), num_layers=1), NUMERICS, (8,), id="nano-f32"
-    ),
+    pytest.param(dataclasses.replace(presets.nano(), num_layers=1), NUMERICS, (8,), id="nano-f32"),
     pytest.param(presets.nano(), NUMERICS, (1, 2, 8), id="whole-nano-f32", marks=pytest.mark.long),
     pytest.param(
       dataclasses.replace(QWEN2, num_layers=1),

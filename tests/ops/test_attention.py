@@ -78,9 +78,7 @@ def rows_of(sequences, pieces, rows):
   ]
   joined = [jnp.concatenate(x) for x in zip(*parts)]
   missing = rows - joined[0].shape[0]
-  return [
-    jnp.concatenate([x, jnp.full((missing, *x.shape[1:]), 77, x.dtype)]) for x in joined
-  ]
+  return [jnp.concatenate([x, jnp.full((missing, *x.shape[1:]), 77, x.dtype)]) for x in joined]
 
 
 @functools.partial(jax.jit, static_argnums=(6,))
@@ -96,8 +94,19 @@ def pages_like(num_pages, page_size, dtype=jnp.float32, fill=0.0):
   return jnp.full((HEADS, num_pages, page_size, HEAD_DIM), fill, dtype)
 
 
-def attend(sequences, pieces, *, rows, segments, width=3, page_size=16, pages_of=None,
-           num_pages=13, fill=0.0, numerics=NUMERICS):
+def attend(
+  sequences,
+  pieces,
+  *,
+  rows,
+  segments,
+  width=3,
+  page_size=16,
+  pages_of=None,
+  num_pages=13,
+  fill=0.0,
+  numerics=NUMERICS,
+):
   """Rows of one batch on fresh pages, which hold `fill`; live rows only."""
   batch = batch_of(
     pieces, rows=rows, segments=segments, width=width, page_size=page_size, pages_of=pages_of
@@ -214,8 +223,9 @@ def test_gradients_of_shared_pages_are_the_definitions(numerics):
 
 def test_no_rows_give_nothing():
   batch = batch_of([(0, 0, 1)], rows=8, segments=4, width=3, page_size=16)
-  batch = batch._replace(num_rows=jnp.int32(0), num_segments=jnp.int32(0),
-                         segment_length=jnp.zeros(4, jnp.int32))
+  batch = batch._replace(
+    num_rows=jnp.int32(0), num_segments=jnp.int32(0), segment_length=jnp.zeros(4, jnp.int32)
+  )
   q, k, v = sequence_of(8, 2)
   out, k_pages, _ = run(q, k, v, pages_like(4, 16), pages_like(4, 16), batch, NUMERICS)
   np.testing.assert_array_equal(out, np.zeros_like(out))
@@ -288,7 +298,11 @@ def test_bits_follow_no_neighbour_placement_page_size_or_cut(group, dtype):
   np.testing.assert_array_equal(small, alone)
   # A wider page table; and no wider than needed, where a single split is all there is.
   wide = attend(
-    sequences, [(0, 0, LENGTH)], rows=48, segments=12, width=6,
+    sequences,
+    [(0, 0, LENGTH)],
+    rows=48,
+    segments=12,
+    width=6,
     pages_of=lambda _: [1, 2, 3, 0, 0, 0],
   )
   np.testing.assert_array_equal(wide, alone)
@@ -354,9 +368,9 @@ def test_a_bit_of_a_visible_key_changes_the_rows_that_see_it():
   q, k, v = sequence_of(LENGTH, 2)
   clean = attend([(q, k, v)], [(0, 0, LENGTH)], rows=48, segments=12)
   flipped = jax.lax.bitcast_convert_type(
-    jax.lax.bitcast_convert_type(v, jnp.int32).at[20].set(
-      jax.lax.bitcast_convert_type(v[20], jnp.int32) ^ 1
-    ),
+    jax.lax.bitcast_convert_type(v, jnp.int32)
+    .at[20]
+    .set(jax.lax.bitcast_convert_type(v[20], jnp.int32) ^ 1),
     jnp.float32,
   )
   found = attend([(q, k, flipped)], [(0, 0, LENGTH)], rows=48, segments=12)
@@ -369,8 +383,16 @@ def test_a_split_that_follows_the_length_changes_bits():
   mine = sequence_of(LENGTH, 2)
   clean = attend([mine], [(0, 0, LENGTH)], rows=48, segments=12)
   other = dataclasses.replace(NUMERICS, kv_split=8)
-  found = attend([mine], [(0, 0, LENGTH)], rows=48, segments=12, page_size=8, width=6,
-                 num_pages=40, numerics=other)
+  found = attend(
+    [mine],
+    [(0, 0, LENGTH)],
+    rows=48,
+    segments=12,
+    page_size=8,
+    width=6,
+    num_pages=40,
+    numerics=other,
+  )
   np.testing.assert_allclose(found, clean, rtol=1e-5, atol=1e-6)
   assert np.any(found != clean)
 

@@ -97,9 +97,7 @@ def test_scores_by_slab_are_the_scores_and_so_are_their_gradients(num_slabs):
 
     width = 44 // num_slabs
     firsts = jnp.arange(num_slabs, dtype=jnp.int32) * width
-    return logprobs.score_by_slab(
-      logits_of, hidden, table, firsts, width, tokens, ONE, None
-    )
+    return logprobs.score_by_slab(logits_of, hidden, table, firsts, width, tokens, ONE, None)
 
   def by_rows(hidden, table):
     logits = hidden @ table.reshape(44, 6).T
@@ -131,9 +129,7 @@ def test_no_gradient_holds_a_row_of_logits():
       return raw, raw / 0.7
 
     firsts = jnp.arange(vocabulary // width, dtype=jnp.int32) * width
-    scores = logprobs.score_by_slab(
-      logits_of, hidden, table, firsts, width, tokens, ONE, None
-    )
+    scores = logprobs.score_by_slab(logits_of, hidden, table, firsts, width, tokens, ONE, None)
     return jnp.sum(scores.logprob + scores.entropy)
 
   compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, table).compile()

@@ -31,8 +31,11 @@ def mixed(weights, rows, one):
 
 
 def mixed_arguments(num_rows, dtype=jnp.float32):
-  weights = {"w": array(7, 5, dtype=dtype), "table": array(3, 5, dtype=dtype, seed=1),
-             "offset": jnp.int32(2)}
+  weights = {
+    "w": array(7, 5, dtype=dtype),
+    "table": array(3, 5, dtype=dtype, seed=1),
+    "offset": jnp.int32(2),
+  }
   shift = jnp.asarray(np.random.default_rng(2).integers(0, 3, num_rows), jnp.int32)
   return weights, (array(num_rows, 7, dtype=dtype, seed=3), shift)
 

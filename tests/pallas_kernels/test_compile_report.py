@@ -225,6 +225,6 @@ def test_the_report_is_written(tmp_path: pathlib.Path, capsys: pytest.CaptureFix
   assert "1 cases, 1 kernels, 0 refused" in capsys.readouterr().out
   (record,) = json.loads((tmp_path / "kernels.json").read_text())
   assert record["kernels"][0]["name"] == "rms_norm"
-  assert "| rms_norm | Qwen3-8B norm, 64 rows | rms_norm | 64 |" in (
-    tmp_path / "kernels.md"
-  ).read_text()
+  assert (
+    "| rms_norm | Qwen3-8B norm, 64 rows | rms_norm | 64 |" in (tmp_path / "kernels.md").read_text()
+  )

@@ -207,9 +207,7 @@ def test_slabs_of_a_contraction_are_added_as_one_tree(slabs, num_rows):
   found = call(x, w, config=config)
   parts = [interpreted(x[i], w[i], out_dtype=jnp.float32, config=CONFIG) for i in range(slabs)]
   np.testing.assert_array_equal(found, matmul.add_tree(parts))
-  np.testing.assert_allclose(
-    found, matmul.contract_slabs_reference(x, w), rtol=1e-5, atol=1e-4
-  )
+  np.testing.assert_allclose(found, matmul.contract_slabs_reference(x, w), rtol=1e-5, atol=1e-4)
   if slabs > 2:
     assert (np.asarray(found) != np.asarray(functools.reduce(jnp.add, parts))).any()
   # Parts that lie apart, slabs that lie side by side, and those of several devices.
@@ -260,9 +258,7 @@ def test_gradients_of_a_contraction_of_slabs_are_the_definitions(num_rows, besid
   kernel = functools.partial(interpreted_contraction, out_dtype=jnp.float32, config=CONFIG)
   inputs = (x, w, stream)
   found = gradients(functools.partial(call, kernel), weights, *inputs)
-  expected = gradients(
-    functools.partial(call, matmul.contract_slabs_reference), weights, *inputs
-  )
+  expected = gradients(functools.partial(call, matmul.contract_slabs_reference), weights, *inputs)
   for got, want in zip(found, expected):
     assert got.dtype == want.dtype
     np.testing.assert_allclose(as_float64(got), as_float64(want), rtol=2**-7, atol=1e-2)
@@ -291,9 +287,7 @@ def test_a_row_of_a_contraction_of_slabs_is_that_rows_alone(mode, seed):
   rng = np.random.default_rng(seed)
   x, stream = array(8, 70, 64, seed=seed), array(70, 64, seed=seed + 1)
   w = array(8, 64, 64, seed=seed + 2)
-  call = functools.partial(
-    interpreted_contraction, config=dataclasses.replace(CONFIG, mode=mode)
-  )
+  call = functools.partial(interpreted_contraction, config=dataclasses.replace(CONFIG, mode=mode))
   whole = call(x, w, stream=stream)
   for size in (70, 1):
     chosen = rng.permutation(70)[:size]

@@ -23,15 +23,11 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def engine(smollm2: pathlib.Path) -> Engine:
-  return Engine(
-    loading.load_model(smollm2), config=EngineConfig(max_sequences=8, max_context=256)
-  )
+  return Engine(loading.load_model(smollm2), config=EngineConfig(max_sequences=8, max_context=256))
 
 
 def test_the_capital_of_france_is_paris(engine: Engine):
-  (answer,) = engine.generate(
-    ["What is the capital of France?"], temperature=0.0, max_tokens=16
-  )
+  (answer,) = engine.generate(["What is the capital of France?"], temperature=0.0, max_tokens=16)
   assert answer.text == "The capital of France is Paris."
 
 

@@ -24,9 +24,7 @@ def test_a_logarithmic_chart_has_a_decade_wherever_it_lies(tmp_path):
     for step, value in enumerate((1e-2, 1e3, 1e8, 0.0, -1.0, math.nan)):
       writer.write(step, {"objective/tilt": value})
   run = run_directory.load(tmp_path)
-  chart = charts.Chart(
-    title="Tilt", names=("objective/tilt",), note="of it", is_logarithmic=True
-  )
+  chart = charts.Chart(title="Tilt", names=("objective/tilt",), note="of it", is_logarithmic=True)
   page = charts.line_chart(chart, run)
   heights = [float(y) for y in re.findall(r'class="hit c0" cx="[^"]*" cy="([^"]*)"', page)]
   assert len(heights) == 3 and heights[0] - heights[1] == pytest.approx(heights[1] - heights[2])

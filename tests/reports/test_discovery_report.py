@@ -48,7 +48,7 @@ class Stairs:
     axes = drawing.subplots()
     axes.stairs([float(height) for height in artefact], fill=True, url="https://example.org")
     axes.imshow([[0.0, 1.0]], extent=(0, 1, 0, 1))
-    axes.set(title=EVIL.replace("\ud800", ""), gid="x\" onload=\"alert(1)")
+    axes.set(title=EVIL.replace("\ud800", ""), gid='x" onload="alert(1)')
     return drawing
 
 
@@ -337,7 +337,7 @@ def test_of_an_svg_only_shapes_come_through():
   made = discovery_report.inline_svg(
     '<svg xmlns="http://www.w3.org/2000/svg" xmlns:l="http://www.w3.org/1999/xlink"'
     ' width="72pt" height="36pt" viewBox="0 0 72 36" onload="a()"><!-- a --><script>a()</script>'
-    '<style>*{fill: red}</style><metadata>m</metadata><foreignObject><p/></foreignObject>'
+    "<style>*{fill: red}</style><metadata>m</metadata><foreignObject><p/></foreignObject>"
     '<animate/><defs><path id="p" d="M0 0"/><path id="p" d="M1 1"/><path id="q"/></defs>'
     '<a l:href="https://x.org"><use l:href="#p" class="tile" onclick="a()"/></a>'
     '<use l:href="https://x.org/#p"/><image l:href="https://x.org/i.png"/>'
@@ -398,9 +398,7 @@ def test_a_picture_of_hostile_text_is_drawn_as_shapes(tmp_path):
 
 def test_the_first_record_of_a_run_is_enough(tmp_path):
   start = dict(id=3, parent=None, step=0, value=2.75)
-  make_best(
-    tmp_path, lineage=[dict(step=0, value=2.75, tokens=[])], tree=[start], certificate=""
-  )
+  make_best(tmp_path, lineage=[dict(step=0, value=2.75, tokens=[])], tree=[start], certificate="")
   text = Tags(rendered(tmp_path, Stairs(published=()))).text
   assert "the start itself" in text and "The problem lists no published values." in text
   assert "The value is computed by the problem, without a certificate." in text

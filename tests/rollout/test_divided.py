@@ -25,9 +25,7 @@ from seerjax.rollout.policies import (
 from seerjax.types import Request, SamplingParams
 
 # Room for two requests at their ends on an instance, for five at their beginnings.
-SIZES = EngineConfig(
-  page_size=4, num_pages=25, max_sequences=5, max_context=64, row_buckets=(16,)
-)
+SIZES = EngineConfig(page_size=4, num_pages=25, max_sequences=5, max_context=64, row_buckets=(16,))
 
 
 def asked(num_groups: int = 4, members: int = 4) -> list[Request]:

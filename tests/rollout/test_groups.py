@@ -376,8 +376,18 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_in_the_order_of_their_names
     *(
       (1.0, parts, {}, "got the parts .*, expected finite numbers")
       for parts in [
-        {"Format": 1.0}, {"a b": 1.0}, {"": 1.0}, {1: 1.0}, {"a": "1"}, {"a": float("nan")},
-        {"a": float("-inf")}, {"a": 1e15}, {"a": True}, {"a": None}, [("a", 1.0)], ("a",),
+        {"Format": 1.0},
+        {"a b": 1.0},
+        {"": 1.0},
+        {1: 1.0},
+        {"a": "1"},
+        {"a": float("nan")},
+        {"a": float("-inf")},
+        {"a": 1e15},
+        {"a": True},
+        {"a": None},
+        [("a", 1.0)],
+        ("a",),
       ]
     ),
   ],

@@ -43,14 +43,10 @@ class DraftModel:
   def draft(self, queries: Sequence[DraftQuery]) -> list[list[list[int]]]:
     return [[self._path(query.tokens[-1], query.max_draft)] for query in queries]
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     self.acceptance.add(num_drafted, num_accepted)
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     self.after.update(itertools.pairwise(tokens))
 
   def _path(self, token: int, most: int) -> list[int]:

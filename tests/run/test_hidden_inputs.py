@@ -87,16 +87,12 @@ def test_prompts_in_another_order_are_refused_before_any_work(copied, tmp_path):
 def test_other_data_are_accepted_by_name_and_both_are_recorded(copied, tmp_path):
   heard: list[str] = []
   other = task_of(tmp_path / "rows.jsonl", ROWS[::-1])
-  result = train(
-    copied, other, resume=True, accept_new_data=True, num_steps=2, say=heard.append
-  )
+  result = train(copied, other, resume=True, accept_new_data=True, num_steps=2, say=heard.append)
   assert any(line.startswith("OTHER DATA OR CODE from step 2 on: heldout was") for line in heard)
   first, second = result.summary["data"]
   assert (first["step"], second["step"]) == (0, 1)
   assert first["digests"]["train"] != second["digests"]["train"]
-  header, epoch = (
-    record for record in records_of(copied) if record["kind"] in ("header", "epoch")
-  )
+  header, epoch = (record for record in records_of(copied) if record["kind"] in ("header", "epoch"))
   assert header["data"] != epoch["data"] and epoch["step"] == 0
   # What the interrupted step had judged of the old problems was sampled anew.
   _, entries = journal_lib.read(copied / "journal.jsonl")

@@ -12,9 +12,7 @@ from seerjax.run import placement
 
 def placed(num_instances=1, model_shards=1, model="nano", **numerics) -> placement.Placement:
   found = NumericsConfig(**{"reduction_shards": 0, **numerics})
-  return placement.placed(
-    model, found, num_instances=num_instances, model_shards=model_shards
-  )
+  return placement.placed(model, found, num_instances=num_instances, model_shards=model_shards)
 
 
 def test_what_is_decided_is_said():

@@ -76,9 +76,7 @@ def running(
   if has_drafts:
     engine.drafter = SuffixDrafter(budget=None)
   tiny = Served(name="tiny", engine=engine, scorer=serving.scorer(), fingerprint="fp_test")
-  sleeping = Sleeping(
-    directory, engine, PROMPTS, identity=TINY, config=SLEEP, planner_config=EAGER
-  )
+  sleeping = Sleeping(directory, engine, PROMPTS, identity=TINY, config=SLEEP, planner_config=EAGER)
   service = Service({"tiny": tiny}, config, sleeping={"tiny": sleeping})
   with server.running(service) as url:
     yield service, url

@@ -101,8 +101,9 @@ def test_an_answer_has_one_digest_alone_and_beside_64_others(browser):
     ask(tab, QUESTION)
     body = {"messages": serving.HELLO, "seed": 7, "max_tokens": 24, "logprobs": True}
     (expected,) = plain.post("/v1/chat/completions", json=body).json()["choices"]
-    assert tab.run("$('log').querySelector('article .text').textContent") == (
-      expected["message"]["content"]
+    assert (
+      tab.run("$('log').querySelector('article .text').textContent")
+      == (expected["message"]["content"])
     )
     shown = "[...document.querySelectorAll('[data-digest]')].map(one => one.dataset.digest)"
     assert tab.run(shown) == [digest(expected)]

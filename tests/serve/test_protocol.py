@@ -46,8 +46,14 @@ def test_fields_become_a_record():
     prompt_logprobs=1, regex="[a-z]+", chat_template_kwargs={"enable_thinking": False},
   )  # fmt: skip
   assert asked.sampling == dict(
-    temperature=0.5, top_k=0, top_p=1.0, min_p=0.1, logit_bias=((5, -1.0),), presence_penalty=1.0,
-    frequency_penalty=-0.5, repetition_penalty=1.2,
+    temperature=0.5,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.1,
+    logit_bias=((5, -1.0),),
+    presence_penalty=1.0,
+    frequency_penalty=-0.5,
+    repetition_penalty=1.2,
   )
   assert (asked.max_tokens, asked.num_choices, asked.seed) == (7, 3, 9)
   assert (asked.stop, asked.stop_token_ids) == (("x",), (4,))
@@ -184,17 +190,22 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
     ({"messages": [{"role": "god", "content": "x"}]}, "messages[0].role", "got 'god', expected"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "send some text"),
     ({"messages": [{"role": "user", "images": 1}]}, "messages[0].images", "leave it out"),
-    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls",
-     "got calls in a message of role user, expected calls in assistant messages"),
+    (
+      {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
+      "messages[0].tool_calls",
+      "got calls in a message of role user, expected calls in assistant messages",
+    ),
     (
       {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
       "messages[0].tool_calls[0].function.name",
       "name the function that was called",
     ),
     (
-      {"messages": [
-        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}
-      ]},
+      {
+        "messages": [
+          {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}
+        ]
+      },
       "messages[0].tool_calls[0].function.arguments",
       "got '[]', expected a JSON object as text; send the arguments as they were returned.",
     ),
@@ -248,8 +259,9 @@ def test_a_message_quotes_little_of_what_it_got():
 
 JSON = st.recursive(
   st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-  lambda inner: st.lists(inner, max_size=3)
-  | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+  lambda inner: (
+    st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+  ),
   max_leaves=6,
 )
 

@@ -200,9 +200,7 @@ SERVED = (
 )  # fmt: skip
 
 
-def crowd(
-  server: Process, rng: random.Random, count: int, alone: dict[int, Any], events
-) -> None:
+def crowd(server: Process, rng: random.Random, count: int, alone: dict[int, Any], events) -> None:
   """`count` requests at once: some stay and are compared, some read slowly, some leave."""
   lock = threading.Lock()
 

@@ -101,9 +101,9 @@ def test_prompts_side_by_side_keep_their_order(client):
   both = client.completions.create(prompt=[[5, 6, 7], [8, 9]], n=2, **fields).choices
   assert [choice.index for choice in both] == [0, 1, 2, 3]
   for place, prompt in ((0, [5, 6, 7]), (2, [8, 9])):
-    alone = client.completions.create(
-      prompt=prompt, **fields | {"seed": both[place].seed}
-    ).choices[0]
+    alone = client.completions.create(prompt=prompt, **fields | {"seed": both[place].seed}).choices[
+      0
+    ]
     assert alone.logprobs == both[place].logprobs
 
 
@@ -138,9 +138,7 @@ def test_fields_without_effect_are_listed_in_a_header_and_change_no_bit(plain):
 def test_a_strict_server_refuses_fields_without_effect():
   config = ServeConfig(port=0, strict_fields=True)
   with serving.running(config) as (_, url), serving.client(url) as plain:
-    found = plain.post(
-      "/v1/completions", json={"prompt": [5, 6], "max_tokens": 1, "store": True}
-    )
+    found = plain.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 1, "store": True})
   assert (found.status_code, found.json()["error"]["param"]) == (400, "store")
   assert "expected none on a server with --strict_fields" in found.json()["error"]["message"]
 

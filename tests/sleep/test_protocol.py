@@ -179,8 +179,10 @@ def test_without_a_rewrite_the_raw_context_is_read():
   class Mute(Reader):
     def complete(self, messages, **settings):
       answer = super().complete(messages, **settings)
-      return answer if "each have now?" not in messages[-1]["content"] else (
-        dataclasses.replace(answer, text="nothing")
+      return (
+        answer
+        if "each have now?" not in messages[-1]["content"]
+        else (dataclasses.replace(answer, text="nothing"))
       )
 
   rows = rows_of(Mute(), dataclasses.replace(SMALL, arms=("test", "wake")))

@@ -53,9 +53,7 @@ class Sleeping:
     self.registry = Contexts(directory, identity=NANO, on_drop=lambda d: self.runner.dropped(d))
     self.engine: Engine = make_engine(dataclasses.replace(SIZES, pinned_pages=4), **others)
     self.engine.step_times = FLAT
-    self.runner = kind(
-      self.engine, self.registry, PROMPTS, config=CONFIG, planner_config=EAGER
-    )
+    self.runner = kind(self.engine, self.registry, PROMPTS, config=CONFIG, planner_config=EAGER)
     for name, text in texts.items():
       self.register(name, text)
 

@@ -56,9 +56,7 @@ def asked(rng: np.random.Generator, name: str = "beam") -> Request:
 
 def expected(numerics, request: Request, width: int):
   params = request.sampling
-  return plain(numerics).search(
-    request.prompt, width, params.max_tokens, params.stop_token_ids
-  )
+  return plain(numerics).search(request.prompt, width, params.max_tokens, params.stop_token_ids)
 
 
 def as_rows(found) -> list[tuple[tuple[int, ...], float, str]]:
@@ -79,9 +77,7 @@ def differing(numerics, seed: int, planner=planner_lib.Planner, count: int = 4) 
   return wrong
 
 
-def check_drawn(
-  numerics, seed: int, count: int, **mesh: int
-) -> collections.Counter[str]:
+def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Counter[str]:
   """Searches drawn ones, with drafts and without, beside requests that are sampled; counts."""
   rng, events = np.random.default_rng(seed), collections.Counter()
   for number in range(count):
@@ -101,9 +97,7 @@ def check_drawn(
       others = [dataclasses.replace(asked(rng, str(i)), seed=i) for i in range(number % 3)]
       for other in others:
         engine.submit(other)
-      found = as_rows(
-        beam_search(engine, request, width, drafter=drafter, instance=instance)
-      )
+      found = as_rows(beam_search(engine, request, width, drafter=drafter, instance=instance))
       assert found == wanted, f"seed {seed}, search {number}: {request}, width {width}"
       counters = engine.counters
       steps.append(counters.steps)

@@ -158,9 +158,7 @@ def test_the_best_length_has_the_fewest_seconds_a_token(situation):
   times = times_of(table)
   batch = num_high + 1
   best = budget.best_length(batch, acceptance, times)
-  costs = [
-    budget.seconds_per_token((batch,), (length,), acceptance, times) for length in range(9)
-  ]
+  costs = [budget.seconds_per_token((batch,), (length,), acceptance, times) for length in range(9)]
   # Both add up what a draft gives, in another order: equals may differ by a rounding.
   assert costs[best] == pytest.approx(min(costs), rel=1e-12, abs=0)
   assert min(costs) <= times.decode(batch) / batch

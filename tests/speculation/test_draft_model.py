@@ -179,8 +179,9 @@ def program():
 def test_siblings_are_the_next_by_logit_and_noise(kind):
   numerics = dataclasses.replace(drafting_models.ONE_SLAB, implementation=kind)
   config = dataclasses.replace(drafting_models.CONFIG, width=3)
-  chain, comb = drafting_models.drafter("same", numerics), drafting_models.drafter(
-    "same", numerics, config
+  chain, comb = (
+    drafting_models.drafter("same", numerics),
+    drafting_models.drafter("same", numerics, config),
   )
   for seed in range(6):
     asked = query([3, 1, 4, 1, 5], seed=seed, top_k=4)

@@ -31,7 +31,6 @@ from seerjax.types import Completion, Request
 NAMES = ("poet", "judge", "clerk", "cook", "pilot")
 
 
-
 def base_of(case: Case) -> Case:
   """Returns the case without the model-wide adapter, and with more concurrent requests.
 
@@ -99,9 +98,7 @@ def _lone_runner(model: Model) -> runner_lib.Runner:
 
 
 @functools.lru_cache(maxsize=16)
-def lone_engine(
-  model: Model, seed: int, generation: int, adapter: str
-) -> engine_lib.Engine:
+def lone_engine(model: Model, seed: int, generation: int, adapter: str) -> engine_lib.Engine:
   """Returns the reference engine of one adapter; it holds no other adapter."""
   params = weights_of(model, generation)
   if adapter:

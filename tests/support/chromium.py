@@ -68,9 +68,7 @@ class Tab:
 
   def run(self, script: str) -> Any:
     """Returns the awaited value of an expression."""
-    result = self.send(
-      "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
-    )
+    result = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
     assert "exceptionDetails" not in result, result["exceptionDetails"]
     return result["result"].get("value")
 

@@ -95,9 +95,7 @@ class Mortal(EngineWorker):
   dies_at: tuple[int, int] | None = None
   num_calls = 0
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()) -> Sequence[ChunkResult]:
     self.num_calls += 1
     if self.dies_at is None or self.num_calls <= self.dies_at[0]:
       return super().run(orders, forget)

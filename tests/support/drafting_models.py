@@ -46,6 +46,7 @@ MODEL_TIMES = DraftTimes(once=0.05, position=0.02, token=0.001)
 
 def rounded(params: parameters.Params) -> parameters.Params:
   """Weights rounded like INT8 by row, but to eight steps only, so that the rounding matters."""
+
   def coarse(leaf):
     if leaf.ndim < 2:
       return leaf
@@ -101,18 +102,14 @@ def suffix_budget() -> Budget:
 
 def source_budget(**changes: int) -> SourceBudget:
   """Returns a budget that plans by the times above."""
-  return SourceBudget(
-    TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes)
-  )
+  return SourceBudget(TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes))
 
 
 class DrawnSources(SourceBudget):
   """Draws the source of every draft at random, so that each step uses every source."""
 
   def __init__(self, seed: int, **changes: int):
-    super().__init__(
-      TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes)
-    )
+    super().__init__(TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes))
     self._chooses = random.Random(seed)
 
   def plan(self, request_ids: Sequence[str]) -> list[Choice]:

@@ -183,7 +183,8 @@ def draw_model(rng: np.random.Generator) -> Model:
     slot_tile=_pick(rng, 1, 2, 4, 8, 16),
     kv_split=kv_split,
     reduction_shards=slabs,
-    compute_dtype=_pick(rng, "float32", "float32", "bfloat16"), implementation="tiled",
+    compute_dtype=_pick(rng, "float32", "float32", "bfloat16"),
+    implementation="tiled",
   )
   family = huggingface_config.FAMILIES[_pick(rng, *huggingface_config.FAMILIES)]
   config = model_config.TransformerConfig(

@@ -76,9 +76,7 @@ def plain_engine(numerics) -> engine_lib.Engine:
 
 
 @functools.cache
-def alone(
-  numerics, prompt: tuple[int, ...], sampling: SamplingParams, seed: int
-) -> Completion:
+def alone(numerics, prompt: tuple[int, ...], sampling: SamplingParams, seed: int) -> Completion:
   """Returns the completion of a request that runs alone in a plain engine."""
   request = Request(request_id="alone", prompt=prompt, sampling=sampling, seed=seed)
   return plain_engine(numerics).generate([request])[0]

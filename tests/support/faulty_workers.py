@@ -100,9 +100,7 @@ class FaultyWorker(EngineWorker):
     )
     return super().load(dataclasses.replace(weights, tensors=pieces), policy_version)
 
-  def run(
-    self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()
-  ) -> Sequence[ChunkResult]:
+  def run(self, orders: Sequence[ChunkOrder], forget: Sequence[Gone] = ()) -> Sequence[ChunkResult]:
     self.faults.meet(STOP)
     self.faults.meet("before a chunk")
     results = super().run(orders, forget)

@@ -81,8 +81,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
   """Returns the sets of modules that import one another, directly or not; should be []."""
   reachable = {name: above([name], edges) for name in edges}
   found = {
-    tuple(sorted(other for other in reachable[name] if name in reachable[other]))
-    for name in edges
+    tuple(sorted(other for other in reachable[name] if name in reachable[other])) for name in edges
   }
   return sorted(list(circle) for circle in found if len(circle) > 1)
 

@@ -33,15 +33,11 @@ class Observed:
     self.observations: list[tuple[str, int, int]] = []
     self.finished: dict[str, list[int]] = {}
 
-  def observe(
-    self, request_id: str, group_id: str, num_drafted: int, num_accepted: int
-  ) -> None:
+  def observe(self, request_id: str, group_id: str, num_drafted: int, num_accepted: int) -> None:
     assert 0 <= num_accepted <= num_drafted > 0
     self.observations.append((request_id, num_drafted, num_accepted))
 
-  def finish(
-    self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int
-  ) -> None:
+  def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     assert request_id not in self.finished
     self.finished[request_id] = list(tokens[num_prompt:])
 
@@ -61,9 +57,7 @@ class JunkDrafter(Observed):
       for path in range(number(*key, "paths") % (self.max_paths + 1)):
         length = number(*key, path) % (left + 1)
         left -= length
-        paths.append(
-          tuple(number(*key, path, place) % self.vocab_size for place in range(length))
-        )
+        paths.append(tuple(number(*key, path, place) % self.vocab_size for place in range(length)))
       drafts.append(paths)
     return drafts
 

@@ -150,9 +150,7 @@ def batch_of(case: Case) -> types.TrainBatch:
   groups = []
   for index in range(case.num_groups):
     prompt = rng.integers(0, vocabulary, int(rng.integers(1, 5))).tolist()
-    answers = [
-      rng.integers(0, vocabulary, int(rng.integers(2, 15))).tolist() for _ in range(2)
-    ]
+    answers = [rng.integers(0, vocabulary, int(rng.integers(2, 15))).tolist() for _ in range(2)]
     kind = kinds[int(rng.integers(len(kinds)))]
     rollouts = [made_rollouts.rollout(prompt, answer, sampling=kind) for answer in answers]
     groups.append(made_rollouts.group(index, *rollouts))
@@ -178,9 +176,7 @@ def learn(case: Case, mesh: tuple[int, int] = (1, 1), *, updates: bool = True) -
   """Takes one optimiser step on a mesh."""
   trainer, batch = trainer_of(case, mesh), batch_of(case)
   master, params = weights_of(case)
-  gradient, metrics, scores = trainer.gradient(
-    params, batch, losses.denominators(batch), None
-  )
+  gradient, metrics, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
   found = {"scores": scores, "loss": metrics["loss"], "gradient": gradient}
   if updates:
     with jax.numpy_dtype_promotion("standard"):  # Optax needs it.

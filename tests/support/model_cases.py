@@ -91,7 +91,7 @@ class Schedule:
   def _begin(self) -> None:
     """Starts afresh, as a new process would: only files on the disk survive."""
     case = self.case
-      # A new process takes over the files that an earlier one left on the disk.
+    # A new process takes over the files that an earlier one left on the disk.
     store = DiskStore(self.folder, max_bytes=10**8) if case.has_disk else None
     self.left = {path.name for path in self._files()}
     self.pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)

@@ -12,9 +12,7 @@ from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
 from seerjax.types import Request, SamplingParams
 
-SIZES = EngineConfig(
-  page_size=4, num_pages=40, max_sequences=4, max_context=64, row_buckets=(16,)
-)
+SIZES = EngineConfig(page_size=4, num_pages=40, max_sequences=4, max_context=64, row_buckets=(16,))
 
 
 @functools.cache

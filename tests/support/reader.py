@@ -32,9 +32,7 @@ class Reader:
   def complete(
     self, messages: Sequence[Message], *, max_tokens: int, temperature: float, seed: int
   ) -> Completed:
-    call = Call(
-      messages=tuple(messages), max_tokens=max_tokens, temperature=temperature, seed=seed
-    )
+    call = Call(messages=tuple(messages), max_tokens=max_tokens, temperature=temperature, seed=seed)
     if len(self.calls) >= self.limit:
       raise KeyboardInterrupt
     self.calls.append(call)

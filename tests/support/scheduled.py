@@ -32,9 +32,7 @@ def take(planner: Scheduler, instances: Instances) -> list[Decision]:
   return found
 
 
-def end(
-  planner: Scheduler, instances: Instances, decision: Decision, length: int = 10**9
-) -> None:
+def end(planner: Scheduler, instances: Instances, decision: Decision, length: int = 10**9) -> None:
   """Ends a chunk when its request has `length` tokens, else at the chunk's end."""
   item = planner.buffer[decision.request_id]
   reached = min(item.chunk_end, length)

@@ -46,7 +46,19 @@ SCHEMAS: tuple[dict[str, Any], ...] = (
   {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
 )  # fmt: skip
 WORDS = (
-  "How", "many", "apples?", "two", "and", "17", "+", "4", "=", "why", "<|im_end|>", "café", "box"
+  "How",
+  "many",
+  "apples?",
+  "two",
+  "and",
+  "17",
+  "+",
+  "4",
+  "=",
+  "why",
+  "<|im_end|>",
+  "café",
+  "box",
 )
 KEY = numerics_lib.key(11)
 # Fields of a body for which OpenAI's client has no parameter.
@@ -642,9 +654,10 @@ def load(
   known = [_known(case, ask, asked_alone) for ask in case.asks if "seed" in ask.body]
   drafter = Knowing([one for some in known for one in some], case.number)
   rng = np.random.default_rng((case.seed, case.number, 2))
-  with serving(
-    case.subject, case.sizes, make, rng=rng, events=events, drafter=drafter
-  ) as (service, url):
+  with serving(case.subject, case.sizes, make, rng=rng, events=events, drafter=drafter) as (
+    service,
+    url,
+  ):
     engine: Any = service.models[case.subject.name].engine
     engine.others_wait = lambda: service.thread.num_waiting > 0
     found = asyncio.run(_all_at_once(case, url))

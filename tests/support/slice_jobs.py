@@ -23,9 +23,7 @@ NUM_DEVICES = 2
 SECONDS = 900  # Time limit on a loaded machine.
 
 
-def run(
-  job: str, argument: str = "", *, num_processes: int = 2
-) -> list[tuple[int, Any, str]]:
+def run(job: str, argument: str = "", *, num_processes: int = 2) -> list[tuple[int, Any, str]]:
   """Runs a job in several processes; returns (status, last line, all lines) of each."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))

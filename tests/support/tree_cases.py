@@ -258,9 +258,7 @@ class MergedDrafter(HybridDrafter):
     context = case.machine.sizes.max_context
     draft = Machine(model=model, sizes=case.machine.sizes, mesh=(1, 1))
     program = draft_program_of(
-      dataclasses.replace(
-        draft, model=dataclasses.replace(model, weights_seed=0, deviation=0.0)
-      )
+      dataclasses.replace(draft, model=dataclasses.replace(model, weights_seed=0, deviation=0.0))
     )
     drafter = ModelDrafter(
       loading.Model(model.config, drawn_models.params_of(model), program.numerics),

@@ -54,7 +54,7 @@ def changed(index: int, **fields: Any) -> list[dict[str, Any]]:
     (changed(3, level=7), set()),  # No reward of two arguments reads it.
     (ROWS, set()),
   ],
-)  # fmt: skip
+)
 def test_what_a_run_reads_of_a_file_moves_its_digests(tmp_path, rows, moved: set[str]):
   one = function_task("own", write(tmp_path / "a.jsonl", ROWS), two_arguments)
   other = function_task("own", write(tmp_path / "a.jsonl", rows), two_arguments)
@@ -70,9 +70,7 @@ def test_what_a_run_reads_of_a_file_moves_its_digests(tmp_path, rows, moved: set
 
 def test_a_column_counts_where_a_reward_is_given_the_row(tmp_path):
   found = [
-    digests.of_task(
-      function_task("own", write(tmp_path / "a.jsonl", rows), three_arguments)
-    )
+    digests.of_task(function_task("own", write(tmp_path / "a.jsonl", rows), three_arguments))
     for rows in (ROWS, changed(3, level=7))
   ]
   assert found[0]["train"] != found[1]["train"] and found[0]["heldout"] == found[1]["heldout"]

@@ -109,7 +109,7 @@ def test_one_file_of_mmlu_is_parted(tmp_path):
     (b"q,1,2,3,4,A\n\n,1,2,3,4,A\n", "x.csv, line 3: got 6 columns, the first '', expected"),
     (b'"q\nr",1,2,3,4,A\nq,1,2,3,4,E\n', "x.csv, line 3: got the answer 'E', expected one"),
     (b"q,1,2,3,4,AB\n", "x.csv, line 1: got the answer 'AB', expected one letter of ABCD"),
-    (b"q,1,2,3,4,A\n\"q\" r,1,2,3,4,A\n", "x.csv, line 2: got text that is not CSV"),
+    (b'q,1,2,3,4,A\n"q" r,1,2,3,4,A\n', "x.csv, line 2: got text that is not CSV"),
     (b"q\xff,1,2,3,4,A\n", "x.csv: got bytes that are not UTF-8 at offset 1"),
     (b"\n", "x.csv: got an empty file, expected at least one row"),
   ],

@@ -57,7 +57,7 @@ HOSTILE = {
   "half a pair": "\ud800",
   "emoji": "\u202e\U0001f600é" * 800,
   "lines": "\n" * 4_000 + "x",
-}  # fmt: skip
+}
 
 
 def tagged(answer: str) -> str:

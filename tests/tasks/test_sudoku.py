@@ -71,7 +71,7 @@ def test_solutions_agree_with_all_grids_tried():
   assert len(expected) == 288  # As is known.
   assert set(sudoku.solutions((0,) * 16, 4)) == expected
   assert all(sudoku.is_solved(grid, (0,) * 16, 4) for grid in expected)
-  wrong = grids[~right].reshape(-1, 16)[:: 1_000].tolist()
+  wrong = grids[~right].reshape(-1, 16)[::1_000].tolist()
   assert not any(sudoku.is_solved(tuple(grid), (0,) * 16, 4) for grid in wrong)
 
 

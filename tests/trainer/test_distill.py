@@ -73,9 +73,7 @@ def test_losses_are_cross_entropy_and_kl_by_hand():
   [
     (lambda: distill.answers_of([([1], [])]), "got no answers, expected at least one with a token"),
     (
-      lambda: next(
-        distill.batches(distill.answers_of([([1] * 9, [1] * 9)]), None, CONFIG)
-      ),
+      lambda: next(distill.batches(distill.answers_of([([1] * 9, [1] * 9)]), None, CONFIG)),
       "got no answers, expected at least one",
     ),
     (

@@ -40,9 +40,7 @@ def test_a_row_reads_hidden_rows_before_it_and_tokens_up_to_it(target):
   changed = lambda found: np.flatnonzero((found != plain).any(axis=2)[0])[0]
   assert changed(other_row) == 6 and changed(other_token) == 5
   # The target's head says of the target's rows what the target says.
-  wanted = flax_module.logits_of(
-    target, tokens, config=MODEL, numerics=distill.numerics_for(12)
-  )
+  wanted = flax_module.logits_of(target, tokens, config=MODEL, numerics=distill.numerics_for(12))
   found = feature_draft.logits_of(target, hidden, model=MODEL)
   np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 

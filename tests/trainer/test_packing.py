@@ -52,7 +52,8 @@ def cases(draw):
     query_tile=draw(st.sampled_from([1, 4, 8])),
     slot_tile=draw(st.sampled_from([1, 4])),
     kv_split=draw(st.sampled_from([8, 16])),
-    reduction_shards=1, implementation="tiled",
+    reduction_shards=1,
+    implementation="tiled",
   )
   rows = draw(st.sampled_from([8, 20, MOST_ROWS]))
   sizes = {

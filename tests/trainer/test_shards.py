@@ -98,9 +98,7 @@ def test_what_may_work_on_parts(make, expected):
 def updated(case: mesh_cases.Case, mesh, optimizer, master, gradients):
   """Returns (state after the gradients on the host, norms, arrays of which devices have parts)."""
   mesh = mesh_of(*mesh)
-  trainer = step.Trainer(
-    case.config, case.numerics, losses.dapo(), optimizer, mesh, 1, 4
-  )
+  trainer = step.Trainer(case.config, case.numerics, losses.dapo(), optimizer, mesh, 1, 4)
   state, norms = trainer.init(jax.tree.map(jnp.asarray, master)), []
   specs = state_lib.params_specs(master, optimizer, mesh)
   place = lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))

@@ -244,9 +244,7 @@ def test_layers_in_a_row_that_are_computed_again_have_the_same_gradients(config,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype):
   deep = dataclasses.replace(presets.get("nano"), num_layers=parameters.UNROLLED_LAYERS + 1)
-  numerics = NumericsConfig(
-    query_tile=4, slot_tile=32, kv_split=64, compute_dtype=dtype
-  )
+  numerics = NumericsConfig(query_tile=4, slot_tile=32, kv_split=64, compute_dtype=dtype)
   (kept, kept_scores), (again, again_scores), (away, away_scores) = computed_once_and_again(
     deep, numerics, page_size=8, rows_per_micro_batch=64
   )

@@ -1,6 +1,6 @@
 """Temporaries of the gradient program of Qwen3-0.6B's form, by implementation; no weights are made.
 
-    PYTHONPATH=. python docs/results/memory/gradient.py tiled,native none,layer 1,2,4
+PYTHONPATH=. python docs/results/memory/gradient.py tiled,native none,layer 1,2,4
 """
 
 import dataclasses
@@ -62,9 +62,7 @@ def temporaries(implementation: str, remat: str, num_layers: int) -> int:
     finish_reason="length",
     policy_version=0,
   )
-  request = Request(
-    request_id="0", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=2), seed=0
-  )
+  request = Request(request_id="0", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=2), seed=0)
   verdict = Verdict(reward=0.0, correct=False, well_formed=True)
   group = RolloutGroup(
     group_index=0,

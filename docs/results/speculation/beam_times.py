@@ -35,9 +35,7 @@ def main(draft: str, num_questions: int) -> None:
   engine = engine_lib.Engine(model, config=config)
   assert model.tokenizer is not None
   task = tasks.load("word_problems")
-  sampling = SamplingParams(
-    temperature=0.0, max_tokens=64, stop_token_ids=model.tokenizer.eos_ids
-  )
+  sampling = SamplingParams(temperature=0.0, max_tokens=64, stop_token_ids=model.tokenizer.eos_ids)
   print(f"{'width':>5}  {'draft':<18}{'steps':>6}{'CPU s':>8}  time of no drafts / its own (95 %)")
   for width in (2, 4, 8):
     drafters = {}

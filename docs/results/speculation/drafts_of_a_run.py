@@ -80,9 +80,7 @@ class Chains:
   def __call__(self, params, groups) -> tuple[float, float]:
     """Returns tokens a step, the bonus included, and the share of places at which one is right."""
     rollouts = [one for group in groups for one in group.rollouts]
-    rollouts = [
-      r for r in rollouts if len(r.request.prompt) + len(r.completion.tokens) <= LENGTH
-    ]
+    rollouts = [r for r in rollouts if len(r.request.prompt) + len(r.completion.tokens) <= LENGTH]
     steps = said = right = 0
     for begin in range(0, len(rollouts), ROWS):
       part = rollouts[begin : begin + ROWS]

@@ -21,8 +21,8 @@ programs for the first); Yuksekgonul et al. 2026 (TTT-Discover), https://arxiv.o
 from __future__ import annotations
 
 from experiments.problems.autocorrelation.environment import (
-    FirstAutocorrelation,
-    SecondAutocorrelation,
+  FirstAutocorrelation,
+  SecondAutocorrelation,
 )
 
 __all__ = ["FirstAutocorrelation", "SecondAutocorrelation"]

@@ -86,7 +86,7 @@ def best_heights(start, is_second, num_steps, learning_rate, first_temperature, 
       gradient = (slope[i] + of_total) * 2.0 * x[i]
       first_moment[i] = 0.9 * first_moment[i] + 0.1 * gradient
       second_moment[i] = 0.999 * second_moment[i] + 0.001 * gradient * gradient
-      x[i] -= rate * (first_moment[i] / first_bias) / (
-        math.sqrt(second_moment[i] / second_bias) + 1e-12
+      x[i] -= (
+        rate * (first_moment[i] / first_bias) / (math.sqrt(second_moment[i] / second_bias) + 1e-12)
       )
   return best

@@ -149,9 +149,7 @@ class CircleLanguage:
     return np.array(rows, np.float64).T.copy()
 
 
-def _edit(
-  circles: np.ndarray, verb: str, a: int, b: int, c: int, rng: np.random.Generator
-) -> None:
+def _edit(circles: np.ndarray, verb: str, a: int, b: int, c: int, rng: np.random.Generator) -> None:
   n = circles.shape[1]
   i, j = a % n, b % n
   length = ((c + 1) / NUM_LEVELS) ** 2 / 4

@@ -147,9 +147,7 @@ def read_orders(output: str, turns: int) -> list[tuple[int, int] | None] | str:
   return orders
 
 
-def play(
-  problem: apple_rules.Instance, orders: Sequence[tuple[int, int] | None]
-) -> int | str:
+def play(problem: apple_rules.Instance, orders: Sequence[tuple[int, int] | None]) -> int | str:
   """Returns the apples after all turns, exactly, or the reason why an order is impossible.
 
   Args:

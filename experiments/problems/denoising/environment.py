@@ -67,8 +67,8 @@ class Denoising:
         denoised = pipeline.run(artefact["steps"], self.train)
     except np.linalg.LinAlgError as error:
       return environment_lib.invalid(
-          f"steps: {error}; expected numbers that stay far from overflow"
-        )
+        f"steps: {error}; expected numbers that stay far from overflow"
+      )
     reason = self._refusal(denoised)
     if reason:
       return environment_lib.invalid(reason)
@@ -220,7 +220,7 @@ class Denoising:
       f"Minimise the MSE to validation after normalising cells to {TARGET_SUM:.0f} and log(1 + x)."
       " The mean Poisson negative log-likelihood of validation (its total given) must be at most"
       f" {self.poisson_limit:.6f} nats, else the pipeline is invalid.\n"
-      f"Steps, each a dict with \"op\" and its knobs:\n{listed}\n"
+      f'Steps, each a dict with "op" and its knobs:\n{listed}\n'
       f"Now: {artefact}\n"
       f"Its MSE: {score.value:.6f}.\n"
       "Write Python that defines improve(artefact, seconds, seed) and returns a better pipeline,"

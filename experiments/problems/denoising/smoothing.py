@@ -62,7 +62,7 @@ def diffuse(x: np.ndarray, neighbours: int, times: int, decay: float) -> np.ndar
     apart = np.sqrt(np.maximum(np.take_along_axis(chosen, order, axis=1), 0.0))
     width = np.maximum(apart[:, near : near + 1], 1e-12)
     columns.append(found)
-    weights.append(np.exp(-np.minimum((apart / width), 1e3) ** decay))
+    weights.append(np.exp(-(np.minimum((apart / width), 1e3) ** decay)))
   rows = np.repeat(np.arange(num_cells), kept + 1)
   kernel = sparse.csr_matrix(
     (np.concatenate(weights).ravel(), (rows, np.concatenate(columns).ravel())),

@@ -30,10 +30,10 @@ algorithm 12; TTT-Discover, https://arxiv.org/abs/2601.16175, for it as a target
 from __future__ import annotations
 
 from experiments.problems.kernel_speed.environment import (
-    TileSpeed,
-    TriMulSpeed,
-    matmul_tiles,
-    rms_norm_tiles,
+  TileSpeed,
+  TriMulSpeed,
+  matmul_tiles,
+  rms_norm_tiles,
 )
 
 __all__ = ["TileSpeed", "TriMulSpeed", "matmul_tiles", "rms_norm_tiles"]

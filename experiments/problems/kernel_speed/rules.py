@@ -1,14 +1,14 @@
 """The race: laps on new inputs with compared results, and the validation of fields.
 
-  inputs    new for each lap, weights too, from unknown seeds: nothing can be reused from the
-            previous call
-  results   results of the timed calls are compared after the clock has stopped; one wrong result
-            makes the schedule invalid
-  clock     stops when the outputs are on the device (`block_until_ready`)
-  order     schedule and reference take turns on the same inputs, alternating which is first, so
-            that a busy machine slows both; ratios are per lap
-  tolerance |got - expected| <= 2e-2 + 2e-2 |expected|, as published; for pure float32 on a CPU,
-            1e-4 instead of 2e-2 (other devices round the operands of products)
+inputs    new for each lap, weights too, from unknown seeds: nothing can be reused from the
+          previous call
+results   results of the timed calls are compared after the clock has stopped; one wrong result
+          makes the schedule invalid
+clock     stops when the outputs are on the device (`block_until_ready`)
+order     schedule and reference take turns on the same inputs, alternating which is first, so
+          that a busy machine slows both; ratios are per lap
+tolerance |got - expected| <= 2e-2 + 2e-2 |expected|, as published; for pure float32 on a CPU,
+          1e-4 instead of 2e-2 (other devices round the operands of products)
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ def walked_matmul(tiles: matmul.Config, x: jax.Array, w: jax.Array) -> jax.Array
   """
   if x.shape[0] <= (tiles.swapped_rows or 0):
     # The few tokens are along the width of a tile.
-    swapped = dataclasses.replace(
-      tiles, swapped_rows=0, block_m=tiles.swapped_block_n, block_n=128
-    )
+    swapped = dataclasses.replace(tiles, swapped_rows=0, block_m=tiles.swapped_block_n, block_n=128)
     return walked_matmul(swapped, w.T, x.T).T
   block_m, block_n, block_k = tiles.block_m, tiles.block_n, tiles.block_k
   rows, columns = x.shape[0], w.shape[1]

@@ -208,9 +208,7 @@ def _contract(
   return (summed if schedule.barriers == "none" else lax.optimization_barrier(summed)), layout
 
 
-def _finish(
-  schedule: Schedule, summed: jax.Array, gate: jax.Array, inputs: Inputs
-) -> jax.Array:
+def _finish(schedule: Schedule, summed: jax.Array, gate: jax.Array, inputs: Inputs) -> jax.Array:
   """Returns the normalised, gated and projected result, f32[rows, c]."""
   is_rows = schedule.output_layout == "rows"
   features = 1 if is_rows else 0
@@ -239,9 +237,7 @@ def _moments(x: jax.Array, form: str, axis: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _dot(a: jax.Array, b: jax.Array, axes: Any, dtype: Any) -> jax.Array:
-  return lax.dot_general(
-    a.astype(dtype), b.astype(dtype), axes, preferred_element_type=jnp.float32
-  )
+  return lax.dot_general(a.astype(dtype), b.astype(dtype), axes, preferred_element_type=jnp.float32)
 
 
 def _sigmoid(x: jax.Array, form: str) -> jax.Array:

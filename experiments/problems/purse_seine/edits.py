@@ -126,9 +126,7 @@ class FenceEdits:
     draws = Draws("purse_seine edits", seed)
     fence = rules.fence_of(artefact)
     for first in range(0, NUM_EDITS * len(_FIELDS), len(_FIELDS)):
-      verb, x, y, width, height = (
-        token - low for token, (low, _) in zip(tokens[first:], _FIELDS)
-      )
+      verb, x, y, width, height = (token - low for token, (low, _) in zip(tokens[first:], _FIELDS))
       centre_x, centre_y = (
         (place * 1024 + draws.below(1024)) * SIDE // (1024 * _PLACES) for place in (x, y)
       )

@@ -41,9 +41,7 @@ class PurseSeine:
   published: tuple[environment.Published, ...]
   language: environment.EditLanguage | None
 
-  def __init__(
-    self, instance: int = 0, *, points: Points | None = None, with_polish: bool = True
-  ):
+  def __init__(self, instance: int = 0, *, points: Points | None = None, with_polish: bool = True):
     """Takes an instance by number, or your own points.
 
     Args:

@@ -49,9 +49,7 @@ def _nearest(low: int, high: int, other_low: int, other_high: int) -> tuple[int,
   return middle, middle
 
 
-def _joined(
-  fence: Fence, rectangle: tuple[int, int, int, int]
-) -> list[tuple[int, int, int, int]]:
+def _joined(fence: Fence, rectangle: tuple[int, int, int, int]) -> list[tuple[int, int, int, int]]:
   """Returns a rectangle and, if no edge touches it, the strip that joins it to the nearest edge."""
   left, bottom, right, top = rectangle
   edge, gap = _nearest_edge(fence.xs, fence.ys, left, bottom, right, top)

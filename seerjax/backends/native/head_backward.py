@@ -287,7 +287,7 @@ def _through_norm(arguments, results, first, last, worker):
     write_row(cotangent, ffi.address(results, 0) + size * row * d, is_bf16, d)
   zero_row(
     ffi.address(results, 0) + size * max(num_rows, 0) * d, is_bf16, (n - max(num_rows, 0)) * d
-  )  # fmt: skip
+  )
   write_row(total, ffi.address(results, 1), ffi.is_bfloat16(arguments, 1), d)
 
 
@@ -345,8 +345,9 @@ def gradient(
     )
     return by_slab, table_gradient
 
-  carry = tiles.late_zeros((slabs, count, d), jnp.float32, given), tiles.late_zeros(
-    table.shape, table.dtype, given
+  carry = (
+    tiles.late_zeros((slabs, count, d), jnp.float32, given),
+    tiles.late_zeros(table.shape, table.dtype, given),
   )
   spans = -(-width // span)
   if spans > 1:

@@ -161,7 +161,7 @@ def chunk_logits(normed, rows, d, source, is_bf16, columns, is_packed, is_whole,
       products.pack_transposed(source + size * column * d, is_bf16, d, wide, d, panel)
     products.product(
       normed, d, _ONE, rows, panel, _NARROW, _PANEL, wide, d, to + 4 * column, step, _ZERO
-    )  # fmt: skip
+    )
 
 
 @jit

@@ -164,9 +164,7 @@ def product_of_columns(
   k, width = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   is_bf16 = ffi.is_bfloat16(arguments, operand)
   weights = slab_of(arguments, operand, layer, slab) + (2 if is_bf16 else 4) * first
-  products.product(
-    x, x_row, ONE, rows, weights, is_bf16, width, columns, k, out, out_row, is_added
-  )
+  products.product(x, x_row, ONE, rows, weights, is_bf16, width, columns, k, out, out_row, is_added)
 
 
 # Indices in the sizes if rows have different adapters; the rows' adapters follow.

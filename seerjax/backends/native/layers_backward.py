@@ -93,9 +93,7 @@ def back(arguments, operand, layer, slab, x, x_row, rows, out, out_row, is_added
 
 
 @jit
-def back_slab(
-  arguments, operand, b_operand, layer, slab, rows, x, x_row, sums, lows, panel
-):
+def back_slab(arguments, operand, b_operand, layer, slab, rows, x, x_row, sums, lows, panel):
   """Computes a slab's part of the cotangent of the input: x @ W^T, and x @ B^T of its adapter."""
   d, rank = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, b_operand, 2)
   back(arguments, operand, layer, slab, x, x_row, rows, sums, d, ZERO, panel)

@@ -181,9 +181,7 @@ def after_attention_gradient(
     "down_lora.b": (1, down_rank, d),
   }
   sizes = operands[SIZES_AFTER]
-  of_rows, gradient = _by_chunks(
-    chunk, sizes, (x, mixed), weights, totals, cotangent, stage.axis
-  )
+  of_rows, gradient = _by_chunks(chunk, sizes, (x, mixed), weights, totals, cotangent, stage.axis)
   return gradient, of_rows
 
 
@@ -240,10 +238,7 @@ def _by_chunks(
   shared = parallel.gather_slabs(shared, axis)
   if axis is not None and shared:
     of_rows = parallel.after(of_rows, shared)
-  totals |= {
-    name: parallel.tree_sum(total)[None]
-    for name, total in shared.items()
-  }
+  totals |= {name: parallel.tree_sum(total)[None] for name, total in shared.items()}
   gradient: Params = dict.fromkeys(weights)
   for name, total in totals.items():
     name, _, part = name.partition(".")

@@ -113,9 +113,7 @@ class Memory:
 
     base = functools.cache(lambda: values.weights_digest(params))
 
-    of_adapter = functools.cache(
-      lambda adapter: values.weights_digest((adapters or {})[adapter])
-    )
+    of_adapter = functools.cache(lambda adapter: values.weights_digest((adapters or {})[adapter]))
 
     def identity(owner: Owner) -> values.Identity:
       weights = f"{base()}+{of_adapter(owner.adapter)}" if owner.adapter else base()

@@ -73,9 +73,7 @@ class Pins:
           f" {self._max_pages} in all; unpin another, or raise EngineConfig.pinned_pages."
         )
       self._num_named += 1
-      self._pins[key] = [
-        self._made(key, instance) for instance in range(len(self._memory.pools))
-      ]
+      self._pins[key] = [self._made(key, instance) for instance in range(len(self._memory.pools))]
     pin = self._pins[key] = self._pins.pop(key)
     for sequence in pin:
       self._fill(sequence)

@@ -47,9 +47,7 @@ def test_the_optimum_is_scipys(seed: int):
   np.testing.assert_allclose(costs @ found, expected.fun, rtol=1e-8, atol=1e-8)
   assert (matrix @ found <= most + 1e-9).all() and (matrix @ found >= least - 1e-9).all()
   by_rows = sparse.csr_array(matrix)
-  np.testing.assert_array_equal(
-    linear_programs.solve(costs, by_rows, (least, most), bounds), found
-  )
+  np.testing.assert_array_equal(linear_programs.solve(costs, by_rows, (least, most), bounds), found)
 
 
 @hypothesis.given(strategies.integers(0, 2**32), strategies.integers(0, 2**32))

@@ -122,7 +122,7 @@ def test_what_cannot_be_compiled_is_refused(sandbox: Sandbox):
     ("import time\ntime.sleep(60)", "case 0: got no end within 1 seconds of the clock"),
     ("x = bytearray(2**29)", "MemoryError"),
   ],
-)  # fmt: skip
+)
 def test_programs_that_fail_are_worth_nothing(sandbox: Sandbox, source: str, reason: str):
   limits = Limits(
     wall_seconds=1.0 if "sleep" in source else 60.0,
@@ -174,7 +174,7 @@ print({SQUARE!r} if numbers[1:3] != {[str(number) for number in second]} else 'n
     ({"language": "python", "source": b"1"}, "source: got bytes, expected text"),
     (python("\ud800"), "source: got text that UTF-8 cannot hold"),
   ],
-)  # fmt: skip
+)
 def test_what_is_no_program_is_refused(sandbox: Sandbox, artefact: object, reason: str):
   score = seine(sandbox).verify(artefact)
   assert not score.is_valid and reason in score.reason

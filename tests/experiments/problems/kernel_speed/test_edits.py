@@ -44,6 +44,4 @@ def test_every_sentence_makes_a_schedule(sentence):
   edited = LANGUAGE.apply(PLAIN, sentence, 0)
   schedules.Schedule(**edited)
   assert LANGUAGE.apply(PLAIN, sentence, 1) == edited
-  assert LANGUAGE.apply(PLAIN, [*sentence[:2], 0], 0) == LANGUAGE.apply(
-    PLAIN, sentence[:2] * 4, 0
-  )
+  assert LANGUAGE.apply(PLAIN, [*sentence[:2], 0], 0) == LANGUAGE.apply(PLAIN, sentence[:2] * 4, 0)

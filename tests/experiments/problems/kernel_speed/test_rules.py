@@ -88,9 +88,7 @@ def test_a_program_that_breaks_is_out_and_a_broken_reference_is_an_error():
   found = TINY.race(broken, laps=3)
   assert found.reason == "program: got RuntimeError: out of registers, expected an answer"
   with pytest.raises(RuntimeError, match="out of registers"):
-    rules.race(
-      trimul.reference, broken, lambda seed, lap: drawn(seed), laps=3, tolerance=0.0
-    )
+    rules.race(trimul.reference, broken, lambda seed, lap: drawn(seed), laps=3, tolerance=0.0)
 
 
 def test_float32_is_held_to_its_own_tolerance():

@@ -19,8 +19,7 @@ def test_walked_tiles_give_what_the_definition_gives(seed: int):
   environment = kernel_speed.TileSpeed(rows=67, columns=300, features=200)
   for _ in range(3):
     chosen = {
-      field.name: field.choices[random.integers(len(field.choices))]
-      for field in environment.fields
+      field.name: field.choices[random.integers(len(field.choices))] for field in environment.fields
     }
     rows = int(random.integers(1, 300))
     x, w = environment._inputs(seed, rows)

@@ -37,9 +37,7 @@ def by_definition(inputs: trimul.Inputs) -> np.ndarray:
 @pytest.mark.parametrize("kind", rules.KINDS)
 def test_the_reference_is_the_definition(kind: str):
   inputs = drawn(1, kind)
-  np.testing.assert_allclose(
-    trimul.reference(inputs), by_definition(inputs), atol=2e-5, rtol=2e-5
-  )
+  np.testing.assert_allclose(trimul.reference(inputs), by_definition(inputs), atol=2e-5, rtol=2e-5)
 
 
 def test_inputs_are_what_they_are_said_to_be():
@@ -57,9 +55,7 @@ def expected(kind: str) -> np.ndarray:
 
 
 def check(schedule: schedules.Schedule) -> None:
-  tolerance = (
-    rules.FLOAT32_TOLERANCE if schedule.is_float32 else 2 * rules.TOLERANCE
-  )
+  tolerance = rules.FLOAT32_TOLERANCE if schedule.is_float32 else 2 * rules.TOLERANCE
   program = jax.jit(functools.partial(trimul.trimul, schedule))
   for kind in rules.KINDS:
     got = program(drawn(5, kind))

@@ -9,9 +9,7 @@ from experiments.problems.purse_seine import rectangles, rules
 
 
 def rectangle(left: int, bottom: int, right: int, top: int):
-  return rules.Fence(
-    np.array([left, right, right, left]), np.array([bottom, bottom, top, top])
-  )
+  return rules.Fence(np.array([left, right, right, left]), np.array([bottom, bottom, top, top]))
 
 
 def combined(fence, boxes, is_added: bool):

@@ -54,7 +54,7 @@ from experiments.problems.purse_seine import rules
     ([[20, 0], [10, 0], [10, 20], [0, 20], [0, 0]], "edges 0 and 4: got a common point"),
     ([[0, 0], [10, 0], [20, 0], [30, 0]], "got a common point"),
   ],
-)  # fmt: skip
+)
 def test_illegal_fences_are_refused(artefact, reason):
   score = WHOLE.verify(artefact)
   assert not score.is_valid and score.reward == 0 and reason in score.reason
