@@ -1,4 +1,4 @@
-"""What "auto" stands for, and how an implementation that cannot run here is refused."""
+"""The resolution of "auto", and errors for implementations that cannot run here."""
 
 from __future__ import annotations
 

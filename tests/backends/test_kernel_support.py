@@ -1,6 +1,6 @@
-"""Which models the GPU kernels take: what "auto" is on a GPU, and what a name is refused with.
+"""Models that the GPU kernels support: the choice of "auto", and errors for an explicit name.
 
-A machine without a GPU is asked as an H200 by `gpu.h200()`.
+`gpu.h200()` stands in for the device on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_models_of_usual_sizes_are_taken(name):
     assert kernel_support.reason_against(of(model, PALLAS), model) is None
 
 
-# What "auto" says, and how a name is refused.
+# The choice of "auto", and the errors of a name.
 REASONS = [
   pytest.param(
     presets.nano(),

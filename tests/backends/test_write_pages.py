@@ -1,4 +1,4 @@
-"""Rows and copies of rows stand at their slots, and nothing else of the pages moves."""
+"""Rows and copies of rows are written to their slots, and no other part of the pages changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts on several workers say what one engine says, whoever dies, halts, joins or stays out."""
+"""Rollouts on several workers give one engine's completions when workers die, halt or join."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_pages_of_requests_that_are_over_are_in_no_store_and_one_worker_exports_
       found[completion.request_id] = completion
       most.append(len([*tmp_path.glob("*/*/*.kv")]))
       live = sum(item.state is not State.FINISHED for item in rollout.buffer)
-      assert most[-1] <= live + 3  # Those of this moment, whose owners are told with what comes.
+      assert most[-1] <= live + 3  # Pages of just finished requests are freed with the next orders.
     return len([*tmp_path.glob("*/*/*.kv")])
 
   found, most = {}, []
@@ -188,7 +188,7 @@ def test_a_request_that_comes_back_goes_on_where_it_has_come_elsewhere(kind):
   assert (len(so_far.tokens) == 12) == (kind is EngineWorker)
 
 
-# What happens to a rollout, piece by piece.
+# Events of a rollout, one by one.
 
 
 def halting(late: int = 6) -> Halting:
@@ -367,7 +367,7 @@ def test_workers_draft_from_texts_of_siblings_elsewhere_and_lost_ones_cost_no_bi
   found = run(rollout, requests)
   wanted = {one.request_id: one for one in make_engine(NATIVE).generate(requests)}
   assert all(found[name].has_bits_of(wanted[name]) for name in wanted)
-  assert rollout.counts["told"] > 0 and not rollout._texts  # Forgotten with their groups.
+  assert rollout.counts["told"] > 0 and not rollout._texts  # Dropped with their groups.
   assert not any(member.known for member in rollout._members.values())
   assert all(worker.engine.drafter is not None for worker in workers)  # None of them failed.
   for kind in ("drafted", "accepted"):

@@ -1,6 +1,6 @@
-"""Workers in processes of their own, by Ray: one is killed in the middle, one stopped.
+"""Ray workers in their own processes: one is killed during a rollout, one is stopped.
 
-Needs the packages of launch/locks/cluster-*.txt; what starts Ray skips without.
+Needs the packages of launch/locks/cluster-*.txt; tests that start Ray skip without them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from seerjax.rollout.policies import Divided
 
 
 def make_worker(number: int) -> EngineWorker:
-  """What each actor runs: an engine of the tests' one program."""
+  """Makes the worker of an actor: an engine with the tests' shared program."""
   return EngineWorker(cluster_cases.make_engine(tiny_model.NATIVE), name=f"actor {number}")
 
 
@@ -87,7 +87,7 @@ def test_a_stopped_process_is_waited_for_no_longer_than_the_patience(workers):
   assert rollout.counts["lost"] == 1 and workers.replaced == 0
 
 
-# What needs no Ray.
+# Tests without Ray.
 
 
 def test_losses_with_chunks_between_them_are_replaced_for_ever_and_those_in_a_row_are_not():
@@ -95,7 +95,7 @@ def test_losses_with_chunks_between_them_are_replaced_for_ever_and_those_in_a_ro
   for _ in range(50):  # A long run.
     assert losses.lost() and losses.lost()
     losses.ended()
-  # Every worker dies of what it is asked for.
+  # Every worker dies of the same orders.
   assert [losses.lost() for _ in range(5)] == [True, True, True, False, False]
   assert losses.in_a_row == 5
   losses.ended()  # Of one that is left.

@@ -1,4 +1,4 @@
-"""Weights from a trainer to workers: piece by piece, and never others than those it published."""
+"""Weights are sent from a trainer to workers in pieces; workers run only published weights."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_weights_are_loaded_again_where_the_engine_was_given_others_since():
 
 def test_old_weights_are_freed_before_the_new_ones_are_read():
   engine = make_engine(NATIVE, weights_seed=3)
-  # What only this engine has.
+  # Arrays that no other engine shares.
   engine.set_params(jax.tree.map(lambda leaf: leaf * 2, trained(3)), 0)
   old = [weakref.ref(leaf) for leaf in jax.tree.leaves(engine._params)]
   alive: list[int] = []
@@ -147,7 +147,7 @@ def test_one_flipped_bit_is_told_with_its_tensor_and_the_worker_does_not_join():
 
 
 def test_a_twin_whose_digest_is_made_of_what_arrived_runs_other_weights():
-  # As if the trainer's process hashed what it sends a second time, behind the damage.
+  # As if the trainer's process hashed the weights after the damage.
   good, bad = published(), damaged(published())
   found = {"good": weights_lib.received(good, parallel.make_mesh())}
   hashed = weights_lib.publish(

@@ -1,4 +1,4 @@
-"""The archive: what enters, what departs, what is counted, and that it survives a restart."""
+"""The archive: entry, departure, counts, and survival of a restart."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_duplicates_leave_their_place_to_the_next_best():
   assert [state.artefact for state in kept.states[1:]] == [{"a": [1.5], "b": 1}, 1.0]
   again = archive.record_expansion(kept, 1, [*found, child(-2.0)], step=1)
   assert [state.value for state in again.states] == [0.0, 5.0, 1.0, -2.0]
-  # What was found again is still the best that a child of it was worth.
+  # A child that is found again still counts as its parent's best.
   assert by_id(again)[1].best_child == 5.0
 
 
@@ -125,7 +125,7 @@ def test_departed_ancestors_stay_known_and_go_on_counting():
   assert [(state.state_id, state.visits) for state in kept.states] == [(0, 3), (3, 0)]
   assert [(state.state_id, state.visits) for state in kept.departed] == [(1, 2), (2, 1)]
   assert [state.value for state in archive.lineage(kept, 3)] == [0.0, 1.0, 2.0, 3.0]
-  # What departed may be found again: it is timed, say, and better now.
+  # A departed artefact may be found again, for example with a better timing.
   again = archive.record_expansion(kept, 3, [child(9.0, 1.0)], step=3)
   assert [(state.state_id, state.artefact) for state in again.states] == [(0, 0.0), (4, 1.0)]
   # Nothing descends from 1 to 3 any more: they are forgotten, and their ids with them.
@@ -203,7 +203,7 @@ def test_an_archive_comes_back_from_its_text_bit_for_bit(starts, history):
   text = archive.to_json(kept)
   back = archive.from_json(text)
   assert back == kept and archive.to_json(back) == text
-  for ours, theirs in zip(kept.states, back.states):  # == holds 0.0 and -0.0 for equal.
+  for ours, theirs in zip(kept.states, back.states):  # == treats 0.0 and -0.0 as equal.
     assert ours.value.hex() == theirs.value.hex() and ours.reward.hex() == theirs.reward.hex()
     assert ours.text == theirs.text and type(ours.tokens) is type(theirs.tokens)
   # And it goes on as if nothing had happened.

@@ -1,4 +1,4 @@
-"""Sentences become attempts: here and in worker processes alike."""
+"""Sentences become attempts, with equal results in this process and in worker processes."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_workers_end_when_whoever_asked_is_killed(tmp_path):
 
 
 def is_running(process: int) -> bool:
-  """Whether a process is there and no zombie, which nobody may collect."""
+  """Returns whether a process exists and is not a zombie, which may never be reaped."""
   try:
     state = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
   except (FileNotFoundError, ProcessLookupError):
@@ -257,7 +257,7 @@ def is_running(process: int) -> bool:
 
 
 def same(found: list[Attempt], expected: list[Attempt]) -> bool:
-  """Whether attempts are equal; NaN, the value of what is invalid, equals itself."""
+  """Returns whether attempts are equal; NaN, the value of an invalid artefact, equals itself."""
   return list(map(repr, found)) == list(map(repr, expected))
 
 

@@ -1,4 +1,4 @@
-"""Scores that cannot be are refused, and values compare as the problem's unit says."""
+"""Impossible scores are refused, and values compare according to the problem's unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems as the library loads them, and how a name that gives none is refused."""
+"""Loading problems by name, and errors for names without a problem."""
 
 from __future__ import annotations
 

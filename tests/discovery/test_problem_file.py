@@ -1,4 +1,4 @@
-"""Your own problem: what a file must hold, what is made of it, and what the checker finds."""
+"""Own problems: required contents of the file, the resulting problem, and the checker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from seerjax.discovery import problem_check, problem_file
 from seerjax.discovery.environment import Environment, Published
 
-# Numbers in 0..1 whose product is to be large while their sum is at most 1: sound in every way.
+# Maximise the product of numbers in 0..1 whose sum is at most 1: a fully sound problem.
 SOUND = """
 import random
 
@@ -523,7 +523,7 @@ def test_a_value_as_a_fraction_is_exact(written):
 
 
 def test_a_fraction_of_thousands_of_digits_is_exact(written):
-  # Python refuses to write so many decimals.
+  # Python refuses to print this many decimals.
   path = written(
     ("import random", "from fractions import Fraction\nimport random"),
     (VALUE, "return Fraction(10**5000 + 1, 10**5000)"),

@@ -1,4 +1,4 @@
-"""Who writes programs: its two requests, its programs in a real sandbox, and what it refuses."""
+"""The program-writing policy: its two requests, real sandboxed programs, and its errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIG = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
 
 
 def completion(request: Request, text: str) -> Completion:
-  """What a model would have said, had it said this."""
+  """Returns the completion of a model that produced this text."""
   tokens = tuple(TOKENIZER.encode(text))[: request.sampling.max_tokens]
   nothing = np.zeros(len(tokens), np.float32)
   return Completion(
@@ -126,13 +126,13 @@ def test_a_context_without_room_for_an_answer_is_refused():
 
 @pytest.mark.thorough
 def test_however_little_room_there_is_a_later_question_is_asked():
-  # Enough for what is checked at the start and for no more.
+  # Exactly enough room for the check at the start.
   with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, 10**6) as writer:
     text = programs.shortened(Long().describe(START, None), program_policy.MIN_DESCRIPTION)
     least = len(writer._question(text)) + writer._reserved
   with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, least) as writer:
     writer.check(START)
-    # Words that take more tokens than those of the start.
+    # This output takes more tokens than the start's.
     (request, _) = writer.ask(START, 0, 0, printed="0123456789" * 500)
     assert len(request.prompt) + writer._reserved <= least
 
@@ -152,14 +152,14 @@ def test_a_long_description_is_shortened_so_that_question_and_answers_fit():
     said = TOKENIZER.decode(request.prompt)
     assert "RULES. many" in said and "PRINTED" in said and "characters are left out here" in said
     assert len(request.prompt) + CONFIG.thinking_tokens + CONFIG.answer_tokens < context
-    # Whoever thinks to the end of the budget still has the whole of an answer's.
+    # A response that uses the whole thinking budget still has the full answer budget.
     ((_, (second, _)),) = writer.answers(
       lambda batch: [completion(one, "hm, " * 40) for one in batch], [request]
     )
     assert len(request.prompt) + CONFIG.thinking_tokens < len(second.prompt)
     assert second.sampling.max_tokens == CONFIG.answer_tokens
     assert len(second.prompt) + CONFIG.answer_tokens <= context
-    # The twin: what is short is whole.
+    # Twin: a short description is not shortened.
   with ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as writer:
     assert "left out" not in TOKENIZER.decode(writer.ask(START, 0, 0)[0].prompt)
 

@@ -1,4 +1,4 @@
-"""Programs of a model: read, refused before anything runs, run in the sandbox, judged outside."""
+"""Programs of a model are parsed, checked before they run, sandboxed, and judged outside."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fenced(source: str, mark: str = "python") -> str:
 
 
 class Product:
-  """Three numbers in 0..1 whose sum is at most 1; their product counts."""
+  """Three numbers in 0..1 with a sum of at most 1; the value is their product."""
 
   name = "product"
   is_maximised = True
@@ -232,7 +232,7 @@ CLOSE = "</think>"
 @pytest.mark.parametrize(
   ("tokens_used", "text", "marker", "needed", "is_notice", "ends_with"),
   [
-    # It stopped of its own accord, whatever it said.
+    # The response stopped by itself, whatever its text.
     (99, "I give up.", "", False, True, ")\n\n"),
     (99, THINK, CLOSE, False, True, CLOSE),
     # It ran out of tokens.
@@ -242,7 +242,7 @@ CLOSE = "</think>"
     # A block in the thinking is no answer, where thinking is set apart.
     (100, THINK, CLOSE, True, True, CLOSE),
     (100, THINK + CLOSE + fenced(GOOD), CLOSE, False, False, ""),
-    # The answer has begun: it is gone on with.
+    # The answer has started, so it is continued.
     (100, THINK + CLOSE + "So:\n```python\ndef imp", CLOSE, True, False, ""),
     (100, THINK + CLOSE, CLOSE, True, False, ""),
     (100, "So:\n```python\ndef imp", "", True, False, ""),

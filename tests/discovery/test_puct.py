@@ -1,4 +1,4 @@
-"""Where groups start: by hand, and against a twin that knows every ancestor and every expansion."""
+"""Selection of start states, by hand and against a twin with the full history."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_scores_of_five_states_by_hand():
 def test_a_batch_of_five_states_by_hand():
   # Scores about 3.08, 0.12, 2.79, 2.35, 2.96: seed 0 comes first and blocks all its descendants.
   assert puct.select(family(), 2, SearchConfig(), seed=0) == (0, 1)
-  # With c = 30, about 5.31, 3.46, 11.16, 12.39, 16.36: the grandchild 4 comes first, which blocks 2
-  # and 0 above it, but not its uncle 3.
+  # With c = 30 the scores are about 5.31, 3.46, 11.16, 12.39, 16.36: grandchild 4 comes first; it
+  # blocks its ancestors 2 and 0, but not its uncle 3.
   assert puct.select(family(), 2, SearchConfig(c=30.0), seed=0) == (4, 3)
   assert puct.select(family(), 1, SearchConfig(c=30.0), seed=0) == (4,)
 
@@ -85,7 +85,7 @@ def test_islands_by_hand():
   # Nor do expansions elsewhere count: with T = 3 for 2, state 4 would come before 0.
   kept = archive.record_expansion(family(), 1, [], step=2)
   assert puct.select(kept, 2, SearchConfig(islands=2), seed=0) == (0, 1)
-  # Whatever other islands hold, a group stays on its own; a closed tree is nobody's.
+  # A group stays on its own island, whatever the others hold; a closed tree belongs to none.
   kept = archive.record_expansion(family(), 1, [child(-7.0)], step=2)
   assert puct.select(kept, 2, SearchConfig(islands=2, c=0.0), seed=0) == (0, 1)
   planted = archive.replant(kept, 0, child(-9.0), step=2)
@@ -114,7 +114,7 @@ def test_a_range_of_nothing_is_a_millionth():
 def test_equal_scores_go_by_value_then_by_age():
   kept = archive.start([child(1.0), child(2.0), child(2.0, "twin")])
   kept = archive.record_step(kept, [(0, [child(5.0)]), (1, []), (2, [])], step=0)
-  # c = 0: 0 has Q 5 from its child 3, whose own Q is 5: equal scores, and the higher value wins.
+  # c = 0: state 0 has Q 5 from its child 3, with Q 5 itself: equal scores, the higher value wins.
   config = SearchConfig(c=0.0)
   assert scores_of(kept, config).tolist() == [5.0, 2.0, 2.0, 5.0]
   assert puct.select(kept, 3, config, seed=0) == (3, 1, 2)
@@ -126,7 +126,7 @@ def test_a_state_whose_attempts_all_failed_counts_by_its_own_value():
 
 
 class Twin:
-  """The same search, told by the whole history: nothing is counted as it goes."""
+  """The same search from the whole history, without incremental counts."""
 
   def __init__(self, seeds: Sequence[Child], keep: int, capacity: int):
     self.keep, self.capacity = keep, capacity
@@ -158,7 +158,7 @@ class Twin:
     while len(self.alive) > self.capacity:
       free = [i for i in self.alive if i not in self.roots]
       best = max(free, key=lambda i: (self.values[i], -i))
-      # The best goes last; before others go those of closed trees.
+      # The best state departs last; states of closed trees depart first.
       worst = min(free, key=lambda i: (i == best, self.grows(i), self.values[i], -i))
       self.alive.remove(worst)
 

@@ -1,4 +1,4 @@
-"""Adapters by name at the engine's doors: what is refused, and what stays then."""
+"""Adapters by name in the engine: errors, and the state after an error."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_what_lies_in_a_store_is_named_by_what_the_adapter_is(tmp_path):
 
   first = keys_of({"poet": (adapter(), 1.0), "judge": (adapter(3), 1.0)})
   assert len(set(first.values())) == 3
-  # By what it is, not by its name; the base's pages are those of an engine without adapters.
+  # Identified by content, not by name; the base's pages are those of an engine without adapters.
   turned = keys_of({"judge": (adapter(), 1.0), "poet": (adapter(), 2.0)})
   assert turned["judge"] == first["poet"] and turned["poet"] not in first.values()
   assert turned[""] == first[""] == keys_of({})[""]

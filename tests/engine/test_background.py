@@ -1,4 +1,4 @@
-"""Requests that nobody waits for: what they get, and what they never take from one in front."""
+"""Background requests: the rows that they get, and that they never displace foreground requests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def room_of(*rows: int, table: StepTimes | None = TIMES, num_steps=1, **sizes) -
   return Room([front_of(*rows)], num_steps, config=config, table=table)
 
 
-# What a step has room for.
+# Spare rows of a step.
 
 
 def test_rows_are_given_as_far_as_the_table_leaves_the_step_within_the_slack():
@@ -124,7 +124,7 @@ def test_no_step_takes_longer_than_the_slack_says(data):
   assert together <= (1 + slack) * alone and total <= 16
 
 
-# What an engine does with them.
+# Background requests in an engine.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Biases of single tokens reach the rows that they are meant for."""
+"""Biases of single tokens reach the right rows."""
 
 from __future__ import annotations
 

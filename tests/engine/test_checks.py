@@ -1,4 +1,4 @@
-"""Requests that are refused when they are submitted."""
+"""Requests that are refused on submission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer in chunks: pauses, resumption, another engine, and what is refused."""
+"""Completions in chunks: pauses, resumption, another engine, and errors."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_another_engine_goes_on_from_what_was_said(count):
 
 
 def test_a_member_waits_for_memory_with_what_it_has():
-  """Two whose next chunks do not fit beside each other go on one after the other."""
+  """Two requests whose next chunks do not fit together run one after the other."""
   requests = [request(name, tokens_from(i, 20), max_tokens=40) for i, name in enumerate("ab")]
   plain = make_engine(ROOM).generate(requests)
   engine = make_engine()
@@ -170,7 +170,7 @@ def test_a_running_chunk_may_be_ended_at_any_step():
   [plain] = make_engine(ROOM).generate([one])
   engine = make_engine(ROOM)
   engine.submit(one)
-  engine.pause("a")  # Before it has begun.
+  engine.pause("a")  # Before its first step.
   engine.resume("a")
   for _ in range(4):
     engine.step()
@@ -184,7 +184,7 @@ def test_a_running_chunk_may_be_ended_at_any_step():
 
 
 def exported(directory, **changes):
-  """A request's answer so far, and what its engine says of its pages; an engine to take them."""
+  """Returns a partial completion, its exported page manifest, and an engine to adopt the pages."""
   pools = [KVPool(KVPoolConfig(), DiskStore(directory, max_bytes=10**7)) for _ in range(2)]
   engine, other = (make_engine(kv_pool=pool) for pool in pools)
   engine.submit(request(), chunk_tokens=3)
@@ -243,7 +243,7 @@ def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path
     while not engine.poll_paused():
       engine.step()
     keys.add(engine.export_kv("a").key)
-    assert engine.export_kv("a").key in keys  # Once more, what is there.
+    assert engine.export_kv("a").key in keys  # A repeated export of the same pages.
     assert len(list(tmp_path.glob("*/*.kv"))) == 1
     engine.resume("a", chunk_tokens=3)
   assert len(keys) == 2

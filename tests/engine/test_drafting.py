@@ -1,4 +1,4 @@
-"""Drafts change how many steps a text takes, and nothing else."""
+"""Drafts change the number of steps of a completion, and nothing else."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_path_that_holds_furthest_is_said_with_the_bonus():
 
 @given(st.lists(TOKENS, min_size=1, max_size=4), st.lists(st.integers(0, 2), min_size=7))
 def test_what_is_said_does_not_depend_on_the_draft(paths, text):
-  # The target says `text` as long as it was fed `text`; after anything else it says 9.
+  # The target continues `text` while its input follows `text`; otherwise it samples 9.
   sampled = [
     [text[k] if path[:k] == text[:k] else 9 for k in range(len(path) + 1)] for path in paths
   ]
@@ -130,7 +130,7 @@ def test_drafts_end_where_the_answer_may():
       return [[(*plain.tokens[len(q.tokens) - q.num_prompt :], 3, 3, 3)] for q in queries]
 
   [found] = make_engine(drafter=Long()).generate([one])
-  # The first token comes with the prompt, whose draft may be of all but the last token.
+  # The first token comes with the prompt; drafts may cover all tokens but the last.
   assert same(found, plain) and seen == [4]
 
 

@@ -1,4 +1,4 @@
-"""Requests in, completions out: submitting, stepping, polling, and new weights."""
+"""The engine's basic cycle: submitting, stepping, polling, and weight updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step meets ends the request at fault; the others go on, and the engine with them."""
+"""An error in a step ends the request at fault; the engine and the other requests continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUESTS = [request(name, (5, 6, 7 + seed), seed=seed) for seed, name in enumera
 
 @pytest.fixture(scope="module")
 def answers() -> dict:
-  """What they say when nothing happens."""
+  """Returns the completions without faults."""
   return run_all(make_engine())
 
 
@@ -141,7 +141,7 @@ def test_a_drafter_that_errs_is_not_asked_again_and_changes_no_bit(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failing(runner_lib.Runner):
-  """The shared runner, whose step raises once, after it has taken the pages."""
+  """The shared runner, with a step that raises once after it has taken the pages."""
 
   inner: runner_lib.Runner
   errors: dict
@@ -218,7 +218,7 @@ def test_a_request_that_can_become_no_rows_is_ended_and_the_others_go_on(answers
 
 
 class BrokenStore:
-  """A last tier that raises whatever it is asked."""
+  """A last tier that raises in every call."""
 
   def put(self, key: str, data: bytes) -> bool:
     raise OSError("the disk is gone")

@@ -1,4 +1,4 @@
-"""Masks of answers: who has one is held to it, and who has none keeps every bit beside it."""
+"""Masks constrain the requests that have one, and change no bit of the others in the batch."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def bits(allowed) -> np.ndarray:
 
 
 WORDS = -(-VOCABULARY // 32)
-# What a mask returns after two tokens, what else its request says, and what its end says.
+# (mask after two tokens, other fields of the request, text of the error).
 WRONG_MASKS: list[tuple[Any, dict[str, Any], str]] = [
   (bits(()), {}, "mask: got a mask that allows no id, expected at"),
   (bits((5,)), {"allowed": ((6, 9),) * 9}, "no id from 6 to 8, the range of SamplingParams.allow"),

@@ -1,4 +1,4 @@
-"""From tokens to text: ends, stop strings and streams."""
+"""Detokenisation: end conditions, stop strings and streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_stop_id_as_the_last_allowed_token_is_a_stop():
 @pytest.mark.parametrize("seed", range(6))
 def test_a_stop_string_is_cut_from_the_text_and_never_streamed(seed):
   free = make_engine().generate([request(seed=seed, max_tokens=30)])[0]
-  # Four characters from its middle, none of which stands for half a character.
+  # Four characters from the middle, without a partial character.
   places = range(len(free.text) // 3, len(free.text) - 4)
   windows = (free.text[place : place + 4] for place in places)
   stop = next(window for window in windows if "\ufffd" not in window)

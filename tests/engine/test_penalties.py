@@ -1,4 +1,4 @@
-"""Requests with penalties: drafts, chunks, preemption, company and visits change no bit of them."""
+"""Drafts, chunks, preemption, batches and visits change no bit of requests with penalties."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is admitted, what is shared, and that nobody waits for ever."""
+"""Admission, prefix sharing, and freedom from starvation."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_next_turn_finds_the_last():
   [first] = engine.generate([request("a", tokens_from(1, 10), max_tokens=10)])
   prompt = tokens_from(1, 10) + first.tokens + (4, 4)
   [second] = engine.generate([request("b", prompt, max_tokens=4)])
-  # The last token said was never read back, so its position is not written.
+  # The last sampled token was never an input, so its position is not written.
   assert engine.counters.reused_tokens == 19
   assert tiny_model.same(second, make_engine().generate([request("b", prompt, max_tokens=4)])[0])
 
@@ -86,7 +86,7 @@ WHOLE = dataclasses.replace(SIZES, reserved_tokens=0)
 
 @pytest.mark.parametrize("reserved_tokens", [1, 0])
 def test_answers_grow_and_the_last_one_gives_up_its_pages(reserved_tokens):
-  # Of eight pages each answer needs five in the end, and three at first.
+  # Of eight pages each completion needs three at first and five in the end.
   requests = [
     request(str(index), tokens_from(index, 10), seed=index, max_tokens=30) for index in range(3)
   ]
@@ -161,7 +161,7 @@ def test_pages_that_a_spilled_request_shares_are_not_counted_twice():
   assert engine.awaited_pages(0) > 0  # "a" is expected to take more.
   engine.resume("b", chunk_tokens=4)
   engine.step()
-  # Four of its five pages are those of "a".
+  # It shares four of its five pages with "a".
   assert engine.held_pages("b") > 0
 
 

@@ -1,4 +1,4 @@
-"""Texts that are read: what is asked wrongly is refused, and what breaks leaves nothing behind."""
+"""Prefill-only requests: invalid ones are refused, and a failure leaves no state behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_else_runs_goes_on_and_is_told_of(engine):
   for top in (top for one in found for top in one.values()):
     assert len(top) == 4 and list(top) == sorted(top, key=lambda pair: (-pair[1], pair[0]))
   assert {update.request_id for update in updates} == {"other"} and engine.num_unfinished == 1
-  # Of the same place by another way: the same bits.
+  # The same position by another path has the same bits.
   assert engine.likeliest(READ, [(7, 8, 1)], 4) == [{(): found[1][8, 1]}]
   while engine.num_unfinished:
     engine.step()

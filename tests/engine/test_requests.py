@@ -1,4 +1,4 @@
-"""Which instance a request goes to, and requests that are not there."""
+"""Placement of requests on instances, and errors for unknown requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled step's parts: copies, placement, empty memory."""
+"""Parts of the compiled step: copies, placement, empty memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_pages_are_copied_in_order_and_padding_copies_nothing():
 
 
 def drawn_copies(seed):
-  """Copies i32[2, 60, 2] between few pages, each of which a later one may read or write again."""
+  """Returns copies i32[2, 60, 2] between few pages, which later copies reread or overwrite."""
   rng = np.random.default_rng(seed)
   counts = rng.integers(0, 60, 2).astype(np.int32)
   return rng.integers(1, 40, (2, 60, 2)).astype(np.int32), counts
@@ -54,7 +54,7 @@ def in_order(copies, counts):
 
 
 def by_rounds(rounds):
-  """As `in_order`, where all of a round is read before any is written."""
+  """Applies copies like `in_order`, but reads all pages of a round before it writes any."""
   pages = np.tile(np.arange(40), (2, 1))
   for one in rounds:
     read = np.take_along_axis(pages, one[..., 0], axis=1)
@@ -192,7 +192,7 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
     AssertionError, match="engine step: got trace 2, expected one for each of 1 row buckets"
   ):
     engine(dataclasses.replace(sizes, row_buckets=(9,))).generate([request()])
-  assert "_visit_program" not in vars(own)  # Never made where the host is asked after every step.
+  assert "_visit_program" not in vars(own)  # Never built when every visit has one step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +214,7 @@ class SeesNoCopies(page_moves.PageMoves):
 
 
 def said_by(backend, moves=page_moves.PageMoves):
-  """What six requests say that share pages and parts of pages, some of them filtered or biased."""
+  """Returns completions of six requests that share (part) pages; some are filtered or biased."""
   mesh = parallel.make_mesh()
   own = runner_lib.Runner(CONFIG, NUMERICS, mesh, max_programs=1, backend=backend)
   vars(own)["page_moves"] = moves(mesh)

@@ -1,4 +1,4 @@
-"""Sizes of an engine: what free memory holds, and what is refused."""
+"""Sizes of an engine: the capacity of free memory, and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPEN = sizes.EngineConfig(page_size=8, max_context=32, row_buckets=(4, 16))
 
 
 def fitted(config: sizes.EngineConfig, num_pages: float) -> sizes.EngineConfig:
-  """The config where PAGES_SHARE of free memory holds so many pages."""
+  """Returns the config when PAGES_SHARE of free memory holds `num_pages` pages."""
   free = (num_pages + 0.5) * PAGE_BYTES / sizes.PAGES_SHARE
   return sizes.fitted(config, MODEL, BACKEND, free_bytes=free)
 
@@ -87,7 +87,7 @@ def test_row_buckets_follow_from_model_and_context(
   model = presets.get(name)
   config = sizes.EngineConfig(max_context=context, max_sequences=max_sequences)
   assert sizes.with_buckets(config, model, numerics).row_buckets == expected
-  # Of a model that has less, its own context counts.
+  # A model with a smaller context limits it.
   short = dataclasses.replace(model, max_context=context)
   config = sizes.EngineConfig(max_context=2**20, max_sequences=max_sequences)
   assert sizes.with_buckets(config, short, numerics).row_buckets == expected

@@ -1,4 +1,4 @@
-"""Texts in, answers out: `Engine.generate` of what a user writes."""
+"""`Engine.generate` on text prompts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_fields_of_sampling_may_be_given_one_by_one():
   fields = dict(temperature=0.5, top_k=3, max_tokens=7, stop_strings=("x",))
   found, usual = asked(QUESTION, **fields)[0], asked(QUESTION)[0]
   assert found.sampling == dataclasses.replace(usual.sampling, **fields)
-  # What is left out is as without any: as many tokens as the context leaves, the model's ends.
+  # Omitted fields have their defaults: the tokens that the context leaves, the model's stop ids.
   (greedy,) = asked(QUESTION, temperature=0.0)
   assert greedy.sampling == dataclasses.replace(usual.sampling, temperature=0.0)
   assert {*texts.SamplingFields.__annotations__} == {

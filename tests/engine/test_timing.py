@@ -1,4 +1,4 @@
-"""Step times: measured before requests come, and without a trace in what these become."""
+"""Step times are measured before requests arrive, and change no completion."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_step_times_disturb_nothing():
     # The second is expected to take 2 s twice; the third, of twice its work, 4 s twice.
     (6.0, (2, 2, 0)),
     (14.0, (2, 2, 2)),
-    # What is left goes to turns of all.
+    # The remaining budget goes to full rounds of all programs.
     (22.0, (4, 3, 3)),
     (1e9, (4, 4, 4)),
   ],
@@ -60,7 +60,8 @@ def test_a_budget_is_kept_by_what_is_measured(budget, num_runs):
 
 
 def test_times_are_those_of_the_clock():
-  # Each call takes what it says; the first turn does not count, and the least of the others does.
+  # Each call takes the given time; the first round does not count, and the minimum of the others
+  # does.
   now, took = 0.0, iter([9.0, 9.0, 3.0, 8.0, 5.0, 4.0])
 
   def run() -> None:

@@ -1,4 +1,4 @@
-"""Visits of several steps: what is sampled, told, counted and left off is that of single steps."""
+"""Visits of several steps sample, stream, count and omit exactly what single steps do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_visits(steps: int, **others) -> Engine:
 
 
 def asked() -> list:
-  """Four that leave at different steps of a visit, one by a stop id that only the host knows."""
+  """Returns four requests that leave at different steps, one by a stop id only the host knows."""
   free = run_all(make_engine(), [request("c", tokens_from(9, 4), seed=2, max_tokens=12)])
   stop = free["c"].tokens[5]
   return [
@@ -130,7 +130,7 @@ def test_a_drafter_that_drafts_nothing_keeps_the_visits_long(silent, in_one_step
 
 
 class Stumbling(tokenizer_lib.TextStream):
-  """Raises what is left to raise when it is given a fifth token."""
+  """Raises the next of `errors` when it receives a fifth token."""
 
   errors: list[BaseException]
 

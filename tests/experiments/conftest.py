@@ -1,4 +1,4 @@
-"""A model small enough to try every experiment in seconds, and a run of it."""
+"""A model small enough to run every experiment in seconds, and a run of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     hidden_size=64,
     intermediate_size=128,
     num_heads=8,
-    num_kv_heads=2,  # As small Qwen2.5 models have; what is left to the model is 2 slabs.
+    num_kv_heads=2,  # As in small Qwen2.5 models; the default number of slabs is then 2.
     max_context=512,
   )
   numerics = run_presets.main_job().numerics

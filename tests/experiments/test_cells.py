@@ -1,4 +1,4 @@
-"""Cells that are kept: what a kill leaves of their file, and what is refused."""
+"""Result cells on disk: the state of the file after a kill, and errors."""
 
 from __future__ import annotations
 

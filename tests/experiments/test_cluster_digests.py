@@ -1,4 +1,4 @@
-"""Cells of the table of digests: what a digest is of, what is refused, and (long) all of them."""
+"""Cells of the digest table: the digested contents, errors, and (long) all cells."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from seerjax.rollout import journal as journal_lib
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
-# As many heads as there may be devices, and nano's words.
+# One head per possible device, and nano's vocabulary.
 MODEL = dataclasses.replace(
   tiny_model.SMALLEST, vocab_size=512, num_layers=1, num_heads=8, num_kv_heads=8
 )
-# What a cell costs with it is processes that start and compile.
+# With these settings, starting processes and compiling dominate a cell's cost.
 SMALL = (
   "--config.task=small_run:Vowels", "--config.num_steps=4", "--config.checkpoint_every=2",
   "--config.rollout.groups_per_step=2", "--config.rollout.group_size=4",

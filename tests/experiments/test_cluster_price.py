@@ -1,4 +1,4 @@
-"""What a cluster of one worker costs: a table by hand, refusals, and rollouts of one digest."""
+"""The overhead of a cluster with one worker: a table by hand, errors, and equal digests."""
 
 from __future__ import annotations
 

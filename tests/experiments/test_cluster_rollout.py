@@ -1,4 +1,4 @@
-"""The experiment of clusters: what it refuses, what its digest is of, and (thorough) one run."""
+"""The cluster experiment: errors, the digested contents, and (thorough) one run."""
 
 from __future__ import annotations
 

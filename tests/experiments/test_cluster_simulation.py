@@ -1,4 +1,4 @@
-"""A small cluster's row by hand, its table, and refusals."""
+"""The cluster simulation: a small cluster's row by hand, the table, and errors."""
 
 from __future__ import annotations
 

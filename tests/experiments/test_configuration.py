@@ -1,4 +1,4 @@
-"""Dataclasses become flags and come back; a command that cannot run says so in one line."""
+"""Dataclasses convert to flags and back; an invalid command fails with one line."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
     "--config.task_options.operators=('+', '-')",
   )
   assert job.task_options == dict(max_terms=3, operators=("+", "-"))
-  # As config.json keeps it.
+  # As stored in config.json.
   stored = ml_collections.ConfigDict(dict(system="", variables=dict(enable_thinking=True)))
   found = configuration.from_flags(chat_template.ChatConfig, stored)
   assert found == chat_template.ChatConfig(variables=dict(enable_thinking=True))

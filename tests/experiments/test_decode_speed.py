@@ -1,4 +1,4 @@
-"""Seconds of decoding, bandwidth and table of the model of real size, by hand; and a small one."""
+"""Decode speed at real size: seconds, bandwidth and table by hand, and a small model."""
 
 from __future__ import annotations
 

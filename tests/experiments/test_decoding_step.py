@@ -1,4 +1,4 @@
-"""The step in which every row decodes: what a row sees, and the room of its table."""
+"""The step in which every row decodes: each row's context, and the size of the page table."""
 
 from __future__ import annotations
 

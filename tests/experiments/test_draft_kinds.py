@@ -1,4 +1,4 @@
-"""Chains along answers, counted by hand, and a layer's first guesses against those of its rows."""
+"""Draft chains along completions by hand, and a layer's first guesses against its rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def wrong(tokens, last, noise):
 
 @pytest.mark.parametrize(
   "drafts, steps, held",
-  # Of 20, 1 and 11 tokens: 9 a step and at last 2 of 20; 3 a step and at last 2 of both.
+  # Completions of 20, 1 and 11 tokens: 9 per step and 2 at the end of the first; 3 per step and 2
+  # at the end of the first and the last.
   [(right, 3 + 1 + 2, 5), (right_twice, 7 + 1 + 4, 11), (wrong, 32, 0)],
 )
 def test_a_chain_says_what_holds_and_one_more(drafts, steps, held):

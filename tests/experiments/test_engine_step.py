@@ -1,4 +1,4 @@
-"""The engine's own step: how a line reads, and a dry run."""
+"""The engine-step measurement: parsing of a line, and a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workload of the throughput experiment, its tables by hand, and one peer in its process."""
+"""The throughput experiment: its workload, tables by hand, and one peer in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer is streamed as it is sampled; what cannot be asked is refused."""
+"""Completions stream as they are sampled; invalid requests are refused."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
   speak = generate.answerer(engine, sampling, seed=5, say=said.append)
   messages = [dict(role="user", content="Tom has 3 apples.")]
   assert speak(messages) == "".join(said) == text
-  # What follows has less room, and then none.
+  # The next turn has less room, and the one after it none.
   messages += [dict(role="assistant", content=text), dict(role="user", content="So")]
   room = size - len(policy.require_tokenizer().chat_ids(messages))
   assert 0 < room < 12
   said.clear()
   speak(messages)
-  assert len(said) == room  # A token each.
+  assert len(said) == room  # One token per piece.
   messages[-1]["content"] = "So? " * 20
   with pytest.raises(ValueError, match=r"conversation of \d+ tokens, expected fewer than \d+; /"):
     speak(messages)
@@ -93,7 +93,7 @@ def test_a_chat_goes_on_until_there_is_nothing_to_read():
   )
   first = [user("Hi"), assistant("answer 1"), user("/usr is full")]
   assert asked[:2] == [first[:1], first]
-  # What was refused is not said before what follows; what is forgotten is not either.
+  # Refused and forgotten turns are not part of later prompts.
   assert asked[2:] == [[*first, assistant("answer 2"), user("bad")], [user("Hi again")]]
   assert told == [
     "", generate.HELP, "", "refused", "forgotten", "",
@@ -113,7 +113,7 @@ def test_variables_of_a_template_are_read_from_the_command_line():
 def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
   parent, child = os.openpty()
   command = [sys.executable, "-m", "experiments.generate", f"--model={tiny}", "--max_tokens=4"]
-  # What a shell starts in the background begins with Ctrl-C ignored, and so would its children.
+  # A shell's background jobs ignore SIGINT, and their children would inherit that.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   try:
     process = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""GGUF files and llama.cpp: equal numbers of every kind, equal ids, equal answers.
+"""GGUF files against llama.cpp: equal numbers of every kind, equal ids, equal completions.
 
-Where llama.cpp is not installed (launch/peers.sh), these are skipped.
+Where llama.cpp is not installed (launch/peers.sh), these tests skip.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps that are compiled for a GPU: what is refused, the tables; and the whole engine step.
+"""Steps compiled for a GPU: errors, the tables, and the whole engine step.
 
 The step itself is compiled where JAX's CUDA plugin is (`bash launch/gpu_compile.sh`).
 """
@@ -23,7 +23,7 @@ HEAD = Launch("token_logprobs", 132, 0, ("bfloat16[64,8]", "bfloat16[99,8]"), ("
 
 
 def step(num_layers: int, ours: int, others: int, **more) -> Step:
-  """A step whose layers have so many launches each, and whose end has one of ours."""
+  """Returns a step with `ours` and `others` launches per layer, and one of ours at the end."""
   starts = (OURS,) * (num_layers * ours + 1) + (OTHER,) * (num_layers * others)
   launches = (LAUNCH,) * (num_layers * ours) + (HEAD,)
   return Step("engine step", 64, num_layers, starts=starts, launches=launches, **more)

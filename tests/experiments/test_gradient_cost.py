@@ -1,4 +1,4 @@
-"""What a gradient costs, on a tiny model, and its table by hand."""
+"""The cost of a gradient, on a tiny model, and its table by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The main job's command: what it writes at a size of seconds, and what it refuses beforehand."""
+"""The GRPO command: its outputs at a size of seconds, and errors before the run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert (status["state"], status["step"]) == ("finished", 1)
   summary = json.loads((tmp_path / "run" / "summary.json").read_text())
   assert summary["optimizer_steps"] == 1 and summary["kl_max"] == 0.0
-  # What was left to the model is named where it was chosen.
+  # Settings left to the model are recorded with their chosen values.
   settings = json.loads((tmp_path / "run" / "config.json").read_text())
   assert settings["numerics"]["reduction_shards"] == 2
   assert settings["fingerprint"]["reduction_shards"] == "2"
@@ -75,7 +75,7 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert scale == 4.0 and all(not pair["b"].any() for pair in first["layers"][0].values())
   with pytest.raises(ValueError, match=r"got step 7 of .*, expected one of \(0, 1\)"):
     export.export(run, 7, export.Target(tmp_path / "seventh"))
-  # What is exported is a plain model, adapters merged.
+  # The export is a plain model with merged adapters.
   params, model = huggingface.load(tmp_path / "run" / "model", run_presets.main_job().numerics)
   assert model.num_layers == len(params["layers"]) == 2
   assert set(params["layers"][0]) == set(

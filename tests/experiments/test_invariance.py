@@ -1,4 +1,4 @@
-"""The experiments on invariance, at a size of seconds, and the twin that must see a difference."""
+"""The invariance experiments, at a size of seconds, and the twin that must show a difference."""
 
 from __future__ import annotations
 

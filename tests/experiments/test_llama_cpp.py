@@ -1,4 +1,4 @@
-"""Rows and streams handed to llama.cpp by hand; where it is installed, that it says the same."""
+"""Rows and streams passed to llama.cpp by hand; where installed, it gives equal completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [(5, 6, 7), (9, 8)]
 
 
 class Counting:
-  """A model whose next token is the last one and the stream's length together, modulo 11."""
+  """A model that predicts (last token + length of the stream) modulo 11."""
 
   vocab_size = 11
 

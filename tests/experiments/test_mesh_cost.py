@@ -1,4 +1,4 @@
-"""The table of what a mesh costs, and what it times."""
+"""The mesh-cost table and its timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nano learns to sleep from, what it is rewarded for, and how its facts are counted."""
+"""Training nano for sleep: its data, its rewards, and how facts are counted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_person_and_no_verb_of_the_test_split_is_learnt():
 def test_people_have_other_names_in_every_document():
   names = [nano_sleep.new_names(Draws("names", number), 9) for number in range(300)]
   assert all(len({*several}) == 9 for several in names)
-  # As documents, and as the regular expression of facts, take them.
+  # The form that documents and the regular expression of facts require.
   assert all(re.fullmatch("[A-Z][a-z]+", name) for several in names for name in several)
   told = [name for several in names for name in several]
   share = sum(name in nano_sleep.LEARNT_NAMES for name in told) / len(told)

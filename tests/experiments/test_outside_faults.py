@@ -1,4 +1,4 @@
-"""Faults from outside: what is drawn, which processes they find, and what they do to these."""
+"""Faults from outside: which are drawn, which processes they target, and their effects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from experiments import outside_faults
 
-# Starts two children under a worker's name, says so, and waits for them.
+# Starts two children under a worker's name, prints a line, and waits for them.
 RUN = """
 import subprocess, sys, time
 name, seconds = sys.argv[1:]

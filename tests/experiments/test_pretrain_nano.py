@@ -1,4 +1,4 @@
-"""Pretraining at a size of seconds, and what it refuses before it begins."""
+"""Pretraining at a size of seconds, and errors before it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gradient beside torch's: its table by hand, and a cell of a tiny model that is kept."""
+"""A gradient compared with torch's: the table by hand, and a stored cell of a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question in random company on real weights: its cells, what they keep, and a small run."""
+"""One question in random batches on real weights: cells, their contents, and a small run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning on real weights: intervals and table by hand, and a run that is measured."""
+"""Learning on real weights: intervals and table by hand, and a measured run."""
 
 from __future__ import annotations
 

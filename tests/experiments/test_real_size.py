@@ -1,4 +1,4 @@
-"""One whole step of a model of real size, by command: random weights in the shape of Qwen3-0.6B."""
+"""One GRPO step at real size, by command: random weights in the shape of Qwen3-0.6B."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> tuple[str, int]:
-  """Takes one GRPO step of two groups of two answers of 32 tokens; (what it said, peak bytes)."""
+  """Takes one GRPO step of two groups of two 32-token responses; returns (output, peak bytes)."""
   command = (
     sys.executable, "-m", "experiments.grpo", f"--config.model={model}", f"--workdir={workdir}",
     "--nobitwise", "--config.num_steps=1", "--config.num_instances=1",
@@ -46,7 +46,7 @@ def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> t
 
 
 def planned_bytes(said: str) -> int:
-  """Returns the last plan's bytes: what is held, and what comes on top."""
+  """Returns the bytes of the last memory plan: in use plus additional."""
   found = re.findall(r"at most ([\d,]+) on top of ([\d,]+) in use now", said)
   return sum(int(number.replace(",", "")) for number in found[-1]) * 2**20
 

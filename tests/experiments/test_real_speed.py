@@ -1,4 +1,4 @@
-"""Seconds, ratios and table of the comparison at real size, by hand; and a small model of ours."""
+"""The speed comparison at real size: seconds, ratios and table by hand, and a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step beside TRL's: the reward that both sides have, and the table by hand."""
+"""A training step compared with TRL's: the common reward, and the table by hand."""
 
 from __future__ import annotations
 

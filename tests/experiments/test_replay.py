@@ -1,4 +1,4 @@
-"""Tokens of a run have equal bits when computed again; a changed weight is traced to its layer."""
+"""Replayed tokens of a run have equal bits; a changed weight is traced to its layer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def letters(small: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """A run on two instances, whose chats have a system message."""
+  """Returns a run on two instances with a system message in its chats."""
   chat = chat_template.ChatConfig(system="Hi.")
   directory = run_letters(
     small, tmp_path_factory.mktemp("letters") / "run", num_instances=2, chat=chat
@@ -143,7 +143,7 @@ def write_journal_again(
 
 
 def replayed(run: pathlib.Path, request: str, **options: Any) -> tuple[replay.Finding, list[str]]:
-  """What came out, and which lines were said."""
+  """Returns the finding and the progress lines."""
   lines: list[str] = []
   return replay.replay(run, request, say=lines.append, **options), lines
 
@@ -205,7 +205,7 @@ def test_weights_that_are_not_kept_are_learnt_again(
   assert finding.text.endswith(f"weights of {source}")
   said = [line.partition(",")[0] for line in lines]
   assert said == [f"step {step + 1} learnt again" for step in steps]
-  # The journal's log-probabilities are those of the weights that were learnt again.
+  # The journal's log-probabilities match those of the retrained weights.
   assert all("log-probability gap 0.0," in line for line in lines)
 
 
@@ -310,7 +310,7 @@ def test_a_run_of_adapters_replays(adapters: pathlib.Path, request_name: str, nu
 def test_adapters_that_learnt_are_not_those_of_the_start(
   adapters: pathlib.Path, tmp_path: pathlib.Path
 ):
-  # The twin: the weights before step 2 passed off as those of step 0.
+  # Twin: the weights before step 2 replace those of step 0.
   run = copy_of(adapters, tmp_path)
 
   def moved(entry: journal_lib.Entry) -> journal_lib.Entry:
@@ -338,7 +338,7 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tiny: str):
   assert [int(word) for whole in words for word in whole[whole != 0]] == [1 << 22]
 
 
-# What cannot be told.
+# Requests that cannot be replayed.
 
 
 def test_the_first_weights_are_the_model_itself(letters: pathlib.Path, tmp_path: pathlib.Path):

@@ -1,4 +1,4 @@
-"""The rollout under pressure: a small one, whole."""
+"""The rollout experiment under memory pressure: a small one, whole."""
 
 from __future__ import annotations
 

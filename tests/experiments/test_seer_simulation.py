@@ -1,4 +1,4 @@
-"""The tables by hand, small parts of the real ones, and refusals."""
+"""The simulation's tables by hand, small parts of the real ones, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measurement of servers: its clients, what it counts, and what it writes."""
+"""The serving benchmark: its clients, metrics and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from sleep: counts of a small model, and that no answer differs."""
+"""Drafts from sleep: counts of a small model, and equal completions."""
 
 from __future__ import annotations
 

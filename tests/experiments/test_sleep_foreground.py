@@ -1,4 +1,4 @@
-"""The virtual clock: what sleepers cost those in front, and that they change no answer."""
+"""The virtual clock: the cost of sleep to foreground requests, whose completions are unchanged."""
 
 from __future__ import annotations
 

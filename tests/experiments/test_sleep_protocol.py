@@ -1,4 +1,4 @@
-"""The table of arms, by hand; and the command, over nano and over a killed run's journal."""
+"""The table of arms by hand; and the command, on nano and on a killed run's journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statistics of sleep-time compute by hand, its page, and what it refuses."""
+"""The statistics of sleep-time compute by hand, the report page, and errors."""
 
 from __future__ import annotations
 

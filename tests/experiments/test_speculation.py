@@ -1,4 +1,4 @@
-"""A draft model against none: what is counted by hand, what is refused, and a small grid."""
+"""Decoding with and without a draft model: counts by hand, errors, and a small grid."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_plain_xla_stands_beside_where_it_was_measured():
 
 def test_a_share_of_what_might_have_held():
   assert speculation.hold_rate([], []) == 0
-  # Of 10 first tokens 5 held; of these 5 two had no second one.
+  # Of 10 first tokens 5 were accepted; two of these 5 had no second token.
   assert speculation.hold_rate([10, 3], [5, 1]) == 6 / 13
 
 

@@ -1,4 +1,4 @@
-"""Drafts against none: intervals by hand, and every part on a few questions."""
+"""Whether drafts pay: intervals by hand, and every part on a few questions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_turn_is_kept_and_the_run_goes_on(tiny, tmp_path):
   assert [(len(turn.pairs), len(turn.tail)) for turn in turns] == [(2, 1)] * 3
   assert all(min(pair) > 0 for turn in turns for pair in turn.pairs)
   assert (tmp_path / "table.md").read_text() == text + "\n"
-  # As if it had been killed in its last turn.
+  # As if the run had been killed in its last turn.
   record = json.loads((tmp_path / "results.json").read_text())
   del record["turns"][2]
   (tmp_path / "results.json").write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""Rules on recorded logits: the chances along texts are the rules' own, and steps by hand."""
+"""Verification rules on recorded logits: acceptance along texts, and steps by hand."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_steps_by_hand():
   found = speculation_rules.walked(record, *speculation_rules.comb(siblings, 2))
   assert found.num_steps.tolist() == [10, 1]
   assert found.accepted[:2].tolist() == [11, 0]
-  # Where only the third level is wide, a sibling goes on.
+  # Where only the third level is wide, an accepted sibling continues.
   held = np.ones((21, 2)) * [1, 0]
   held[2] = [0, 1]
   levels = speculation_rules.one_wide_level(held, 2)

@@ -1,4 +1,4 @@
-"""Streams, replay and tables of the experiment on suffix drafts, small and by hand."""
+"""The suffix-draft experiment: streams, replay and tables, small and by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_costs_are_measured_and_written(tmp_path: pathlib.Path):
   results = json.loads((tmp_path / "results.json").read_text())
   cost = Cost(**results["costs"]["loops"])
   assert cost.load == 2 * 3 * 256 and cost.append > 0 and cost.draft > 0
-  # Each says its own fifty tokens again and again.
+  # Each completion repeats its own fifty tokens.
   assert cost.accepted > 4
   assert "| loops | 1,536 |" in (tmp_path / "table.md").read_text()
 

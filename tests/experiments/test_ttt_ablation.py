@@ -1,4 +1,4 @@
-"""The switch grid: its cells, its table by hand, and a run that goes on where it stopped."""
+"""The ablation grid: its cells, its table by hand, and resuming a stopped run."""
 
 from __future__ import annotations
 

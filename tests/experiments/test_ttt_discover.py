@@ -1,4 +1,4 @@
-"""Discovery by command: its rivals at equal time, the problem checker, and a whole run."""
+"""Discovery by command: baselines at equal time, the problem checker, and a whole run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
 @pytest.mark.long
 def test_rivals_side_by_side_end_with_ctrl_c():
   config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=1)
-  # What a shell starts in the background begins with Ctrl-C ignored.
+  # A shell's background jobs ignore SIGINT.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT]).start()
   begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""The policy against its rivals: who did it, by hand, and a run that goes on where it stopped."""
+"""The policy against its baselines: attribution by hand, and resuming a stopped run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_who_did_it_by_hand():
   assert lines[2] == "| higher (5) | 6 | 4.5 | 2 | 9 | 12 | the policy |"
   # One seed decides nothing for a policy.
   assert lines[3] == "| lower (1) | 5 | 6 | 7 | 1 | 10 | not settled |"
-  # As good as another is not better.
+  # An equal value is not an improvement.
   assert lines[4] == "| level (1) | 5 | 5 |  |  | 10 | the tool did it |"
   # Nor do five, while one of its rivals was not run.
   assert lines[5] == "| alone (5) | 5 | 4 |  |  | 12 | not settled |"
@@ -101,7 +101,7 @@ def test_finished_cells_are_kept_and_the_run_goes_on(tmp_path: pathlib.Path):
   assert again[0] == lines[0] and len(again) == 4
   policy, rival = map(json.loads, again[:2])
   assert (rival["contestant"], rival["cpu_seconds"]) == ("random_edits", policy["cpu_seconds"])
-  # A rival more is added to what is there.
+  # An additional baseline is added to the existing results.
   ttt_rivals.run(dataclasses.replace(contest, rivals=ttt_rivals.RIVALS), tmp_path)
   more = path.read_text().splitlines()
   assert more[:4] == again and len(more) == 6

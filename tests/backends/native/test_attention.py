@@ -1,4 +1,4 @@
-"""The native backend's attention over pages against the same chains in NumPy, by bits."""
+"""The native backend's paged attention has the bits of the same chains in NumPy."""
 
 import functools
 
@@ -106,7 +106,7 @@ def test_a_row_is_chains_by_position_whatever_its_pages_and_block(shape, dtype):
 
 
 def gradients(attend, q, pages, weights, batch):
-  """Of the weighted sum of what live rows attend."""
+  """Returns gradients of the weighted sum of the live rows' attention."""
   batch = jax.tree.map(jnp.asarray, batch)
   live = jnp.arange(q.shape[0]) < batch.num_rows
 
@@ -117,7 +117,7 @@ def gradients(attend, q, pages, weights, batch):
   return jax.jit(jax.grad(loss, (0, 1)))(q, pages)
 
 
-# Prompts and answers, the last of which reads the first two pages of the first.
+# Sequences; the last one reads the first two pages of the first one.
 SHARING = ((0, 0, 40), (1, 0, 5), (2, 32, 11))
 
 
@@ -168,7 +168,7 @@ def test_a_gradient_is_chains_over_the_rows_of_the_batch(shape, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_that_are_all_there_is_need_no_pages_and_have_the_same_bits(dtype):
-  """Of two pages in three no segment knows, and of the others not every slot is written."""
+  """Two of three pages belong to no segment, and the others have slots that are not written."""
   pieces = ((0, 0, 40), (1, 0, 5), (2, 0, 11), (2, 11, 3))
   order = np.arange(1, 55, 3)
   batch, _, _ = batch_of(pieces, page_size=16, query_tile=7, rows=64, order=order)
@@ -256,7 +256,7 @@ def test_attention_is_that_of_the_tiled_backend(dtype):
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rows_bits_are_the_same_in_any_segment_and_batch(dtype):
-  """The last rows of a sequence alone, or cut in other ways, beside others and on other pages."""
+  """The last rows of a sequence run alone, or cut differently, next to others, on other pages."""
   shape, length = (2, 2, 32, 16), 64
   q, _, (keys, values) = arrays_of(shape, 1, length, dtype)
 

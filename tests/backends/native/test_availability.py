@@ -1,4 +1,4 @@
-"""Whether native handlers run here, and what is said where they do not."""
+"""Whether native handlers run on this machine, and the error where they do not."""
 
 import native_reference as reference
 import numpy as np

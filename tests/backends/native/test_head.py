@@ -1,4 +1,4 @@
-"""The native head against NumPy by bits, and against the tiled head."""
+"""The native head has the bits of its NumPy reference, and agrees with the tiled head."""
 
 import functools
 from typing import NamedTuple
@@ -30,7 +30,7 @@ KEY = numerics_lib.key(11)
 
 
 class Shape(NamedTuple):
-  """What a head asks of a model."""
+  """The model sizes that a head reads."""
 
   vocab_size: int
   head_dim: int = 8
@@ -133,7 +133,7 @@ def test_rows_behind_the_valid_ones_are_zero_whatever_they_hold():
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_the_head_says_what_the_tiled_one_says(dtype):
   weights, rows = problem((12, 64, 4, 57), dtype)
-  # What only the tiled head does: a bias, a filter and a grammar, greedy and sampled.
+  # Cases that the tiled head computes: a bias, a filter and a grammar, greedy and sampled.
   special = [
     SamplingParams(temperature=1.0, logit_bias=((3, 2.0), (9, -1.0))),
     SamplingParams(temperature=0.8, top_p=0.9),
@@ -151,7 +151,7 @@ def test_the_head_says_what_the_tiled_one_says(dtype):
     np.testing.assert_array_equal(tokens, other)
     for one, two in zip(scores, wanted, strict=True):
       np.testing.assert_allclose(one, two, atol=3e-5, rtol=1e-5)
-  # A row's way follows its own parameters: the last ones are common, beside special rows or not.
+  # A row's path depends on its own parameters only: the last rows are plain ones.
   alone = part(those, 5, 12)
   got = native(tiled, stage, weights, alone, jnp.int32(7))
   assert_equal(got, part((tokens, scores), 5, 12))
@@ -275,7 +275,7 @@ def test_a_gradient_knows_nothing_of_rows_behind_the_valid_ones():
 
 
 def gradient(run, stage, weights, rows):
-  """Of all three scores, weighted, of the first rows: (final_norm, table, hidden)."""
+  """Returns gradients of the first rows' weighted scores: (final_norm, table, hidden)."""
   count = rows[1].shape[0]
   factors = np.random.default_rng(1).standard_normal((3, count)).astype(np.float32)
   factors *= (rows[1] >= 0) & (np.arange(count) < count - 2)

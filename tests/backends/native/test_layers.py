@@ -1,4 +1,4 @@
-"""A layer's handlers around attention: chains in NumPy, what XLA says, any rows, any mesh."""
+"""A layer's handlers around attention against NumPy chains and XLA, for any rows and mesh."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_layer_is_its_chains_and_agrees_with_xla(case, dtype):
 
 
 def gradients_of(functions, config, weights, of_inputs, of_outputs, given, count):
-  """Of the weights and rows, for cotangents of (queries, keys, values, hidden rows)."""
+  """Returns gradients of weights and rows, for cotangents of (queries, keys, values, hidden)."""
   stages = stages_of(config)
 
   def run(weights, of_inputs, of_outputs, given):

@@ -1,4 +1,4 @@
-"""Handlers' machine code: what numba is kept from making, and files that the next process loads."""
+"""Machine code of the handlers: numba's optimisations are limited, and files are reused."""
 
 import concurrent.futures
 import ctypes
@@ -16,7 +16,7 @@ SIGNATURE = types.int64(types.CPointer(types.int64), types.int64, types.int64)
 
 @front.inlined
 def twice(x):
-  """Of a line."""
+  """A one-line function."""
   return x + x
 
 
@@ -35,7 +35,7 @@ def far_again(frame, task, process):
 
 @pytest.fixture
 def folder(tmp_path):
-  """Where files go, new and empty."""
+  """Returns a new, empty folder for compiled files."""
   before = jax.config.jax_compilation_cache_dir
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
   yield tmp_path / "native"
@@ -56,7 +56,7 @@ def unexpected():
 
 
 def calls(made):
-  """What a module's functions call, by name."""
+  """Returns the names that a module's functions call."""
   return re.findall(r"call.*?@\"?([\w.]+)", str(made))
 
 
@@ -66,7 +66,7 @@ def test_a_module_has_one_symbol():
 
 def test_a_function_stays_one_copy_and_a_line_goes_into_what_calls_it():
   made = module()
-  # As it was lowered: numba has optimised nothing.
+  # As lowered, before any optimisation by numba.
   assert any("twice" in name for name in calls(made))
   objects.optimise(made)
   assert sum("far" in name for name in calls(made)) >= 2

@@ -1,4 +1,4 @@
-"""Products of the native backend against chains of fused multiply-adds in NumPy, by bits."""
+"""Native products have the bits of chains of fused multiply-adds in NumPy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""cos and sin of the native backend against float64, and rows alone against rows together."""
+"""Native cos and sin against float64, and single rows against rows in a batch."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Threads of a call: how many, who comes, and what is left alone."""
+"""Threads of a native call: their number, their start, and the state that they leave alone."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def _cost(arguments):
 
 @numbers.jit
 def _work(arguments, results, first, last, worker):
-  """Each item is a long chain; who did it is written beside it."""
+  """Computes a long chain per item, and records the worker that ran it."""
   x, out = pointers.floats(ffi.address(arguments, 0)), pointers.floats(ffi.address(results, 0))
   who, turns = pointers.integers(ffi.address(results, 1)), ffi.integer(arguments, 1, 1)
   for item in range(first, last):

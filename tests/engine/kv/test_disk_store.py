@@ -1,4 +1,4 @@
-"""The store on a disk: bounds, other processes' files, what a process before left there."""
+"""The disk store: bounds, files of other processes, and files left by an earlier process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that leave: to another instance, to the host, to a store, and back to the same bits."""
+"""Pages that migrate or spill, to another instance, the host or a store, return bit for bit."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_what_a_store_loses_is_computed_again(tmp_path):
 
 
 def test_a_flipped_bit_in_the_pool_is_noticed():
-  """The twin: what is said depends on what comes back."""
+  """Twin: the completion depends on the pages that come back."""
   engine = make_engine((1, 1))
 
   def at_pause(request_id):

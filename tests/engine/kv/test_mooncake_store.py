@@ -1,4 +1,4 @@
-"""Mooncake Store, for real: a master of our own, and requests that spill to it.
+"""The real Mooncake Store: a local master, and requests that spill to it.
 
 Needs the packages of launch/locks/mooncake-*.txt and the system's libibverbs; skips without.
 """

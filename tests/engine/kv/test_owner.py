@@ -1,4 +1,4 @@
-"""Whose keys and values are: what one has written is found by no other, in memory or in a store."""
+"""Ownership of keys and values: no other owner finds them, in memory or in a store."""
 
 from __future__ import annotations
 

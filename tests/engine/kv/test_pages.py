@@ -1,4 +1,4 @@
-"""Who holds which page, by hand and against a model."""
+"""The page pool's reference counts and contents, by hand and against a model."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ SIZE = 2
 
 
 class PoolMachine(stateful.RuleBasedStateMachine):
-  """Sequences come, write, are remembered and go, as in the engine.
+  """Sequences start, write, register prefixes and end, as in the engine.
 
-  The model knows what each page really holds: `content[page]` is all tokens up to the last one
-  written in it, from the sequence's start.
+  The model knows each page's true content: `content[page]` is all tokens of the sequence from its
+  start up to the last one written in the page.
   """
 
   def __init__(self):
@@ -165,7 +165,7 @@ class PoolMachine(stateful.RuleBasedStateMachine):
     for page in range(1, 7):
       assert self.pool._holders[page] == held.count(page)
     assert self.pool.num_available == len(free) + len(idle)
-    # What is free cannot be found.
+    # A free page cannot be found.
     found = set(self.pool._index._page_of.values())
     found |= {page for followers in self.pool._index._followers.values() for page in followers}
     assert not found & set(free)

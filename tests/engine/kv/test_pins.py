@@ -1,4 +1,4 @@
-"""Pins: what is kept, who may take it, and that new weights find nothing of the old."""
+"""Pins: which pages are kept, who may take them, and that new weights invalidate them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pinned_engine(**others) -> Engine:
 
 
 def flush(engine: Engine) -> None:
-  """Lets others need all pages that nobody holds, one after another: none of them waits."""
+  """Runs requests, one after another, that together need all unheld pages; none waits."""
   for i in range(1, 4):
     engine.generate([request(f"f{i}", tokens_from(100 * i, 30), max_tokens=3)])
 
@@ -71,7 +71,7 @@ def test_pages_of_pins_leave_for_one_in_front_and_come_back(host_pages, kept):
   assert engine.held_pages("l") == 8 and engine.counters.waits == 0
   assert held_and_kept(engine) == (0, kept)
   assert same(run(engine)["l"], expected)
-  engine.step()  # Nobody is in front.
+  engine.step()  # No foreground request is present.
   assert engine.pins[0].num_held == kept
   flush(engine)
   before = engine.counters.reused_tokens
@@ -100,7 +100,7 @@ def test_pins_make_way_for_one_in_background_once_nothing_runs(host_pages, kept)
 
 
 class Keeps(Engine):
-  """The twin: an engine whose pins keep what the old weights wrote."""
+  """Twin: an engine whose pins keep pages of the old weights."""
 
   def _forget_pages(self):
     pins = [sequence for sequence in self._pins.sequences if sequence.pages]

@@ -1,4 +1,4 @@
-"""The pool's tiers, without an engine: what goes on to a store comes back, or is refused."""
+"""The pool's tiers, without an engine: data sent to a store comes back intact, or is refused."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_what_another_request_needs_stays_when_one_is_over(tmp_path):
 
 
 class Failing(DiskStore):
-  """Fails as long as it is told to, and counts how often it is asked."""
+  """A store that fails while its flag is set, and counts its calls."""
 
   fails = False
   asked = 0

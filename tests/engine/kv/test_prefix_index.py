@@ -1,4 +1,4 @@
-"""Which pages hold the start of a sequence, by hand."""
+"""The prefix index by hand: which pages hold the start of a sequence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_full_pages_are_shared_and_the_partial_one_is_copied():
 
 
 def test_equal_tokens_after_another_start_are_another_page():
-  # A page's keys depend on all tokens before it; its digest continues theirs.
+  # A page's keys depend on all preceding tokens, so its digest continues the previous page's.
   index = PrefixIndex(2)
   index.remember([1, 2, 3, 4], [1, 2])
   assert index.find([9, 9, 3, 4]) == PrefixHit((), None, 0)

@@ -1,4 +1,4 @@
-"""Two processes on one store: equal weights read each other's pages, others never meet."""
+"""Two processes on one store read each other's pages only if their weights are equal."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_pages_that_another_wrote_have_the_bits_of_ones_own(tmp_path):
 
 
 def nudged(params):
-  """Weights of which one differs by its last bit."""
+  """Returns weights in which one value differs by its last bit."""
   leaves, structure = jax.tree.flatten(params)
   first = np.asarray(leaves[0]).copy()
   flat = first.reshape(-1)
@@ -96,7 +96,7 @@ def nudged(params):
 
 
 def shifted(params):
-  """Other weights, whose keys and values differ everywhere."""
+  """Returns other weights, with different keys and values everywhere."""
   return jax.tree.map(lambda leaf: leaf * 1.25, params)
 
 

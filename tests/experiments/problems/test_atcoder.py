@@ -1,4 +1,4 @@
-"""Published totals of a contest become means that compare with nothing of ours."""
+"""Published totals of a contest become means, which are not comparable with our scores."""
 
 from __future__ import annotations
 

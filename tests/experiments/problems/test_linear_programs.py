@@ -1,4 +1,4 @@
-"""Linear programs: by hand, against scipy's answer, and that none depends on those before it."""
+"""Linear programs by hand and against scipy; a solution does not depend on earlier ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Minimum overlap: closed forms, exact values, and programs that never worsen a function."""
+"""Minimum overlap: closed forms, exact values, and tools that never worsen a function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def of(heights):
 
 
 def admissible(heights):
-  """The heights scaled to sum n / 2, again and again what is above 1 cut; None if none are left."""
+  """Scales heights to sum n / 2, repeatedly cutting them at 1; returns None if none are left."""
   h, whole = [Fraction(x) for x in heights], set()
   while True:
     others = [i for i in range(len(h)) if i not in whole]
@@ -148,7 +148,7 @@ def test_what_is_no_function_is_refused_with_its_reason(artefact, reason):
 
 
 def test_heights_that_scaling_lifts_above_one_are_cut_there():
-  # Scaled to sum 3/2 the first would be 1 and a bit: cut, the others share what is left.
+  # Scaled to sum 3/2 the first would exceed 1: it is cut, and the others share the rest.
   assert minimum_overlap.admissible([8, 2, 1]) == ([6, 2, 1], 6)
   assert minimum_overlap.admissible([1, 0]) == ([2, 0], 2)
   assert minimum_overlap.admissible([3, 1, 0, 0]) == ([2, 2, 0, 0], 2)
@@ -158,7 +158,7 @@ def test_heights_that_scaling_lifts_above_one_are_cut_there():
 
 
 def test_printed_heights_pass_though_their_digits_do_not_sum_to_half_their_number():
-  # As a table prints them, which has ones among them: 51 heights of ten digits.
+  # As printed in a table, with ones among them: 51 heights of ten digits.
   best = minimum_overlap.polish(np.array(minimum_overlap.MinimumOverlap().start(1)), 40, 0.1)
   printed = [float(f"{height:.10f}") for height in best * (1 - 1e-9)]
   printed[int(best.argmax())] = 1.0
@@ -215,7 +215,7 @@ def test_what_a_policy_sees_does_not_change_with_what_is_published():
     heights = share * flat + (1 - share) * good
     value = minimum_overlap.overlaps(heights).max()
     low, high = (share, high) if value < 0.3908695 else (low, share)
-  # Less than 0.01 above the goal, where a bucket begins, and more above what is best by now.
+  # Less than 0.01 above the goal, where a bucket starts, and more above the current best.
   assert 0.380868 + 0.01 < value < 0.380871 + 0.01
   assert SMALL.language.prompt(heights.tolist())[0] == 64 + 10
   assert minimum_overlap.PUBLISHED[0].value == 0.380868

@@ -1,4 +1,4 @@
-"""Problems by short name: what each gives, and how a wrong one is refused."""
+"""Problems by short name: the problem of each, and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_number_out_of_range_is_refused_by_the_problem_itself():
 
 
 def test_what_was_loaded_twice_judges_alike():
-  # What a worker process loads is what this one has.
+  # A worker process loads the same problem as this one.
   here, there = (names.load("minimum_overlap:20") for _ in range(2))
   start = here.start(5)
   assert start == there.start(5)

@@ -1,4 +1,4 @@
-"""Step functions: exact sums, outward rounding, and edits that do what their names say."""
+"""Step functions: exact sums, outward rounding, and edits that match their names."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_smooth_noise_is_standard_normal_and_its_neighbours_alike():
   draws = np.stack([step_functions.smooth_noise(100, rng) for _ in range(4000)])
   np.testing.assert_allclose(draws.mean(axis=0), 0, atol=0.08)
   np.testing.assert_allclose(draws.std(axis=0), 1, atol=0.08)
-  # A quarter each: white, and windows of 10, 20 and 30, whose neighbours share all but one draw.
+  # A quarter each: white noise, and windows of 10, 20 and 30, in which neighbours share all but one
+  # draw.
   expected = (0 + 9 / 10 + 19 / 20 + 29 / 30) / 4
   assert abs((draws[:, :-1] * draws[:, 1:]).mean() - expected) < 0.03
   assert abs((draws[:, :-40] * draws[:, 40:]).mean()) < 0.03

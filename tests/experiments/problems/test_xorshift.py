@@ -1,4 +1,4 @@
-"""The generator of compiled functions, in integers of any size."""
+"""The random generator of compiled functions, against integers of any size."""
 
 from __future__ import annotations
 

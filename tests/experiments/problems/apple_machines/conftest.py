@@ -1,4 +1,4 @@
-"""A good plan, which is dear to find."""
+"""A good plan, which is expensive to find."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def good_plan() -> list[list[int]]:
-  """What the best of some thousand random sentences makes of the empty plan, one after another."""
+  """Returns the empty plan improved by the best of some thousand random sentences, repeatedly."""
   draws, best, reward = np.random.default_rng(3), [], 0.0
   for attempt in range(2000):
     try:

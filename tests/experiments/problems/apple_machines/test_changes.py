@@ -1,4 +1,4 @@
-"""Each verb by hand."""
+"""Each verb's effect, computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences that nearly always make another plan, and what a policy sees."""
+"""Most sentences change the plan; and the prompt of a policy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_prompts_show_every_run_by_hand():
   assert not isinstance(runs, str)
   turns = rules.trace(ENVIRONMENT.problem, runs)
   bought = [sum(turn.is_bought for turn in turns if turn.run == run) for run in range(3)]
-  # From 1, 2, 3, 4, 5, 7, 10, 14 and 19 purchases on, the next id.
+  # The id increases at 1, 2, 3, 4, 5, 7, 10, 14 and 19 purchases.
   assert bought == [16, 8, 2]
   levels = [8, 6, 2]
   assert LANGUAGE.prompt(THREE) == (

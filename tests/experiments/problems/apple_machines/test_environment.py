@@ -1,4 +1,4 @@
-"""The problem as a whole: its contract, baselines, texts and pictures."""
+"""The apple-machines problem as a whole: contract, baselines, texts and pictures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_contract_is_kept():
   values = [published.value for published in ENVIRONMENT.published]
   assert values == sorted(values, reverse=True)
   assert round(values[0]) == 5_656_095
-  # Means over other inputs: a high value of this one beats nobody.
+  # These are means over other inputs, so a high value for this one is not comparable.
   assert not any(published.is_comparable for published in ENVIRONMENT.published)
   assert LANGUAGE.vocab_size == 120 and LANGUAGE.stop_token == 0
 

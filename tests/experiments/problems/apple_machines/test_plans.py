@@ -1,4 +1,4 @@
-"""Plans as arrays are played to the same apples as in integers of any size."""
+"""Plans played as arrays yield the same apples as in integers of any size."""
 
 from __future__ import annotations
 

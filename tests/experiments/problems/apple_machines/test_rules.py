@@ -1,4 +1,4 @@
-"""What a plan is, and what it is worth in integers of any size."""
+"""Validity of a plan, and its value in integers of any size."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_inputs_are_as_the_problem_draws_them():
     for level, kind in itertools.product(range(4), range(10)):
       least = problem.apples[kind] * 500**level
       assert (level, kind) == (0, 0) or least <= problem.costs[level][kind] <= 100 * least
-  # Of the nine kinds that are drawn the mean logarithm is about 1, as in the contest's own inputs:
-  # ten draws of which the smallest is overwritten have 1.09.
+  # The mean logarithm of the nine drawn kinds is about 1, as in the contest's own inputs; ten draws
+  # with the smallest overwritten would have 1.09.
   logs = np.log10([problem.apples[1:] for problem in seen])
   assert abs(logs.mean() - 0.995) < 0.05
   # Logarithms are uniform: half of the costs are above ten times the least.
@@ -76,7 +76,7 @@ def test_input_0_is_the_same_on_every_machine():
   assert ENVIRONMENT.problem.costs[3][:3] == (2352604484, 674512435, 2799857542)
 
 
-# Of the first 10,000 inputs those with the costs nearest to a half, by ulps of the product.
+# Of the first 10,000 inputs, those with costs nearest to a half, in ulps of the product.
 @pytest.mark.parametrize("index", [3079, 5101, 5607, 6809, 9451])
 def test_inputs_that_a_last_bit_could_change_are_rounded_to_the_right_side(index):
   draws = np.random.Generator(np.random.PCG64([58, index]))

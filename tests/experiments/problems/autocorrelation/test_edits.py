@@ -1,4 +1,4 @@
-"""No tool ever worsens a function, and sentences make functions or say why not."""
+"""No tool worsens a function, and sentences make functions or give an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problems as a whole: their contract, sizes and baselines."""
+"""The autocorrelation problems as a whole: contract, sizes and baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants are exact fractions, and what is no function is refused."""
+"""Constants are exact fractions, and invalid functions are refused."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_large_functions_are_judged_and_bounds_are_within_a_rounding_of_exact_va
 
 @pytest.mark.parametrize("num_steps", [1319, 50_000])
 def test_functions_of_published_sizes_are_judged(num_steps):
-  # A triangle; of n steps its constants are near those of the function.
+  # A triangle: with n steps its constants are near those of the continuous function.
   ramp = np.minimum(np.arange(num_steps) + 0.5, num_steps - np.arange(num_steps) - 0.5)
   heights = (ramp / ramp.max()).tolist()
   first = autocorrelation.FirstAutocorrelation(num_steps=num_steps)

@@ -1,4 +1,4 @@
-"""The penalty that circles descend, against its differences."""
+"""The gradient of the overlap penalty against finite differences."""
 
 from __future__ import annotations
 

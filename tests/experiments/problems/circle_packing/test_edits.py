@@ -1,4 +1,4 @@
-"""Short sentences change a packing as they say, and always into a packing."""
+"""Short sentences change a packing as specified, and the result is always a packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problem as a whole: closed forms, starts, baselines, texts and pictures."""
+"""The circle-packing problem as a whole: closed forms, starts, baselines, texts and pictures."""
 
 from __future__ import annotations
 

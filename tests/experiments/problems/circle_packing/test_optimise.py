@@ -1,4 +1,4 @@
-"""The tool ends at a maximum, and its stages agree."""
+"""The optimiser ends at a maximum, and its stages agree."""
 
 from __future__ import annotations
 

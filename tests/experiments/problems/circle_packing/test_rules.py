@@ -1,4 +1,4 @@
-"""A packing is decided without tolerance, and every cheat is named."""
+"""Packings are validated without tolerance, and every cheat is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sandbox for the programs of these tests."""
+"""A sandbox for the contest programs of these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders are read as the contest's tester reads them, and played."""
+"""Orders are parsed as by the contest's tester, and played."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_orders_that_cannot_be_are_refused(output: str, reason: str):
 def test_orders_are_read_as_the_contests_tester_reads_them():
   output = "# a plan\n+0 0\n" + "-1\n  # and then\n" * 499
   assert apple_machines.read_orders(output, 500) == [(0, 0), *[None] * 499]
-  # What follows the last turn is not read, be it an order or none.
+  # Anything after the last turn is ignored, valid or not.
   assert apple_machines.read_orders(output + "3 9\nend\n", 500) == [(0, 0), *[None] * 499]
   assert apple_machines.read_orders("# -1\n", 1) == "output: got 0 turns, expected 1"
   assert "'#' as word 1" in apple_machines.read_orders("0 # 1\n", 1)

@@ -1,4 +1,4 @@
-"""Inputs are printed as the contest prints them."""
+"""Inputs are printed in the contest's format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs are compiled, run and judged; whatever goes wrong is said."""
+"""Programs are compiled, run and judged, and every failure is reported."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_a_program_in_c_plus_plus_is_compiled_once_and_scored(sandbox: Sandbox):
   assert environment.case_values(artefact) == tuple(values)
   assert score.value == sum(values) / 2 and score.reward == (1 + sum(values) / 2) / 1500
   assert score.certificate == (f"{sum(values)}/2" if sum(values) % 2 else "")
-  # What g++ made is not kept: 256 programs with a large array each would fill the memory.
+  # Compiled binaries are not kept: 256 programs with a large array each would fill the memory.
   assert environment._refused == {}
-  # The compiler's and the program's seconds count; what is remembered costs none.
+  # Seconds of compiler and program count; a cached result costs none.
   assert isinstance(environment, environment_lib.Helped)
   seconds = environment_lib.helper_seconds(environment)
   assert seconds > 0.1

@@ -34,7 +34,7 @@ def test_counts_come_from_npz(tmp_path):
   np.savez(tmp_path / "cells.npz", counts=counts)
   environment = denoising.Denoising(tmp_path / "cells.npz", seed=4)
   assert environment.name == "denoising_cells"
-  # The gene that nobody has is left out.
+  # A gene that no cell has is left out.
   assert environment.train.shape == (60, 29)
   assert (environment.counts.counts == np.delete(counts, 7, axis=1)).all()
   assert environment.verify(environment.start(0)).is_valid
@@ -158,7 +158,7 @@ datasets.load(sys.argv[1])
 
 
 def write_sparse(path, matrix, **changes) -> None:
-  """Writes X as AnnData does, but for what is said otherwise."""
+  """Writes X as AnnData does, except for the given changes."""
   parts = {name: getattr(matrix, name) for name in ("data", "indices", "indptr")} | changes
   shape = parts.pop("shape", matrix.shape)
   with h5py.File(path, "w") as file:
@@ -178,7 +178,7 @@ def test_h5ad_files_that_are_none_of_ours_are_refused(tmp_path):
   path.write_bytes(path.read_bytes()[:100])
   with pytest.raises(ValueError, match="which does not read"):
     datasets.load(path)
-  # Where an index leads, `toarray` writes.
+  # `toarray` writes wherever an index points.
   write_sparse(path, matrix, indices=matrix.indices + 1000)
   with pytest.raises(ValueError, match="which does not read .*indices"):
     datasets.load(path)

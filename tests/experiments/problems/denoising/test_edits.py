@@ -1,4 +1,4 @@
-"""Sentences make pipelines, or say why not."""
+"""Sentences make pipelines, or give an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problem as a whole: the start, reports, baselines and texts."""
+"""The denoising problem as a whole: start, reports, baselines and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no pipeline is refused with the reason."""
+"""Invalid pipelines are refused with the reason."""
 
 from __future__ import annotations
 

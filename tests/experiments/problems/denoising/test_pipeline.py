@@ -1,4 +1,4 @@
-"""Every step keeps cells' sums, and does by hand what it says."""
+"""Every step preserves the cells' sums, and matches a computation by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Molecules are dealt binomially, and both numbers are as by hand."""
+"""Molecules are split binomially, and both metrics match values by hand."""
 
 from __future__ import annotations
 

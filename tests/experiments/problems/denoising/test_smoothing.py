@@ -1,4 +1,4 @@
-"""Low rank and diffusion by hand, and what they keep."""
+"""Low-rank approximation and diffusion by hand, and their invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences choose fields by hand, and always make a schedule."""
+"""Sentences set the expected fields, and always make a schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problems as a whole: scores, baselines, settings and processes."""
+"""The kernel-speed problems as a whole: scores, baselines, settings and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A race is fair: cheats are caught, and answers are compared within the tolerance."""
+"""Timing comparisons are fair: cheats are caught, and outputs are compared with a tolerance."""
 
 from __future__ import annotations
 

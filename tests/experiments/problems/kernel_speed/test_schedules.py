@@ -1,4 +1,4 @@
-"""What is no schedule is refused, and only float32 is held to float32's tolerance."""
+"""Invalid schedules are refused, and only float32 is held to float32's tolerance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiles walk to what the definition gives, on a CPU and in the interpreter."""
+"""Tiled kernels compute the definition, on a CPU and in the interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every schedule is the same function."""
+"""Every schedule computes the same function."""
 
 from __future__ import annotations
 

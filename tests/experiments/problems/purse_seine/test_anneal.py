@@ -1,4 +1,4 @@
-"""The annealer keeps a fence simple, and counts as one counts by hand."""
+"""The annealer keeps a fence simple, and its counts match a count by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts are exact: by hand, along edges, and however a fence is written."""
+"""Counts are exact: by hand, along edges, and for every notation of a fence."""
 
 from __future__ import annotations
 

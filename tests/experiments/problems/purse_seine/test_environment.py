@@ -1,4 +1,4 @@
-"""The problem as a whole: starts, baselines, texts and pictures."""
+"""The purse-seine problem as a whole: starts, baselines, texts and pictures."""
 
 from __future__ import annotations
 

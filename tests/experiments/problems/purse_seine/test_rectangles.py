@@ -1,4 +1,4 @@
-"""Rectangles are added, removed, joined and pushed by hand."""
+"""Adding, removing, joining and pushing rectangles, by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_rectangles_are_added_and_removed_by_hand():
     [10, 10], [20, 10], [20, 15], [30, 15], [30, 25], [15, 25], [15, 20], [10, 20],
   ]  # fmt: skip
   assert combined(square, [(15, 0, 40, 40)], False) == [[10, 10], [15, 10], [15, 20], [10, 20]]
-  # A hole is filled, what is cut off is dropped, a corner alone joins nothing.
+  # A hole is filled, a detached part is dropped, and a shared corner does not join.
   assert combined(square, [(12, 12, 14, 14)], False) == rules.artefact_of(square)
   assert combined(square, [(12, 0, 13, 40)], False) == [[13, 10], [20, 10], [20, 20], [13, 20]]
   assert combined(square, [(20, 20, 25, 25)], True) == rules.artefact_of(square)

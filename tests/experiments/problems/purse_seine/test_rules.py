@@ -1,4 +1,4 @@
-"""Illegal fences are refused with the reason, and points are the same everywhere."""
+"""Illegal fences are refused with the reason, and points are equal on every machine."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_points_of_a_whole_contest_are_drawn_once():
 def test_published_values_are_the_best_first():
   values = [published.value for published in WHOLE.published]
   assert values == sorted(values, reverse=True) and round(150 * values[0]) == 567_062
-  # Means over other inputs: a high value of this one beats nobody.
+  # These are means over other inputs, so a high value for this one is not comparable.
   assert not any(published.is_comparable for published in WHOLE.published)
 
 
