@@ -1,4 +1,4 @@
-"""What processes of a slice tell each other, and what one that is alone says."""
+"""Values that processes of a slice exchange, and the behaviour of a single process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   assert second["refused"] == (
     "Disagreement: process 0 ended with OSError: the disk is full; see its log."
   )
-  # What lies in one process's memory could not come back to another's devices.
+  # Data in one process's memory could not return to another process's devices.
   assert first["host_pages"] == second["host_pages"] == 0
   assert first["store"] == second["store"]
   assert first["store"].startswith("NotImplementedError: KVPoolConfig: got disk='here' and moonca")

@@ -1,4 +1,4 @@
-"""A checkpoint comes back bit for bit or not at all."""
+"""A checkpoint is restored bit for bit or not at all."""
 
 from __future__ import annotations
 

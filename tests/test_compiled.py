@@ -1,4 +1,4 @@
-"""What is compiled is kept, and compiled anew when anything that it was made of changes."""
+"""Compiled programs are cached, and recompiled when any of their inputs changes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who may import whom (DESIGN: the house), read from the source of every module.
+"""Permitted imports between rooms (DESIGN: the house), read from the source of every module.
 
-Imports inside functions count as well, and those for type checkers: a shared record belongs in
-`types`, a neighbour is handed in as a callable.
+Imports inside functions and imports for type checkers count as well: a shared record belongs in
+`types`, and a neighbour is passed in as a callable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("experiments",),
   ("launch",),
 )
-# Within a step, only these. Engine and trainer, side by side, have never heard of each other.
+# The only imports within a step. Engine and trainer do not import each other.
 BESIDE = {
   "tasks": {"sandbox"},
   "types": {"numerics"},
@@ -53,10 +53,10 @@ BESIDE = {
   "rollout": {"speculation"},
   "run": {"cluster"},
 }
-# Of the extra `problems`: only what lies outside the wheel may need them.
+# Packages of the extra `problems`: only code outside the wheel may need them.
 EXTRAS = {"scipy", "highspy"}
 ROOMS = tuple(room for step in STEPS for room in step)
-# The simulator and the engine run the same lines of these, so they know no JAX.
+# The simulator and the engine share these modules, so they do not import JAX.
 HOST_ONLY = (
   "rollout/instances.py",
   "rollout/likeness.py",
@@ -91,11 +91,11 @@ def allowed_rooms(room: str) -> set[str]:
 
 
 def complaints(source: str, path: str) -> list[str]:
-  """Returns what is wrong with the imports and look-ups of one module, as sentences.
+  """Returns errors about the imports and look-ups of one module, as sentences.
 
   Args:
-    source: of the module.
-    path: from the root of the repository, such as "seerjax/ops/tiles.py".
+    source: source of the module.
+    path: path from the root of the repository, such as "seerjax/ops/tiles.py".
   """
   module = path.removesuffix(".py").replace("/", ".")
   tree = ast.parse(source)

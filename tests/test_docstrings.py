@@ -1,7 +1,7 @@
-"""Docstrings of the public API say what a signature cannot: shapes, each argument, and errors.
+"""Docstrings of the public API include what a signature cannot: shapes, arguments and errors.
 
-The reference of the site is made of them. Names are those of tests/public_api.txt; this reads the
-source of their modules.
+They make up the site's reference. Names come from tests/public_api.txt; the tests read the source
+of their modules.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def of_class(node: ast.ClassDef, name: str) -> Iterator[str]:
       not member.name.startswith("_") or member.name == "__init__"
     ):
       if any(ast.unparse(one).endswith(".setter") for one in member.decorator_list):
-        continue  # What it sets, the property itself says.
+        continue  # The property itself documents the value.
       yield from of_function(member, f"{name}.{member.name}")
     elif is_record and isinstance(member, ast.AnnAssign):
       field = ast.unparse(member.target)

@@ -1,7 +1,7 @@
-"""Every door of the library refuses arguments of wrong types with the door's and argument's names.
+"""Every public entry point refuses arguments of wrong types, naming itself and the argument.
 
-One row a door and argument; what no value of its type can be stands beside it. After all of them
-the engine that they were tried at answers with the bits that it had before.
+There is one row per entry point and argument, with a value that its type excludes. After all rows
+the engine still gives the completions that it gave before.
 """
 
 # Values of wrong types are what this file is about.
@@ -34,7 +34,7 @@ from seerjax.speculation.beam import beam_search
 from seerjax.trainer import losses, step
 from seerjax.types import Request, SamplingParams
 
-# As for a user: no checker of annotations comes before the library's own refusals.
+# As for a user: no annotation checker precedes the library's own errors.
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 NUMERICS = tiny_model.ONE_SLAB
@@ -190,7 +190,7 @@ def test_the_table_is_as_long_as_it_should_be():
 
 
 def adapter(**changes: Any) -> Any:
-  """Returns an adapter of the model, whose first pair is another in some respect."""
+  """Returns an adapter of the model, with changes to its first pair."""
   whole = lora.init(numerics_lib.key(1), MODEL.config, NUMERICS, rank=2)
   first = dict(whole["layers"][0])
   first["qkv"] = {**first["qkv"], **changes}

@@ -1,9 +1,10 @@
-"""Every public door refuses what is malformed with a sentence, and the engine still answers.
+"""Every public entry point refuses malformed input with a sentence, and the engine still works.
 
-One row a malformed input. Its refusal says what was got, what was expected and what to change, in
-this order; after it, one small engine that all rows share answers one request with the same bits.
+There is one row per malformed input. The error states what was given, what was expected and what to
+change, in this order; after it, one small engine that all rows share completes a request with the
+same bits.
 
-What only a step can meet (a drafter, a tokenizer, a device that fails) is in engine/test_errors.py.
+Faults that only a step can meet (drafter, tokenizer, device) are tested in engine/test_errors.py.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from seerjax.types import (
   Verdict,
 )
 
-# As for a user: no checker of annotations comes before the library's own refusals.
+# As for a user: no annotation checker precedes the library's own errors.
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 NAN, INF = float("nan"), float("inf")
@@ -80,7 +81,7 @@ RUN = RunConfig(
 )
 
 
-# What rows are made of: everything good but for what a row changes.
+# Valid defaults for the rows; each row changes one thing.
 
 
 def f32(*values: float) -> np.ndarray:
@@ -142,7 +143,7 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 
 class Own:
-  """A user's task, one part of which is another."""
+  """A user's task with some parts replaced."""
 
   name = "own"
 
@@ -160,14 +161,14 @@ class Own:
 
 
 def judged(reward: Any) -> Verdict:
-  """Judges by a task whose reward is this, or whose verdict raises it."""
+  """Judges by a task that returns this reward, or whose verdict raises it."""
   is_error = isinstance(reward, BaseException)
   said = raising(reward) if is_error else lambda *_: verdict(reward)
   return groups_lib.judge(Own(verdict=said), problem(), "text")
 
 
 class Doors:
-  """What rows open: the shared engine, a folder, and things to damage."""
+  """The context of the rows: the shared engine, a folder, and files to damage."""
 
   def __init__(self, engine: Engine, folder: pathlib.Path, exported: pathlib.Path):
     self.engine, self.folder, self.exported = engine, folder, exported
@@ -1200,7 +1201,7 @@ ROWS = [
 
 
 def field_rows() -> Iterator[Row]:
-  """Rows of `FIELDS`; what was got is the value, or where that says less, its type or its part."""
+  """Yields the rows of `FIELDS`; errors show the value, or if clearer its type or its part."""
   for made_by, field, value, expected, fix in FIELDS:
     name = f"{made_by.__name__}.{field}={value!r}"
 
@@ -1240,7 +1241,7 @@ def test_what_is_malformed_is_refused_with_a_sentence(row, shared, exported, tmp
   for piece in (row.got, row.expected, row.fix):
     assert piece in message[place:], f"got {message!r}, expected {piece!r} in {message[place:]!r}"
     place = message.index(piece, place) + len(piece)
-  for name in ("x", "p"):  # What a row had begun before.
+  for name in ("x", "p"):  # Requests that a row started.
     with contextlib.suppress(ValueError):
       engine.cancel(name)
   assert engine.num_unfinished == 0

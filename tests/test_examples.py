@@ -1,4 +1,4 @@
-"""What the front of the house promises: links, README's program, flags that exist, tidy examples.
+"""Links, README's program, command flags in the documentation, and tidy examples.
 
 The examples themselves are run by launch/test.sh, against the built wheel alone.
 """

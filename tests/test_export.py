@@ -1,7 +1,7 @@
-"""The engine step and the train step lower for TPU and CUDA on this host, nano's and an 8B model's.
+"""Engine step and train step lower for TPU and CUDA on this host, for nano and an 8B model.
 
-Shapes alone: no weight of these models is ever allocated. Exported is not run: what these programs
-do on such a machine is for a test on that machine to say.
+Only shapes are used: no weight of these models is allocated. Exporting does not run the programs;
+running them needs a test on such a machine.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def params_like(model, dtype):
 
 
 def export(function, platform, *args):
-  # Where pages lie on a TPU (`ops.attention`) is said by a call that JAX may spell otherwise one
-  # day; what is exported here is not kept.
+  # A custom call states the page layout on a TPU (`ops.attention`). JAX may rename the call one
+  # day, but exports are not stored here.
   checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
   if not isinstance(function, jax.stages.Wrapped):
     function = jax.jit(function)
@@ -83,7 +83,7 @@ def export(function, platform, *args):
 
 
 def models_of_a_mesh():
-  """As `models`, for eight devices that share each weight."""
+  """Returns the cases of `models` for eight devices that share each weight."""
   whole = presets.get("qwen3-32b")
   return [
     pytest.param(presets.nano(), id="nano"),

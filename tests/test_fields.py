@@ -1,6 +1,6 @@
-"""Every record of settings refuses every field of a wrong type, with the field's name.
+"""Every settings record refuses values of wrong types in every field, with the field's name.
 
-The records are found in the source, so that a new record or field is tested without a change here.
+Records are found in the source, so that new records and fields are tested without a change here.
 """
 
 # Values of wrong types are what this file is about.
@@ -31,9 +31,9 @@ from seerjax.types import Request, SamplingParams
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# What holds the numbers of one token or one step: checked where it enters (`engine.checks`).
+# Records of one token's or one step's numbers: checked where they enter (`engine.checks`).
 MADE_BY_US = {"seerjax.types.Completion"}
-# Numbers that may be infinite or NaN, of which the record's own checks refuse what cannot be.
+# Numbers that may be infinite or NaN; the record's own checks refuse impossible values.
 UNBOUNDED = {
   "Child.reward", "Child.value", "LossConfig.clip_low", "LossConfig.clip_high",
   "LossConfig.tis_cap", "OptimizerConfig.max_gradient_norm", "SamplingParams.logit_bias",
@@ -234,7 +234,7 @@ def test_numbers_may_be_infinite_where_a_record_says_so():
 
 
 class Door:
-  """A class whose methods are doors."""
+  """A class with checked methods."""
 
   @fields.checked
   def __init__(self, size: int, *, name: str = "a"):

@@ -1,4 +1,4 @@
-"""How much memory a process may take, read from small file systems made by hand."""
+"""The memory limit of a process, read from small hand-made file systems."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_least_of_a_groups_and_its_parents_limits_counts(tmp_path):
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/"])
 def test_the_first_version_of_groups_counts_too(tmp_path, path):
-  # In a container its group is the root of what is mounted, whatever its path says.
+  # In a container the cgroup is the root of the mount, whatever its path is.
   group = {
     "proc/self/cgroup": f"5:cpu:/\n4:cpuset,memory:{path}\n0::/\n",
     "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{6 * GIB}\n",

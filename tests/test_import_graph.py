@@ -66,7 +66,7 @@ def test_a_circle_is_found_within_functions_too(tree: pathlib.Path):
     ([], []),
     (["seerjax/trainer/step.py"], ["tests/trainer/test_step.py"]),
     (["seerjax/rl.py", "seerjax/engine/engine.py"], ["tests/test_rl.py"]),
-    # A part of what is tested as a whole.
+    # Part of a folder that is tested as a whole.
     (["seerjax/trainer/step/parts.py"], ["tests/trainer/test_step.py"]),
     (["experiments/grpo.py", "README.md"], ["tests/experiments/test_grpo.py"]),
     (["tests/engine/test_pages.py"], ["tests/engine/test_pages.py"]),

@@ -1,4 +1,4 @@
-"""The record of what decides bits: what it refuses, and what its fingerprint tells apart."""
+"""The record of settings that decide bits: errors, and the fingerprint's distinctions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seerjax import numerics
 from seerjax.numerics import NumericsConfig
 
 TILED = NumericsConfig(implementation="tiled", row_tile=16)
-# Digests of a CPU's fields at BITS_VERSION 6, with what the machine says left out.
+# Digests of a CPU's fields at BITS_VERSION 6, without the fields of the machine.
 RECORDED = {"tiled": "60902d78255cbd0c", "native": "c7ec1f82afc578dd"}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: there when their marker is, and not before."""
+"""Checkpoints in an object store exist exactly when their marker does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_copy_that_was_cut_off_is_no_checkpoint(place: str, last: str):
   )
   assert done.returncode == -signal.SIGKILL, done.stderr
   found = [name for name in objects(place) if name.startswith("step_00000007/")]
-  # Of the whole copy only the marker is missing; of the other one something is there, too.
+  # Only the marker is missing from the whole copy; part of the other copy exists, too.
   assert found and "step_00000007/checkpoint.json" not in found
   assert checkpoint.steps(place) == (5,) and checkpoint.latest_step(place) == 5
   assert checkpoint.restore(place, STATE, fingerprint=FINGERPRINT).step == 5

@@ -1,4 +1,4 @@
-"""What a slice of processes refuses, before they find each other and where they do not."""
+"""Errors of a slice of processes, before and after the processes find each other."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_first_process_whose_port_another_has_says_so():
 
 
 def start(fields: str, **environment: str) -> str:
-  """Starts a process of a slice; returns the last line of what it says."""
+  """Starts a process of a slice; returns the last line of its output."""
   code = (
     "from seerjax import parallel\n"
     "try:\n"

@@ -1,7 +1,7 @@
-"""The public API, as written in the source, equals the committed list.
+"""The public API in the source equals the committed list.
 
-After a change that is meant: `python tests/test_public_api.py` writes tests/public_api.txt again;
-the difference then shows in review.
+After an intended change `python tests/test_public_api.py` rewrites tests/public_api.txt; the
+difference then shows in review.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tomllib
 
 ROOT = pathlib.Path(__file__).parents[1]
 COMMITTED = ROOT / "tests" / "public_api.txt"
-# What `seerjax.__all__` does not name, and is settled too: a change is one of the interface.
+# Public names outside `seerjax.__all__`; a change to them is also an interface change.
 SETTLED = (
   "engine.chunks",
   "engine.runner",

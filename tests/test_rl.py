@@ -1,4 +1,4 @@
-"""What a run writes, and that nothing that stops or reshapes it changes a bit of it."""
+"""The outputs of a run, and that interruptions and reshaping change no bit of it."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   for row in rows:
     assert row["contract/kl"] == row["contract/raw_kl"] == 0.0
     assert row["contract/max_abs_logprob_gap"] == row["contract/max_abs_raw_logprob_gap"] == 0.0
-  # A fresh adapter says what the reference says.
+  # A fresh adapter leaves the reference's probabilities unchanged.
   assert rows[0]["train/kl_reference"] == 0.0 < rows[2]["train/kl_reference"]
   start = programs_lib.first_state(dataclasses.replace(CONFIG, **changes), policy())
   assert jax.tree.structure(expected.state.params) == jax.tree.structure(

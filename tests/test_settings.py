@@ -64,7 +64,7 @@ def test_the_seed_is_stable_in_a_session(seed: int):
 
 
 def test_warnings_from_our_packages_are_errors():
-  # As a module of ours would give it: the filter reads the name of the module.
+  # As raised from a module of the library: the filter matches the module's name.
   with pytest.raises(UserWarning, match="from us"):
     warnings.warn_explicit("from us", UserWarning, "linear.py", 1, module="seerjax.ops.linear")
   with pytest.warns(UserWarning, match="from them"):
@@ -89,7 +89,7 @@ SESSIONS = (
 
 @pytest.fixture(scope="module")
 def collected() -> list[str]:
-  """What each of `SESSIONS` says that it would run, all asked for in one process, of seed 7."""
+  """The tests that each of `SESSIONS` would run, collected in one process with seed 7."""
   program = """
 import json, os, sys, pytest
 for arguments, share, _ in json.loads(sys.argv[1]):
@@ -150,7 +150,7 @@ def test_a_share_of_the_thorough_tests_is_drawn_by_the_seed(conftest):
     ((), set()),
     (("tests/ops/test_x.py",), {"ops/test_x"}),
     (("tests/run",), {"run/test_z"}),
-    # However much changed, there is a bound; what is named comes before the rest of its room.
+    # The number is bounded for any change; named files come before the rest of their room.
     (("tests/ops", "tests/ops/test_y.py", "tests/run"), {"ops/test_y"}),
     (("tests/models",), set()),
   ],

@@ -1,6 +1,6 @@
-"""The site of docs/: it builds, holds every public name, and its guides are programs that run.
+"""The docs site builds, covers every public name, and its guides are programs that run.
 
-mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages, that ask no network
+  mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages without network requests
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ASKED = re.compile(
 def build(source: pathlib.Path, folder: pathlib.Path) -> tuple[int, list[str]]:
   """Builds the site whose mkdocs.yml lies in `source`; returns the exit code and all warnings.
 
-  Nothing more quiet than this: what mkdocs does not say it does not count, --strict or not. Skips
+  A quieter log level would be wrong: mkdocs counts only printed warnings, even with --strict. Skips
   where launch/locks/docs-*.txt is not installed.
   """
   if importlib.util.find_spec("mkdocs") is None:
@@ -51,7 +51,7 @@ def site(tmp_path_factory) -> pathlib.Path:
   return folder
 
 
-# Faults of a page, or of a docstring, and what is said of them.
+# Faults of a page or a docstring, and the text of their warnings.
 SOUND = "[a page](other.md#a-part), [a name][tiny.f]\n\n::: tiny\n"
 FAULTS = {
   "nothing": ("", ""),

@@ -1,4 +1,4 @@
-"""What is read off a program that was compiled for a TPU, by hand; and one such compilation."""
+"""Properties parsed from a program compiled for a TPU, by hand; and one such compilation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seerjax import numerics, parallel
 ROOT = pathlib.Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-tpu" / "bin" / "python"
 
-# As libtpu writes it, cut to what is read: a loop of four, in a loop whose bound is handed in.
+# libtpu's output, cut to the parsed parts: a loop of four in a loop whose bound is an argument.
 TEXT = """HloModule jit_f, is_scheduled=true
 
 %fused_computation (param_0: bf16[128,1024]) -> bf16[128,1024] {
@@ -80,13 +80,13 @@ def record_of(case: tpu_compile.Case, **measured):
 def test_loops_of_unknown_length_are_told_from_those_of_a_constant():
   loops = hlo.parsed(TEXT).loops()
   assert [(loop.body, loop.trips) for loop in loops] == [("inner_body", 4), ("outer_body", None)]
-  # What must be noticed: the bound that was known is handed in, too.
+  # The change that must be noticed: the constant bound also becomes an argument.
   handed_in = TEXT.replace("%get-tuple-element.6, %constant.9", "%get-tuple-element.6, %other")
   assert [loop.trips for loop in hlo.parsed(handed_in).loops()] == [None, None]
 
 
 def test_cycles_are_those_of_what_runs():
-  # The dear branch, and as often as the outer loop runs: a copy, and four times the fusion, whose
+  # The expensive branch, plus per trip of the outer loop a copy and four times the fusion, whose
   # own instructions are within its estimate.
   assert [hlo.parsed(TEXT).cycles(n) for n in (0, 1, 8)] == [7, 7 + 43, 7 + 8 * 43]
 

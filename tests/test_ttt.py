@@ -1,4 +1,4 @@
-"""The loop for one problem: what a run finds, and that nothing that stops it changes a bit."""
+"""Test-time training: the results of a run, and that interruptions change no bit of it."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def is_same_run(directory, found, whole) -> bool:
 
 
 def flipped(params, name="embed"):
-  """Weights of which one mantissa bit is another."""
+  """Returns weights with one flipped mantissa bit."""
   weights = np.array(params[name])
   weights.view(np.uint32)[0, 0] ^= np.uint32(1 << 20)
   return {**params, name: jnp.asarray(weights)}
@@ -166,7 +166,7 @@ def interrupt():
 
 
 class Crash(BaseException):
-  """What no code of ours awaits, nor may hold up."""
+  """An exception that no code of the library expects or may catch."""
 
 
 def crash():
@@ -181,7 +181,7 @@ def whole(tmp_path_factory):
 
 
 def stopped_in(whole, directory, step, stop):
-  """Returns an environment whose world stops at the sixth attempt of a step, counted from 1."""
+  """Returns an environment that stops at the sixth attempt of a step, counted from 1."""
   before = whole[2].language.num_applied - (CONFIG.num_steps - step + 1) * PER_STEP
   return tiny_problem.Row(language=tiny_problem.Digits(stop_at=before + 6, stop=stop))
 
@@ -202,7 +202,7 @@ def crashed_copy(crashed, tmp_path):
   return pathlib.Path(shutil.copytree(crashed, tmp_path / "copy"))
 
 
-# What a run finds and writes.
+# Results and outputs of a run.
 
 
 def test_a_run_writes_its_files_and_finds_something_better(whole):
@@ -236,7 +236,7 @@ def test_the_best_is_on_disk_with_the_way_to_it(whole):
   best = best_of(directory)
   assert best["artefact"] == found.artefact and best["value"] == found.score.value
   lineage = best["lineage"]
-  # Steps count from 1, as those of the metrics; the start is of none.
+  # Steps count from 1, as in the metrics; the start belongs to no step.
   steps = [state["step"] for state in lineage]
   assert steps == sorted(steps) and steps[0] == 0 < steps[-1] == best["step"] <= 4
   assert best["step"] == found.summary["found_in_step"]
@@ -297,7 +297,7 @@ def test_every_start_is_judged_and_groups_start_as_the_search_says(whole):
   assert all(s.visits > 0 for s in found.archive.states if s.is_seed)
 
 
-# What stops a run changes no bit of it.
+# Interruptions change no bit of a run.
 
 
 def test_a_run_that_died_goes_on_to_the_same_bits(whole, crashed_copy):
@@ -317,7 +317,7 @@ def test_a_run_that_died_goes_on_to_the_same_bits(whole, crashed_copy):
   ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
 )
 def test_after_a_stop_the_run_goes_on_to_the_same_bits(whole, tmp_path, number, name):
-  # What a shell starts in the background begins with Ctrl-C ignored.
+  # A shell's background jobs ignore SIGINT.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   environment = stopped_in(whole, tmp_path, 4, lambda: os.kill(os.getpid(), number))
   why = f"stopped by {name} after step 3 of 4; --resume continues"
@@ -335,7 +335,7 @@ def test_after_a_stop_the_run_goes_on_to_the_same_bits(whole, tmp_path, number, 
 
 
 def test_another_bit_of_one_weight_is_another_run(whole, crashed_copy):
-  # The twin: what is compared above does notice.
+  # Twin: the comparison above does detect a change.
   before = restored_from(crashed_copy)
   state = before.state["state"]
   other = state._replace(params=flipped(state.params))
@@ -353,7 +353,7 @@ def test_another_bit_of_one_weight_is_another_run(whole, crashed_copy):
 
 
 def test_the_best_on_disk_never_gets_worse(crashed_copy):
-  # A process that died later had found more than the checkpoint knows.
+  # A process that died later had found more than its checkpoint contains.
   better = best_of(crashed_copy) | dict(value=126.0, artefact=[5] * 6)
   (crashed_copy / "best.json").write_text(json.dumps(better))
   discover(crashed_copy, resume=True)
@@ -432,7 +432,7 @@ def test_what_was_done_before_a_worker_died_is_saved(tmp_path):
   assert found.summary["attempts"] == 4 * PER_STEP
 
 
-# What may be chosen.
+# Choices.
 
 
 @pytest.mark.thorough
@@ -495,7 +495,7 @@ def test_lower_is_better_where_the_problem_says_so(tmp_path):
   rows = rows_of(tmp_path / "run")
   assert rows[-1]["search/best"] == found.score.value
   assert rows[-1]["search/gain"] == found.summary["start"] - found.score.value > 0
-  # What is missing to the most: the archive holds it with the other sign.
+  # The value is the distance to the maximum; the archive stores it with the opposite sign.
   assert archive_lib.best(found.archive).value == -found.score.value
 
 
@@ -522,7 +522,7 @@ def test_of_a_timed_problem_the_best_is_what_a_longer_verdict_confirms(tmp_path)
   assert best_of(tmp_path / "run")["value"] == found.score.value >= max(worth)
 
 
-# Islands, of which those that are stuck are planted anew.
+# Islands; stuck ones are replanted.
 
 RESTLESS = dataclasses.replace(
   CONFIG,
@@ -539,13 +539,13 @@ def test_an_island_that_is_stuck_is_planted_anew_and_the_best_is_kept(tmp_path):
   planted = sum(row["search/replanted"] for row in rows)
   assert planted > 0 and whole.archive.roots != tuple(range(RESTLESS.groups_per_step))
   for before, row in itertools.pairwise(rows):
-    # What is learnt is kept.
+    # Learning is kept.
     assert row["search/best"] >= before["search/best"] and row["objective/kl_to_base"] != 0.0
   assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
   best = best_of(tmp_path / "whole")
   assert best["value"] == rows[-1]["search/best"] == whole.summary["best"] == whole.score.value
   assert whole.artefact == best["artefact"]
-  # A process that dies knows what was best, and what was planted.
+  # A killed process has recorded the best state and the replanting.
   stop_at = environment.language.num_applied - PER_STEP + 6
   stopped = tiny_problem.Row(language=tiny_problem.Digits(stop_at=stop_at, stop=crash))
   with pytest.raises(Crash):
@@ -559,7 +559,7 @@ def test_an_island_that_is_stuck_is_planted_anew_and_the_best_is_kept(tmp_path):
 
 @functools.cache
 def author() -> Policy:
-  """A model with random weights, whose words are no program."""
+  """Returns a model with random weights, whose texts are not programs."""
   tokenizer = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
   config = dataclasses.replace(
     tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_context=1024
@@ -584,7 +584,7 @@ AUTHOR = dataclasses.replace(
 
 
 class Describes(tiny_problem.Row):
-  """Crashes when it is asked for the n-th description."""
+  """Crashes at the n-th call of `describe`."""
 
   left = math.inf
 
@@ -616,7 +616,7 @@ def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
   found = write_programs(tmp_path / "died", resume=True)
   assert same_bits(found.state, whole.state)
   assert rows_of(tmp_path / "died") == rows
-  # What was there stood, and each sequence and attempt came once.
+  # Existing records stay, and each sequence and attempt is recorded once.
   assert path.read_bytes().startswith(before)
   records = [json.loads(line)["record"] for line in path.read_text().splitlines()]
   attempts = [r for r in records if r["kind"] == "attempt"]
@@ -650,7 +650,7 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
       found = ttt.sample(AUTHOR, engine, writer, archive, step)
       # A model that has thought to the end answers in a second sequence.
       assert {len(sequences) for group in found.sequences for sequences in group} == {2}
-      # What it says is no program; let some be worth more than others all the same.
+      # Its texts are no programs; assign different values all the same.
       worth = [[attempt(1.0 + member) for member in range(AUTHOR.group_size)] for _ in found.starts]
       state, numbers = ttt.learn(
         AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
@@ -743,7 +743,7 @@ def test_a_step_learns_what_the_best_of_each_group_did(sampled):
 
 def test_forced_tokens_get_no_gradient(sampled):
   found, _, base = sampled
-  # As `ProgramPolicy` asks again: what was thought is prompt, and so is the notice behind it.
+  # As in the second request of `ProgramPolicy`: thinking and the notice after it are prompt.
   thought = attempts_lib.sequences(found)[0]
   before = (*thought.request.prompt, *thought.completion.tokens, 9, 10, 11)
   answer = sequence("0/0/4", (1, 2))
@@ -788,7 +788,7 @@ def sequence(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> SampledSe
 
 
 def step_of(*groups, starts=None, start_rewards=None) -> Sampled:
-  """A step whose attempts have these values."""
+  """Returns a step whose attempts have these values."""
   return Sampled(
     starts=tuple(range(len(groups))) if starts is None else starts,
     start_rewards=(0.0,) * len(groups) if start_rewards is None else start_rewards,
@@ -1255,7 +1255,7 @@ def test_settings_that_change_no_bit_are_free():
   for name in discovery_config.FREE_SETTINGS:
     assert name in settings
     check_settings(settings, settings | {name: "another"})
-  # Of numerics the fingerprint speaks, which a flag may accept.
+  # The fingerprint covers the numerics, and a flag may accept a difference.
   check_settings(settings, settings | {"numerics": "another"})
   for name in sorted(set(settings) - {*discovery_config.FREE_SETTINGS, "numerics"}):
     with pytest.raises(ValueError, match=rf"other settings \({name} was .* and is 'another'"):

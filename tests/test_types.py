@@ -1,4 +1,4 @@
-"""Records that cross rooms: what they compute of themselves."""
+"""Records shared between rooms: their derived values."""
 
 from __future__ import annotations
 

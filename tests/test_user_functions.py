@@ -1,7 +1,7 @@
-"""Functions that a user writes change what they are given, or keep what they gave: no bit moves.
+"""User functions may modify their arguments, or keep what they return: no bit changes.
 
-One row a kind of function. Its own copy of what it is given is ruined by each call; what the next
-call is given is what the first was.
+There is one row per kind of function. Each call ruins its own copy of the arguments; the next call
+receives the same arguments as the first.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Row(tiny_problem.Row):
 
 
 class Kept(tiny_problem.Row):
-  """A problem whose every start is one list, which it goes on changing."""
+  """A problem that returns the same list as every start, and keeps modifying it."""
 
   kept = [*ARTEFACT]
 
@@ -264,7 +264,7 @@ def begun(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
 
 
 class Thinker:
-  """A thinker that ruins the messages that it is asked with."""
+  """A thinker that ruins the messages it receives."""
 
   def __init__(self, ruin: Ruiner):
     self.ruin = ruin

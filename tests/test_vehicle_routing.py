@@ -1,4 +1,4 @@
-"""The example of your own problem: valid starts, exact lengths, edits that keep every rule."""
+"""The own-problem example: valid starts, exact lengths, and edits that keep every rule."""
 
 from __future__ import annotations
 

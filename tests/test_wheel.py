@@ -1,4 +1,4 @@
-"""What the built wheel holds: our two packages, typed, with nano, and nothing else."""
+"""Contents of the built wheel: our two packages, typed, with nano, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-  """A copy of what a build reads: setuptools writes beside its sources."""
+  """Returns a copy of a build's inputs, because setuptools writes next to its sources."""
   source = tmp_path_factory.mktemp("source")
   for name in ("pyproject.toml", "LICENSE", "THIRD_PARTY.md", "README.md"):
     if (ROOT / name).exists():

@@ -1,4 +1,4 @@
-"""XLA's flags of a GPU: what is added, what is refused, and where nothing is touched."""
+"""XLA's GPU flags: additions, errors, and the cases that change nothing."""
 
 from __future__ import annotations
 

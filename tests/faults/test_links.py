@@ -1,8 +1,8 @@
-"""A link between a cluster's nodes that is cut, by Ray: one worker here, one beyond the link.
+"""A Ray cluster whose link between two nodes is cut: one local worker, one beyond the link.
 
-The link is down for longer than the patience and up again, at three drawn moments. Every answer has
-the bits of one engine and comes once; every chunk ended once. That a worker is beyond a link that
-is down is noticed within 10 s. Needs root, `ip netns` and the packages of
+At three drawn moments the link goes down for longer than the patience and comes up again. Every
+completion has one engine's bits and arrives once; every chunk ends once. The loss of the worker
+behind a cut link is noticed within 10 s. Needs root, `ip netns` and the packages of
 launch/locks/cluster-*.txt; skips without.
 """
 
@@ -38,9 +38,9 @@ class Cluster:
   """Two nodes with a worker each.
 
   Attributes:
-    link: between them.
-    nodes: Ray's.
-    workers: of which one is beyond the link.
+    link: the link between the nodes.
+    nodes: Ray's nodes.
+    workers: the workers; one is beyond the link.
   """
 
   def __init__(self, link: Link, nodes: Nodes, workers: RayWorkers):
@@ -78,7 +78,7 @@ def cluster(directory: pathlib.Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def patient_ray(tmp_path_factory) -> Iterator[Cluster]:
-  """With Ray's own settings, which notice a node that is cut off later than the workers' do."""
+  """Uses Ray's own settings, which detect a disconnected node later than the workers' settings."""
   directory = tmp_path_factory.mktemp("links")
   with cluster(directory) as made:
     made.far_worker()

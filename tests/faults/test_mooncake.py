@@ -1,4 +1,4 @@
-"""A rollout whose Mooncake master is killed at a drawn moment says what one engine says.
+"""A rollout whose Mooncake master is killed at a drawn moment gives one engine's completions.
 
 Needs the packages of launch/locks/mooncake-*.txt and the system's libibverbs; skips without.
 """

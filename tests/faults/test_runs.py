@@ -1,9 +1,9 @@
-"""A run that meets a fault ends with a sentence or goes on, to the bits of one that met none.
+"""A run that meets a fault ends with a clear error, or continues to the bits of an intact run.
 
-Each point at three drawn moments: a disk that is full, a torn journal, a damaged checkpoint, a
-clock that jumps, a gradient that is no number, and a reward that raises, hangs or lies about its
-type. What a signal does at each moment of a run is `tests/run/test_session.py`'s; the records
-themselves are `tests/rollout/test_journal.py`'s and `tests/test_checkpoint.py`'s.
+Each fault happens at three drawn moments: a full disk, a torn journal, a damaged checkpoint, a
+clock jump, a NaN gradient, and a reward that raises, hangs or has a wrong type. Signals at each
+moment of a run are tested in `tests/run/test_session.py`; the records themselves in
+`tests/rollout/test_journal.py` and `tests/test_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def whole() -> tuple:
 
 
 def assert_came_to_the_same(directory: pathlib.Path, result, whole) -> None:
-  """Checks weights, numbers and rollouts, each of which is there once."""
+  """Checks weights and metrics, and that each rollout is present once."""
   expected_in, expected = whole
   assert_equal_bits(result.state, expected.state)
   assert rows_of(directory) == rows_of(expected_in)
@@ -90,7 +90,7 @@ class Filling(Vowels):
 @pytest.mark.parametrize(
   "what, spare, message",
   [
-    # Of whatever is the first to find no room: a file may have some left in its last block.
+    # The first file without room fails: a file may have some left in its last block.
     ("journal", 0, r"expected room for (it|them); free some"),
     # A step's records find room, and the weights do not.
     ("checkpoint", 2**15, r"checkpoint.* expected room for it; free some"),
@@ -119,7 +119,7 @@ def test_a_journal_that_is_torn_is_cut_and_sampled_again(whole, tmp_path, seed, 
   events = collections.Counter()
   stopped = small_run.stopped_run()
   data = (stopped / "journal.jsonl").read_bytes()
-  # Within the records of the step that was stopped: what the last checkpoint knows is on disk.
+  # Within the records of the stopped step: records that the last checkpoint covers are on disk.
   records, lines = records_of(stopped), data.splitlines(keepends=True)
   last = max(at for at, one in enumerate(records) if one.get("step", 0) < 2)
   first = sum(map(len, lines[: last + 1]))

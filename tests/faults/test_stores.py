@@ -1,8 +1,8 @@
-"""A rollout on workers whose store loses or changes what one of them put says what one engine says.
+"""A rollout on workers whose store loses or changes data gives one engine's completions.
 
-At a drawn answer of a worker the fault befalls what lies in the store, and the worker is lost: what
-it ran goes on elsewhere, and asks the store. What an engine makes of every single damage is
-`tests/contract/test_exports.py`'s.
+At a drawn response of a worker the data in the store are damaged and the worker is lost: its
+requests continue elsewhere, and look for their pages in the store. Each kind of damage to an
+engine's pages is tested in `tests/contract/test_exports.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Losing(LocalWorkers):
   lost: tuple[int, ...] = ()
 
   def fault(self) -> None:
-    """Befalls the store."""
+    """Damages the store; overridden."""
 
   def events(self, *, blocks: bool) -> Sequence[Event]:
     found = list(super().events(blocks=blocks))

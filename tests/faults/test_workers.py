@@ -1,8 +1,8 @@
-"""Processes of a cluster that are killed or stopped at every point of their work, by Ray.
+"""Ray worker processes that are killed or stopped at every point of their work.
 
-`kill -9` before, in and after a chunk, in an export and in a load, of one or of two at once, and
-`SIGSTOP` for longer than the patience, each at three drawn moments. Every answer has the bits of
-one engine and comes once; every chunk ended once; who dies is replaced and joins in the middle.
+`kill -9` before, in and after a chunk, in an export and in a load, of one worker or two at once,
+and `SIGSTOP` for longer than the patience, each at three drawn moments. Every completion has one
+engine's bits and arrives once; every chunk ends once; dead workers are replaced during the rollout.
 Needs the packages of launch/locks/cluster-*.txt; skips without.
 """
 

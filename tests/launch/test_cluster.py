@@ -1,4 +1,4 @@
-"""launch/cluster.sh: what it would run and refuses; with Ray a run, a dead worker, an end."""
+"""launch/cluster.sh: dry runs and errors; with Ray a run, a dead worker and the shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""launch/gpu_check.sh, as far as it goes without a GPU."""
+"""launch/gpu_check.sh, as far as it runs without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import zipfile
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-# In the bench's place: it writes its arguments, and ends as a file beside it says.
+# Replaces the benchmark: writes its arguments, and exits as a file next to it specifies.
 BENCH = """
 import pathlib, sys, time
 out = next(a.removeprefix("--out=") for a in sys.argv if a.startswith("--out="))
@@ -78,7 +78,7 @@ def test_parts_are_processes_whose_results_are_kept(checkout: pathlib.Path):
     with tarfile.open(out / f"part{part}.tar.gz") as kept:
       assert {f"part{part}/{name}" for name in names} <= set(kept.getnames())
   assert "gpu_check.sh: passed in" in text
-  # As few files as come back from a lent machine.
+  # A lent machine returns a limited number of files.
   assert len(list(out.iterdir())) == 5
 
 
@@ -118,7 +118,7 @@ def test_processes_that_measure_no_time_run_at_once(checkout: pathlib.Path):
   assert status == 0, text
   assert "\npart 1, at once\n" in text
   assert "\npart 2, at once\n" in text
-  # The timed part waits for the others, whose output is not mixed with its own.
+  # The timed part waits for the others, and the outputs are not mixed.
   assert text.index("\npart 4\n") > text.index("\npart 2, at once\n")
   assert "only=attention" in (checkout / "runs" / "gpu_check" / "part1.log").read_text()
   assert text.count("\n  ok ") == 2 * (5 + 7 + 6)

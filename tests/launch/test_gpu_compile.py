@@ -1,4 +1,4 @@
-"""launch/gpu_compile.sh, as far as it goes without installing anything."""
+"""launch/gpu_compile.sh, as far as it runs without installing anything."""
 
 from __future__ import annotations
 

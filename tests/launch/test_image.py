@@ -1,4 +1,4 @@
-"""launch/image.sh, by which a container's image is made, in an empty folder; and the Dockerfile."""
+"""launch/image.sh, which makes a container image, in an empty folder; and the Dockerfile."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_help_says_what_it_does():
 
 
 def test_with_the_packages_there_the_library_runs(tmp_path: pathlib.Path):
-  # An environment that says that it holds the locks, and is this one.
+  # This environment, marked as installed from the locks.
   root = launched.with_experiments(launched.checkout_in(tmp_path / "a place"))
   status, text = image(root, python=sys.executable)
   assert status == 0, text

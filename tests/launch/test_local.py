@@ -1,4 +1,4 @@
-"""launch/local.sh, as far as it goes without installing anything."""
+"""launch/local.sh, as far as it runs without installing anything."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What starts a run on several hosts, as far as one machine goes: SLURM, Kubernetes, TPUs.
+"""Launching a run on several hosts, as far as one machine permits: SLURM, Kubernetes, TPUs.
 
-`srun` is a small one of our own, which does what its name says on this machine.
+`srun` is a small stand-in that starts the processes on this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 LAUNCH = launched.ROOT / "launch"
-# Says what it was given, as the process of a job that it is.
+# Prints its arguments and its place in the job.
 ECHO = '#!/bin/sh\necho "process $SLURM_PROCID of $SLURM_NTASKS: $*"\n'
 # Takes its own flags, and runs the rest SLURM_NTASKS times.
 SRUN = """#!/bin/bash
@@ -106,7 +106,7 @@ def test_a_job_that_hangs_is_begun_again_and_one_that_fails_is_not(tmp_path):
   [
     ("exit 3", 3),
     ("exit 0", 0),
-    # It was long ago that the run before said something: nothing of this one yet.
+    # The previous run's last status is old, and this run has written none yet.
     ("sleep 1", 0),
     ('for i in 1 2 3 4 5 6; do echo {} >"$0/status.json"; sleep 0.3; done', 0),
     ('echo {} >"$0/status.json"; sleep 60', 75),

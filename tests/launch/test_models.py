@@ -1,4 +1,4 @@
-"""launch/models.sh, as far as it goes without an index; tests/real/ has the model itself."""
+"""launch/models.sh, as far as it runs without an index; tests/real/ tests the model itself."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_an_interrupted_call_leaves_nothing_half(models, tmp_path):
 
   with pytest.raises(KeyboardInterrupt):
     interrupted()
-  # What another process is making stays.
+  # Files that another process is making are kept.
   assert [path.name for path in tmp_path.iterdir()] == [f".small-{os.getppid()}"]
 
 

@@ -1,4 +1,4 @@
-"""launch/mooncake_master.sh, as far as it goes without a network; the master itself runs in
+"""launch/mooncake_master.sh, as far as it runs without a network; the master itself runs in
 tests/engine/test_mooncake_store.py."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""launch/processes.sh with a small experiment: its logs, its ends, and what it refuses."""
+"""launch/processes.sh with a small experiment: its logs, its exits, and errors."""
 
 from __future__ import annotations
 

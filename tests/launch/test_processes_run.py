@@ -1,6 +1,6 @@
-"""launch/processes.sh with a run that learns, is stopped, killed and resumed.
+"""launch/processes.sh with a training run that is stopped, killed and resumed.
 
-A model of one layer; all three begin processes of their own and compile, so that it takes minutes.
+The model has one layer; each of the three tests starts processes that compile, which takes minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What test.sh keeps and draws: compiled programs by CPU and versions, and what a push changed."""
+"""What test.sh keeps and selects: compiled programs by CPU and versions, and the changed files."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_cpu_is_what_it_can_do(
     (tmp_path / "cpuinfo").write_text(text * 2)  # Of each of its cores.
     said.append(programs.processor(tmp_path / "cpuinfo"))
   assert (said[0] == said[1]) == same
-  assert programs.processor(tmp_path / "none")  # Where no Linux says.
+  assert programs.processor(tmp_path / "none")  # Without Linux's file.
 
 
 def test_the_folders_used_last_stay_and_nothing_else_is_touched(
@@ -142,7 +142,7 @@ NOT_INHERITED = ("SEERJAX_PROGRAMS", "XDG_CACHE_HOME", "SEERJAX_TEST_SEED", "HOM
     ("--all", {"HOME": "{here}/home"}, "{here}/home/.cache/seerjax/programs"),
     ("--all", {"HOME": "{here}/home", "XDG_CACHE_HOME": "{here}/c"}, "{here}/c/seerjax/programs"),
     ("--all", {"HOME": "{here}/home", "SEERJAX_PROGRAMS": "{here}/p"}, "{here}/p"),
-    # Compiled anew: where it is asked for, no home, no folder to write to, and the long tests.
+    # No cache: on request, without a home, with an unwritable folder, and in the long tests.
     ("--all", {"HOME": "{here}/home", "SEERJAX_PROGRAMS": ""}, ""),
     ("--all", {}, ""),
     ("--all", {"HOME": "{here}/home", "SEERJAX_PROGRAMS": "/proc/no"}, ""),
@@ -189,7 +189,7 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 @pytest.fixture
 def git(checkout: pathlib.Path) -> Callable[..., str]:
-  """Runs git in the checkout, as somebody."""
+  """Runs git in the checkout, with a made-up identity."""
 
   def run(*arguments: str) -> str:
     who = ("-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
@@ -238,7 +238,7 @@ def test_the_help_names_every_tier_and_every_variable_that_is_a_users():
   said = subprocess.run(
     ["bash", str(ROOT / "launch" / "test.sh"), "--help"], capture_output=True, text=True, check=True
   ).stdout
-  # What this script tells pytest is nobody's to set.
+  # Variables that this script sets for pytest are not for users.
   own = {"SEERJAX_TEST_SHARE", "SEERJAX_TEST_SHARE_OF_THOROUGH"}
   read = {*re.findall(r"SEERJAX_\w+", text)} - own
   assert len(read) >= 4

@@ -1,6 +1,6 @@
-"""Chats of every published form: ids as transformers has them, and no words make a turn.
+"""Chats of every published form have transformers' ids, and message texts cannot forge turns.
 
-And templates that are not to be trusted.
+Also tests untrusted templates.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_text_from_outside_makes_no_turn(form: chat_forms.Form):
       text = tokenizer.chat(messages, now=NOW, **variables)
       assert specials(tokenizer, ids) == specials(tokenizer, expected)
       assert tokenizer.decode(ids, skip_special_tokens=False) == text
-      # What it would be without care: the text's own marks are tokens.
+      # Without protection the text's own markers would become tokens.
       assert len(specials(tokenizer, tokenizer.encode(text))) > len(specials(tokenizer, ids))
 
 
@@ -211,7 +211,7 @@ def test_a_vocabulary_that_spells_marks_whole_is_refused():
     chat_template="{{ messages[0].content }} <|im_end|>",
     special_tokens={"unk_token": "[UNK]"},
   )
-  # The unknown is no forgery, also where its own mark is said.
+  # The unknown token is no forgery, even where its own marker occurs.
   assert tokenizer.chat_ids("a b [UNK]") == [1, 0, 0, 2]
   message = r"can encode only with the special tokens \['<\|im_end\|>'\], expected text; remove"
   with pytest.raises(ValueError, match=message):

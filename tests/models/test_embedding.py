@@ -1,4 +1,4 @@
-"""A table whose rows lie over devices gives every token its row and its gradient, bit for bit."""
+"""A table divided over devices gives every token its row and its gradient, bit for bit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def table_of(dtype) -> np.ndarray:
 
 
 def tokens_of() -> np.ndarray:
-  """Every token, those of the slabs' borders once more, in a drawn order."""
+  """Returns every token, and again the tokens at slab borders, in a drawn order."""
   borders = [row for row in range(VOCABULARY) if row % ROWS_OF_SLAB != 1]
   tokens = np.asarray([*range(VOCABULARY), *borders, 0, 0, VOCABULARY - 1], np.int32)
   return np.random.default_rng(6).permutation(tokens)
@@ -50,7 +50,7 @@ WHOLE, OWN = jax.P(), jax.P(AXIS)
 
 
 def on_devices(function, count: int, *arguments, out=WHOLE):
-  """Runs a function whose first argument's rows lie over so many devices."""
+  """Runs a function whose first argument's rows are divided over `count` devices."""
   run = jax.shard_map(
     function,
     mesh=parallel.make_mesh(model_shards=count),

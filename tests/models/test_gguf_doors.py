@@ -1,4 +1,4 @@
-"""Every place that names a model takes a GGUF file, and refuses one that is not read."""
+"""Every entry point that takes a model name accepts a GGUF file, and refuses unreadable ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def draft(path: pathlib.Path) -> Any:
   return draft_loading.load_draft(path, engine)
 
 
-# By name: what takes the path, and returns what has the model's `config` or is it.
+# By name: functions of the path that return the model's `config`, or an object that has it.
 DOORS: dict[str, Any] = {
   "seerjax.load_model": seerjax.load_model,
   "huggingface.load_config": huggingface.load_config,

@@ -1,4 +1,4 @@
-"""GGUF files: blocks of every kind by hand, and files that lie, refused by file and field."""
+"""GGUF files: blocks of every kind by hand, and false files refused by file and field."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def half(number: float) -> bytes:
 
 
 def nibbles(numbers: list[int]) -> bytes:
-  """32 numbers of four bits as a block of the simple kinds has them: i beside i + 16."""
+  """Packs 32 four-bit numbers as a block of the simple kinds does: i together with i + 16."""
   return bytes(low | high << 4 for low, high in zip(numbers[:16], numbers[16:]))
 
 
@@ -62,7 +62,7 @@ def pairs(numbers: list[int]) -> bytes:
 
 
 def fifths(numbers: list[int]) -> bytes:
-  """The fifth bits of 256 numbers: byte j has those of j, j + 32, j + 64, ..."""
+  """Packs the fifth bits of 256 numbers: byte j has those of j, j + 32, j + 64, ..."""
   return bytes(sum((numbers[j + 32 * i] >> 4) << i for i in range(8)) for j in range(32))
 
 
@@ -117,7 +117,7 @@ def written(path: pathlib.Path, content: bytes) -> pathlib.Path:
 @pytest.mark.parametrize("kind", gguf_file.KINDS)
 def test_blocks_are_the_numbers_that_their_bits_say(kind, tmp_path):
   block, numbers = BLOCKS[kind]
-  # Three rows of two blocks, so that rows and blocks are told apart.
+  # Three rows of two blocks, so that rows and blocks are distinguished.
   record = Record((3, 2 * len(numbers)), kind, block * 6)
   file = gguf_file.File(written(tmp_path / "m.gguf", raw({}, {"x": record})))
   assert file.tensors["x"].size == 6 * len(block)
@@ -255,7 +255,7 @@ def refused(call: Any, error: type[Exception], fragments: list[str]) -> None:
     assert fragment in str(found.value)
 
 
-# Files that lie. Each: what is changed, the error, and what its message names.
+# False files: (change, error, text of its message).
 
 Parts = tuple[dict[str, bytes], dict[str, Record]]
 

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: published forms there and back, and ends of generations."""
+"""Tokenizers of GGUF files: round trips of published forms, and end-of-generation tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_published_forms_come_back(form, tmp_path):
   assert found.eos_ids == tokenizer.eos_ids
   assert found.chat_template == tokenizer.chat_template
   assert found.chat_ids("hi <|im_end|>") == tokenizer.chat_ids("hi <|im_end|>")
-  # Nothing but what GGUF says was needed.
+  # GGUF's metadata alone were sufficient.
   metadata = gguf_tokenizer.metadata(
     tokenizer.backend, vocab_size=400, chat_template="", special_tokens={}, eos_ids=()
   )

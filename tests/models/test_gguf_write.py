@@ -1,4 +1,4 @@
-"""Directories and GGUF files there and back, and what each kind of numbers is rounded to."""
+"""Round trips between directories and GGUF files, and the rounding of each quantisation kind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_any_number_of_slabs_writes_the_same_file(shards, tmp_path):
 
 
 def block(numbers: np.ndarray, kind: str) -> np.ndarray:
-  """What 32 numbers become, by the definitions of llama.cpp's kinds."""
+  """Returns 32 numbers after rounding, by the definitions of llama.cpp's kinds."""
   if kind == "F32":
     return numbers
   if kind == "F16":
@@ -151,7 +151,7 @@ def test_the_halves_of_a_llamas_heads_alternate(tmp_path):
         assert np.array_equal(theirs[2 * j], ours[j])
         assert np.array_equal(theirs[2 * j + 1], ours[j + 4])
   assert np.array_equal(file.read("blk.0.attn_v.weight"), qkv[:, 48:].T)
-  # The families whose halves are together in llama.cpp, too, keep their rows.
+  # Families with contiguous halves in llama.cpp keep their row order.
   for family in ("qwen2", "qwen3"):
     config = gguf_cases.CONFIGS[family]
     assert gguf_tensors.turned_heads("model.layers.0.self_attn.q_proj.weight", config) == 0
@@ -206,7 +206,7 @@ def test_a_head_of_another_kind_is_loaded_apart_with_one_line(tmp_path, caplog):
   [line] = lines
   assert "token_embd.weight is F32 and output.weight is F16" in line and "12,800 numbers" in line
   assert np.array_equal(model.params["head"][0], table.astype(np.float16).astype(np.float32))
-  # Of one kind it is no news.
+  # Equal kinds give no warning.
   records["output.weight"] = records["token_embd.weight"]
   path.write_bytes(gguf_cases.raw(entries, records))
   caplog.clear()

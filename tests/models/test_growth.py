@@ -1,4 +1,4 @@
-"""A model that was grown says what the small one says, and what cannot be grown is refused."""
+"""A grown model computes the small model's function; unsupported growth is refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def of_family(family):
 
 
 def weights(config, seed=3, numerics=NUMERICS):
-  """Weights that are far from those of `init`: no norm is one, no bias zero, products are large."""
+  """Weights far from those of `init`: no norm is one, no bias zero, products are large."""
   draw = np.random.default_rng(seed)
 
   def far(path, leaf):
@@ -75,7 +75,7 @@ def test_the_grown_model_has_the_small_ones_logits(family):
   grown = growth.grow(params, small, large, noise=0.0)
   shapes = jax.tree.map(lambda leaf: leaf.shape, parameters.shapes(large, 1))
   assert jax.tree.map(lambda leaf: leaf.shape, grown) == shapes
-  assert expected.std() > 0.3  # So that 1e-4 says something.
+  assert expected.std() > 0.3  # Large enough that a tolerance of 1e-4 is meaningful.
   np.testing.assert_allclose(logits(grown, large), expected, rtol=0, atol=1e-4)
 
 

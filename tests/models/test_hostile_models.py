@@ -1,4 +1,4 @@
-"""Model directories that lie are refused by the field or tensor, before memory is taken."""
+"""False model directories are refused by field or tensor name before memory is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from seerjax.models import huggingface, huggingface_layout
 from seerjax.models.loading import NANO
 
 NUMERICS = tiny_model.ONE_SLAB
-# Far more than any refusal takes; what is refused after a plan of it took minutes or gigabytes.
+# Far more than a refusal takes; planning such models before refusing took minutes or gigabytes.
 MOST_SECONDS = 20
 
 
@@ -105,7 +105,7 @@ def test_a_config_that_lies_is_refused_by_its_field(field, value, expected, expo
 
 
 def holes(directory: pathlib.Path, shapes: dict[str, tuple[int, ...]]) -> None:
-  """Writes safetensors whose header is true and whose numbers are a hole in the file: zeros."""
+  """Writes safetensors with a true header whose data are a hole in the file: zeros."""
   header, place = {}, 0
   for name, shape in shapes.items():
     end = place + 4 * int(np.prod(shape, dtype=np.int64))

@@ -1,4 +1,4 @@
-"""Model directories: what we write we read, and what strangers write is checked by name."""
+"""Model directories: our files are read back, and foreign files are checked by name."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_buffers_of_old_checkpoints_are_ignored(saved):
   huggingface.load(saved, NUMERICS)
 
 
-# Where and how it is written.
+# Places and formats of writing.
 
 
 def test_a_directory_with_files_is_kept(saved):
@@ -319,7 +319,7 @@ def test_a_tensor_of_another_shape_is_named(saved):
   edit_weights(saved, replace("model.norm.weight", np.zeros((5,), np.float32)))
   with pytest.raises(ValueError, match=r"model.norm.weight: got shape \(5,\), expected \(6,\)"):
     huggingface.load(saved, NUMERICS)
-  # As many entries, another shape.
+  # The same number of entries in another shape.
   edit_weights(saved, replace("model.norm.weight", np.zeros((2, 3), np.float32)))
   with pytest.raises(ValueError, match=r"model.norm.weight: got shape \(2, 3\), expected \(6,\)"):
     huggingface.load(saved, NUMERICS)
@@ -492,7 +492,7 @@ def test_offline_is_said_clearly(tmp_path):
 
 @pytest.mark.thorough
 def test_a_proxy_that_refuses_is_said_clearly(tmp_path):
-  # A bare handler knows no method, so not CONNECT either: it answers 501.
+  # A bare handler supports no method, so it answers CONNECT with 501.
   with http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
     threading.Thread(target=server.serve_forever).start()
     proxy = f"http://127.0.0.1:{server.server_port}"

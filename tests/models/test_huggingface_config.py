@@ -1,4 +1,4 @@
-"""config.json: what we write we read, in old and new spellings; the rest is refused by field."""
+"""config.json: our files are read back, in old and new spellings; others are refused by field."""
 
 from __future__ import annotations
 

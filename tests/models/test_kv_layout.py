@@ -1,4 +1,4 @@
-"""Pages follow the axes that their backend names; nothing else knows how a page lies."""
+"""Pages follow the axes that their backend names; no other code knows the layout."""
 
 from __future__ import annotations
 

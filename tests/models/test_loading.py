@@ -1,4 +1,4 @@
-"""A model by name: what it holds, and what it refuses."""
+"""Loading a model by name: the contents of the result, and errors."""
 
 from __future__ import annotations
 

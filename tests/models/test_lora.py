@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: zero says what the base says, and bits follow a row alone."""
+"""LoRA adapters: a zero adapter changes nothing, and a row's bits depend on that row alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_attached_agrees_with_merged(targets):
   scale = np.abs(attached).max()
   merged = logits_of(lora.merge(base, adapter, SCALE))
   np.testing.assert_allclose(attached, merged, rtol=0, atol=1e-4 * scale)
-  # Each of them alone says something.
+  # Each target alone changes the logits.
   for name in targets:
     alone = {"layers": [{name: layer[name]} for layer in adapter["layers"]]}
     changed = logits_of(lora.merge(base, alone, SCALE)) - logits_of(base)

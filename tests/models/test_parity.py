@@ -1,4 +1,4 @@
-"""Tiny random models say what `transformers` says, and directories travel both ways."""
+"""Tiny random models agree with `transformers`, and directories are exchanged both ways."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ LENGTH = 72
 
 @functools.cache
 def theirs(name):
-  """A model of theirs with weights large enough that every part matters."""
+  """Returns a transformers model with weights large enough that every part matters."""
   family, _, sizes = CASES[name]
   fields = SIZES | sizes | {"rope_parameters": dict(sizes["rope_parameters"])}
   config = getattr(transformers, f"{family}Config")(**fields)
@@ -185,7 +185,7 @@ def test_directories_travel_there_and_back_with_equal_bytes(case, saved, tmp_pat
     huggingface.save(again, returned, returned_config, dtype=dtype)
     for name in ("config.json", "model.safetensors"):
       assert (first / name).read_bytes() == (again / name).read_bytes(), name
-    # What we wrote is, tensor for tensor and byte for byte, what they write.
+    # Our file equals the transformers file, tensor for tensor and byte for byte.
     assert (first / "model.safetensors").read_bytes() == (
       between / "model.safetensors"
     ).read_bytes()

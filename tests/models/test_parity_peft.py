@@ -1,4 +1,4 @@
-"""PEFT reads what we write and we read what it writes: a small random model says the same."""
+"""PEFT reads our adapters and we read PEFT's: a small random model gives equal results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = np.random.default_rng(1).integers(0, 94, (2, 24))
 
 @pytest.fixture
 def base(tmp_path):
-  """The directory of a random Qwen3 of theirs."""
+  """Returns the directory of a random transformers Qwen3."""
   torch.manual_seed(0)
   config = transformers.Qwen3Config(
     vocab_size=94, hidden_size=24, intermediate_size=70, num_hidden_layers=2,

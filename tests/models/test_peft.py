@@ -1,4 +1,4 @@
-"""Adapters travel to PEFT and back; what strangers write is checked by name."""
+"""Adapters are exchanged with PEFT; foreign files are checked by name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_product_of_theirs_is_a_product_of_ours(saved):
 
 
 def test_unlike_a_stand_side_by_side_and_what_is_missing_is_zero(saved):
-  """As PEFT trains them: each module has an A of its own, and k_proj has none."""
+  """As trained by PEFT: each module has its own A, and k_proj has none."""
   prefix = "base_model.model.model.layers"
   rng = np.random.default_rng(2)
 

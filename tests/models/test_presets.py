@@ -1,4 +1,4 @@
-"""The presets are the published models: their parameter counts are the published ones."""
+"""The presets have the parameter counts of the published models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer: text there and back, chats and streams."""
+"""The tokenizer: round trips of text, chats and streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tokenizer's files: what they say together, and which are refused by name."""
+"""A tokenizer's files: how they combine, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_roles_are_read_from_the_special_tokens_map_too(tmp_path):
   assert tokenizer.eos_ids == (1,)
   assert tokenizer.special_tokens["eos_token"] == "<|im_start|>"
   assert tokenizer.special_tokens["bos_token"] == "<|endoftext|>"
-  # Where both name an end, both end.
+  # If both files name an end token, both are end tokens.
   copy_of_nano(tmp_path)
   assert tokenizer_lib.load(tmp_path).eos_ids == (2, 1)
 

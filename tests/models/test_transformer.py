@@ -1,4 +1,4 @@
-"""One forward: its bits follow a row, never what is around it, nor a gradient, nor a mesh."""
+"""The forward pass: a row's bits do not depend on the batch, a gradient or the mesh."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_any_length_agrees_with_the_definition(length):
   expected = np.asarray(decoder_reference.logits(params, tokens[0], QWEN3))[:length]
   found = logits_of(QWEN3, NUMERICS, tokens[:, :length])[0]
   np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
-  # Causal: a longer sequence says the same of its beginning, bit for bit.
+  # Causality: a longer sequence has the same bits on its prefix.
   np.testing.assert_array_equal(logits_of(QWEN3, NUMERICS, tokens)[0, :length], found)
 
 
@@ -189,7 +189,7 @@ SAMPLING = [
 @pytest.mark.parametrize("is_filtered", [False, True])
 @pytest.mark.parametrize("count", [5, 35])
 def test_gradients_of_scores_are_the_definitions(count, is_filtered):
-  """Of given tokens, biased, at several temperatures, and with filters on some rows."""
+  """Tests given tokens with biases, at several temperatures, and with filters on some rows."""
   params = params_of(QWEN3, NUMERICS)
   rng = np.random.default_rng(count)
   hidden = jnp.asarray(rng.standard_normal((count, QWEN3.hidden_size)), jnp.float32)
@@ -269,7 +269,7 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
 @pytest.mark.parametrize(
   ("config", "numerics", "sizes"),
   [
-    # Slabs, rounding and biases are those of every layer, so one will do.
+    # Slabs, rounding and biases are the same in every layer, so one layer suffices.
     pytest.param(dataclasses.replace(presets.nano(), num_layers=1), NUMERICS, (8,), id="nano-f32"),
     pytest.param(presets.nano(), NUMERICS, (1, 2, 8), id="whole-nano-f32", marks=pytest.mark.long),
     pytest.param(

@@ -1,4 +1,4 @@
-"""Weights of other numerics, cut or missing ones, and NaNs, at every door that takes weights."""
+"""Weights of other numerics, truncated or missing ones, and NaNs, at every entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over pages: the definition; bits that follow a row's own sequence and nothing else."""
+"""Paged attention: the definition, and bits that depend on a row's own sequence only."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_merging_by_hand():
 
 # Bits.
 
-LENGTH = 41  # Two whole splits and a third one begun.
+LENGTH = 41  # Two whole splits and part of a third.
 
 
 @pytest.mark.thorough

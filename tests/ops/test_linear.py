@@ -1,4 +1,4 @@
-"""Products over slabs: the definition at every size; a row's bits from that row alone."""
+"""Products over slabs: the definition at every size; a row's bits depend on that row only."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_devices_change_no_bit(model_shards):
 
 
 def test_slabs_are_added_as_a_balanced_tree_by_hand():
-  # In f32, 1 is lost beside 2 ** 24, but 1 + 1 is not: only the tree's order keeps it.
+  # In f32, 1 is lost next to 2 ** 24, but 1 + 1 is not: only the tree's order keeps it.
   slabs = jnp.asarray([2.0**24, 0, 1, 1], jnp.float32)
   assert float(parallel.tree_sum(slabs)) == 2.0**24 + 2
   assert float(((slabs[0] + slabs[1]) + slabs[2]) + slabs[3]) == 2.0**24

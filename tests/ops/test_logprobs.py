@@ -1,4 +1,4 @@
-"""Scores of tokens: the definition, values by hand, and a row's bits from that row alone."""
+"""Token scores: the definition, values by hand; a row's bits depend on that row only."""
 
 from __future__ import annotations
 

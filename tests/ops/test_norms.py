@@ -1,4 +1,4 @@
-"""RMS norm: the definition at every size, and a row's bits from that row alone."""
+"""RMS norm: the definition at every size; a row's bits depend on that row only."""
 
 from __future__ import annotations
 

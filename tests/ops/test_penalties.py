@@ -67,7 +67,7 @@ def test_neither_the_width_of_a_list_nor_a_slab_nor_a_gradient_moves_a_bit():
   (_, under_gradient), gradient = trained(jnp.asarray(logits))
   for found in (wide, np.concatenate(slabs, axis=1), under_gradient):
     np.testing.assert_array_equal(np.asarray(found).view(np.int32), expected.view(np.int32))
-  # Of f(z)^2 it is 2 f(z) f'(z), where f' is what repetition divides or multiplies by.
+  # The gradient of f(z)^2 is 2 f(z) f'(z), where f' is the factor of the repetition penalty.
   slope = np.where(logits > 0, 1 / rows.repetition[:, None], rows.repetition[:, None])
   slope[:, [token for token in range(VOCABULARY) if token not in (*PROMPT, *ANSWER)]] = 1
   np.testing.assert_allclose(gradient, 2 * expected * slope, rtol=1e-5, atol=1e-6)

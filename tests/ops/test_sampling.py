@@ -1,4 +1,4 @@
-"""The next token of a row: the definition, filters by hand, counter-based noise."""
+"""Sampling a row's next token: the definition, filters by hand, counter-based noise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_temperatures_that_float32_noise_cannot_serve_are_refused_with_the_range
 
 @pytest.mark.parametrize("temperature", [types.MIN_TEMPERATURE, types.MAX_TEMPERATURE])
 def test_at_the_ends_of_the_range_a_bias_forbids_and_a_grammar_holds(temperature):
-  # Ids 4 to 9 are allowed, of which 7 is all that the strongest biases leave.
+  # Ids 4 to 9 are allowed, and the strongest biases leave only 7.
   for bias in (-1e6, 1e6):
     entries = ((7, bias),) if bias > 0 else tuple((i, bias) for i in (4, 5, 6, 8, 9))
     params = SamplingParams(

@@ -1,4 +1,4 @@
-"""Sums over the slabs of all devices: the bits of one tree, in one piece and in shares."""
+"""Sums over the slabs of all devices have the bits of one tree, in one piece and in shares."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SUMMED = lambda slabs: parallel.sum_slabs(slabs, AXIS)
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
-  """Returns f32[r, ...] of many magnitudes, whose sum follows the order."""
+  """Returns f32[r, ...] of many magnitudes, with a sum that depends on the order."""
   rng = np.random.default_rng((seed, *shape))
   scale = 10.0 ** rng.integers(-6, 7, (SLABS, *shape))
   return jnp.asarray(rng.standard_normal((SLABS, *shape)) * scale, jnp.float32)
 
 
 def on_devices(function: Callable, slabs: jax.Array, count: int) -> np.ndarray:
-  """Runs a function of this device's slabs, whose result every device has."""
+  """Runs a function of this device's slabs; every device has the result."""
   mesh = parallel.make_mesh(model_shards=count)
   spread = jax.shard_map(
     function, mesh=mesh, in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=False

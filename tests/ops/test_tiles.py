@@ -1,4 +1,4 @@
-"""The two loops: gradients of the plain function, and bits that follow nothing around a row."""
+"""The two tile loops: gradients of the plain function; bits do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ def test_a_row_has_its_bits_in_any_number_of_tiles(num_rows, is_known):
 
 
 def test_a_tile_has_two_rows_at_least():
-  # A product of one row is fused with what is around it: an adapter's bits then followed the mesh.
+  # A product of one row is fused with adjacent operations: an adapter's bits then depended on the
+  # mesh.
   shapes = set()
 
   def function(weights, rows, one):

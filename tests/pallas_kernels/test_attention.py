@@ -1,4 +1,4 @@
-"""Attention: the definition and its gradient, bits of a row from what it sees alone, refusals."""
+"""Attention kernel: the definition, its gradient, bits that depend on visible keys only, errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Sequences:
 
 @functools.cache
 def compiled(window=None, has_sinks=False, **config):
-  """The kernel in the interpreter, whose outputs start as NaN."""
+  """Runs the kernel in the interpreter, with outputs that start as NaN."""
   config = attention.Config(**(SMALL | config))
   return jax.jit(
     lambda q, k, v, segments, sinks=None: attention.attention(
@@ -186,7 +186,7 @@ def test_the_mode_follows_segments_heads_and_multiprocessors(
   shape, table = (rows, heads, group, 128), (segments, context // 64)
   config = attention.Config(query_tile=16 if group == 8 else 8)
   assert layout.mode_of(config, None, shape, table, 64, False, 132) == mode
-  # The twin: what is named is taken.
+  # Twin: an explicit mode is used.
   other = "parallel" if mode == "sequential" else "sequential"
   named = dataclasses.replace(config, mode=other)
   assert layout.mode_of(named, None, shape, table, 64, False, 132) == other

@@ -163,7 +163,7 @@ def test_claims_fail_a_run_and_questions_do_not():
 
 
 class Clock:
-  """Time that passes when somebody works."""
+  """A clock that advances only with work."""
 
   def __init__(self):
     self.now = 0.0

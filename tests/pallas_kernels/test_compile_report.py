@@ -1,6 +1,6 @@
-"""The compile report: what Mosaic and XLA print is read, and what is bad is refused.
+"""The compile report: Mosaic's and XLA's output is parsed, and defects are refused.
 
-Kernels broken on purpose are compiled where JAX's CUDA plugin is (`bash launch/gpu_compile.sh`).
+Broken kernels are compiled where JAX's CUDA plugin is (`bash launch/gpu_compile.sh`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What speaks against a device and its software, by facts that are handed in."""
+"""Reasons against a device and its software, from given facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ H200 = device.Facts(
 
 def test_hopper_with_a_sound_assembler_is_taken():
   assert device.reason_against(H200) is None
-  # What is not said speaks against nothing.
+  # A missing fact is no reason against a device.
   unsaid = device.Facts(kind="NVIDIA H100", compute_capability="9.0")
   assert device.reason_against(unsaid) is None
 
@@ -90,7 +90,7 @@ def test_a_plugin_that_only_says_its_cuda_is_judged_by_it():
 
 
 def test_this_machine_can_be_asked():
-  # Whatever is installed here, nothing raises, and what is not is empty or unknown.
+  # On any installation nothing raises; missing packages are empty or unknown.
   assert isinstance(device._ptxas_text(), str)
   assert isinstance(device._plugin(), str)
   assert device._said("no-such-program-of-anybody") == ""

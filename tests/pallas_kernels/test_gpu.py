@@ -1,4 +1,4 @@
-"""What the kernels share: the device they ask for, shared memory counted, races that are found."""
+"""Common parts of the kernels: the required device, shared-memory counts, race detection."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_interpreting_needs_no_gpu():
 
 
 def test_shared_memory_is_counted_as_it_is_allocated():
-  # What we take, Mosaic takes: a block that leaves one KiB free.
+  # Mosaic accepts what the library accepts: a block that leaves one KiB free.
   x = jax.ShapeDtypeStruct((128,), jnp.float32)
   rows = (gpu.SHARED_MEMORY_LIMIT_BYTES - gpu.shared_memory_bytes({})) // 1024 - 4
   fits = {"large": gpu.Buffer((rows, 256), jnp.float32)}

@@ -1,4 +1,4 @@
-"""Grouped matmul: the definition, its gradient, a row's bits in any group, what is refused."""
+"""Grouped matmul: the definition, its gradient, a row's bits in any group, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_interpreter = pytest.mark.skipif(
 # One warpgroup a tile; two multiprocessors walk over tiles.
 CONFIG = grouped_matmul.Config(block_m=64, block_n=128, max_stages=3, snake_width=2)
 EXPERTS, K, N = 4, 128, 192
-# Of 75 rows: none, one, a tile less one, a tile, a tile and one, all in one group; rows of nobody.
+# Of 75 rows: none, one, a tile less one, a tile, a tile and one, all in one group; unassigned rows.
 SIZES = ((0, 1, 63, 11), (64, 0, 0, 3), (65, 9, 1, 0), (0, 0, 75, 0), (0, 0, 0, 0), (8, 16, 7, 44))
 # (m, e, k, n) of Qwen3-30B-A3B, 8 of 128 experts, and gpt-oss-120b, 4 of 128: 64 and 4096 tokens.
 BENCHMARK = tuple(
@@ -57,7 +57,7 @@ def with_gradients(kernel, x, group_sizes, w, dy, **options):
 
 @pytest.mark.thorough
 @pytest.mark.few(2)
-# The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
+# The interpreter's outputs start as NaN, so that a row that is never written is detected.
 @needs_interpreter
 @pytest.mark.parametrize("sizes", SIZES)
 def test_values_and_gradients_are_the_definitions(sizes):

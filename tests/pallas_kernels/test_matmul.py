@@ -1,4 +1,4 @@
-"""Matmul: the definition, its gradient, bits of a row from that row alone, what is refused."""
+"""Matmul: the definition, its gradient, bits of a row from that row alone, errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ interpreted_swiglu = jax.jit(
 )
 
 
-# The interpreter's outputs start as NaN, so that a square that nobody writes is seen.
+# The interpreter's outputs start as NaN, so that a tile that is never written is detected.
 @pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [0, 1, long(7), 8, long(9), 63, long(64), 65])
@@ -210,7 +210,7 @@ def test_slabs_of_a_contraction_are_added_as_one_tree(slabs, num_rows):
   np.testing.assert_allclose(found, matmul.contract_slabs_reference(x, w), rtol=1e-5, atol=1e-4)
   if slabs > 2:
     assert (np.asarray(found) != np.asarray(functools.reduce(jnp.add, parts))).any()
-  # Parts that lie apart, slabs that lie side by side, and those of several devices.
+  # Separate parts, adjacent slabs, and slabs of several devices.
   apart = dataclasses.replace(CONFIG, mode="parallel")
   np.testing.assert_array_equal(call(x, w, config=apart), found)
   beside = jnp.swapaxes(x, 0, 1).reshape(num_rows, -1)
@@ -309,8 +309,8 @@ def test_slabs_of_no_rows_are_empty():
 
 @pytest.mark.thorough
 @pytest.mark.few(1)
-# The interpreter multiplies tiles with numpy, whose bits depend on a tile's shape: each orientation
-# is compared with itself. Whether the tensor core gives both the same bits, a GPU must say.
+# The interpreter multiplies tiles with NumPy, whose bits depend on a tile's shape: each orientation
+# is compared with itself. Whether the tensor core gives equal bits must be tested on a GPU.
 @needs_interpreter
 @pytest.mark.parametrize(
   "shards, swapped_rows, most, sizes",

@@ -1,4 +1,4 @@
-"""The sum of a contraction's parts: one tree, its roundings, its gradient, what is refused."""
+"""The sum of a contraction's parts: one tree, its roundings, its gradient, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""XLA's text of a program: launches, loops of unknown length, branches."""
+"""Parsing XLA's text of a program: launches, loops of unknown length, branches."""
 
 from __future__ import annotations
 

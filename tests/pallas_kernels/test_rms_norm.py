@@ -1,4 +1,4 @@
-"""RMS norm: the definition, its gradient, bits of a row from that row alone, what is refused."""
+"""RMS norm: the definition, its gradient, bits of a row from that row alone, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scale_of(features: int = 40, dtype=jnp.float32) -> jax.Array:
 
 @jax.jit
 def norm(x, scale, residual=None):
-  """The kernel in the interpreter, whose outputs start as NaN: (normed, total)."""
+  """Runs the kernel in the interpreter with outputs that start as NaN; returns (normed, total)."""
   if residual is None:
     return rms_norm.rms_norm(x, scale, config=CONFIG, interpret=True), x
   return rms_norm.add_rms_norm(x, residual, scale, config=CONFIG, interpret=True)
@@ -206,7 +206,7 @@ def test_heads_of_all_slabs_are_one_launch(num_rows, features):
   scale = jax.ShapeDtypeStruct((features,), jnp.bfloat16)
   module = gpu.lower_for_cuda(rms_norm.rms_norm_each, (q, k), (scale, scale))
   assert module.count("custom_call @mosaic_gpu") == 1
-  # Rows come in whole tiles of eight here: nothing is padded, copied or cut beside the launch.
+  # Rows come in whole tiles of eight: nothing is padded, copied or cut around the launch.
   assert "stablehlo.pad" not in module and "stablehlo.slice" not in module
 
 

@@ -9,7 +9,7 @@ import pytest
 from pallas_kernels import program, roofline
 from pallas_kernels.sass import Launch
 
-# Of 10 multiprocessors each reads 2 bytes a second and makes 10 operations.
+# A device of 10 multiprocessors, each with 2 bytes and 10 operations a second.
 MACHINE = roofline.Machine(10.0, 100.0, 10, 2.0)
 
 

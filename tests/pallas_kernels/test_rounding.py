@@ -41,7 +41,7 @@ def sums(layout, shape, *, rounded: bool = True, interpret: bool = False):
 def test_the_interpreter_rounds_twice(seed):
   rng = np.random.default_rng(seed)
   x, y = rng.standard_normal((2, *SHAPE)).astype(np.float32)
-  # Of the product's size, so that its last bits, which rounding drops, decide the sum's.
+  # Of the product's magnitude, so that its last bits, which rounding drops, decide the sum's.
   z = -(x * y) * rng.choice(np.float32([1, 0.5, 0.99]), SHAPE)
   found = sums(rounding.TILE, SHAPE, interpret=True)(x, y, z)
   np.testing.assert_array_equal(found, x * y + z)

@@ -80,7 +80,7 @@ def interpreted(*arguments, config=CONFIG):
 
 @pytest.mark.thorough
 @pytest.mark.few(2)
-# The interpreter's outputs start as NaN, so that a row that nobody writes is seen.
+# The interpreter's outputs start as NaN, so that a row that is never written is detected.
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [0, 1, long(63), 64, 65, long(131)])
 def test_values_are_the_definitions(num_rows):
@@ -220,7 +220,7 @@ def test_a_neighbour_that_samples_changes_nothing():
 @needs_interpreter
 @pytest.mark.parametrize("num_rows", [3, long(70)])
 def test_sampled_neighbours_leave_given_and_greedy_rows_their_bits(num_rows):
-  # With noise drawn for the 64 rows around, and without.
+  # With noise drawn for the 64 surrounding rows, and without.
   hidden, table, targets, temperature, keys = inputs(num_rows)
   targets = jnp.where(jnp.arange(num_rows) % 2 == 0, 7, -1).astype(jnp.int32)
   run = jax.jit(interpreted)

@@ -1,4 +1,4 @@
-"""Parts of a vocabulary: merged by rounded products, in the interpreter and in PTX."""
+"""Parts of a vocabulary are merged by rounded products, in the interpreter and in PTX."""
 
 from __future__ import annotations
 

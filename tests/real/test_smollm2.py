@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, dequantised from Q4_1, answers as `transformers` does."""
+"""SmolLM2-135M-Instruct, dequantised from Q4_1, gives the completions of `transformers`."""
 
 from __future__ import annotations
 

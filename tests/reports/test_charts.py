@@ -1,4 +1,4 @@
-"""Charts: where points lie, scales, and numbers that can be read."""
+"""Charts: positions of points, scales, and readable numbers."""
 
 from __future__ import annotations
 

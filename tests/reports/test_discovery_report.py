@@ -1,4 +1,4 @@
-"""A discovery's page says what was found and beside whom, and nothing on it runs or reaches out."""
+"""A discovery's page shows results and baselines, runs no script, and loads nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OTHERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stairs:
-  """A problem whose artefact is a list of heights, worth their sum."""
+  """A problem whose artefact is a list of heights; its value is their sum."""
 
   name: str = "stairs_3"
   is_maximised: bool = True
@@ -169,7 +169,7 @@ def rendered(directory: pathlib.Path, environment: environment_lib.Environment) 
 
 
 def rows_of(page: str, header: str) -> list[list[str]]:
-  """Returns the cells of the table whose first column has that header."""
+  """Returns the cells of the table with this header in its first column."""
   (table,) = re.findall(f'<table class="ranks"><tr><th>{header}<.*?</table>', page)
   return [re.findall("<td>(.*?)</td>", row) for row in re.findall("<tr.*?</tr>", table)[1:]]
 
@@ -299,7 +299,7 @@ def test_the_rewards_of_a_step_are_bands(page):
     points = [tuple(map(float, point.split())) for point in band.split("L")]
     assert len(points) == 2 * NUM_STEPS and points[0][0] == points[-1][0]
     heights.append(points[-1][1] - points[0][1])
-  # Of the first step: all within 1, four fifths within 0.8, half within 0.5.
+  # In the first step all are within 1, four fifths within 0.8, half within 0.5.
   assert heights == pytest.approx([heights[0] * part for part in (1, 0.8, 0.5)], abs=0.11)
   assert "median <b>1.5 → 45.5</b>" in page and "mean <b>1 → 45</b>" in page
 

@@ -1,4 +1,4 @@
-"""Drafts over a transcript: what held, by hand; and a page that no text gets out of."""
+"""The draft report: accepted tokens of a transcript by hand, and escaping of texts."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Spans(HTMLParser):
 def test_steps_by_hand():
   assert draft_report.steps_of(DRAFTS, TOKENS, len(PROMPT)) == STEPS
   assert [step.num_held for step in STEPS] == [2, 0, 2]
-  # What was guessed behind the end was never said.
+  # Drafts past the end are not counted.
   behind = [Drafted(len(TOKENS), ((1,),))]
   assert draft_report.steps_of(behind, TOKENS, 2) == [Step((), tuple(TOKENS[2:]))]
 
@@ -105,6 +105,6 @@ def test_a_transcript_survives_json_and_is_written(tmp_path):
   assert path == tmp_path / "report.html"
   text = path.read_text()
   assert text == draft_report.html("Drafts", [found])
-  # Of the two steps that drafted each had two that held, and its own.
+  # Each of the two steps with drafts had two accepted tokens and one of its own.
   for tile in ("<b>8</b>", "<b>3</b><span>steps</span><i>2 of them", "<b>3</b><span>tokens a step"):
     assert tile in text

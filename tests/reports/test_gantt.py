@@ -1,4 +1,4 @@
-"""Pictures of a rollout: lanes, the tail, memory; and what text may stand in them."""
+"""Rollout charts: lanes, the tail, memory, and escaping of texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of a page."""
+"""Formatting of numbers on a page."""
 
 from __future__ import annotations
 

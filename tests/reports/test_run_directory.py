@@ -1,4 +1,4 @@
-"""Directories that are no run are refused."""
+"""Directories without a run are refused."""
 
 from __future__ import annotations
 

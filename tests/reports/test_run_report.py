@@ -1,4 +1,4 @@
-"""The report holds a run in one page, says what is true of it, and never runs a model's text."""
+"""The report shows a run correctly on one page, and never executes a model's text."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_every_section_is_there(page):
     "0.09013, 0.3<",
   ):
     assert text in page, text
-  assert page.count("7d1c") == 1  # The summary's numerics are not told twice.
+  assert page.count("7d1c") == 1  # The summary's numerics are not repeated.
 
 
 def test_the_page_asks_for_nothing(page):

@@ -1,4 +1,4 @@
-"""Rollouts in chunks: every policy says the same, under pressure, and does what it is named for."""
+"""Chunked rollouts: every policy gives equal completions under pressure, and follows its rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES = EngineConfig(page_size=4, num_pages=25, max_sequences=5, max_context=64,
 
 
 def asked(num_groups: int = 4, members: int = 4) -> list[Request]:
-  """Groups whose members' lengths are alike; ends are forced, so that they are known."""
+  """Returns groups with similar member lengths; ends are forced, so that they are known."""
   rng = np.random.default_rng(7)
   return [
     Request(
@@ -97,7 +97,7 @@ def test_every_policy_says_the_same_in_visits_of_several_steps():
   for policy in POLICIES:
     rollout = run(policy, sizes=sizes)
     counters = rollout.engine.counters
-    # What the scheduler counts are visits.
+    # The scheduler counts visits.
     assert counters.visits <= rollout.trace.num_steps < counters.steps
 
 

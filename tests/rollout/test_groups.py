@@ -1,4 +1,4 @@
-"""Seeds and problems by place, groups by index, whatever the order in which answers come."""
+"""Seeds, problems and groups depend on the index, not on the order of completions."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_what_no_request_may_ask_for_is_refused_at_once(changes, message):
 
 
 class Answered:
-  """A task that says what it is told to say, and has as many problems."""
+  """A task with given problems and given verdicts."""
 
   name = "answered"
 
@@ -326,7 +326,7 @@ def test_the_longest_prompt_that_is_asked_must_leave_room():
   )
   with pytest.raises(ValueError, match=message):
     check_prompts(task, count=1000, context=length + 3)
-  # What is not asked may be longer.
+  # Problems that the run does not use may be longer.
   first = groups_lib.problem_index(0, 3, 0)
   others = [PROBLEMS[0] if place == first else long for place in range(3)]
   check_prompts(Answered(problems=others), count=1, context=length + 3)

@@ -1,4 +1,4 @@
-"""What instances have free is kept true."""
+"""Free capacity of instances is tracked correctly."""
 
 from __future__ import annotations
 

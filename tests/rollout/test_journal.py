@@ -1,4 +1,4 @@
-"""The journal keeps every bit, survives a kill, and refuses what does not belong to it."""
+"""The journal keeps every bit, survives a kill, and refuses foreign records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How alike lengths are: by hand, and against simpler means."""
+"""Correlation of lengths: by hand, and against simpler averages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_rank_correlation_by_hand():
   found = likeness.rank_correlation(np.array([[1, 5], [2, 7], [3, 6], [4, 8]]), done)
   assert found.correlation == pytest.approx(4 / 6)
   assert found.error == pytest.approx(np.sqrt(3 / 4 * 4 * (1 / 3) ** 2))
-  # Two that still run at 3 are longer than all that finished below, in an order that none knows.
+  # Two that still run at 3 are longer than all finished ones, and their order is unknown.
   bounds = np.array([[1, 1], [2, 2], [3, 3], [3, 3]])
   finished = np.array([[True, True], [True, True], [False, False], [False, False]])
   assert likeness.rank_correlation(bounds, finished) == (1.0, 0.0, 5)

@@ -1,4 +1,4 @@
-"""Settings of policies that are refused."""
+"""Invalid settings of policies are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of what waits, policy by policy, by hand."""
+"""The order of waiting requests under each policy, by hand."""
 
 from __future__ import annotations
 
@@ -171,12 +171,12 @@ def test_ours_probes_all_groups_and_then_takes_the_longest_once_lengths_are_alik
   order = order_of(LongestGroupFirst(chunk_tokens=4), ALIKE)
   divided = order_of(Divided(chunk_tokens=4), ALIKE)
   common = next(i for i, (one, other) in enumerate(zip(order, divided)) if one != other)
-  # As many as run at once began by arrival, and those in the places of the first that finished.
+  # The first batch starts by arrival, and so do the requests that replace its first finishers.
   assert 40 <= common < 60
   rest = [tuple(map(int, name.split("/"))) for name in order[common:]]
   num_probes = sum(member == 0 for _, member in rest)
   assert rest[:num_probes] == [(group, 0) for group in range(28 - num_probes, 28)]
-  # Of groups whose first has shown its length when the others are due, the longest are first.
+  # Groups whose first member has finished before the others start run longest first.
   lengths = [ALIKE[group][0] for group, _ in rest[-20:]]
   assert lengths == sorted(lengths, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Where a chunk runs, and what is pulled there."""
+"""Placement of chunks on instances, and the pages that are pulled there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_kv_is_pulled_where_more_than_the_margin_is_missing():
     end(planner, instances, first)
     instances.see(0, num_running=9)
     (second,) = take(planner, instances)
-    # Prompt 4 and 7 tokens, the last of which has no KV yet: 10 positions lie with instance 0.
+    # Prompt 4 and 7 tokens; the last one has no KV yet, so 10 positions are on instance 0.
     assert (second.instance, second.prefill_tokens, second.pull_tokens) == (1, *expected)
     assert second.pull_from == (0 if second.pull_tokens else -1)
 

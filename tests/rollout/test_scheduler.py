@@ -1,4 +1,4 @@
-"""What holds for any schedule of any policy."""
+"""Invariants of every schedule under every policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout's trace: what is kept of it, and what a kill leaves."""
+"""A rollout's trace: its contents, and its state after a kill."""
 
 from __future__ import annotations
 

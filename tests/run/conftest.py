@@ -1,4 +1,4 @@
-"""A whole run, and one that Ctrl-C met, which the tests of this folder share."""
+"""A whole run and an interrupted one, which the tests of this folder share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def whole(programs_on_disk):
 
 @pytest.fixture(scope="module")
 def stopped(programs_on_disk):
-  """A run that Ctrl-C met in its third step, whose first two of four rollouts were judged."""
+  """A run interrupted in its third step, after two of four rollouts were judged."""
   return small_run.stopped_run()
 
 

@@ -1,4 +1,4 @@
-"""Settings of a run: what is refused, and what is left to the model."""
+"""Settings of a run: errors, and defaults that depend on the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory is resumed with the settings that it began with, and with no others."""
+"""A directory is resumed only with its original settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft that learns moves no bit of the policy, and a resumed run goes on teaching it alike."""
+"""Draft training changes no bit of the policy, and a resumed run trains the draft identically."""
 
 from __future__ import annotations
 

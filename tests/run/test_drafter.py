@@ -1,4 +1,4 @@
-"""A drafter from outside the library is named in a run's settings, and changes no bit of it."""
+"""A user's drafter is named in a run's settings, and changes no bit of the run."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_draft_model_of_ones_own_is_named_and_changes_no_bit(tmp_path):
   )
   assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), own.state, default.state))
   assert records_of(tmp_path / "own") == records_of(tmp_path / "default")
-  # It was asked, and the report hears of it.
+  # It was called, and its calls are in the report.
   done = trace.read(tmp_path / "own" / trace.FILE_NAME)
   assert sum(step.drafts.num_drafted for step in done.values()) > 0
   settings = json.loads((tmp_path / "own" / "config.json").read_text())

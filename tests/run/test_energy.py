@@ -1,4 +1,4 @@
-"""Joules where they can be read, from files as the kernel shows them and a library like NVML's."""
+"""Energy in joules where available, from files like the kernel's and a library like NVML."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_zone_that_others_may_not_read_is_left_out(tmp_path):
 
 @pytest.fixture(scope="module")
 def nvml(tmp_path_factory):
-  """Compiles a library with NVML's names whose start gives a status."""
+  """Compiles a library with NVML's functions; its initialisation returns `status`."""
 
   def made(status: int) -> str:
     directory = tmp_path_factory.mktemp("nvml")

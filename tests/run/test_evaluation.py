@@ -1,4 +1,4 @@
-"""Held-out accuracy by hand: a sampler that knows its answers, and a task that counts letters."""
+"""Held-out accuracy by hand: a sampler with known responses, and a task that counts letters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = (("a", 2, "stop"), ("b", 1, "stop"), ("abca", 3, "length"), ("bb", 6, 
 
 
 class Letters:
-  """Texts with an a are correct, those of an even length well-formed."""
+  """A task: texts with an "a" are correct, texts of even length well-formed."""
 
   name = "letters"
 
@@ -162,7 +162,7 @@ def test_several_samples_of_a_problem_are_one_problem_to_the_errors():
   assert evaluate(reversed_too, is_reversed=True, **how) == found
   assert [request.request_id for request in seen] == ["-1/0/0", "-1/0/1", "-1/1/0", "-1/1/1"]
   assert len({request.seed for request in seen}) == 4
-  # The first samples are those of an evaluation with one.
+  # The first samples equal those of an evaluation with one sample.
   alone = []
   evaluate(alone, num_problems=2, temperature=1.0)
   assert alone == seen[::2]

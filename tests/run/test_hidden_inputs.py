@@ -1,4 +1,4 @@
-"""What settings do not name stands in a run's records: its data, its code, and the clock."""
+"""A run's records include inputs outside the settings: its data, its code, and the clock."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_other_data_are_accepted_by_name_and_both_are_recorded(copied, tmp_path)
   assert first["digests"]["train"] != second["digests"]["train"]
   header, epoch = (record for record in records_of(copied) if record["kind"] in ("header", "epoch"))
   assert header["data"] != epoch["data"] and epoch["step"] == 0
-  # What the interrupted step had judged of the old problems was sampled anew.
+  # Rollouts of the old problems that the interrupted step had judged were sampled anew.
   _, entries = journal_lib.read(copied / "journal.jsonl")
   prompts = {(one.step, one.group): one.prompt_text for one in entries}
   assert len(prompts) == 4
@@ -189,6 +189,6 @@ def test_a_run_keeps_the_moment_at_which_it_began(tmp_path):
   result = train_by_clock(
     directory, task_of(path, ROWS), "America/New_York", resume=True, on_step=ruin
   )
-  assert result.state.params  # What hears of a step has its own.
+  assert result.state.params  # The step callback receives its own copy.
   assert json.loads((directory / "config.json").read_text())["chat"]["now"] == now
   assert prompts_of(directory) == before

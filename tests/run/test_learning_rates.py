@@ -1,4 +1,4 @@
-"""Which learning rate a model gets, which is warned of, and that nano's is not everybody's."""
+"""Default learning rates by model, warnings, and that nano's rate is not used for others."""
 
 from __future__ import annotations
 

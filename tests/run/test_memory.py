@@ -1,4 +1,4 @@
-"""What memory a run takes, counted before anything is taken."""
+"""A run's memory is estimated before anything is allocated."""
 
 from __future__ import annotations
 

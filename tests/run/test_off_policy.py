@@ -1,4 +1,4 @@
-"""Rivals that learn from older weights: what runs beside what, and what is carried on."""
+"""Off-policy baselines: which steps overlap, and what is carried over."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_the_next_step_is_sampled_while_this_one_learns_and_weights_wait_for_it(
 
   ahead = off_policy.OneStepOff(sample, publish, num_steps=2)
   assert ahead.sample(0) == 0
-  assert begun.wait(30)  # It runs, and we are here.
+  assert begun.wait(30)  # Sampling runs while this thread continues.
   assert published == []
   may_end.set()
   ahead.publish({"down": np.float32(3)}, 1)
   assert [version for _, version in published] == [1] and published[0][0]["down"] == 3
-  assert ahead.sample(1) == 10  # The last: none is begun after it.
+  assert ahead.sample(1) == 10  # The last step: no sampling starts after it.
   ahead.publish({}, 2)
   ahead.close()
 
@@ -110,7 +110,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
         name, tokens = rollout.request.request_id, rollout.completion.tokens
         begun = beginnings[name].tokens if name in beginnings else ()
         assert tokens[: len(begun)] == begun
-        # Whole before this step, or as far as it had come; either way what learns is told.
+        # Old tokens are a whole completion, or its part before this step; training sees both.
         is_old = rollout.completion.policy_version < step
         was_whole = is_old and name not in beginnings
         expected_old += len(tokens) if was_whole else len(begun)

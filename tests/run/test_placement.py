@@ -1,4 +1,4 @@
-"""Flags for how a model runs: what is decided, and what is refused before weights are read."""
+"""Placement flags: the resulting choice, and errors before weights are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy's chat, and the weights that it exports."""
+"""A policy's chat settings, and the weights that it exports."""
 
 from __future__ import annotations
 

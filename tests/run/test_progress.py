@@ -1,4 +1,4 @@
-"""A run says what it is at: phase, requests, tokens a second, time left; compilation by name."""
+"""Progress lines of a run: phase, requests, tokens per second, time left, compilation by name."""
 
 from __future__ import annotations
 

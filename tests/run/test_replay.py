@@ -1,4 +1,4 @@
-"""Steps taken again from a journal."""
+"""Steps repeated from a journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds of problems until enough groups say something."""
+"""Sampling rounds continue until enough groups have a learning signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling took is counted where it was done."""
+"""Sampling costs are counted where they occur."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The start-up measurement: what it says of this backend, and that it can say no."""
+"""The start-up measurement: its result on this backend, and that it can fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops a run changes no bit of it, and other settings than the run's are refused."""
+"""Interruptions change no bit of a run, and a resume with other settings is refused."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
     text = tokenizer.decode(rollout.request.prompt, skip_special_tokens=False)
     assert text.startswith("<|im_start|>system\nHi.<|im_end|>\n<|im_start|>user\n")
     assert "o" not in rollout.completion.text and "an" not in rollout.completion.text
-  # Some were cut within what they would have said.
+  # Some completions were cut.
   assert any("o" in tokenizer.decode(rollout.completion.tokens) for rollout in rollouts)
   task = Vowels(stop_at=2 * PER_STEP + 2, stop=interrupt)
   with pytest.raises(stops.Interrupted):
@@ -349,7 +349,7 @@ def test_parts_sets_and_the_best_checkpoint_outlive_a_stop(tmp_path):
   for verdict in verdicts:
     parts = verdict["parts"]
     assert verdict["reward"] == 0.25 * parts["even"] + parts["vowels"]
-  # Every set is asked as often as the run's own task, at the same steps.
+  # Every set is evaluated as often as the run's own task, at the same steps.
   steps = {
     room: [row["step"] for row in rows if f"{room}/pass_at_2" in row]
     for room in ("heldout", "heldout_sums")
@@ -357,7 +357,7 @@ def test_parts_sets_and_the_best_checkpoint_outlive_a_stop(tmp_path):
   assert steps == {"heldout": [0, 1, 2, 3], "heldout_sums": [0, 1, 2, 3]}
   assert whole.summary["sets"]["sums"]["accuracy_after"] == 0.0
   assert whole.summary["reward_after"] == rows[-2]["heldout/reward"]
-  # The best is the highest of all, the earliest of equals, and is there beside the newest.
+  # The best checkpoint has the highest value, the earliest of equals, and is kept with the newest.
   values = [row["heldout/part/vowels"] for row in rows if "heldout/part/vowels" in row]
   best = values.index(max(values))
   found = json.loads((tmp_path / "whole" / "best_checkpoint.json").read_text())
@@ -378,7 +378,7 @@ def test_parts_sets_and_the_best_checkpoint_outlive_a_stop(tmp_path):
 
 
 class Constant(Vowels):
-  """Gives every answer the same part beside one by its vowels."""
+  """Gives every response a constant part and a part by its vowels."""
 
   def verdict(self, problem, text):
     plain = super().verdict(problem, text)

@@ -1,4 +1,4 @@
-"""What cannot work is refused before anything is sampled or written."""
+"""Impossible settings are refused before anything is sampled or written."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_loaded_model_is_what_learns_and_names_the_run():
   assert config.model == same.model == "nano"
   assert jax.tree.all(jax.tree.map(np.array_equal, by_name.params, loaded.params))
   assert by_name.model == loaded.model and loaded.tokenizer is not None
-  # What the config leaves open is the loaded model's.
+  # Settings that the config leaves open come from the loaded model.
   numerics = numerics_lib.NumericsConfig(reduction_shards=0, compute_dtype="bfloat16")
   rounded = load_model("nano", numerics)
   config, policy = setup.opened(RunConfig(), rounded)
@@ -120,7 +120,7 @@ def test_a_loaded_model_is_what_learns_and_names_the_run():
   assert {leaf.dtype for leaf in leaves} == {np.dtype(np.float32)}
   again = parameters.compute_params(policy.params, rounded.numerics)
   assert jax.tree.all(jax.tree.map(np.array_equal, again, rounded.params))
-  # Equal ones may be said, too.
+  # Equal explicit settings are accepted, too.
   assert setup.opened(RunConfig(numerics=numerics), rounded)[0].numerics == numerics
 
 

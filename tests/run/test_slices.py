@@ -1,4 +1,4 @@
-"""Runs of two processes learn the bits of one, and the first process alone writes."""
+"""Runs of two processes learn one process's bits, and only the first process writes."""
 
 from __future__ import annotations
 

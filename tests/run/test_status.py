@@ -1,4 +1,4 @@
-"""status.json says what has become of a run, to whoever watches."""
+"""status.json reports a run's state to observers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_can_be_told_from_one_that_is_running(tmp_path):
   assert alive is not None and alive["state"] == "running"
   dead = status.read(tmp_path)
   assert dead is not None and (dead["state"], dead["pid"]) == ("killed", process.pid)
-  assert of(tmp_path)["state"] == "running"  # Nobody was left to write.
+  assert of(tmp_path)["state"] == "running"  # The killed process could not update it.
   with status.kept(tmp_path):
     pass
   assert of(tmp_path)["state"] == "finished"

@@ -1,4 +1,4 @@
-"""Both signals stop a run: at once, or at the end of what has to be whole."""
+"""Both signals stop a run: at once, or at the end of an atomic section."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def send(number: int) -> None:
 
 @pytest.fixture(autouse=True)
 def usual_handlers():
-  """What a shell starts in the background begins with Ctrl-C ignored."""
+  """Restores the default handlers: a shell's background jobs start with SIGINT ignored."""
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   yield
   assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -119,7 +119,7 @@ def test_what_saves_after_a_stop_is_not_stopped_by_the_next():
 def test_processes_of_a_slice_stop_where_all_of_them_have_heard_of_it(number):
   kind = stops.Terminated if number == signal.SIGTERM else KeyboardInterrupt
   with stops.heard() as heard, heard.put_off():
-    heard.raise_together(0)  # None has one.
+    heard.raise_together(0)  # No process has a signal.
     assert heard.waiting == 0
     send(number)
     assert heard.waiting == number
@@ -127,7 +127,7 @@ def test_processes_of_a_slice_stop_where_all_of_them_have_heard_of_it(number):
       heard.raise_together(heard.waiting)
     assert heard.waiting == 0
   with stops.heard() as heard, heard.put_off(), pytest.raises(kind):
-    heard.raise_together(number)  # Another process's.
+    heard.raise_together(number)  # Another process has the signal.
 
 
 def test_within_another_the_inner_one_hears_and_the_outer_one_afterwards():

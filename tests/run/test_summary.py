@@ -1,4 +1,4 @@
-"""A run in numbers: of a step's rollouts and of the whole, both by hand."""
+"""A run's summary metrics, of one step's rollouts and of the whole run, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose steps workers of a cluster sample learns what its own engine would have it learn."""
+"""A run that samples on cluster workers learns the same as with its own engine."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_run_on_two_workers_goes_on_in_its_own_engine_to_the_same_bits(tmp_pat
   tell_events("run on workers", events, ("joined", "ended", "rollouts"))
 
 
-# A run whose workers were not told of what it learnt.
+# Twin: a run whose workers do not receive new weights.
 
 SIX = SamplingParams(max_tokens=6)
 REQUESTS = [
@@ -61,7 +61,7 @@ REQUESTS = [
 
 
 def params_of(scale: float) -> parameters.Params:
-  """Weights whose matrices are `scale` times those that the policy begins with."""
+  """Returns weights with matrices scaled by `scale` from the policy's initial ones."""
   params = parameters.compute_params(small_run.policy().params, small_run.NUMERICS)
   return jax.tree.map(lambda leaf: leaf * scale if leaf.ndim > 1 else leaf, params)
 

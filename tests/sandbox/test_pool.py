@@ -1,4 +1,4 @@
-"""Pools: what waits, what is held back, and what is left of an error."""
+"""Sandbox pools: queueing, back-pressure, and the state after an error."""
 
 from __future__ import annotations
 

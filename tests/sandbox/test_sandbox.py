@@ -1,6 +1,6 @@
-"""Untrusted programs: what each kind of attack gets, and that nothing is left of it.
+"""Untrusted programs: the outcome of each kind of attack, and that it leaves nothing behind.
 
-Run as a script, this file plays the same programs as an ordinary user, or where the kernel refuses
+Run as a script, this file runs the same programs as an ordinary user, or on a kernel that refuses
 namespaces and then Landlock: `python test_sandbox.py user|weak few|all`.
 """
 
@@ -426,7 +426,7 @@ PROGRAMS = (
 
 
 def check(found: tuple[Any, sandbox.Outcome], program: Program) -> None:
-  """Asserts that a program's outcome is what its entry says."""
+  """Asserts that a program has the outcome of its entry."""
   value, outcome = found
   assert outcome.status in program.status, outcome
   if outcome.status != "ok":
@@ -520,7 +520,7 @@ def test_no_program_gets_out(box: sandbox.Sandbox, program: Program):
   assert settles(lambda: processes_below(os.getpid()) - before, set())
 
 
-# Ways to have the kernel hold more and more, each of which says how often that went well.
+# Ways to make the kernel hold more and more; each counts its successes.
 HOLDS = {
   "Landlock's rulesets": """
     libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
@@ -568,7 +568,7 @@ HOLDS = {
     return libc.syscall((248, 217)[PLACE], b"user", b"x", b"y", 1, -2) >= 0
     """,
 }
-# Where a kernel, or a container around us, does not let anybody have it.
+# Resources that the kernel, or a surrounding container, may refuse to everyone.
 OFTEN_ABSENT = {
   "Landlock's rulesets", "names of mappings", "keys", "policies of memory", "leases", "messages",
   "semaphores", "shared memory", "locks of an open file", "watches of folders", "larger pipes",
@@ -682,8 +682,8 @@ def test_errors_show_the_line_that_made_them(box: sandbox.Sandbox):
 
 @pytest.mark.thorough
 def test_a_pipe_that_was_sent_and_never_received_has_an_end(tmp_path: pathlib.Path):
-  # A sandbox as ours, but that it lets sockets be: the pipe's last writer is in a message that
-  # nobody can receive, and is not closed.
+  # A sandbox like ours that permits sockets: the pipe's last writer is in a message that no process
+  # can receive, and is not closed.
   room = tmp_path / "seerjax/sandbox"
   room.mkdir(parents=True)
   for name in ("sandbox.py", "server.py"):
@@ -726,7 +726,7 @@ def test_a_command_reads_and_leaves_files(box: sandbox.Sandbox):
   )
   assert (outcome.status, outcome.exit_code) == ("failed", 3)
   assert outcome.stdout == b"out\n" and outcome.stderr.endswith(b"err\n")
-  # What was cut at the limit is there as far as it goes; what is beyond the limit is not.
+  # A file cut at the limit is returned up to the limit, without the rest.
   assert outcome.files == {"both": b"file stdin", "large": b"y\n" * 2**19}
 
 
@@ -1026,13 +1026,13 @@ def left_folders() -> list[str]:
 
 
 def main(mode: str, number: str) -> None:
-  """Becomes somebody else, then plays the programs; prints what the tests above want to know."""
+  """Switches to another user, runs the programs, and prints the results for the tests above."""
   if os.geteuid() == 0:
     expose_interpreter()
     os.setgroups([])
     os.setresgid(1234, 1234, 1234)
     os.setresuid(1234, 1234, 1234)
-    # As after a log-in: the change of user has made our own /proc entries root's.
+    # As after a log-in: the user change left this process's /proc entries to root.
     os.execv(sys.executable, [sys.executable, __file__, mode, number])
   if mode == "user":
     with sandbox.Sandbox() as box:

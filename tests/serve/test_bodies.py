@@ -1,4 +1,4 @@
-"""Bodies of requests: what is no JSON object is refused."""
+"""Request bodies that are not JSON objects are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Libraries that speak OpenAI's protocol, in their default modes, against a model with tools.
+"""OpenAI-compatible client libraries, in their default modes, against a model with tools.
 
-They are installed, with what they need, into an environment of their own.
+The libraries and their dependencies are installed into a separate environment.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from seerjax.serve.family import Family
 from seerjax.serve.service import Service
 
 PACKAGES = ("instructor==1.17.0", "openai==3.3.0", "pydantic-ai-slim[openai]==2.38.0")
-# What both are asked: a record, by the tool that each makes of it.
+# The request to both: a record, through each library's own tool format.
 RECORD = """
 import sys
 from typing import Annotated, Literal

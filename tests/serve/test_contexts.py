@@ -1,4 +1,4 @@
-"""Contexts over HTTP: registered, slept for while nobody waits, asked about, and kept by a kill."""
+"""Contexts over HTTP: registration, idle-time sleep, questions, and survival of a kill."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def register(asked: Any, name: str = "c", text: str = TEXT, **others: Any) -> di
 
 
 def slept(asked: Any, name: str = "c", num: int = 2) -> dict[str, Any]:
-  """Returns a context once it has so many rewrites, read or in quarantine."""
+  """Returns a context once it has `num` rewrites, read or in quarantine."""
   for _ in range(3000):
     found = asked.get(f"/v1/contexts/{name}").json()
     if len(found["rewrites"]) + len(found["quarantine"]) >= num:
@@ -106,7 +106,7 @@ def slept(asked: Any, name: str = "c", num: int = 2) -> dict[str, Any]:
 
 
 def offline(directory: pathlib.Path, text: str = TEXT) -> dict[int, tuple[str, int, int]]:
-  """Returns the rewrites of a runner whose engine does nothing else, by job."""
+  """Returns the rewrites of a runner on an otherwise idle engine, by job."""
   with Contexts(directory, identity=TINY) as registry:
     engine = word_engine.make_engine()
     runner = Runner(engine, registry, PROMPTS, config=SLEEP, planner_config=EAGER)
@@ -154,7 +154,7 @@ def test_a_context_is_asked_slept_for_and_asked_again(tmp_path):
     choice = answer.choices[0]
     assert choice.message.content == alone.text
     assert [row.logprob for row in choice.logprobs.content] == alone.behaviour_logprobs.tolist()
-    # What the context said is read before it is slept for, and its notes are shorter.
+    # Before sleep the answer uses the context's text, afterwards its shorter notes.
     was = first["usage"]["prompt_tokens"]
     assert was in (len(prompt_of(TEXT)), len(prompt_of(notes)))
     assert answer.usage.prompt_tokens == len(prompt_of(notes))
@@ -164,7 +164,7 @@ def test_a_context_is_asked_slept_for_and_asked_again(tmp_path):
     forgotten = asked.delete("/v1/contexts/c").json()
     assert forgotten == {"object": "context", "name": "c", "deleted": True}
     assert chat(asked).status_code == 404 and asked.get("/v1/contexts").json()["data"] == []
-  # What ended keeps what was registered, and nothing of what was forgotten.
+  # After shutdown the registry keeps registered contexts, and nothing of deleted ones.
   with Contexts(tmp_path / "served", identity=TINY) as registry:
     assert registry.namespaces(step=registry.last_step) == ()
 
@@ -199,7 +199,7 @@ def test_a_context_says_what_became_of_its_sleep(tmp_path, caplog):
     edited = register(asked, text="Bo has 3 pens.")
     assert (edited["state"], edited["version"]) == ("skipped", 2)
     assert "sleep-time compute is off because steps failed" in edited["state_reason"]
-  # What was cut is known after a restart, too.
+  # Truncation is still recorded after a restart.
   with running(tmp_path) as (_, url), client(url) as asked:
     slept(asked)
     assert asked.get("/v1/contexts/c").json()["state"] == "truncated"
@@ -302,7 +302,7 @@ def test_who_waits_has_a_row_while_all_places_and_pages_are_slept_in(tmp_path):
 def _slept_alone(
   directory: pathlib.Path, identity: Identity, texts: dict[str, str]
 ) -> dict[tuple[str, int], Any]:
-  """Returns the rewrites of a runner whose engine does nothing else, by context and job."""
+  """Returns the rewrites of a runner on an otherwise idle engine, by context and job."""
   model = seerjax.load_model("nano-sleep")
   engine = Engine(model, config=EngineConfig(max_context=256, max_sequences=4))
   config = RunnerConfig(num_jobs=3, sleep_tokens=64)

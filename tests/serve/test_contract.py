@@ -1,10 +1,10 @@
-"""The contract over HTTP: what a client is answered does not depend on who else is asking.
+"""The contract over HTTP: a response does not depend on other clients' requests.
 
-Clients ask at once for answers of every kind, streamed and whole, through OpenAI's own package;
-some leave in the middle. The engine behind them is never left in peace (`serving_cases.Restless`).
-Every choice is compared, text, tokens, both log-probabilities and those of others, with itself
-alone in a fresh server with another batch, other pages, row buckets and instances, where an
-adapter's engine knows of no other.
+Clients concurrently send requests of every kind, streamed and whole, through OpenAI's own package;
+some disconnect early. The engine is constantly disturbed (`serving_cases.Restless`). Every choice
+is compared (text, tokens, both log-probabilities and those of alternatives) with itself alone in a
+fresh server with another batch, other pages, row buckets and instances, in which an adapter's
+engine holds no other adapter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import openai
 import pytest
 import serving_cases as cases
 
-# (model, implementation), of which three blocks each have sizes and requests of their own.
+# (model, implementation); three blocks of each have their own sizes and requests.
 SUBJECTS = (("tiny", "native"), ("nano", "native"), ("tiny", "tiled"), ("tiny", "native"))
 BLOCKS = 3
 FEW = (

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says, where a request says nothing else."""
+"""Sampling defaults from a model's generation_config.json."""
 
 from __future__ import annotations
 

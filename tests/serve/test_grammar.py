@@ -1,4 +1,4 @@
-"""Masks of grammars: pure functions of the answer so far, and what is refused."""
+"""Grammar masks: pure functions of the tokens so far, and errors."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_masks_of_beginnings_stay_at_hand_for_who_scores_them(compiler):
   before = mask.serial
   for count in range(4):
     np.testing.assert_array_equal(mask(answer[:count]), other(answer[:count]))
-  assert mask.serial == before  # Nobody was asked again.
-  # A step broke off, and the answer goes on otherwise.
+  assert mask.serial == before  # The matcher was not called again.
+  # After a failed step the completion continues differently.
   mask((one + 1,))
   np.testing.assert_array_equal(mask((one + 1, one)), other((one + 1, one)))
   np.testing.assert_array_equal(mask(()), other(()))
 
 
-# Of each kind of what a stranger may send, one; `test_hostile_grammars.py` has the others.
+# One example of each kind of hostile grammar; `test_hostile_grammars.py` has more.
 REFUSED = {
   "kills the library": ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "SIGSEGV"),
   "a reference to itself": ({"$ref": "#"}, "no text can continue"),

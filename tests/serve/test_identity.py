@@ -1,4 +1,4 @@
-"""A fingerprint moves with each of its parts, and with nothing else."""
+"""A fingerprint changes with each of its parts, and with nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a server takes and for how long: who waits, whose turn it is, who is let go, how it ends.
+"""Limits of a server: queueing, fairness between clients, disconnects, and shutdown.
 
-An engine behind a gate makes each step when the test lets it; all else is as it always is.
+A gate lets the test release each step of the engine; everything else runs as usual.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Gate:
 
 @contextlib.contextmanager
 def gated(config: ServeConfig = serving.ANY_PORT, **others: Any) -> Iterator[tuple[Any, ...]]:
-  """Yields (service, gate, plain client) of a server whose engine waits; all is over at its end."""
+  """Yields (service, gate, plain client) of a server with a gated engine; cleans up at the end."""
   with serving.running(config, **others) as (service, url):
     gate = Gate(service)
     try:
@@ -110,7 +110,7 @@ def test_too_many_that_wait_are_told_when_to_ask_again():
     for count in (1, 2):
       ask("a")
       until(lambda count=count: thread.num_waiting == count)
-    # One client has its share; another may still come, and then nobody.
+    # One client has its full share; one more request of another client fits, then none.
     of_client = plain.post("/v1/completions", json=body(user="a"))
     ask("b")
     until(lambda: thread.num_waiting == 3)

@@ -1,4 +1,4 @@
-"""A server's dtype and devices are chosen by flags, and change no answer but by its fingerprint."""
+"""Flags set a server's dtype and devices; responses change only with the fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page at "/": what it may do, and what it shows in a real browser."""
+"""The page at "/": its permissions, and its behaviour in a real browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seerjax.serve.config import ServeConfig
 
 TEXT = page.FILE.read_text()
 SECRET = ServeConfig(port=0, token="tok-server", tenants={"tok-a": "ana"})
-# 64 others beside it, in a context of 64 tokens.
+# A question that fits a context of 64 tokens, asked alongside 64 others.
 QUESTION = "How many?"
 HOSTILE = "<img src=x onerror=document.title='gone'><script>document.title='gone'</script>"
 
@@ -41,7 +41,7 @@ def test_the_page_is_served_to_all_and_holds_no_data():
 
 def test_the_page_asks_the_network_for_nothing_and_makes_no_markup_of_text():
   names = [*re.findall(r"https?://[^\s\"'`)]+", TEXT)]
-  assert {*names} <= {"http://www.w3.org/2000/svg"}  # A name, which nobody asks.
+  assert {*names} <= {"http://www.w3.org/2000/svg"}  # An XML namespace, which is not fetched.
   for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "@import",
               "Function(", "src=", "style=", "onclick="):  # fmt: skip
     assert way not in TEXT, way
@@ -55,7 +55,7 @@ def test_every_input_has_a_label():
 
 
 def test_another_script_would_have_another_digest():
-  # The twin: a policy says nothing about a script that it was not made for.
+  # Twin: a policy does not cover a script that it was not made for.
   assert page.policy(TEXT) != page.policy(TEXT.replace('"use strict";', '"use strict"; alert(1);'))
 
 
@@ -84,7 +84,7 @@ def ask(tab: chromium.Tab, question: str) -> None:
 
 
 def digest(choice: dict) -> str:
-  """Returns what the guide says a digest is made of."""
+  """Returns the digest as the guide defines it."""
   data = choice["message"]["content"].encode()
   for row in choice["logprobs"]["content"]:
     data += struct.pack("<Iff", row["token_id"], row["logprob"], row["raw_logprob"])
@@ -124,7 +124,7 @@ def test_an_answer_has_one_digest_alone_and_beside_64_others(browser):
     tab.run("$('fresh').click(); $('seed').value = '8'")
     ask(tab, QUESTION)
     assert tab.run(shown) != [digest(expected)]
-    # What a stranger wrote is text, and no answer is made of it.
+    # A foreign text stays text, and no response is built from it.
     tab.run("$('fresh').click()")
     ask(tab, HOSTILE)
     assert tab.run("$('log').querySelector('.user .text').textContent") == HOSTILE

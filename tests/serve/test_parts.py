@@ -1,4 +1,4 @@
-"""An answer's parts: however it is cut into pieces, they are the same, and nothing is lost."""
+"""Parts of a response are equal for every division into pieces, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_answer_with_all_its_parts():
     ("reasoning", "Which?", ""),
     ("mark", "", ""),
     ("content", "\nI ask.\n", ""),
-    ("call", '{"city":"Ulm",  "n": 1.0}', "find"),  # Letter by letter as it was said.
+    ("call", '{"city":"Ulm",  "n": 1.0}', "find"),  # Letter by letter as generated.
   ]
 
 

@@ -1,4 +1,4 @@
-"""What may be asked: fields to records, and every refusal by its field's name."""
+"""Request bodies: conversion of fields to records, and errors that name the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Responses protocol: bodies to chats, and answers to items and events."""
+"""The Responses protocol: bodies to chats, and responses to items and events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What strangers send, and how clients behave: a server answers in words, and forgets them.
+"""Hostile bodies and clients: the server answers with an error, and keeps no state of them.
 
-Bodies are drawn by the thousand: JSON that is none, of other types, unknown, deep, huge, no UTF-8,
-of a wrong length. All the while others ask as they should, and get the bits that they get alone.
-`long` asks a server of its own process: 500 requests in flight, readers that are slow, clients that
-leave, SIGTERM under load, `kill -9` and another start.
+Bodies are drawn by the thousand: invalid JSON, wrong types, unknown fields, deep, huge, invalid
+UTF-8, wrong lengths. Meanwhile other clients send valid requests, and get the bits that they get
+alone. `long` tests a server in its own process: 500 requests in flight, slow readers, clients that
+disconnect, SIGTERM under load, `kill -9` and a restart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = (
 
 
 def value(rng: random.Random, depth: int = 3) -> Any:
-  """Returns any JSON, often of a size that nobody expects."""
+  """Returns any JSON value, often of unusual size."""
   kinds = 9 if depth else 7
   match rng.randrange(kinds):
     case 0:
@@ -274,7 +274,7 @@ def test_crowds_leave_nothing_behind(count, rounds, seed, tmp_path, tell_events)
     server = Process(tmp_path, *SERVED)
     assert ask_alone() == alone
     events["starts"] += 2
-    # SIGTERM under load: what runs is finished, who comes then is told so.
+    # SIGTERM under load: running requests finish, and new ones get an error that says so.
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
       asking = [pool.submit(_until_gone, server, number) for number in range(4)]
       _wait(lambda: server.metric("seerjax_running") > 0)
@@ -293,7 +293,7 @@ def test_crowds_leave_nothing_behind(count, rounds, seed, tmp_path, tell_events)
 
 
 def _post(server: Process, body: dict[str, Any]) -> Any:
-  """Returns the choice; None if the server was gone, or said that it stops."""
+  """Returns the choice; None if the server was gone or reported its shutdown."""
   try:
     with serving.client(server.url) as plain:
       done = plain.post("/v1/completions", json=body)
@@ -322,7 +322,7 @@ def _wait(is_so, seconds: float = 600) -> None:
 
 
 def test_a_body_of_numbers_beyond_any_is_refused_by_name():
-  # What the corpus found: whole numbers that are no floats.
+  # Found by the corpus: integers too large for a float.
   for field in ("temperature", "top_p", "min_p"):
     with pytest.raises(protocol.Refusal) as refused:
       protocol.completion({"prompt": "x", field: 10**400})

@@ -1,4 +1,4 @@
-"""The routes, asked over HTTP by OpenAI's own client and by a plain one."""
+"""The HTTP routes, called with OpenAI's own client and a plain one."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_equal_prompts_of_one_body_have_seeds_of_their_own(client, seed):
   several = client.completions.create(prompt=[[5, 6, 7]] * 3, n=2, **fields, **seed).choices
   assert len({choice.seed for choice in several}) == 6
   assert len({tuple(choice.logprobs.token_ids) for choice in several}) == 6
-  # Each follows from the first one's, and answers alone what it answered beside the others.
+  # Each seed follows from the first, and gives the same choice alone as among the others.
   first = several[0].seed
   expected = [texts.seed_at(first, prompt, choice) for prompt in range(3) for choice in range(2)]
   assert [choice.seed for choice in several] == expected
@@ -162,7 +162,7 @@ def test_offsets_are_places_in_the_decoded_text_also_behind_an_echo(plain, is_st
   found = [offset for row in rows for offset in row["text_offset"]]
   prompt = word_engine.TOKENIZER.encode(text)
   assert tokens[: len(prompt)] == prompt and said.startswith(text)
-  # Where the first byte of each of the prompt's tokens lies, and where the answer begins.
+  # Offsets of the first byte of each prompt token, and of the response's start.
   sizes = [len(serving.make_vocabulary().bytes_of(token)) for token in prompt]
   first = [sum(sizes[:place]) for place in range(len(prompt))]
   ends = [len(text[:end].encode()) for end in range(1, len(text) + 1)]
@@ -259,7 +259,7 @@ CALLING = (
 
 
 class Saying(Engine):
-  """An engine whose model says nothing but what a test is about, which no request asks for."""
+  """An engine whose model generates a given text, which no request contains."""
 
   compiler: grammar.Compiler
   form = r'<think>[a-c]</think>[a-c]<tool_call>\{"name":"f","arguments":\{\}\}</tool_call>'
@@ -306,7 +306,7 @@ def test_calls_and_reasoning_are_split_as_the_template_marks_them():
       assert pieces[-1].choices[0].finish_reason == "tool_calls"
       rows = [row for one in pieces for row in (one.choices[0].logprobs or said.logprobs).content]
       assert [row.logprob for row in rows] == [row.logprob for row in said.logprobs.content]
-    # What was answered can be said again; without tools nothing is a call.
+    # A response can be sent back as a turn; without tools no text is a call.
     turns = [message.model_dump(exclude_none=True), {"role": "tool", "content": "1"}]
     more = {**fields, "messages": [*fields["messages"], *turns], "max_tokens": 1}
     assert client.chat.completions.create(**more).choices[0].finish_reason == "length"

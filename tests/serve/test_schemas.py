@@ -1,4 +1,4 @@
-"""Schemas as sources: numbers that would become others, and the form of calls."""
+"""Schema sources: numbers that would change in conversion, and the format of calls."""
 
 from __future__ import annotations
 

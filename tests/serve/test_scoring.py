@@ -1,4 +1,4 @@
-"""Other tokens' scores: piece by piece the same bits as all at once, and each row computed once."""
+"""Scores of alternatives have equal bits in pieces and at once, and each row is computed once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_pieces_have_the_bits_of_the_whole_and_each_row_is_computed_once(numeric
   assert in_pieces(scorer.following(PROMPT, PARAMS, 5), ends) == [*whole]
   # Once, and what was there as the pages were outgrown once more.
   assert count < scorer.num_rows - count <= count + SHORTEST
-  # The twin: whoever keeps nothing computes all of it for each piece.
+  # Twin: without kept pages each piece recomputes everything before it.
   before = scorer.num_rows
   again = in_pieces(scorer.following(PROMPT, PARAMS, 5, keeps=False), ends[:20])
   assert again == [*whole[:20]]

@@ -1,4 +1,4 @@
-"""A server says where it serves once it takes connections, and not before."""
+"""A server prints its URL only when it accepts connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_connections_are_taken_as_soon_as_a_server_says_so():
   for _ in range(20):
     service = serving.make_service()
     found, taken = server.bound(service), []
-    # What the address alone is worth: this is when the line used to be printed.
+    # A bound address alone refuses connections; the line used to be printed at this point.
     with pytest.raises(ConnectionRefusedError):
       socket.create_connection(found.getsockname(), timeout=10)
 

@@ -1,4 +1,4 @@
-"""Tools that have to be called, and answers of a given form, over HTTP by OpenAI's own client."""
+"""Required tool calls and response formats, over HTTP with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOLS = [
   {"type": "function", "function": {"name": "g"}},
 ]
 NAMED = {"type": "function", "function": {"name": "f"}}
-# As templates are: one reads tools and marks calls, one begins to think, one has never heard of it.
+# Kinds of templates: with tools and call marks, with a thinking start, and with neither.
 SHORT = "{% for one in messages %}{{ one.content }}{% endfor %}"
 TEMPLATES = {
   "calls": SHORT + "{% for one in tools or [] %}{{ one.function.name }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Where tokens begin in the text that they make."""
+"""The text offsets at which tokens start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import word_engine
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve.vocabulary import Offsets, Vocabulary
 
-# As Llama 2's: a space is a letter of its own, a lone byte a token, and the first space is no text.
+# Like Llama 2's: a space is its own letter, a lone byte is a token, a first space gives no text.
 PIECES = {"<unk>": 0, "\u2581one": 1, "\u2581two": 2, "s": 3} | {
   f"<0x{byte:02X}>": 4 + byte for byte in range(256)
 }

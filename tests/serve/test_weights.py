@@ -1,4 +1,4 @@
-"""Adapters by name over HTTP, and weights that are replaced between two requests."""
+"""Adapters by name over HTTP, and weights that are replaced between requests."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def asking():
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-  """New weights of the base and of an adapter, and what is neither."""
+  """Returns directories with new base weights, a new adapter, and invalid ones."""
   root = tmp_path_factory.mktemp("weights")
   huggingface.save(root / "base", master(1), CONFIG)
   other = dataclasses.replace(CONFIG, hidden_size=24)
@@ -189,7 +189,7 @@ def test_a_base_that_is_replaced_answers_for_itself_and_its_adapters(asking, dir
     assert has_bits_of(found, said(1, 1, adapter_name))
     assert not has_bits_of(found, said(1, 0, adapter_name))
     assert found["system_fingerprint"] == after[name]
-  # Equal weights, equal fingerprint: it says what answers, not when.
+  # Equal weights give an equal fingerprint: it identifies the weights, not the time.
   assert replace(asking, directories / "same_words").status_code == 200
   assert fingerprints(asking) == after
   assert any("/v1/weights status=200" in line.message for line in caplog.records)
@@ -320,7 +320,7 @@ def make_job(name: str, count: int, deliver, fingerprint) -> Job:
 
 
 def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits_afterwards():
-  """By the thread alone, so that the order is known."""
+  """Uses the thread alone, so that the order is known."""
   engine = Engine(model_of(0), config=SIZES, key=numerics_lib.key(KEY))
   thread = EngineThread({"tiny": engine}, scorers={}, max_waiting=99, max_waiting_of_client=99)
   order: list[str] = []

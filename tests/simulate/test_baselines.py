@@ -1,4 +1,4 @@
-"""One step off and partial rollouts: what they save, and what they give up."""
+"""The baselines "one step off" and "partial rollouts": time saved, and its cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_partial_rollouts_leave_the_longest_for_later():
   assert first.stale_share == 0.0
   assert first.mean_tokens < plain.mean_tokens
   assert all(0 < step.stale_share < 1 for step in later)
-  # As many as needed, and no more than needed: nothing is left over, and nothing is stale.
+  # With exactly as many as needed, no rollout is left over and none is stale.
   exact = baselines.partial(SMALL, policy, range(2), begun=1.0)
   assert [step.stale_share for step in exact] == [0.0, 0.0]
   assert exact[0].seconds == pytest.approx(plain.seconds)

@@ -1,4 +1,4 @@
-"""The fit finds parameters that it was not told."""
+"""The fit recovers unknown parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator against one that takes every step by itself, and by hand."""
+"""The simulator against one that simulates every single step, and by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of steps and of moves, by hand."""
+"""Seconds of steps and of migrations, by hand."""
 
 from __future__ import annotations
 

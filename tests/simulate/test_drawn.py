@@ -1,4 +1,4 @@
-"""Drawn workloads are what they say; `LongestGroupFirst` holds on them against plain `Divided`."""
+"""Drawn workloads match their description; `LongestGroupFirst` holds up against `Divided`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ours_gains_where_lengths_are_alike(scarce):
 
 @pytest.mark.long
 def test_ours_holds_against_plain_divided_rollout_on_two_hundred_drawn_workloads():
-  """As in docs/results/seer_simulation.md, where the misses are named."""
+  """As in docs/results/seer_simulation.md, which lists the failures."""
   ratios: dict[tuple[str, bool], list[float]] = {}
   for seed in range(1000, 1200):
     workload = drawn.draw(seed)

@@ -1,4 +1,4 @@
-"""Generated lengths have the mean and the likeness asked for; traces are read or refused."""
+"""Generated lengths have the requested mean and correlation; traces are read or refused."""
 
 from __future__ import annotations
 

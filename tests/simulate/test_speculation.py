@@ -1,4 +1,4 @@
-"""Tokens a step by draft length and siblings, and the draft of least time."""
+"""Tokens per step by draft length and siblings, and the draft of least time."""
 
 from __future__ import annotations
 

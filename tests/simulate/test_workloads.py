@@ -1,4 +1,4 @@
-"""The presets are those of the paper's table."""
+"""The presets match the paper's table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of calls: what is found again, what is asked again, and what is refused."""
+"""The call journal: calls that are found, calls that are repeated, and errors."""
 
 from __future__ import annotations
 

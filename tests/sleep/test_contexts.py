@@ -1,4 +1,4 @@
-"""Contexts and their rewrites: versions, namespaces, time, quarantine, and what a kill leaves."""
+"""Contexts and their rewrites: versions, namespaces, time, quarantine, and state after a kill."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_namespaces_share_nothing(tmp_path: pathlib.Path):
       with pytest.raises(ValueError) as found:
         registry.rewrites(space, name, step=0)
       messages.append(str(found.value).replace(repr(name), "..."))
-    assert messages[0] == messages[1]  # As unknown as what nobody has.
+    assert messages[0] == messages[1]  # Same message as for a context that does not exist.
     theirs = registered(registry, "a", space="theirs")
     assert theirs.context_id == ours.context_id
     assert registry.rewrites("theirs", "c", step=0) == ()
@@ -158,7 +158,7 @@ def test_a_rewrite_whose_bytes_changed_is_dropped_and_said(tmp_path: pathlib.Pat
 
 
 class Model:
-  """What a registry has to say, kept in dictionaries."""
+  """The expected content of a registry, kept in dictionaries."""
 
   def __init__(self):
     self.texts: dict[str, str] = {}
@@ -290,7 +290,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
       [sys.executable, "-c", KILLED, str(directory)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    lines = [process.stdout.readline()]  # It has begun.
+    lines = [process.stdout.readline()]  # The process has started.
     time.sleep(rng.random() * 0.05)
     process.send_signal(signal.SIGKILL)
     lines += process.stdout.readlines()
@@ -300,7 +300,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
     with Contexts(directory, identity=NANO) as registry:
       number, name, version = whole[-1]
       context = registry.get("mine", name, step=registry.last_step)
-      # At most the event in work came after what was said.
+      # At most the event in progress follows the last printed one.
       assert int(number) <= registry.last_step <= int(number) + 1
       assert context.version - int(version) in (0, 1)
       if context.version == int(version):

@@ -1,4 +1,4 @@
-"""A thinker behind HTTP: what is asked, what comes back, and all the ways in which none does."""
+"""A thinker behind HTTP: requests, responses, and every way in which a response can fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(content: Any = "four words are here", tokens: Any = 5, **fields) -> dic
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-  """Answers with what the server's list says next."""
+  """Responds with the next entry of the server's list."""
 
   def do_POST(self):
     body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -115,7 +115,7 @@ def test_a_text_that_utf8_cannot_hold_is_mended():
 
 
 def hang(handler) -> None:
-  """Says nothing until the other side has gone."""
+  """Sends nothing until the client has disconnected."""
   with contextlib.suppress(OSError):
     handler.rfile.read(1)
 

@@ -1,4 +1,4 @@
-"""The engine as a thinker, and the same engine behind a server: equal texts, byte by byte."""
+"""The engine as a thinker gives the same texts, byte by byte, as behind a server."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_protocol_over_a_server_says_what_it_says_over_the_engine():
     return Engine(model, config=dataclasses.replace(sizes, **fields))
 
   items = protocol.items(TASK, "heldout", (3,))
-  # Control tokens in what is asked too.
+  # Control tokens in the prompt as well.
   forged = dataclasses.replace(items[0].context, text=f"{items[0].context.text} {CONTROL}")
   questions = tuple(dataclasses.replace(q, context=forged.text) for q in items[0].questions)
   items += (protocol.Item(context=forged, questions=questions),)
@@ -119,4 +119,4 @@ def test_the_protocol_over_a_server_says_what_it_says_over_the_engine():
 def test_another_seed_says_something_else():
   thinker = EngineThinker(word_engine.make_engine())
   first, second = (thinkers.answer_of(thinker, call(seed=seed)) for seed in (5, 6))
-  assert first != second  # The twin of what is equal above.
+  assert first != second  # Twin of the equality above.

@@ -1,4 +1,4 @@
-"""When sleep pays: the formula by hand, what is learnt, and no dearer than always or never."""
+"""When sleep pays: the formula by hand, learning, and costs at most those of always or never."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_questions_to_come_follow_what_like_contexts_got():
   for count in (0, 0, 0, 10, 10, 12):
     seen = planner.saw_end(seen, count)
   assert planner.expected_questions(seen, 0, config) == (32 + 4) / 10
-  # Who has got one is one of the busy ones.
+  # A context with one question is more likely a busy one.
   assert planner.expected_questions(seen, 1, config) == (9 + 9 + 11 + 4) / 7
   assert planner.expected_questions(seen, 13, config) == 1.0
   for _ in range(planner.MAX_SIGHTS + 5):
@@ -93,7 +93,7 @@ def simulate(
   """Returns the expected prices of always, never and the planner's choices, and its log.
 
   Contexts get a drawn number of questions; `rate` of them get ten times as many. A choice is priced
-  by its expectation: which of two was luckier in so few contexts says nothing about it.
+  by its expectation, because realised prices of so few contexts would mostly show luck.
   """
   t, num_expected = config.latency_price, mean * (1 - rate + 10 * rate)
   price = {False: t * 31.5 * num_expected, True: t * (31.5 - saving) * num_expected + 39.5}
@@ -105,7 +105,7 @@ def simulate(
     full = [int(v) for v in rng.integers(28, 36, count)]
     short = [max(1, value - saving) for value in full]
     decision = planner.decide(seen, kind, 0, config)
-    if decision.expected is not None:  # What is tried before that is the price of learning.
+    if decision.expected is not None:  # Earlier trials are the price of learning.
       costs["always"] += price[True]
       costs["never"] += price[False]
       costs["planned"] += price[decision.should_sleep]

@@ -1,4 +1,4 @@
-"""The protocol of sleep: every arm's prompts and tokens, budgets, failures, and going on."""
+"""The sleep protocol: every arm's prompts and tokens, budgets, failures, and resuming."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_killed_run_goes_on_and_pays_nothing_twice(tmp_path: pathlib.Path):
 
 
 def test_one_token_changed_in_the_journal_is_seen(tmp_path: pathlib.Path):
-  """The twin: a journal whose answer is another, with a checksum that fits it."""
+  """Twin: a journal with another response and a matching checksum."""
   path, config = tmp_path / "calls.jsonl", dataclasses.replace(SMALL, arms=("wake",))
   found = []
   for is_changed in (False, True):

@@ -1,4 +1,4 @@
-"""Sleep in the background of an engine: equal rewrites under any load, and what goes with them."""
+"""Background sleep in an engine: equal rewrites under any load, and removal of their state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def user(text: str):
   return ({"role": "user", "content": text},)
 
 
-# Two calls a job, the second of which reads what the first wrote.
+# Two calls per job; the second reads what the first wrote.
 PROMPTS = Prompts(
   sleep=lambda context, notes, number: user(f"{context.text}{notes}"),
   read=lambda reply, notes: (notes + reply, bool(notes)),
@@ -62,7 +62,7 @@ class Sleeping:
     return self.registry.register("mine", name, text, [*text.encode()], **fields)
 
   def sleep(self, visits: int = 300) -> list:
-    """Sleeps, for so many visits at most; returns what others finished with."""
+    """Sleeps for at most `visits` visits; returns completions of other requests."""
     others = []
     for _ in range(visits):
       self.runner.advance(["mine"], step=STEPS)
@@ -73,7 +73,7 @@ class Sleeping:
     return others
 
   def sleep_until(self, num_kept: int) -> None:
-    """Sleeps until so many rewrites are kept; others are in work then."""
+    """Sleeps until `num_kept` rewrites are kept; others are still in progress."""
     self.sleep(visits=3)
     while self.runner.jobs.kept < num_kept:
       self.sleep(visits=1)
@@ -88,7 +88,7 @@ class Sleeping:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
-  """Rewrites of a runner whose engine does nothing else."""
+  """Returns the rewrites of a runner on an otherwise idle engine."""
   case = Sleeping(tmp_path_factory.mktemp("alone"))
   case.sleep()
   assert case.runner.jobs.kept == case.runner.jobs.begun == 6
@@ -96,7 +96,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 
 class FromTheClock(Runner):
-  """The twin: a runner whose seeds follow from when a job began."""
+  """Twin: a runner whose seeds depend on when a job starts."""
 
   def _begin(self, context, job):
     config, step = self._config, self._engine.counters.visits

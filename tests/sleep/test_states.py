@@ -1,4 +1,4 @@
-"""The states of contexts' sleep, and the sentences about them."""
+"""The sleep states of contexts, and their descriptions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def progress(**fields) -> Progress:
     ({}, "queued", "0 of 2 rewrites finished; the others are queued"),
     ({"num_read": 1}, "queued", "1 of 2 rewrites finished"),
     ({"num_running": 2}, "running", "0 of 2 rewrites finished; 2 running"),
-    # What was begun is in work, whatever the planner would say now.
+    # A started job stays in progress, whatever the planner would decide now.
     ({"num_running": 1, "num_read": 1, "decision": decision(False)}, "running", "1 running; 1"),
     ({"decision": decision(False, None, math.nan)}, "skipped",
      "not worth it: the first questions are answered without a rewrite"),

@@ -1,4 +1,4 @@
-"""Beam search: the bits of hypotheses that run alone, each row once, and fewer steps by drafts."""
+"""Beam search: hypotheses have the bits of separate runs, rows run once, drafts save steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def plain(numerics) -> Plain:
 
 
 def asked(rng: np.random.Generator, name: str = "beam") -> Request:
-  """Returns a request whose answer may end early."""
+  """Returns a request that may end early."""
   prompt = tuple(rng.integers(0, VOCABULARY, int(rng.integers(1, 23))).tolist())
   stops = tuple(rng.integers(0, VOCABULARY, int(rng.integers(0, 9))).tolist())
   most = int(rng.integers(4, 15))
@@ -60,7 +60,7 @@ def expected(numerics, request: Request, width: int):
 
 
 def as_rows(found) -> list[tuple[tuple[int, ...], float, str]]:
-  """What is compared: doubles are equal where their bits are, for none of these is 0 or NaN."""
+  """Returns comparable rows: doubles are equal if their bits are, since none is 0 or NaN."""
   return [(one.tokens, one.score, one.finish_reason) for one in found]
 
 
@@ -78,7 +78,7 @@ def differing(numerics, seed: int, planner=planner_lib.Planner, count: int = 4) 
 
 
 def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Counter[str]:
-  """Searches drawn ones, with drafts and without, beside requests that are sampled; counts."""
+  """Runs drawn searches with and without drafts, next to sampled requests; returns event counts."""
   rng, events = np.random.default_rng(seed), collections.Counter()
   for number in range(count):
     width, request = 2 + number % 7, asked(rng)
@@ -182,7 +182,7 @@ class OthersPages(planner_lib.Planner):
 
 
 class NeighboursNumbers(planner_lib.Planner):
-  """Broken on purpose: each further path's places are those of the row before."""
+  """Twin: the rows of each further path are off by one."""
 
   def _paths(self, *args):
     first, *others = super()._paths(*args) or ((),)

@@ -1,4 +1,4 @@
-"""A draft is a model of its target's words and context; anything else is refused."""
+"""A draft model must have its target's vocabulary and context; anything else is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_int8_is_within_half_a_step_of_each_output_channel(tmp_path, engine):
     if got.ndim == 1:
       assert np.array_equal(got, wanted)
       continue
-    # Columns are output channels, but of the table, whose rows are the head's.
+    # Scales are per output channel; for the embedding table per row, since it is the head.
     axis = -1 if path[0].key == "embed" else -2
     step = np.abs(wanted).max(axis=axis, keepdims=True) / 127
     assert np.all(np.abs(got - wanted) <= step * 0.501) and not np.array_equal(got, wanted)

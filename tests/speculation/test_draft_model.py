@@ -1,4 +1,4 @@
-"""A model that drafts: what it guesses, and that it changes nothing."""
+"""A draft model: its guesses, and that it changes no completion."""
 
 from __future__ import annotations
 

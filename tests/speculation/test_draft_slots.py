@@ -1,4 +1,4 @@
-"""Slots of a draft's cache: what is known of a request is what it has in common with its slot."""
+"""Slots of a draft's cache: a request reuses the prefix that it has in common with its slot."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_where_there_are_too_many_those_that_have_a_slot_keep_it():
 
 def test_slots_are_as_a_cache_of_whole_texts_would_have_them():
   chooses, events = random.Random(0), dict(evicted=0, rejected=0)
-  slots, whole = Slots(3), OrderedDict()  # Request -> what is written of it.
+  slots, whole = Slots(3), OrderedDict()  # Request -> its tokens in the cache.
   texts: dict[str, list[int]] = {}
   for _ in range(2000):
     name = chooses.choice("abcde")

@@ -1,4 +1,4 @@
-"""Groups and their drafts, and what is refused."""
+"""Suffix trees of groups, their drafts, and errors."""
 
 from __future__ import annotations
 

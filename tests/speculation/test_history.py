@@ -1,4 +1,4 @@
-"""Answers to prompts that come again: what is remembered, and for how long."""
+"""The history of completions for repeated prompts: its contents and their lifetime."""
 
 from __future__ import annotations
 

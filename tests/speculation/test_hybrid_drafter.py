@@ -1,4 +1,4 @@
-"""Two sources of drafts, one plan: what each is told, what is drafted, and what is refused."""
+"""Two draft sources under one plan: the feedback to each, the drafts, and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def counts(drafter: HybridDrafter) -> dict[str, tuple[int, int]]:
 
 @pytest.fixture(scope="module")
 def plain():
-  """What each request says without drafts."""
+  """Returns each request's completion without drafts."""
   engine = drafting_models.make_engine(NATIVE)
   return {done.request_id: done for done in engine.generate(group(0))}
 
@@ -69,13 +69,13 @@ def test_a_good_model_drafts_and_a_useless_one_soon_does_not(plain):
         assert done.has_bits_of(plain[done.request_id])
     told[kind] = counts(drafter)
     if kind == "nan":
-      # What it does not draft is expected to fail, so that it is hardly asked.
+      # Its omitted drafts are expected to fail, so it is seldom called.
       assert 0 < drafter.model.counters.calls < engine.counters.visits / 4
       assert drafter.budget.acceptance["model"][0] < 0.4
   drafted, accepted = told["same"]["model"]
   assert accepted > 0.8 * drafted > 60
   assert told["nan"]["model"] == (0, 0)
-  assert told["nan"]["suffix"][1] > 0  # Equal texts come again and again.
+  assert told["nan"]["suffix"][1] > 0  # Equal texts repeat.
 
 
 @pytest.mark.thorough
@@ -101,7 +101,7 @@ def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
 
 
 class Said(NamedTuple):
-  """What `SourceBudget.observe` was told."""
+  """The arguments of `SourceBudget.observe`."""
 
   source: str
   allowed: int
@@ -110,7 +110,7 @@ class Said(NamedTuple):
 
 
 class Told:
-  """A budget that plans one choice and keeps what it is told."""
+  """A budget that plans one choice and records its feedback."""
 
   def __init__(self, choice: Choice, drafter: HybridDrafter):
     self.choice, self.said = choice, []
@@ -135,8 +135,8 @@ def test_each_source_is_told_how_its_own_path_held():
   (paths,) = drafter.draft([query])
   by_model = drafter._drafted["r"].paths[1]
   assert drafter._drafted["r"].paths[0] == [(1, 2, 3, 4)] and (1, 2, 3, 4) in paths
-  assert len(by_model[0]) == 4 and len(by_model) == 1 + 4  # Two ids of each place.
-  # It says one token of the model's, then a sibling of the second.
+  assert len(by_model[0]) == 4 and len(by_model) == 1 + 4  # Two ids per place.
+  # The target accepts one token of the model's path, then a sibling of the second.
   sibling = next(path for path in by_model[1:] if len(path) == 2)
   tokens += [*sibling, 60]
   drafter.observe("r", "g", 2, 2)
@@ -146,12 +146,12 @@ def test_each_source_is_told_how_its_own_path_held():
   ]  # fmt: skip
   assert (drafter.acceptance.num_drafted, drafter.acceptance.num_accepted) == (2, 2)
   assert drafter.model.acceptance.num_accepted == 2
-  # A text that ends within a draft says nothing of the rest.
+  # A completion that ends within a draft is no evidence about the rest.
   told.said.clear()
   main = drafter._drafted["r"].paths[1][0]
   drafter.finish("r", "g", [*tokens, *main[:2]], len(PROMPT))
   assert told.said[1] == Said("model", 2, 2, False)
-  # And what is unknown still is told to nobody.
+  # A draft with an unknown outcome gives no feedback.
   told.said.clear()
   drafter.draft([query._replace(request_id="s")])
   drafter.finish("s", "g", tokens, len(PROMPT))

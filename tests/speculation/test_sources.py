@@ -1,4 +1,4 @@
-"""Which source drafts for whom: where chances are known, against all choices, and refusals."""
+"""Choosing draft sources: against all choices where acceptance is known, and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make(times=FLAT, *, suffix=CHEAP, model=MODEL, **changes) -> SourceBudget:
 
 
 class World:
-  """Requests whose drafts hold token by token with chances of their own."""
+  """Requests with their own acceptance probabilities, token by token."""
 
   def __init__(self, rates: dict[str, dict[str, float]], *, sibling: float = 0.0, seed: int = 0):
     self.rates, self.sibling, self.rng = rates, sibling, random.Random(seed)
@@ -180,7 +180,7 @@ def test_what_begins_to_pay_is_found_though_nothing_paid_for_long():
 
 
 def test_what_pays_from_the_beginning_is_found_by_the_first_probes():
-  # As a model of 10 M parameters on a CPU: rows are dear, and plain decoding takes eight steps.
+  # As a 10 M model on a CPU: rows are expensive, and plain decoding takes eight steps.
   dear = StepTimes(rows=(1, 5, 9), seconds=(1.1, 2.3, 3.1), visits=((1, 8, 8.0),))
   model = DraftTimes(once=0.1, position=0.08)
   for rate, is_worth_it in ((0.95, True), (0.3, False)):

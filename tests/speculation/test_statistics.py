@@ -1,4 +1,4 @@
-"""What came of drafts, in numbers: by hand, and refusals."""
+"""Acceptance statistics by hand, and errors."""
 
 from __future__ import annotations
 

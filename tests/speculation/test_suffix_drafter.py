@@ -1,4 +1,4 @@
-"""Drafters in the place where the engine has them: they may do anything but change the text."""
+"""Suffix drafters, and that no drafter in an engine can change a completion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from seerjax.speculation.suffix_drafter import LEAD_IN, SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
 
 PROMPT = [90, 91, 92, 93, 94, 95, 96, 97, 98, 99]
-# As where sixteen rows cost what one costs.
+# Step times where sixteen rows cost as much as one.
 TIMES = budget.StepTimes(rows=(1, 16, 32, 512), seconds=(1.0, 1.0, 2.0, 32.0))
 
 
@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
 
 def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
-  """Says the requests' texts as an engine would; returns ({request: answer}, number of steps)."""
+  """Decodes requests as an engine would; returns ({request: completion}, number of steps)."""
   waiting, answers = list(requests), {}
   running: list[Request] = []
   steps = 0
@@ -170,7 +170,7 @@ def test_junk_is_the_same_for_the_same_seed():
 
 def test_it_goes_on_from_whatever_it_was_told():
   drafter = SuffixDrafter(budget=None)
-  # Told of a request that it was never asked about, and asked about one in the midst of its text.
+  # `finish` for a request never drafted for, and `draft` from the middle of a completion.
   drafter.finish("a", "g", [*PROMPT, 1, 2, 3, 4, 5], 10)
   assert drafter.draft([DraftQuery("b", "g", [*PROMPT, 1, 2], 10, 8)]) == [[(3, 4, 5)]]
   # One that was run elsewhere meanwhile, and a name that comes again with another text.
@@ -260,7 +260,7 @@ def test_what_is_remembered_is_the_answer_and_what_leads_to_it():
   history = History()
   drafter = SuffixDrafter(history=history, budget=None)
   drafter.finish("a", "g", [*PROMPT, 1, 2], len(PROMPT))
-  drafter.finish("b", "g", PROMPT, len(PROMPT))  # It said nothing.
+  drafter.finish("b", "g", PROMPT, len(PROMPT))  # An empty completion.
   (text,) = history.texts(PROMPT)
   assert text.dtype == np.int32 and text.tolist() == [*PROMPT[-LEAD_IN:], 1, 2]
   drafter.drop_group("g")
@@ -272,11 +272,11 @@ def test_what_a_sibling_says_elsewhere_is_drafted_from_as_far_as_it_was_heard():
     return DraftQuery("here", "g", PROMPT + tokens, len(PROMPT), 4)
 
   drafter = SuffixDrafter(budget=None)
-  assert not drafter.hear("there", "g", PROMPT, 3, [4])  # What came before it was lost.
+  assert not drafter.hear("there", "g", PROMPT, 3, [4])  # The tokens before it are missing.
   assert drafter.hear("there", "g", PROMPT, 0, [1, 2, 3, 4])
   assert drafter.draft([query([1, 2])])[0][0] == (3, 4)
   assert drafter.hear("there", "g", PROMPT, 4, [5, 6, 7])
-  assert drafter.hear("there", "g", PROMPT, 3, [4, 5])  # Twice: it is as long as it is.
+  assert drafter.hear("there", "g", PROMPT, 3, [4, 5])  # A repetition adds no tokens.
   assert not drafter.hear("there", "g", PROMPT, 9, [10])
   assert drafter.hear("there", "g", PROMPT, 5, [6, 7, 8])
   assert drafter.draft([query([1, 2, 3, 4])])[0][0] == (5, 6, 7, 8)
@@ -295,7 +295,7 @@ def rows_of(drafter, texts) -> int:
   drafted = [0]
 
   class Counted:
-    """Counts what is drafted."""
+    """Counts drafted tokens."""
 
     def draft(self, queries):
       paths = drafter.draft(queries)

@@ -1,4 +1,4 @@
-"""Counts, drafts and removal: by hand, against the definition, and refusals."""
+"""Suffix trees: counts, drafts and removal by hand and against the definition, and errors."""
 
 from __future__ import annotations
 

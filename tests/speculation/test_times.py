@@ -1,4 +1,4 @@
-"""Tables of seconds: by hand, between what was measured, and refusals; and an engine's own."""
+"""Step-time tables: by hand, interpolated, invalid ones, and an engine's own measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_rows_of_few_paths_by_hand():
   times = dataclasses.replace(
     SATURATING, paths=((1, 16, 0.55), (1, 32, 0.5), (4, 16, 0.88), (4, 64, 1.0))
   )
-  # What was measured comes back.
+  # Measured values are returned unchanged.
   for requests, rows, seconds in times.paths:
     assert times.step(requests, rows) == pytest.approx(seconds)
   assert times.step(4, 4) == SATURATING.step(4, 4)

@@ -1,8 +1,8 @@
-"""Rules of verification: those called exact are, to the last sequence, and five known bugs are not.
+"""Verification rules: the exact ones are exact for all sequences, and five known bugs are found.
 
-A rule is a black box here. Each uniform of an acceptance has one threshold, found by halving, the
-last one as many as there are tokens; so the law of an outcome is a sum of boxes, exact to 1e-9, and
-with all drafts of a small vocabulary that of the whole text.
+A rule is a black box here. Each uniform of an acceptance has one threshold, found by bisection; the
+last uniform has as many as there are tokens. So the law of an outcome is a sum of boxes, exact to
+1e-9, and over all drafts of a small vocabulary it gives the law of the whole text.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def at(run: Run, before: Sequence[float], behind: Sequence[float], uniform: floa
 
 
 def thresholds(run: Run, before: Sequence[float], behind: Sequence[float]) -> list[float]:
-  """Returns where the outcome changes with the uniform between those of other acceptances."""
+  """Returns the threshold of one acceptance uniform, given the others; [] if it has none."""
   one = functools.partial(at, run, before, (*behind, 0.5))
   accepted, refused = one(0.0), one(_ALMOST)
   return [] if accepted == refused else [round(halved(lambda u: one(u) != accepted), 10)]
@@ -237,7 +237,7 @@ def test_a_token_drawn_again_is_a_bug():
   pair = Pair(0, 3, 1)
   p, q = pair.p[()], pair.q[()]
   agree = float(p @ q)
-  # Accepted if equal, and what was drawn is what is said: the target's law.
+  # Accepting a draw that equals the draft, and otherwise using that same draw, keeps the law.
   own = p * q + p * (1 - q)
   again = p * q + (1 - agree) * p
   assert np.abs(own - p).sum() / 2 < 1e-6 and np.abs(again - p).sum() / 2 > 1e-3
@@ -275,7 +275,7 @@ def test_trees_of_drawn_children_say_the_target_s_texts():
   law = dict.fromkeys(pair.texts(), 0.0)
 
   def walk(prefix: Prefix, chance: float) -> None:
-    """A node whose children were drawn: those that hold are walked down, until a prefix stops."""
+    """Visits a node with drawn children; recurses into accepted ones until a prefix stops."""
     if len(prefix) == pair.most or pair.stops[prefix]:
       pair._spread(law, prefix, chance)
       return

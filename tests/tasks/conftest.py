@@ -1,4 +1,4 @@
-"""A module and a file of a user, in the current directory."""
+"""A user's module and data file, in the current directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last block of Python in a text."""
+"""Extracting the last Python block of a text."""
 
 from __future__ import annotations
 

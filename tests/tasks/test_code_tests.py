@@ -1,4 +1,4 @@
-"""Programs with unit tests: what holds, what fails, what cheats, and which files are refused."""
+"""Programs with unit tests: passes, failures, cheats, and refused files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def judged(task, tests, program):
     ("def add(a, b):\n  raise ValueError", False),
     ("def plus(a, b):\n  return a + b", False),
     ("def add(a, b):\n  return [a + b]", False),
-    # What equals everything, what ends early, and what knows the first answer alone.
+    # An object that equals everything, an early exit, and the first expected value only.
     ("class A:\n  def __eq__(s, o):\n    return True\ndef add(a, b):\n  return A()", False),
     ("import os\nos._exit(0)", False),
     ("import sys\nsys.exit(0)", False),

@@ -1,4 +1,4 @@
-r"""MATH: what is read from \boxed{...}, what is equal, and which files are refused."""
+r"""MATH: parsing of \boxed{...}, equality of answers, and refused files."""
 
 from __future__ import annotations
 

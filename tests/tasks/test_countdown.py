@@ -1,4 +1,4 @@
-"""Countdown: an expression is parsed, never run, and its value is exact."""
+"""Countdown: expressions are parsed, never executed, and evaluated exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of data move with whatever a prompt or a verdict reads, and with nothing else."""
+"""Data digests change with every input of a prompt or a verdict, and with nothing else."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_task_of_ones_own_that_reads_a_path_has_the_digest_of_its_files(tmp_pa
   assert digests.of_task(task, data) == first
   shutil.move(data / "b.jsonl", data / "c.jsonl")
   assert digests.of_task(task, data)["task_path"] != first["task_path"]
-  # A source that was changed is said, and refuses nothing.
+  # Changed source code is reported, and not refused.
   module.write_text(module.read_text() + "\n# Changed.\n")
   second = digests.of_task(task, data) | {"task_path": first["task_path"]}
   assert digests.differences(first, second) == [

@@ -1,4 +1,4 @@
-"""Draws: the same everywhere, even, within their range."""
+"""Draws are equal on every machine, uniform, and within their range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equations of a text, against answers by hand."""
+"""Equations found in a text, against results by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seerjax.tasks import answers, equations
     ("2+3*4=14", [True]),
     ("7/2=7/2 and 7/2=3.5", [True, True]),
     ("1/3=0.33", [False]),
-    ("3+4=7+5=12", [False]),  # The first "=" says so.
+    ("3+4=7+5=12", [False]),  # The first "=" decides.
     ("$5 \u00d7 1,200 = $6,000", [True]),
     ("5\u22127=-2", [True]),
     ("8/0=0", [False]),

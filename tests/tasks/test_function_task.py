@@ -1,4 +1,4 @@
-"""Tasks of a file of prompts and a reward function."""
+"""Tasks made of a prompt file and a reward function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line."""
+"""JSON Lines files."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_what_is_no_formula_is_refused(formula, message):
 
 def test_solutions_by_hand():
   assert puzzles.solutions(dict(A="!B", B="&AB")) == [dict(A=True, B=False)]
-  # A knight Ben says true of a knave Ada: of what is false anything follows.
+  # A knight Ben makes a true statement about a knave Ada: anything follows from a false premise.
   assert puzzles.solutions(dict(A="!B", B=">AB")) == [
     dict(A=True, B=False), dict(A=False, B=True)
   ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every generator of reasoning-gym: its problems, its right answers, and what hostile texts get."""
+"""Every reasoning-gym generator: its problems, correct answers, and verdicts of hostile texts."""
 
 from __future__ import annotations
 

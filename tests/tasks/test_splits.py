@@ -1,4 +1,4 @@
-"""Which rows are held out."""
+"""Selection of held-out rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts and their questions: what is so after a story, what is held out, and verdicts."""
+"""Contexts and their questions: the state after a story, held-out names, and verdicts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_test_split_has_names_verbs_and_kinds_of_its_own():
   assert not seen["test"] & set(stateful.TRAIN_NAMES)
   assert seen["test"] >= {*stateful.TEST_NAMES, *stateful.TEST_VERBS}
   assert kinds["test"] == set(stateful.TEST_KINDS) > kinds["train"]
-  # A model that was pretrained on all stories knows every word.
+  # A model that was pretrained on all stories has seen every word.
   forms = [*stories.TRAIN_FORMS.values(), *stories.HELDOUT_FORMS.values()]
   known = words(" ".join(form for group in forms for form in group))
   known |= {*stories.NAMES, *stories.OBJECTS}
@@ -297,7 +297,7 @@ def test_a_branch_is_told_to_who_asks_and_is_never_a_star():
     first = context.text.replace("At first ", "").split()[0]
     num_compared_with_the_first += compared.count(first)
     names = [fact.split()[0] for fact in stateful.facts_in(context.facts)]
-    # The last one is compared with somebody but the first.
+    # The last person is compared with someone other than the first.
     says = rf"{names[-1]} (?:has|gets) \d+ [^.]*?([A-Z][a-z]+)(?: has)?\."
     (last,) = re.findall(says, context.text)
     assert last in names[1:-1]

@@ -1,4 +1,4 @@
-"""Stateful problems from a user's own files: where they are split, and what is refused."""
+"""Stateful problems from a user's own files: where they are split, and errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_cut_stands_before_the_sentence_that_asks(text: str, question: str):
 GSM = {
   "question": "Ana has 2.5 kg of nuts. She eats 0.5 kg. How many kg are left?",
   "answer": "2.5-0.5=2\n#### 2",
-  # As the published set has it, which was split at every dot.
+  # As in the published set, which was split at every dot.
   "stateful_gsm_symbolic_context": "Ana has 2. 5 kg of nuts. She eats 0.",
   "stateful_gsm_symbolic_question": "5 kg. How many kg are left?",
 }

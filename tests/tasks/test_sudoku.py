@@ -1,4 +1,4 @@
-"""Sudoku: one solution each, and a checker that knows rules alone."""
+"""Sudoku: unique solutions, and a checker that uses the rules alone."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_problem_is_the_same_on_every_machine():
     ("r1c1=4\n####\n4132\n2341\n3214\n1423\n", 1.0, True),
     ("#### 4132234132141423", 1.0, True),
     ("#### 4132 2341 2314 1423", 0.0, True),  # A column holds 2 twice.
-    ("#### 1234 3412 2143 4321", 0.0, True),  # Keeps the rules, not what is given.
+    ("#### 1234 3412 2143 4321", 0.0, True),  # Keeps the rules, but not the given digits.
     ("#### .132 2341 3214 1423", 0.0, False),
     ("#### 4132 2341 3214 142", 0.0, False),
     ("#### 4132 2341 3214 1425", 0.0, False),

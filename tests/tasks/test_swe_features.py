@@ -1,4 +1,4 @@
-"""Which files a commit modifies, asked of a small repository made here."""
+"""Which files a commit modifies, in a small repository made here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_commits_are_asked_about_the_tree_before_them(repository: pathlib.Path):
   contexts = task.contexts("test")
   asked = [task.questions("test", index) for index in range(len(contexts))]
   assert [(q.question, q.answer) for (q,) in asked] == [
-    ("two\n\nand why", "a.py\nb.py"),  # What is new could not be known, and text does not count.
+    ("two\n\nand why", "a.py\nb.py"),  # New files and text files do not count.
     ("merged", "b.py\nlib/e.js"),
     ("gone and changed", "c d.py\nnew.py"),
   ]
@@ -73,7 +73,7 @@ def test_several_commits_are_asked_about_one_tree(repository: pathlib.Path):
   config = SWEConfig(min_files=2, num_questions=3)
   task = swe_features.load(repository, config)
   (context,) = task.contexts("test")
-  # Of the last commit's files, new.py was not there yet.
+  # new.py, a file of the last commit, did not exist yet.
   assert [q.answer.split("\n") for q in task.questions("test", 0)] == [
     ["a.py", "b.py"], ["b.py", "lib/e.js"], ["c d.py"],
   ]  # fmt: skip

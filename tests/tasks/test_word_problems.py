@@ -1,4 +1,4 @@
-"""Word problems: what they ask, what their solutions say, and which splits they belong to."""
+"""Word problems: their questions, their solutions, and their splits."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_knobs_at_their_limits_make_sound_problems(split):
       for problem in task.questions(split, index):
         assert task.verdict(problem, problem.solution).correct
         assert problem.num_steps <= 2 * stories.MAX_STEPS + 2
-        # Nobody is ever left with nothing or less; only a difference may be 0.
+        # No person is left with zero or less; only a difference may be 0.
         assert "=0\n" not in problem.solution.rpartition("\n")[0]
         assert "=-" not in problem.solution
 

@@ -1,4 +1,4 @@
-"""Advantages: by hand, by property, and what they refuse."""
+"""Advantages: by hand, by property, and errors."""
 
 from __future__ import annotations
 

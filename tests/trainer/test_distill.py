@@ -1,4 +1,4 @@
-"""A draft learns from answers: losses by hand, batches of what was said, and that it learns."""
+"""Draft distillation: losses by hand, batches of completions, and that the draft learns."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_losses_are_cross_entropy_and_kl_by_hand():
   sampled = distill.Batch(tokens, jnp.ones((1, 3)), empty.astype(jnp.int32), empty)
   wanted = [[0.0, -np.log(0.25), -np.log(0.6)]]
   np.testing.assert_allclose(distill.losses_of(logits, sampled), wanted, rtol=1e-6)
-  # Of the target two ids are known: 0.7 and 0.2, so that 0.1 is left for the third.
+  # Two ids of the target are known, 0.7 and 0.2, which leaves 0.1 for the third.
   ids = jnp.asarray([[[0, 1], [1, 0], [0, 1]]], jnp.int32)
   logprobs = jnp.log(jnp.asarray([[[0.7, 0.2], [0.6, 0.1], [0.5, 0.5]]]))
   likely = distill.Batch(tokens, jnp.ones((1, 3)), ids, logprobs)

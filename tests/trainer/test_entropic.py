@@ -24,7 +24,7 @@ class Tilt(NamedTuple):
 
 
 def only(rewards, valid=None, **options) -> tuple[np.ndarray, Tilt]:
-  """Returns the advantages of one group, and the rest of what is said about it."""
+  """Returns the advantages of one group, and its other statistics."""
   result = entropic.entropic(
     np.asarray(rewards, np.float64)[None], valid=None if valid is None else valid[None], **options
   )
@@ -407,7 +407,7 @@ def test_hopeless_others_give_a_huge_but_finite_advantage():
   advantages, tilt = only([1.0, 0.0, 0.0, 0.0], beta=1e4)
   np.testing.assert_allclose(advantages, [1e12, -1, -1, -1], rtol=1e-6)
   assert tilt.kl == pytest.approx(math.log(4))
-  # As long as they are not quite hopeless, every digit of what they are counts.
+  # As long as the others are not quite hopeless, their values matter to every digit.
   advantages, _ = only([1.0, 0.0, 0.0, 0.0], beta=25.0)
   np.testing.assert_allclose(advantages[0], math.exp(25) - 1, rtol=1e-7)
 

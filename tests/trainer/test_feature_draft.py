@@ -1,4 +1,4 @@
-"""A draft that reads its target's hidden rows: which of them each row knows, and that it learns."""
+"""A draft that reads its target's hidden rows: which rows it sees, and that it learns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONFIG = distill.DistillConfig(
 @pytest.fixture(scope="module")
 def target():
   params = parameters.init(numerics_lib.key(0), MODEL, distill.numerics_for(12))
-  # As of one that has learnt to tell tokens apart.
+  # Like a trained model's table, with distinguishable tokens.
   return {**params, "embed": 30 * params["embed"]}
 
 
@@ -39,7 +39,7 @@ def test_a_row_reads_hidden_rows_before_it_and_tokens_up_to_it(target):
   other_token = np.asarray(rows_of(hidden, tokens.at[0, 5].set(33)))
   changed = lambda found: np.flatnonzero((found != plain).any(axis=2)[0])[0]
   assert changed(other_row) == 6 and changed(other_token) == 5
-  # The target's head says of the target's rows what the target says.
+  # The target's head on the target's rows gives the target's logits.
   wanted = flax_module.logits_of(target, tokens, config=MODEL, numerics=distill.numerics_for(12))
   found = feature_draft.logits_of(target, hidden, model=MODEL)
   np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)

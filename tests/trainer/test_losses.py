@@ -1,4 +1,4 @@
-"""The policy loss: by hand, by closed-form gradients, by its limits, and what it refuses."""
+"""The policy loss: by hand, by closed-form gradients, by its limits, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A packed micro-batch through the model: no sequence feels its neighbours, forward or backward."""
+"""A packed micro-batch: no sequence depends on its neighbours, forward or backward."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def hidden_and_gradient(master, rows, num_pages):
 @pytest.mark.thorough
 def test_packed_sequences_are_those_packed_alone():
   rng = np.random.default_rng(0)
-  lengths = [(3, 5), (1, 20), (9, 8)]  # 7, 20 and 16 rows: beside each other in one micro-batch.
+  lengths = [(3, 5), (1, 20), (9, 8)]  # 7, 20 and 16 rows, packed into one micro-batch.
   groups = [random_group(index, [pair], rng) for index, pair in enumerate(lengths)]
   master = tiny_model.random_master(CONFIG, NUMERICS)
   num_pages = packing.layout(**SIZES).num_pages

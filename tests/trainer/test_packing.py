@@ -1,4 +1,4 @@
-"""Packing: by hand, by property, and what it refuses."""
+"""Packing: by hand, by property, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUMERICS = NumericsConfig(
   implementation="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1
 )
 SIZES = {"numerics": NUMERICS, "page_size": 2, "rows_per_micro_batch": 12}
-# Of the random cases: at most four groups of four rollouts, each with rows of its own.
+# For the random cases: at most four groups of four rollouts, each with its own rows.
 MOST_MICRO_BATCHES, MOST_ROWS = 16, 32
 
 
@@ -71,7 +71,7 @@ def cases(draw):
 
 
 def padded(batch):
-  """As many empty micro-batches and rows as make every case one shape: one compilation."""
+  """Adds empty micro-batches and rows, so that all cases have one shape: one compilation."""
   missing = np.subtract((MOST_MICRO_BATCHES, MOST_ROWS), batch.targets.shape)
 
   def pad(values, fill):
@@ -87,7 +87,7 @@ def assert_same(left, right):
 
 
 def test_hand_computed():
-  """As the module draws it: a has five rows, b one beside a's page; c does not fit beside them."""
+  """The example of the module: a has five rows, b one after a's page; c does not fit with them."""
   a = rollout([10, 11, 12], [13, 14, 15], name="a")
   b = rollout([10, 11, 12], [20], name="b")
   c = rollout([30, 31], [32, 33, 34, 35], name="c", sampling=types.SamplingParams(temperature=0.5))
@@ -280,7 +280,7 @@ def test_every_row_reads_its_own_sequence_whoever_wrote_it(case, seed):
 
 
 def with_prompt(one, kind):
-  """A rollout whose prompt is one of three that begin alike."""
+  """Returns a rollout with one of three prompts that share a prefix."""
   length = len(one.request.prompt)
   prompt = [10_000 + min(place, length // 2 if kind else length) for place in range(length)]
   prompt = [token + 7 * int(kind == 2 and place > 2) for place, token in enumerate(prompt)]
@@ -292,7 +292,7 @@ def test_a_group_of_one_prompt_has_rows_for_it_once():
   members = [rollout(prompt, [20 + i, 30 + i], name=f"r{i}") for i in range(3)]
   sizes = SIZES | {"rows_per_micro_batch": 24, "max_sequences": 3}
   batch = packing.pack([group(0, *members)], np.zeros((1, 3), np.float32), **sizes)
-  # Nine tokens, of which eight are whole pages: 10 rows, then the ninth and the answer's first.
+  # Nine tokens, eight of them in whole pages: 10 rows, then the ninth and the response's first.
   assert batch.tokens.num_rows.tolist() == [14]
   kernels = dataclasses.replace(NUMERICS, implementation="pallas", compute_dtype="bfloat16")
   batch = packing.pack(

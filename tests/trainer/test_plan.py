@@ -1,4 +1,4 @@
-"""What learning takes of memory: counted by hand, and beside what XLA says of compiled programs."""
+"""The memory plan of training: by hand, and against XLA's numbers for compiled programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_activations_are_about_what_xla_says(changes, dtype, remat, measured):
 
 
 def test_sums_alive_by_hand():
-  # One run: its own. Of eight, when the last begins: its own, and those of 4, 2 and 1.
+  # One run has its own sum. When the last of eight starts, there are its own and those of 4, 2, 1.
   assert [plan.num_sums(count) for count in (1, 2, 4, 8)] == [1, 2, 3, 4]
 
 

@@ -1,4 +1,4 @@
-"""What learns is shared out over all devices, and its norm has the bits of one."""
+"""Trained weights are sharded over all devices, and their norm has one device's bits."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
     ("qkv", (8, 6, 4), (2, 4), jax.P("model", "instance", None)),
     ("down", (8, 4, 6), (2, 4), jax.P("model", None, "instance")),
     ("qkv_bias", (8, 6), (3, 2), jax.P("model", "instance")),
-    # What does not divide stays whole.
+    # An indivisible axis stays whole.
     ("qkv", (8, 6, 4), (4, 2), jax.P("model", None, None)),
-    # No slab: over all devices, `model` first, or those of one axis, or none.
+    # Without slabs: over all devices, `model` first, or over one axis, or none.
     ("embed", (16, 6), (2, 4), jax.P(("model", "instance"), None)),
     ("embed", (12, 6), (2, 4), jax.P("model", None)),
     ("embed", (10, 6), (2, 4), jax.P("instance", None)),
@@ -86,7 +86,7 @@ def test_a_norm_is_that_of_all_elements():
     (lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), False),
     (lambda: optax.adafactor(0.1, min_dim_size_to_factor=1), False),
     (lambda: optax.lamb(0.1), False),
-    # By shape alone, which a part has another of.
+    # It depends on the shape, which differs for a part.
     (lambda: optax.stateless(lambda g, _: jax.tree.map(lambda x: x / x.shape[0], g)), False),
   ],
 )
@@ -96,7 +96,7 @@ def test_what_may_work_on_parts(make, expected):
 
 
 def updated(case: mesh_cases.Case, mesh, optimizer, master, gradients):
-  """Returns (state after the gradients on the host, norms, arrays of which devices have parts)."""
+  """Returns (state after the gradients, on the host; norms; arrays of devices that have parts)."""
   mesh = mesh_of(*mesh)
   trainer = step.Trainer(case.config, case.numerics, losses.dapo(), optimizer, mesh, 1, 4)
   state, norms = trainer.init(jax.tree.map(jnp.asarray, master)), []
@@ -224,7 +224,7 @@ def test_twin_a_norm_over_devices_follows_their_number():
   assert len({found(mesh, over_devices(mesh)) for mesh in meshes}) > 1
 
 
-# What one device has of a large model: shapes alone.
+# One device's share of a large model, from shapes alone.
 
 
 def of_device(name: str, mesh: shards.Mesh) -> tuple[float, float, float]:
@@ -241,7 +241,8 @@ def of_device(name: str, mesh: shards.Mesh) -> tuple[float, float, float]:
   return kept, running, 14 * sum(leaf.size for leaf in jax.tree.leaves(masters)) / mesh.size
 
 
-# The second number, beside 14 bytes a parameter over all devices, is docs/results/cluster.md's.
+# The second number, compared with 14 bytes a parameter over all devices, is from
+# docs/results/cluster.md.
 @pytest.mark.parametrize(
   ("name", "mesh", "of_share"),
   [("qwen3-8b", (1, 8), 1.0), ("qwen3-8b", (8, 1), 2.0), ("qwen3-32b", (4, 8), 1.429)],

@@ -1,4 +1,4 @@
-"""One optimiser step: scores have the forward's bits; devices and orders change none of any."""
+"""One optimiser step: scores have the forward's bits; devices and order change no bit."""
 
 from __future__ import annotations
 
