@@ -32,11 +32,11 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
     first_bytes = agreement.FIRST_BYTES
     assert one["sizes"] == [0, *range(first_bytes - 24, first_bytes + 4), 2048]
     assert one["least"] == 4.5 and one["most"] == 4
-    # Both name the step, the field, and who has which value.
+    # Both errors name the step, the field, and each process's value.
     assert one["differs"].startswith("Disagreement: step 7: got pages that differs between")
     assert "40 (digest " in one["differs"] and ") in process 0; 41 (digest " in one["differs"]
     assert "the same code, flags and files" in one["differs"]
-  # The other process ends with what the first could not do.
+  # The other process ends with the first one's error.
   assert first["refused"] == "OSError: the disk is full"
   assert second["refused"] == (
     "Disagreement: process 0 ended with OSError: the disk is full; see its log."

@@ -374,7 +374,7 @@ def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):
   "num, said",
   [
     (10**6, "while step 1 was saved, expected room for it; free some space, and"),
-    # The arrays find room, and what describes them does not.
+    # There is room for the arrays, but not for their description.
     (10, "bytes free), expected room for it; free some space and resume: all earlier results"),
   ],
 )

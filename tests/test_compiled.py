@@ -66,6 +66,6 @@ def test_a_change_in_another_file_is_seen_and_nothing_else_compiles_anew(tmp_pat
   (tmp_path / "high.py").write_text(HIGH)
   assert ran(1, 1) == "40 0\n31 0\n40 0\n"
   assert ran(1, 1) == "40 1\n31 1\n40 1\n"
-  # The number that one reads stays; what the others call does not.
+  # The value that one reads is unchanged; the functions that the others call are not.
   assert ran(1, 2) == "50 0\n31 1\n50 0\n"
   assert ran(4, 2) == "110 0\n34 0\n110 0\n"

@@ -77,7 +77,7 @@ HOST_ONLY = (
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
 HOST_ONLY_ROOMS = {"compiled", "fields", "types", "rollout", "sleep", "speculation"}
 CLOCKS = {"time", "datetime"}
-# No clock decides in these rooms; waiting between two tries of a call over HTTP decides nothing.
+# These rooms read no clock; the wait between two tries of an HTTP call affects no result.
 CLOCKLESS = ("rollout", "sleep", "speculation")
 WAITS = "sleep/endpoint.py"
 # The benchmark: the program, and what it times, checks and asks.
@@ -110,7 +110,7 @@ def complaints(source: str, path: str) -> list[str]:
       found.append(f"{path}: got {', '.join(sorted(got))}; expected {expected}; {fix}.")
 
   if path == "seerjax/__init__.py":
-    room = "experiments"  # The front door shows every room of the library.
+    room = "experiments"  # The front module exports from every room of the library.
   if room not in ROOMS:
     complain(
       {f"the room {room!r}"},

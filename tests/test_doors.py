@@ -560,7 +560,7 @@ FIELDS: list[tuple[Callable[..., Any], str, Any, str, str]] = [
   (ProgramConfig, "num_workers", 0, "expected at least 1", "raise it"),
 ]  # fmt: skip
 
-# Everything else that a user calls.
+# Other public functions.
 ROWS = [
   Row("at most one token per position", lambda d: words(max_tokens=2, allowed=((0, 5),)),
       "got 2 with 1 positions in `allowed`", "expected at most one token per position", "lower it"),
@@ -819,7 +819,7 @@ ROWS = [
   Row("a problem of -1 circles", lambda d: names.load("circle_packing:-1"),
       "got 'circle_packing:-1'",
       "expected a number of circles behind the", "circle_packing:26 is usual"),
-  # Tasks and rewards of one's own.
+  # User tasks and rewards.
   Row("a syntax error in a task", lambda d: d.module("def f(:\n"),
       "got 'own_task:Task', whose", "expected Python", "fix that line"),
   Row("a task that raises at import", lambda d: d.module("raise RuntimeError('boom')"),
@@ -1224,7 +1224,7 @@ def exported(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def shared() -> tuple[Engine, Completion]:
-  """The engine of all rows, and what it answers before any."""
+  """The engine of all rows, and its completion before any."""
   params = tiny_model.random_params(MODEL, NUMERICS)
   engine = Engine(Model(MODEL, params, NUMERICS, TOKENIZER), config=SIZES, key=jax.random.key(3))
   [answer] = engine.generate([request("probe", (9, 8, 7), seed=5, max_tokens=2)])

@@ -273,7 +273,7 @@ def test_a_step_of_which_the_console_shows_no_number_has_no_line(tmp_path):
     tmp_path, tensorboard=False, stream=stream, console_digits={"train/loss": 6}
   ) as writer:
     writer.write(0, {"heldout/accuracy": 0.5})
-    assert not writer.note("evaluating")  # There is no bar.
+    assert not writer.note("evaluating")  # No progress bar exists.
   assert not stream.file.getvalue()
 
 

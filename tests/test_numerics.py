@@ -72,7 +72,7 @@ def test_a_fingerprint_names_the_slabs_that_a_model_decided():
 
 
 def test_a_fingerprint_names_the_rows_of_a_tile_that_a_platform_decided():
-  # A CPU's have not moved; a TPU's fill its matrix unit.
+  # A CPU's defaults are unchanged; a TPU's fill its matrix unit.
   assert [numerics.row_tile_of(name) for name in ("cpu", "cuda", "tpu")] == [16, 16, 128]
   open_rows = dataclasses.replace(TILED, row_tile=0)
   with pytest.raises(ValueError, match=r"row_tile: got 0, .* models.config.numerics_for"):
@@ -110,7 +110,7 @@ def test_on_a_gpu_a_fingerprint_names_what_compiles_and_drives_it():
 
 
 def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
-  """Stored fingerprints of CPU runs stay what they were: no field of a GPU is among them."""
+  """Stored fingerprints of CPU runs are unchanged: they contain no GPU field."""
   for implementation in ("tiled", "native"):
     found = numerics.fingerprint(
       numerics.with_row_tile(NumericsConfig(implementation=implementation))

@@ -94,10 +94,10 @@ def test_a_copy_that_was_cut_off_is_no_checkpoint(place: str, last: str):
   assert checkpoint.restore(place, STATE, fingerprint=FINGERPRINT).step == 5
   with pytest.raises(ValueError, match=r"got step 7 of .*expected one of \(5,\)"):
     checkpoint.restore(place, STATE, fingerprint=FINGERPRINT, step=7)
-  # The run does the step again, over what was left.
+  # The run repeats the step, over the remains.
   save(place, 7)
   assert checkpoint.restore(place, STATE, fingerprint=FINGERPRINT).step == 7
-  # The twin: with the marker alone, the copy would have been taken for whole, and found damaged.
+  # Twin: with only the marker, the copy would count as whole, and be found damaged.
   for name, file in object_store.files(epath.Path(place) / "step_00000007"):
     if name.startswith("state/"):
       file.unlink()

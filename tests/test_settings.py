@@ -138,7 +138,7 @@ def test_a_share_of_the_thorough_tests_is_drawn_by_the_seed(conftest):
   assert drawn[7].keys() != drawn[8].keys()
   assert drawn[7] == conftest.drawn_thorough_tests(reversed(NAMES), 0.5, "7")
   assert {*drawn[7].values()} == {"lottery"}
-  # Whether a test is drawn is its own affair: a file can be left out before it is imported.
+  # Each test is drawn independently, so a file can be skipped before it is imported.
   few = conftest.drawn_thorough_tests(NAMES[:200], 0.5, "7")
   assert few.keys() == {name for name in drawn[7] if name in NAMES[:200]}
   assert conftest.drawn_thorough_tests(NAMES, 1, "7").keys() == {*NAMES}

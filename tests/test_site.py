@@ -19,7 +19,7 @@ PUBLIC_API = ROOT / "tests" / "public_api.txt"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE_NAME = re.compile(r"# ([a-z_]+\.py)\n")  # The first line of a block that is a file.
-# What a browser asks for by itself when a page is opened; a link that one clicks is none of it.
+# URLs that a browser loads when a page opens; links that a user clicks do not count.
 ASKED = re.compile(
   r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^\"'> ]+"
   r"|<link\b[^>]*\brel=[\"']?(?:stylesheet|preconnect|preload|icon)[^>]*\bhref=[\"']?(?:https?:)?//"
@@ -116,13 +116,13 @@ def public_names(text: str) -> list[str]:
     if name is None:
       continue
     indent, word, home = name.groups()
-    if home:  # A name at the front door: what follows is of its own module.
+    if home:  # A top-level name: the following lines belong to its own module.
       path = [home]
     elif not indent:
       path = [word]
     else:
       path = [*path[: len(indent) // 2], word]
-      if word != "__init__":  # It stands with its class.
+      if word != "__init__":  # It is listed with its class.
         names.append(".".join(path))
   return names
 
@@ -238,7 +238,7 @@ for folder in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def run_guides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Path]:
-  """Runs the programs of all guides that have one: name -> folder of what came of it."""
+  """Runs the programs of all guides that have one; returns name -> output folder."""
   folders = {}
   for guide in GUIDES:
     folder = tmp_path_factory.mktemp(guide.stem)

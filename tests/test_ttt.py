@@ -77,7 +77,7 @@ CONFIG = DiscoverConfig(
 )
 PER_STEP = 16  # Attempts of a step.
 NO_WARM_START = dataclasses.replace(CONFIG.tiny, warm_sentences=0)
-# Numbers that clocks decide.
+# Metrics that depend on the clock.
 TIMES = ("search/cpu_seconds", "train/seconds")
 
 
@@ -128,7 +128,7 @@ def same_bits(found, expected) -> bool:
 
 
 def is_same_run(directory, found, whole) -> bool:
-  """Whether a run found, learnt and wrote what the uninterrupted one did."""
+  """Whether a run's results, weights and files equal the uninterrupted run's."""
   expected_directory, expected, _ = whole
   return (
     same_bits(found.state, expected.state)
@@ -175,7 +175,7 @@ def crash():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-  """An uninterrupted run: (directory, what it found, environment)."""
+  """An uninterrupted run: (directory, result, environment)."""
   directory, environment = tmp_path_factory.mktemp("whole") / "run", tiny_problem.Row()
   return directory, discover(directory, environment), environment
 
@@ -264,7 +264,7 @@ def test_what_sampled_is_what_learns_to_the_bit_in_every_step(whole):
   rows = rows_of(whole[0])
   assert {row["contract/kl"] for row in rows} == {0.0}
   assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
-  # And before the first update it is the base as well; afterwards no more.
+  # Before the first update it also equals the base, afterwards not.
   assert rows[0]["objective/kl_to_base"] == 0.0
   assert all(row["objective/kl_to_base"] != 0.0 for row in rows[1:])
   assert all(row["train/grad_norm"] > 0 for row in rows)
@@ -426,7 +426,7 @@ def test_what_was_done_before_a_worker_died_is_saved(tmp_path):
   config = dict(problem=str(problem), tiny=NO_WARM_START, checkpoint_every=10)
   with pytest.raises(edits.WorkerDied, match="--resume continues after the last complete step"):
     discover(tmp_path / "run", loading.load(str(problem)), num_workers=1, **config)
-  # Two steps of sixteen attempts; in the third it died.
+  # Two steps of sixteen attempts; the run died in the third.
   assert checkpoint.steps(tmp_path / "run" / "checkpoints") == (0, 2)
   found = discover(tmp_path / "run", resume=True, **config)
   assert found.summary["attempts"] == 4 * PER_STEP
@@ -480,7 +480,7 @@ def test_every_objective_learns(tmp_path, kind):
   (row,) = rows_of(tmp_path / "run")
   assert row["contract/max_abs_logprob_gap"] == row["contract/kl"] == 0.0
   assert row["train/grad_norm"] > 0 and found.summary["optimizer_steps"] == 1
-  # Shown of every kind; the weights that sampled were the first ones.
+  # Shown for every kind; the first weights sampled.
   assert (row["objective/beta"] > 0) == (kind in ("adaptive", "constant"))
   assert row["objective/kl_to_base"] == 0.0
 
@@ -500,7 +500,7 @@ def test_lower_is_better_where_the_problem_says_so(tmp_path):
 
 
 class Lucky(tiny_problem.Row):
-  """A problem that is timed: rows of digits seem to be worth more than they are."""
+  """A timed problem: measured values exceed the true ones."""
 
   def verify(self, artefact):
     score = super().verify(artefact)
@@ -608,7 +608,7 @@ def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
   rows = rows_of(tmp_path / "whole")
   assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
   assert {row["search/valid_rate"] for row in rows} == {0.0}
-  # Two groups a step: it dies in the third. Steps so slow may have been saved on the way.
+  # Two groups per step; it dies in the third. Such slow steps may have been saved midway.
   with pytest.raises(Crash):
     write_programs(tmp_path / "died", left=5)
   path = tmp_path / "died" / "journal.jsonl"
@@ -669,7 +669,7 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
 
 @pytest.fixture(scope="module")
 def sampled():
-  """A first step's attempts and what they were sampled with: (sampled, state, base)."""
+  """The attempts of a first step, and its weights: (sampled, state, base)."""
   environment = tiny_problem.Row()
   run, policy = CONFIG.run(environment), tiny_policy_lib.tiny_policy(CONFIG, environment)
   state = programs_lib.first_state(run, policy)
@@ -689,7 +689,7 @@ def sampled():
 def learn(sampled, state, base, objective=CONFIG.objective):
   config = dataclasses.replace(CONFIG, objective=objective)
   run = config.run(tiny_problem.Row())
-  state = jax.tree.map(jnp.copy, state)  # An update gives up the state that it is handed.
+  state = jax.tree.map(jnp.copy, state)  # An update donates its input state.
   return ttt.learn(config, run, programs(1).trainer, state, sampled, base)
 
 
@@ -758,7 +758,7 @@ def test_forced_tokens_get_no_gradient(sampled):
     found, _, _ = programs(1).trainer.gradient(base, batch, losses.denominators(batch), None)
     return jax.tree.leaves(found)
 
-  # Advantages where nothing was sampled: they are there, and not one bit comes of them.
+  # Advantages of tokens that were not sampled exist, and affect no bit.
   forced = batch._replace(advantages=np.where(mask, np.float32(0), batch.advantages))
   assert np.any(forced.advantages[np.asarray(batch.targets) == 10])
   assert not any(np.any(leaf) for leaf in gradient(forced))
@@ -815,7 +815,7 @@ def test_the_adaptive_objective_is_the_entropic_one_and_says_so():
     "objective/effective_samples": np.mean(expected.effective_samples),
     "objective/degenerate_groups": 1.0,
   }
-  # Beta makes the tilted group stand ln 2 off the even one, in both that differ.
+  # Beta moves the tilted group ln 2 from the even one, in both entries that differ.
   np.testing.assert_allclose(expected.kl, [math.log(2), 0, math.log(2)], atol=1e-9)
 
 
@@ -956,7 +956,7 @@ def test_signs_there_and_back():
   assert environment_lib.signed(tiny_problem.Row(is_maximised=False), 2.5) == -2.5
 
 
-# Whom it refuses.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -1138,7 +1138,7 @@ def test_a_damaged_best_is_refused_by_its_name(crashed_copy, text, reason):
 
 
 class Fickle(tiny_problem.Row):
-  """Takes its verdicts back."""
+  """A problem that finds everything invalid after four calls."""
 
   judged: list[int] = []
 
@@ -1148,7 +1148,7 @@ class Fickle(tiny_problem.Row):
 
 
 class Impatient(tiny_problem.Row):
-  """Is stopped when its start is to be written."""
+  """Interrupts its fifth verification, when the start is written."""
 
   judged: list[int] = []
 
@@ -1167,7 +1167,7 @@ def test_ctrl_c_before_there_is_a_best_can_be_resumed(tmp_path):
 
 
 def test_the_best_of_another_run_is_refused_and_kept(whole, tmp_path):
-  # Its weights have gone; the artefact is what the user kept.
+  # Its weights are gone; the user kept the artefact.
   kept = shutil.copy(whole[0] / "best.json", tmp_path)
   with pytest.raises(ValueError, match=r"best.json: got the best artefact of another run"):
     discover(tmp_path)

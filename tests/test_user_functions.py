@@ -45,7 +45,7 @@ ARTEFACT = [0, 1, 2, 0, 1, 2]
 
 
 class Ruiner:
-  """Remembers each thing that it is given as it was, and takes everything out of it."""
+  """Records a copy of each argument, and then empties the argument."""
 
   def __init__(self):
     self.seen: list[Any] = []
@@ -67,7 +67,7 @@ class Ruiner:
 
 
 class Conversations:
-  """A task of one conversation, which it keeps and gives out as it is."""
+  """A task that returns the same conversation object every time."""
 
   name = "conversations"
 
@@ -87,7 +87,7 @@ class Conversations:
 
 
 class Row(tiny_problem.Row):
-  """A problem of digits that ruins whatever it is given."""
+  """A digits problem that ruins its arguments."""
 
   def __init__(self, ruin: Ruiner):
     super().__init__()
@@ -120,7 +120,7 @@ class Kept(tiny_problem.Row):
 
 
 class Ruined(tiny_problem.Digits):
-  """A language that ruins what it is given, and gives out what it keeps."""
+  """A language that ruins its arguments, and returns its own objects."""
 
   def __init__(self, ruin: Ruiner):
     super().__init__()
@@ -204,7 +204,7 @@ def posed(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
   for _ in range(NUM_CALLS):
     found.append(groups.prompt_tokens(problem, TOKENIZER))
     ruin.seen.append(0)
-    ruin.ruin(task.kept.messages)  # What the task does with its own is its own business.
+    ruin.ruin(task.kept.messages)  # The task may modify its own objects.
   return found
 
 
@@ -285,7 +285,7 @@ def thought(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
 
 
 class Kind(NamedTuple):
-  """A kind of function: what runs it `NUM_CALLS` times, and returns what came of each."""
+  """A kind of function: a callable that runs it `NUM_CALLS` times and returns the results."""
 
   name: str
   run: Callable[[Ruiner, pathlib.Path], list[Any]]

@@ -22,7 +22,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
       shutil.copy(ROOT / name, source)
   for package in ("seerjax", "pallas_kernels", "experiments", "tests"):
     shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-  # Nano may still have to be trained; what lies in its folder must be taken all the same.
+  # Nano may be untrained; files in its folder must be included all the same.
   (source / "seerjax" / "models" / "nano").mkdir(exist_ok=True)
   (source / "seerjax" / "models" / "nano" / "any.json").write_text("{}")
   return source

@@ -15,7 +15,7 @@ from seerjax.numerics import NumericsConfig
 
 @pytest.fixture
 def no_compiler():
-  """A process in which JAX compiles nothing, which is one of the reasons against handlers."""
+  """A process in which JAX compiles nothing, one of the reasons against native handlers."""
   choice._say_once.cache_clear()
   with jax.disable_jit():
     yield

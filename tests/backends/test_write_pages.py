@@ -22,7 +22,7 @@ BACKENDS = {
   "tiled bf16": choice.backend_of(tiny_model.BFLOAT16),
   "native f32": choice.backend_of(tiny_model.NATIVE),
   "native bf16": choice.backend_of(tiny_model.NATIVE_BFLOAT16),
-  # Its writes are XLA's, so that they run here.
+  # XLA performs its writes, so that they run here.
   "kernels bf16": MosaicGpu(tiny_model.BFLOAT16),
 }
 
@@ -59,7 +59,7 @@ def test_rows_and_their_copies_are_written_and_nothing_else(backend, seed):
 
 @pytest.mark.parametrize("name", ["native f32", "native bf16"])
 def test_a_row_whose_slot_no_page_has_is_written_nowhere(name):
-  """Else it would be written over what others hold in this process's memory."""
+  """Otherwise the write would change arrays that others hold in this process."""
   backend = BACKENDS[name]
   shapes = [[dict(z=SIZE, c=WIDTH)[axis] for axis in axes] for axes in backend.page_axes]
   dtype = backend.numerics.dtype

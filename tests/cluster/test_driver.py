@@ -94,7 +94,7 @@ def test_pages_of_a_worker_that_died_are_taken_from_the_store(tmp_path):
   counters = other.engine.counters
   assert rollout.counts["moved"] > 0 and counters.imports.adopted > 0
   assert other.report().counters["imports.adopted"] == counters.imports.adopted
-  # Nothing of what came was computed again.
+  # No received token was computed again.
   assert counters.imports.gone == counters.imports.stale == counters.imports.damaged == 0
 
 
@@ -122,11 +122,11 @@ def test_pages_of_requests_that_are_over_are_in_no_store_and_one_worker_exports_
   assert alone[0].engine.counters.imports.exported == 0
 
 
-# Twins that must fail: each is a mistake that one of the rules keeps out.
+# Twins that must fail: each makes a mistake that one of the rules prevents.
 
 
 class Believing(ClusterRollout):
-  """Takes a late result for that of the chunk that runs now."""
+  """Accepts a late result as that of the current chunk."""
 
   def _take(self, event):
     if isinstance(event, records.Answered) and event.worker not in self._members:
@@ -139,7 +139,7 @@ class Believing(ClusterRollout):
 
 
 class Welcoming(Case):
-  """Takes workers of other weights."""
+  """Accepts workers with other weights."""
 
   def run(self, journal=None):
     kept = dict(records.SHARED)
@@ -168,7 +168,7 @@ def test_a_twin_that_takes_late_results_goes_back():
 
 
 class Forgetful(EngineWorker):
-  """Goes on where a request stands here, though it has gone on elsewhere meanwhile."""
+  """Resumes from the local state, although the request has continued elsewhere."""
 
   def _stands_at(self, request_id, start):
     return request_id in self.engine.poll_paused()
@@ -211,11 +211,11 @@ def test_a_late_answer_is_dropped_by_its_chunk_number():
   rollout = ClusterRollout(halting(), Divided(chunk_tokens=4))
   assert_said(run(rollout, asked()))
   assert rollout.counts["late"] > 0 and rollout.counts["lost"] == 1
-  assert rollout.counts["joined"] == 3  # The slow one came back.
+  assert rollout.counts["joined"] == 3  # The slow worker rejoined.
 
 
 class Prompt(LocalWorkers):
-  """Has answers, the last one too, before it is waited for."""
+  """Has its responses, even the last, before the driver blocks."""
 
   def events(self, *, blocks):
     return super().events(blocks=True)
@@ -237,7 +237,7 @@ def test_chunks_of_a_dead_worker_run_again_and_the_journal_has_the_order(tmp_pat
   assert again and len(set(ended)) == len(ended) and not {chunk for _, chunk in again} & {*ended}
   [lost] = [event for event in events if event["event"] == "lost"]
   assert lost == {"event": "lost", "worker": 0, "why": "OSError: killed with its answer"}
-  # One bar a chunk, those that were lost without a token.
+  # One bar per chunk, including chunks lost without a token.
   spans = rollout.trace.spans
   assert len(spans) == len(ended) + len(again)
   assert sum(span.num_tokens == 0 for span in spans) == len(again)
@@ -348,7 +348,7 @@ def drafting(kind: type[EngineWorker] = EngineWorker, name: str = "w") -> Engine
 
 
 class Deaf(EngineWorker):
-  """Loses every other text of siblings."""
+  """Drops every other text of siblings."""
 
   def run(self, orders, forget=()):
     texts = lambda order: order.texts if order.chunk % 2 else ()

@@ -66,7 +66,7 @@ def test_a_killed_process_costs_time_and_no_bit(workers):
   assert_said(found)
   assert rollout.counts["lost"] == 1 and rollout.counts["again"] > 0
   assert workers.replaced == 1
-  # Another rollout, on the one that lived and the one that came.
+  # Another rollout, on the surviving worker and the new one.
   again = ClusterRollout(workers, Divided(chunk_tokens=5))
   assert_said({one.request_id: one for one in again.run(asked())})
 
@@ -98,7 +98,7 @@ def test_losses_with_chunks_between_them_are_replaced_for_ever_and_those_in_a_ro
   # Every worker dies of the same orders.
   assert [losses.lost() for _ in range(5)] == [True, True, True, False, False]
   assert losses.in_a_row == 5
-  losses.ended()  # Of one that is left.
+  losses.ended()  # On a remaining worker.
   assert losses.lost()
   assert not Losses(max_failures=0).lost()
 
@@ -109,7 +109,7 @@ def test_a_negative_number_of_failures_is_refused():
 
 
 def test_without_ray_the_extra_is_named():
-  # A process of its own, in which no `ray` can be imported.
+  # A separate process, in which `ray` cannot be imported.
   program = (
     "import sys; sys.modules['ray'] = None\n"
     "from seerjax.cluster.ray_workers import RayWorkers; RayWorkers(print, count=2)"

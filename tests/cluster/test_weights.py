@@ -31,7 +31,7 @@ PIECE = 1000  # Bytes: most tensors are larger, some are not.
 
 
 def trained(seed: int = 1):
-  """Weights that no worker begins with."""
+  """Weights that no worker starts with."""
   return tiny_model.params(NATIVE, seed)
 
 
@@ -88,7 +88,7 @@ def test_workers_begin_a_policy_version_with_the_trainers_weights_or_not_at_all(
 
   says(before)
   workers.load(weights_lib.publish(trained(), workers.put, publish_bytes=PIECE), 4)
-  workers.add(EngineWorker(make_engine(NATIVE), name="later"))  # Which loads them, too.
+  workers.add(EngineWorker(make_engine(NATIVE), name="later"))  # It loads the weights, too.
   says(wanted)
   reports = [worker.report() for worker in workers._workers.values()]
   assert [report.policy_version for report in reports] == [4, 4, 4]

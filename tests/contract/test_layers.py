@@ -280,7 +280,7 @@ def test_the_program_of_a_deep_model_does_not_grow_with_its_depth():
   assert sizes[1] < 1.02 * sizes[0]
 
 
-# Refusals.
+# Errors.
 
 
 def test_a_gradient_through_pages_that_layers_share_is_refused():

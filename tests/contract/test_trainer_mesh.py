@@ -270,7 +270,7 @@ def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_
     assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes()
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.skipif(

@@ -37,7 +37,7 @@ def test_an_expansion_counts_for_its_parent_and_all_above():
   kept = archive.record_expansion(kept, 4, [child(9.0)], step=2)  # 5.
   states = by_id(kept)
   assert {i: state.visits for i, state in states.items()} == {0: 3, 1: 0, 2: 2, 3: 0, 4: 1, 5: 0}
-  # The best child is a parent's own: 9.0 is no child of 2, and 6.5 stays below what 0 has.
+  # Only direct children count as best: 9.0 is no child of 2, and 6.5 is below 0's best.
   assert {i: state.best_child for i, state in states.items()} == {
     0: 7.0, 1: None, 2: 6.5, 3: None, 4: 9.0, 5: None,
   }  # fmt: skip
@@ -206,7 +206,7 @@ def test_an_archive_comes_back_from_its_text_bit_for_bit(starts, history):
   for ours, theirs in zip(kept.states, back.states):  # == treats 0.0 and -0.0 as equal.
     assert ours.value.hex() == theirs.value.hex() and ours.reward.hex() == theirs.reward.hex()
     assert ours.text == theirs.text and type(ours.tokens) is type(theirs.tokens)
-  # And it goes on as if nothing had happened.
+  # The restored archive continues identically.
   after = [archive.record_expansion(a, 0, [child(1.0)], step=9) for a in (kept, back)]
   assert after[0] == after[1]
 
@@ -322,7 +322,7 @@ def test_stuck_by_hand():
   assert stuck(kept, 0, 1) == [(), (0, 1)]
   found = archive.record_expansion(kept, 0, [child(2.0)], step=1)
   assert stuck(found, 1, 2, 3) == [(1,), (1,), (0, 1)]
-  # An island stands or falls as a whole.
+  # An island is replaced as a whole.
   assert stuck(found, 1, 2, 3, islands=1) == [(), (), (0, 1)]
   # Worse than the best of its island: nothing new.
   worse = archive.record_expansion(found, 2, [child(1.5)], step=2)
@@ -338,7 +338,7 @@ def test_replanting_by_hand():
   assert (fresh.artefact, fresh.is_seed, fresh.seed_tree, fresh.step) == ("fresh", True, 4, 0)
   assert archive.stuck_roots(planted, 1, islands=2, patience=2) == (1,)
   assert archive.best(planted).value == 2.0
-  # The best of all stays; of what else there is, the closed tree goes first, its root as well.
+  # The best state stays; of the others, the closed tree departs first, with its root.
   found = [(4, [child(0.7, "a"), child(0.6, "b")]), (1, [child(0.5, "c")])]
   grown = archive.record_step(planted, found, step=1)
   assert [state.artefact for state in grown.states] == [0.0, 2.0, "fresh", "a", "b"]

@@ -171,7 +171,7 @@ def test_a_judge_answers_in_the_order_of_the_jobs_and_counts_its_seconds():
 @pytest.mark.long
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_worker_processes_make_the_same_attempts(num_workers):
-  # Not a multiple of what a worker takes at a time.
+  # Not a multiple of a worker's batch.
   path, asked = tiny_problem.PATH, jobs(25 * edits.BATCH + 1)
   factory = functools.partial(loading.load, path)
   environment = factory()
@@ -261,7 +261,7 @@ def same(found: list[Attempt], expected: list[Attempt]) -> bool:
   return list(map(repr, found)) == list(map(repr, expected))
 
 
-# Whom it refuses.
+# Errors.
 
 
 def test_a_problem_without_a_language_is_refused():

@@ -287,7 +287,7 @@ def test_lists_without_end_are_no_plain_data():
     assert problem_file.not_plain(endless).startswith("artefact: got lists nested deeper than 64")
   many = [0] * 1000
   for _ in range(4):
-    many = [many] * 30  # 810 million numbers, if anybody walked through them all.
+    many = [many] * 30  # 810 million numbers, if they were all visited.
   assert problem_file.not_plain(many).startswith("artefact: got more than 1000000 items")
 
 
@@ -444,7 +444,7 @@ def test_a_problem_that_is_timed_need_not_repeat_its_values(written):
       return super().verify(artefact)
 
   sound = problem_file.load(written())
-  # The twin: one that does not say that it is timed.
+  # Twin: a problem that does not declare itself timed.
   findings = problem_check.check(Timed(**vars(sound)), 0)
   assert any("got two different scores of start(" in f.sentence for f in findings)
   findings = problem_check.check(Confirmed(**vars(sound)), 0)
@@ -499,7 +499,7 @@ def test_hostile_artefacts_are_many_kinds_at_many_places():
   assert {"nan", "1j", "a list that contains itself", "nan at artefact['rows'][1][0]"} <= set(names)
   assert "True at artefact['rows'][0][0]" in names
   assert len(cases) > 150
-  # Whatever is not plain data is never allowed to be valid.
+  # Anything but plain data is invalid.
   assert not any(may for _, artefact, may in cases if problem_file.not_plain(artefact))
   assert start == {"rows": [[1, 2], [3, 4]], "name": "x", "on": True, "note": None}
 

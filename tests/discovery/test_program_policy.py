@@ -89,12 +89,12 @@ def test_what_the_journal_holds_is_not_run_again(writer: ProgramPolicy, tmp_path
     assert [one.status for one in found] == ["ok", "invalid"]
   with ProgramPolicy(ENVIRONMENT, GROUP, CONFIG, TOKENIZER, 4096) as ended:
     pass
-  # In another process, and with one that can run nothing any more.
+  # In another process, and in one that can no longer run programs.
   with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
     again = ended.attempts(jobs, journal)
-    assert [repr(one) for one in again] == [repr(one) for one in found]  # NaN equals no NaN.
+    assert [repr(one) for one in again] == [repr(one) for one in found]  # NaN does not equal NaN.
     assert ended.cpu_seconds == 0
-    # The twin: what the journal does not hold is run.
+    # Twin: programs outside the journal are run.
     new = jobs[0].sequences[0]._replace(request=other_step(requests[0]))
     with pytest.raises(ValueError, match="Pool.submit: got a closed pool"):
       ended.attempts([Job(START, (new,))], journal)
@@ -138,7 +138,7 @@ def test_however_little_room_there_is_a_later_question_is_asked():
 
 
 class Long(tiny_problem.Row):
-  """Describes an artefact at great length."""
+  """Returns a very long description."""
 
   def describe(self, artefact, score):
     return f"RULES. {'many words, ' * 5000} END"

@@ -239,14 +239,14 @@ CLOSE = "</think>"
     (100, "Let me see", "", True, True, ")\n\n"),
     (100, "Let me see", CLOSE, True, True, CLOSE),
     (100, fenced(GOOD), "", False, True, ")\n\n"),
-    # A block in the thinking is no answer, where thinking is set apart.
+    # A block within separate thinking is not an answer.
     (100, THINK, CLOSE, True, True, CLOSE),
     (100, THINK + CLOSE + fenced(GOOD), CLOSE, False, False, ""),
     # The answer has started, so it is continued.
     (100, THINK + CLOSE + "So:\n```python\ndef imp", CLOSE, True, False, ""),
     (100, THINK + CLOSE, CLOSE, True, False, ""),
     (100, "So:\n```python\ndef imp", "", True, False, ""),
-    # Not so in the thinking.
+    # Not within the thinking.
     (100, "So:\n```python\ndef imp", CLOSE, True, True, CLOSE),
   ],
 )

@@ -68,7 +68,7 @@ def test_siblings_and_cousins_may_go_together():
   kept = archive.record_step(kept, [(3, [child(7.0)]), (4, [child(6.0)])], step=1)
   # 5 (7.0) comes from 3 and 6 (6.0) from 4: cousins, each with the Q of its parent and more value.
   assert puct.select(kept, 3, SearchConfig(c=0.0), seed=0) == (5, 6, 1)
-  # Once 5 and 6 have disappointed, their parents promise more: siblings.
+  # Once 5 and 6 have yielded little, their parents score higher: siblings.
   kept = archive.record_step(kept, [(5, [child(1.0)]), (6, [child(1.5)])], step=2)
   assert puct.select(kept, 3, SearchConfig(c=0.0), seed=0) == (3, 4, 1)
 
@@ -82,7 +82,7 @@ def test_islands_by_hand():
   assert puct.select(family(), 2, config, seed=0) == (4, 1)
   with pytest.raises(ValueError, match="SearchConfig.islands: got 2 for 1 groups, expected at"):
     puct.select(family(), 1, config, seed=0)
-  # Nor do expansions elsewhere count: with T = 3 for 2, state 4 would come before 0.
+  # Expansions on other islands do not count: with T = 3 for 2, state 4 would come before 0.
   kept = archive.record_expansion(family(), 1, [], step=2)
   assert puct.select(kept, 2, SearchConfig(islands=2), seed=0) == (0, 1)
   # A group stays on its own island, whatever the others hold; a closed tree belongs to none.

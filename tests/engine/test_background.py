@@ -95,7 +95,7 @@ def test_a_visit_is_kept_short_and_a_piece_of_a_prompt_is_held_to_a_step_of_it()
 
 def test_instances_go_in_step():
   config = dataclasses.replace(SIZES, max_sequences=12, row_buckets=(12, 16))
-  # The second is idle, and may still not make the step of both longer than the slack.
+  # The second is idle, but must not lengthen the common step beyond the slack.
   room = Room([front_of(9), []], 1, config=config, table=TIMES)
   assert [room.take(1, 100), room.take(0, 1)] == [9, 0]
 
@@ -145,7 +145,7 @@ def test_all_say_what_they_say_alone(times):
 
 
 class Blind(Engine):
-  """The twin: an engine to which all requests are in front."""
+  """Twin: an engine that treats all requests as foreground."""
 
   def submit(self, request, *, is_background=False, **others):
     super().submit(request, **others)
@@ -199,7 +199,7 @@ def test_an_engine_that_lets_them_keep_what_they_have_is_found_out(what):
 def test_pages_that_another_needs_are_taken_and_come_back(host_pages, event):
   requests = asked(4, max_tokens=30)
   expected = {one.request_id: make_engine().generate([one])[0] for one in requests}
-  # The one in front takes the pages of its whole answer at once.
+  # The foreground request reserves the pages of its whole completion at once.
   config = dataclasses.replace(SIZES, reserved_tokens=0)
   engine = make_engine(config, kv_pool=KVPool(KVPoolConfig(host_pages=host_pages)))
   submit(engine, requests[1:])

@@ -65,7 +65,7 @@ def test_a_paused_request_may_lose_its_pages():
 def test_paused_requests_give_their_pages_up_where_nothing_could_run_otherwise(
   num_prompt, max_tokens
 ):
-  """The other needs all eight pages: at once for its prompt, or one by one for its answer."""
+  """The other request needs all eight pages: at once for its prompt, or one by one as it grows."""
   paused = request("a", tokens_from(3, 20), max_tokens=30)
   other = request("b", tokens_from(9, num_prompt), max_tokens=max_tokens, seed=1)
   plain, expected = make_engine().generate([paused])[0], make_engine().generate([other])[0]
@@ -94,7 +94,7 @@ def test_a_paused_request_may_be_cancelled():
 
 @pytest.mark.parametrize("count", [1, 5, 29])
 def test_another_engine_goes_on_from_what_was_said(count):
-  """Also from half a stop string, which the text so far holds back."""
+  """Also in the middle of a stop string, part of which is held back."""
   [free] = make_engine(ROOM).generate([request(max_tokens=30)])
   place = len(free.text) // 2
   one = request(max_tokens=30, stop_strings=(free.text[place : place + 6],))
@@ -127,7 +127,7 @@ def test_a_member_waits_for_memory_with_what_it_has():
     engine.step()
     found |= {completion.request_id: completion for completion in engine.poll()}
     if "b" in engine.poll_paused() and "a" not in found:
-      engine.preempt("b")  # Else both would hold half of what either needs.
+      engine.preempt("b")  # Otherwise both would hold half of the pages that either needs.
     for name in engine.poll_paused():
       engine.resume(name, chunk_tokens=20)
   assert [same(found[one.request_id], other) for one, other in zip(requests, plain)] == [True] * 2
@@ -248,6 +248,6 @@ def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path
     engine.resume("a", chunk_tokens=3)
   assert len(keys) == 2
   engine.cancel("a")
-  assert list(tmp_path.glob("*/*.kv"))  # Another may still take them.
+  assert list(tmp_path.glob("*/*.kv"))  # Another engine may still adopt them.
   engine.set_params(params(1), 1)
   assert not list(tmp_path.glob("*/*.kv"))

@@ -119,7 +119,7 @@ def test_a_side_path_wins_and_its_pages_become_the_requests():
 
 
 def test_drafts_end_where_the_answer_may():
-  """A draft never reaches past the limit, so that no key is written where there is no page."""
+  """A draft never extends past the limit, where no page exists for its keys."""
   one = request(max_tokens=5)
   [plain] = make_engine().generate([one])
   seen = []

@@ -92,7 +92,7 @@ def test_a_preempted_request_says_the_same():
   for _ in range(4):
     engine.step()
   engine.preempt("a")
-  engine.preempt("a")  # It waits already: nothing happens.
+  engine.preempt("a")  # It is already waiting, so nothing happens.
   assert engine.counters.preemptions == 1
   completions = run(engine)
   assert tiny_model.same(completions["a"], wanted[0])

@@ -42,7 +42,7 @@ def run_all(engine: engine_lib.Engine) -> dict:
 
 
 class BrokenStream(tokenizer_lib.TextStream):
-  """Cannot decode a fifth token of answers that begin with one."""
+  """A stream that cannot decode the fifth token of completions that start with a given token."""
 
   breaks_at: int = -1
 
@@ -55,7 +55,7 @@ class BrokenStream(tokenizer_lib.TextStream):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrokenTokenizer(tokenizer_lib.Tokenizer):
-  """Breaks in answers that begin with one token."""
+  """Raises in completions that start with a given token."""
 
   breaks_at: int
 
@@ -89,7 +89,7 @@ def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, cap
 
 
 class Nonsense(Observed):
-  """Answers what it was made with; raises it if that is an error."""
+  """Returns its given value, or raises it if it is an error."""
 
   def __init__(self, answer, *, fails_in: str = "draft"):
     super().__init__()
@@ -206,7 +206,7 @@ def test_a_request_that_can_become_no_rows_is_ended_and_the_others_go_on(answers
   for one in REQUESTS:
     engine.submit(one)
   engine.step()
-  # No door lets this in; whatever a step meets all the same is one request's.
+  # No entry point accepts this; if a step meets it all the same, one request ends.
   object.__setattr__(REQUESTS[1], "seed", "seven")
   try:
     found = run(engine)

@@ -15,7 +15,7 @@ from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(page_size=16, num_pages=40, max_sequences=8, max_context=64, row_buckets=(32,))
 VOCABULARY = tiny_model.CONFIG.vocab_size
-# Both tests draw the same one, and share its programs.
+# Both tests draw the same backend, and share its programs.
 BACKENDS = [
   pytest.param(numerics, id=numerics.implementation, marks=pytest.mark.few(1, of="backend"))
   for numerics in (tiny_model.NUMERICS, tiny_model.NATIVE)
@@ -53,7 +53,7 @@ def together(engine: engine_lib.Engine, asked: Sequence[Request], masked: set[st
 
 
 class Shifted(planner_lib.Planner):
-  """Broken on purpose: each sample has its neighbour's mask."""
+  """Twin: each sample has its neighbour's mask."""
 
   def inputs(self, scheduled):
     inputs = super().inputs(scheduled)

@@ -106,7 +106,7 @@ def test_a_request_without_penalties_keeps_several_steps_a_visit():
 
 
 class ForgetsDrafts(runner_lib.Runner):
-  """Each place of a draft has the penalties of the place before the draft."""
+  """Twin: every draft position has the penalties of the position before the draft."""
 
   def step(self, params, pages, inputs, key):
     rows = inputs.sampling

@@ -97,7 +97,7 @@ def test_answers_grow_and_the_last_one_gives_up_its_pages(reserved_tokens):
   while engine.num_unfinished:
     at_once = max(at_once, len(engine.step()))
     finished += engine.poll()
-  # The oldest never waits, and all come in their order.
+  # The oldest request never waits, and all finish in order.
   assert [completion.request_id for completion in finished] == ["0", "1", "2"]
   assert (at_once, engine.counters.displaced > 0) == ((2, True) if reserved_tokens else (1, False))
   for one, completion in zip(requests, finished, strict=True):

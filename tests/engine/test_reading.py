@@ -73,7 +73,7 @@ def test_a_name_that_is_taken_is_refused(engine):
 
 
 class Failing(planner_lib.Planner):
-  """Cannot make rows of a text that ends with 7."""
+  """Raises for a text that ends with 7."""
 
   def _instance_inputs(self, scheduled, *args):
     if any(piece.sequence.tokens[-1] == 7 for piece in scheduled):

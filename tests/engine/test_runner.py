@@ -71,7 +71,7 @@ def test_rounds_copy_as_one_copy_after_the_other(seed):
 
 
 def test_copies_in_one_round_are_others():
-  """The twin: a page that is copied on within a step has to be written first."""
+  """Twin: a page that is copied again within a step must be written first."""
   copies, counts = drawn_copies(0)
   rounds = [np.where(np.arange(60)[None, :, None] < counts[:, None, None], copies, 0)]
   assert not np.array_equal(by_rounds(rounds), in_order(copies, counts))
@@ -162,7 +162,7 @@ def test_weights_keep_their_values_and_slabs_are_spread_over_the_model_axis():
 
 
 def test_a_runner_is_equal_to_one_of_the_same_things():
-  # Engines compare what a shared runner was made for.
+  # Engines check the settings of a shared runner.
   mesh = parallel.make_mesh()
   one = runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
   assert one == runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
@@ -197,7 +197,7 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
 
 @dataclasses.dataclass(frozen=True)
 class Waiting(Tiled):
-  """The tiled one, as if the host waited where it reads a number of the device's back."""
+  """The tiled backend, as if the host blocked to read a number from the device."""
 
   @property
   def waits_for_predicates(self):
@@ -206,7 +206,7 @@ class Waiting(Tiled):
 
 @dataclasses.dataclass(frozen=True)
 class SeesNoCopies(page_moves.PageMoves):
-  """A page that is to be copied stays as it was."""
+  """Twin: pages are not copied."""
 
   def copy(self, pages, copies):
     del copies

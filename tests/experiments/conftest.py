@@ -16,7 +16,7 @@ from seerjax.run import presets as run_presets
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-  """The directory of a random model of two layers that reads nano's tokens."""
+  """The directory of a random model of two layers with nano's vocabulary."""
   directory = tmp_path_factory.mktemp("tiny") / "model"
   model = dataclasses.replace(
     tiny_model.CONFIG,
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(
   tiny: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[pathlib.Path, dict[str, dict[str, list[float]]]]:
-  """Part c on the tiny model: a directory with the two runs, and what they logged."""
+  """Part c on the tiny model: a directory with the two runs, and their log lines."""
   directory = tmp_path_factory.mktemp("trained")
   config = invariance.InvarianceConfig(model=tiny, rl_steps=2, rl_groups=1, max_tokens=12)
   return directory, invariance.on_policy(config, directory, lambda line: None)

@@ -85,7 +85,7 @@ def test_peers_without_their_packages_are_left_out_and_named():
   assert lines[1].startswith("xllamacpp not installed: llama-cpp left out (`bash launch/peers.sh`")
   lines.clear()
   engine_throughput.chosen_peers(["native"], missing, lines.append)
-  assert not lines  # Nothing asked for them.
+  assert not lines  # No lines were requested.
 
 
 def test_packages_are_looked_for_in_the_python_that_runs_the_peer():
@@ -133,7 +133,7 @@ def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib
 
 
 def test_a_peers_peak_is_its_own_and_not_that_of_who_started_it():
-  held = np.ones(2**27, np.float32)  # 512 MiB, more than a peer needs that does nothing.
+  held = np.ones(2**27, np.float32)  # 512 MiB, more than an idle peer needs.
   program = (
     "import resource; from experiments import engine_throughput as e;"
     " print(e.peak_memory(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
@@ -144,7 +144,7 @@ def test_a_peers_peak_is_its_own_and_not_that_of_who_started_it():
   )
   own, with_parents = map(int, done.stdout.split())
   assert 2**22 < own < held.nbytes
-  assert sys.platform != "linux" or with_parents >= held.nbytes  # What would be wrong.
+  assert sys.platform != "linux" or with_parents >= held.nbytes  # The wrong measurement.
 
 
 def test_a_process_that_ended_is_an_error(tmp_path: pathlib.Path):

@@ -144,7 +144,7 @@ def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
   if end == "ctrl-d":
     os.write(parent, b"\x04")
   else:
-    process.send_signal(signal.SIGINT)  # What a terminal sends to its session.
+    process.send_signal(signal.SIGINT)  # As a terminal sends to its session.
   assert process.wait(timeout=60) == 0, shown
   assert "Traceback" not in shown
   os.close(parent)

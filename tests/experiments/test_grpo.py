@@ -48,7 +48,7 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert "max_abs_logprob_gap      0.0" in done.stdout
   assert "held-out accuracy on 2 problems, before:" in done.stdout
   assert "steps of the engine" in done.stdout
-  # At last: a problem, where to look, and what to do next; each command but the first is run here.
+  # At the end: a problem, the outputs, and next commands; all but the first are run here.
   end = done.stdout.partition("one held-out problem, the first: ")[2]
   assert "\n  before (" in end and "\n  after (" in end and "\nreport   " in end
   *_, generate, replay, more = end.splitlines()
@@ -65,7 +65,7 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   assert settings["numerics"]["reduction_shards"] == 2
   assert settings["fingerprint"]["reduction_shards"] == "2"
   assert (tmp_path / "run" / "report.html").stat().st_size > 1000
-  # So does any step that was saved, in a command of its own, and its adapters by themselves.
+  # Any saved step can be exported by a separate command, and its adapters alone.
   run = tmp_path / "run"
   assert export.export(run, None, export.Target(tmp_path / "last"))[0] == 1
   for file in ("model.safetensors", "config.json", "tokenizer.json"):

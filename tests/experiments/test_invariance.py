@@ -91,7 +91,7 @@ def test_the_prompt_is_that_of_the_longest_answer_that_ends(tiny: str):
     )
     for place in range(invariance.CANDIDATES)
   ]
-  # No answer of random weights ends: all are as long as may be, and of equals the first is chosen.
+  # With random weights no completion ends early; of equal lengths the first is chosen.
   assert (prompt, length) == (candidates[0], 6)
 
 
@@ -118,7 +118,7 @@ def test_ratios_of_the_price_by_hand():
   assert "| untiled | 1 | 1.5 | 1.25 | **no** |" in text
   assert "| untiled | 2 | 1 | 1.20 | yes |" in text
   assert "| tiled | 1 | 4 | 5.00 | yes |" in text
-  assert "| tiled | 2 |" not in text  # Nothing is aimed at there.
+  assert "| tiled | 2 |" not in text  # No target there.
 
 
 def test_a_part_that_is_none_is_refused(tmp_path: pathlib.Path):

@@ -30,10 +30,10 @@ def test_no_person_and_no_verb_of_the_test_split_is_learnt():
   unread = {*stateful.TEST_NAMES, *stateful.TEST_VERBS, *nano_sleep.PROBE_NAMES}
   assert not told & unread
   assert {*nano_sleep.LEARNT_NAMES} <= told
-  # But all their names begin other people's, so that no part of a name is new.
+  # All their names are prefixes of other names, so that no part of a name is new.
   for name in (*stateful.TEST_NAMES, *nano_sleep.PROBE_NAMES):
     assert any(word.startswith(name) for word in told)
-  # The twin: its own contexts tell of them.
+  # Twin: the run's own contexts contain them.
   test = set().union(*(words(context.text) for context in TASK.contexts("test")[:20]))
   assert test & {*stateful.TEST_NAMES} and test & {*stateful.TEST_VERBS}
 

@@ -65,7 +65,7 @@ def test_the_vector_of_a_token_that_no_batch_has_stays_where_it_is(tmp_path):
   first, _ = huggingface.load(start, pretrain_nano.numerics_for(64))
   assert (found["kept"]["embed"][unseen] == first["embed"][unseen]).all()
   assert (found["kept"]["embed"][seen] != first["embed"][seen]).any()
-  # The twin: without it, a token is pushed away since no answer is it.
+  # Twin: without it, a token's probability falls because no response has it.
   assert (found["learnt"]["embed"][unseen] != first["embed"][unseen]).any()
 
 

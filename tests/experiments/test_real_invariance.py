@@ -63,7 +63,7 @@ def test_rows_compare_completions_of_one_seed():
   records = [
     record(0, 0, [same, same]),
     record(0, 1, [completion((1, 2, 4), [-1.0, -2.0, -3.0])]),
-    record(1, 0, [completion((9,), [-1.0])]),  # Another seed's text is no difference.
+    record(1, 0, [completion((9,), [-1.0])]),  # Texts of other seeds are not compared.
   ]
   (row,) = real_invariance.rows_of(records)
   assert (row["seeds"], row["completions"], row["distinct_tokens"]) == (2, 4, 3)

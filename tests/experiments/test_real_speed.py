@@ -13,7 +13,7 @@ from experiments.real_speed import Cell, Config
 
 
 class Turns:
-  """A side that answers at once, and keeps in which order it was asked."""
+  """A peer that responds at once, and records the order of calls."""
 
   def __init__(self, asked: list[tuple[str, int]], seconds: float):
     self.asked, self.seconds = asked, seconds

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
 
 
 class Letters:
-  """Likes the letter e. Rewards differ, so that weights move."""
+  """Rewards the letter e. Rewards differ, so that weights change."""
 
   name = "letters"
 
@@ -48,7 +48,7 @@ class Letters:
 
 
 class Silent(Letters):
-  """Poses the same problems and must not be asked for a verdict."""
+  """Returns the same problems; a call of `verdict` fails."""
 
   def verdict(self, problem: Problem, text: str) -> Verdict:
     raise AssertionError("judged again")
@@ -227,7 +227,7 @@ def test_a_flipped_bit_of_weights_learnt_again_is_traced_to_its_layer(letters: p
 def test_one_changed_reward_changes_the_weights_that_follow(
   letters: pathlib.Path, tmp_path: pathlib.Path
 ):
-  # The twin of all the equal bits above: did the steps not matter, this would be equal as well.
+  # Twin of the equalities above: if the steps did not matter, this would be equal as well.
   run = copy_of(letters, tmp_path)
 
   def changed(entry: journal_lib.Entry) -> journal_lib.Entry:

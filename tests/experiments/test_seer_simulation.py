@@ -80,7 +80,7 @@ def test_every_policy_decides_to_the_end():
   found = seer_simulation.decisions(lines.append, num_groups=30, group_size=8)
   assert set(found) == set(seer_simulation.systems(512))
   assert len(lines) == len(found)
-  assert min(found.values()) > 0  # How fast is the experiment's to say, alone on a core.
+  assert min(found.values()) > 0  # The experiment measures the speed, alone on a core.
 
 
 def test_a_trace_is_run(tmp_path: pathlib.Path):

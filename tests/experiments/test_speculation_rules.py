@@ -85,7 +85,7 @@ def test_steps_by_hand():
   assert found.num_steps.tolist() == [3, 1]
   found = speculation_rules.walked(record, *speculation_rules.comb(never, 2))
   assert found.num_steps.tolist() == [20, 1]
-  # A sibling that holds at once gives it and the bonus, and nothing below it.
+  # An accepted first sibling gives itself and the bonus token, and nothing below it.
   siblings = np.ones((21, 2)) * [0, 1]
   found = speculation_rules.walked(record, *speculation_rules.comb(siblings, 2))
   assert found.num_steps.tolist() == [10, 1]

@@ -65,7 +65,7 @@ def test_improvements_within_a_time_by_hand():
   found = ttt_discover.improvements_within(environment, nothing_of(values), 1e9)
   assert [value for _, value in found] == [3.0, 5.0] and 0.0 <= found[0][0] <= found[1][0]
   assert ttt_discover.best_of(found) == 5.0
-  # At no time at all the first value counts, and nothing valid is no number.
+  # With no time the first value counts; without a valid one the result is NaN.
   endless = nothing_of(itertools.count(1.0))
   ((_, first),) = ttt_discover.improvements_within(environment, endless, 0.0)
   assert first == 1.0
@@ -74,7 +74,7 @@ def test_improvements_within_a_time_by_hand():
 
 
 class Lucky(tiny_problem.Row):
-  """A problem that is timed: an artefact is [what it seems to be worth, what it is worth]."""
+  """A timed problem: an artefact is [measured value, true value]."""
 
   def confirm(self, artefact):
     return environment_lib.Score(is_valid=True, value=artefact[1], reward=1.0)
@@ -83,14 +83,14 @@ class Lucky(tiny_problem.Row):
 def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
   seen = [[3.0, 2.0], [9.0, 1.5], [2.5, 2.25], [2.0, 8.0]]
   found = ttt_discover.improvements_within(Lucky(), ((one, one[0]) for one in seen), 1e9)
-  assert [value for _, value in found] == [2.0, 2.25]  # The last never seemed better.
+  assert [value for _, value in found] == [2.0, 2.25]  # The last one was never measured as better.
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
   found = ttt_discover.rivals(config, names.load(PROBLEM), 0.0)
-  # At no time at all each still has its first value.
+  # With no time each still has its first value.
   _, first = next(ttt_discover.random_policy(config, names.load(PROBLEM)))
   assert found == {"random_edits": first}
 
@@ -154,7 +154,7 @@ def test_the_papers_preset_is_as_published():
 def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(capsys):
   paper = ttt_discover.PAPER
   config = paper.run(names.load("circle_packing:26", allow_weak_sandbox=True))
-  with contextlib.suppress(ValueError):  # Most machines do not hold it.
+  with contextlib.suppress(ValueError):  # Most machines lack the memory.
     grpo.say_memory(config, paper.model)
   said = capsys.readouterr().out
   assert "trainer.rows_per_micro_batch=32768, trainer.sequences_per_micro_batch=1" in said

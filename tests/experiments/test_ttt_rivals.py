@@ -46,13 +46,13 @@ def test_who_did_it_by_hand():
     dict.fromkeys(("higher", "lower", "level", "alone"), everyone) | {"easy": ("classical",)},
   ).splitlines()
   assert lines[0].startswith("| problem | policy | classical | random edits | policy without reuse")
-  # The median counts, and what came without reuse is no rival.
+  # The median counts; results without reuse are no baseline.
   assert lines[2] == "| higher (5) | 6 | 4.5 | 2 | 9 | 12 | the policy |"
   # One seed decides nothing for a policy.
   assert lines[3] == "| lower (1) | 5 | 6 | 7 | 1 | 10 | not settled |"
   # An equal value is not an improvement.
   assert lines[4] == "| level (1) | 5 | 5 |  |  | 10 | the tool did it |"
-  # Nor do five, while one of its rivals was not run.
+  # Nor do five while one of its baselines is missing.
   assert lines[5] == "| alone (5) | 5 | 4 |  |  | 12 | not settled |"
   assert lines[6] == "| easy (5) | 5 | 4 |  |  | 12 | the policy |"
 
@@ -94,7 +94,7 @@ def test_finished_cells_are_kept_and_the_run_goes_on(tmp_path: pathlib.Path):
   path = tmp_path / cells.FILE_NAME
   lines = path.read_text().splitlines()
   assert len(lines) == 4
-  # Killed between a policy and its rival, which then has the time that the record names.
+  # Killed between a policy and its baseline, which then gets the recorded time.
   path.write_text(lines[0] + "\n")
   ttt_rivals.run(contest, tmp_path)
   again = path.read_text().splitlines()

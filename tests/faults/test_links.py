@@ -102,12 +102,12 @@ def test_a_link_that_is_down_for_longer_than_the_patience(patient_ray, tmp_path,
       if isinstance(event, Lost) and event.worker == far and len(cut_at) == 1:
         cut_at.append(time.time())
         link.up()
-        # The answer that was on its way: it comes while its chunk is another worker's.
+        # A response in transit: it arrives when its chunk belongs to another worker.
         late = [one for one, call in workers._calls.items() if call.worker == far]
         workers._ray.wait(late, timeout=60)
 
     rollout, counted = watched_rollout.run(workers, tmp_path / f"{moment}.jsonl", hears)
-    # On a loaded machine the other one may count as lost, too, and comes back as well.
+    # On a loaded machine the other worker may also count as lost, and rejoin.
     assert far in rollout.lost and counted["again"] > 0
     seconds.append(cut_at[1] - cut_at[0])
     events += counted + collections.Counter(late=rollout.counts["late"])

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 
 class Killing(LocalWorkers):
-  """Kills a master behind a drawn answer."""
+  """Kills a master after a drawn response."""
 
   def __init__(self, workers, master: mooncake_master.Master, answers: int):
     super().__init__(workers)
@@ -61,7 +61,7 @@ def test_a_master_that_is_killed_costs_no_bit(tmp_path, seed, tell_events):
     assert master.process.poll() is not None
     events["kill -9 of the master"] += 1
     for engine in engines:
-      engine.memory.kv_pool.last_tier._client.close()  # Or it tries to reconnect for ever.
+      engine.memory.kv_pool.last_tier._client.close()  # Otherwise it tries to reconnect for ever.
       events["exported"] += engine.counters.imports.exported
       events["failures"] += engine.memory.kv_pool.store.failures
   tell_events("Mooncake", events, ("kill -9 of the master", "exported", "failures"))

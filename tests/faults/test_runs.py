@@ -31,7 +31,7 @@ from seerjax.types import Verdict
 
 ROOT = pathlib.Path(__file__).parents[2]
 NUM_STEPS = 4
-# Verdicts of a run's steps: those before are of an evaluation.
+# Verdicts of a run's steps; earlier verdicts belong to an evaluation.
 FIRST, LAST = PER_STEP + 1, (NUM_STEPS + 1) * PER_STEP
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs_on_disk")]
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("programs_on_disk")]
 
 @pytest.fixture(scope="module")
 def whole() -> tuple:
-  """The run that met nothing: (directory, result)."""
+  """The run without faults: (directory, result)."""
   directory, result, _ = small_run.whole_run()
   return directory, result
 
@@ -65,7 +65,7 @@ def resume(directory: pathlib.Path, whole) -> None:
 
 
 class Filling(Vowels):
-  """Fills a disk at one of its verdicts, but for some bytes."""
+  """Fills a disk, except for some bytes, at one of its verdicts."""
 
   def __init__(self, stop_at: int, filler: pathlib.Path, spare: int):
     super().__init__(stop_at)
@@ -92,7 +92,7 @@ class Filling(Vowels):
   [
     # The first file without room fails: a file may have some left in its last block.
     ("journal", 0, r"expected room for (it|them); free some"),
-    # A step's records find room, and the weights do not.
+    # There is room for a step's records, but not for the weights.
     ("checkpoint", 2**15, r"checkpoint.* expected room for it; free some"),
   ],
 )
@@ -226,7 +226,7 @@ def test_a_run_whose_reward_hangs_ends_within_the_grace_of_a_sigterm(
     begin = time.monotonic()
     with pytest.raises(stops.Interrupted, match=r"by SIGTERM after step \d of 4; --resume"):
       train(directory, Vowels(stop_at=moment, stop=hang))
-    assert time.monotonic() - begin < grace + 60  # Its steps before are in it.
+    assert time.monotonic() - begin < grace + 60  # This includes its earlier steps.
     events["reward that hangs"] += 1
     resume(directory, whole)
   tell_events("rewards", events, ("reward that hangs",))
@@ -263,7 +263,7 @@ def test_a_clock_that_jumps_moves_nothing(whole, tmp_path, seed, tell_events):
     cwd=ROOT, env=faults.environment(), capture_output=True, text=True,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  # Its weights as the checkpoint of the last step has them.
+  # Its weights as in the last step's checkpoint.
   assert_came_to_the_same(tmp_path / "run", train(tmp_path / "run", resume=True), whole)
   tell_events("clocks", {"jump of a clock": len(moments)}, ("jump of a clock",))
 

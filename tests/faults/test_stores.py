@@ -26,12 +26,12 @@ from seerjax.rollout.policies import ByRoom, Divided
 
 
 class Losing(LocalWorkers):
-  """Loses a worker behind one of its answers that tell of pages, when the store has its fault.
+  """Loses a worker after one of its responses with pages, when the store is damaged.
 
   Attributes:
-    answers: that tell of pages, until then.
-    fault: of the store.
-    lost: workers that were.
+    answers: responses with pages until then.
+    fault: damages the store.
+    lost: lost workers.
   """
 
   answers = 0
@@ -62,7 +62,7 @@ def forget_all(files: Sequence[pathlib.Path], moment: int) -> None:
 
 
 def flip_a_bit(files: Sequence[pathlib.Path], moment: int) -> None:
-  """Flips a bit of each."""
+  """Flips a bit of each file."""
   rng = np.random.default_rng(moment)
   for file in files:
     data = bytearray(file.read_bytes())
@@ -71,7 +71,7 @@ def flip_a_bit(files: Sequence[pathlib.Path], moment: int) -> None:
 
 
 def do_nothing(files: Sequence[pathlib.Path], moment: int) -> None:
-  """The store of no fault, from which pages come."""
+  """A store without a fault, from which pages are adopted."""
 
 
 @pytest.mark.parametrize(

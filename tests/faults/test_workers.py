@@ -52,7 +52,7 @@ VERSIONS = itertools.count()
 
 
 def load(workers: RayWorkers) -> None:
-  """Has all workers load the weights, as if they were others."""
+  """Makes all workers load the weights, as if they were new."""
   weights = weights_lib.publish(
     tiny_model.params(tiny_model.NATIVE), workers.put, publish_bytes=2**12
   )
@@ -60,7 +60,7 @@ def load(workers: RayWorkers) -> None:
 
 
 def wake(directory: pathlib.Path) -> None:
-  """Lets processes that were stopped go on."""
+  """Continues stopped processes."""
   for process, _ in faulty_workers.met(directory):
     with contextlib.suppress(ProcessLookupError):
       os.kill(process, signal.SIGCONT)
@@ -69,7 +69,7 @@ def wake(directory: pathlib.Path) -> None:
 def run(
   workers: RayWorkers, directory: pathlib.Path, journal_at: pathlib.Path, *, wakes: bool = True
 ) -> tuple[Watched, collections.Counter]:
-  """Runs the requests; `wakes` lets those that were stopped go on when they are given up."""
+  """Runs the requests; `wakes` continues stopped processes once they count as lost."""
 
   def hears(rollout: Watched, event: Event) -> None:
     if wakes and isinstance(event, Lost):
@@ -79,7 +79,7 @@ def run(
 
 
 def forget_faults(directory: pathlib.Path) -> None:
-  """Forgets what was met, and what was asked for and was not."""
+  """Removes the records of faults, and requests for faults that did not happen."""
   for path in (*directory.glob("met *"), *directory.glob("*.*.*")):
     path.unlink(missing_ok=True)
 
@@ -95,7 +95,7 @@ def test_processes_that_are_killed_cost_time_and_no_bit(
   for moment in faults.moments(seed + len(point), 4):
     forget_faults(directory)
     if point == "in an export":
-      workers.process_ids()  # Waits for both; one that is alone exports nothing.
+      workers.process_ids()  # Waits for both; a single worker exports nothing.
     for _ in range(count):
       faulty_workers.ask(directory, point, moment)
     if point == "in a load":
@@ -105,7 +105,7 @@ def test_processes_that_are_killed_cost_time_and_no_bit(
     assert len(met) == count, (point, moment, met)
     events += counted
     events[f"kill -9 {point}"] += count
-    if point != "in a load":  # That may come before the rollout listens.
+    if point != "in a load":  # This may happen before the rollout observes events.
       assert rollout.counts["lost"] == count
       seconds += [noticed - at for (_, at), noticed in zip(sorted(met), rollout.noticed)]
   assert all(one < 10 for one in seconds), seconds
@@ -142,13 +142,13 @@ def test_a_process_that_is_stopped_for_half_a_minute_serves_again(
     assert rollout.counts["lost"] == 1 and rollout.noticed[0] - stopped_at < 10
     events += counted + collections.Counter({"SIGSTOP of 30 s": 1})
     [worker] = rollout.lost
-    # Another rollout has it away from beginning to end.
+    # It is stopped during all of another rollout.
     asleep, _ = run(workers, directory, tmp_path / f"{moment} asleep.jsonl", wakes=False)
     assert worker not in {one["worker"] for one in asleep.ended}
     events["chunks without it"] += len(asleep.ended)
     time.sleep(max(0.0, stopped_at + 30 - time.time()))
     os.kill(process, signal.SIGCONT)
-    assert process in workers.process_ids()  # It answers, and is who it was.
+    assert process in workers.process_ids()  # The same process responds.
     awake, _ = run(workers, directory, tmp_path / f"{moment} awake.jsonl")
     events["chunks of it"] += sum(one["worker"] == worker for one in awake.ended)
   workers._patience = usual

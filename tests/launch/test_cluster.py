@@ -107,7 +107,7 @@ def test_a_run_on_a_cluster_loses_a_worker_stops_resumes_and_learns_what_one_eng
   of_run = f"--workdir={directory}"
   arguments = ("--workers=2", "experiments.grpo", f"--config.model={model}", *FLAGS, of_run)
 
-  others = launched.processes_of("ray::_Actor")  # Of whatever else runs on this machine.
+  others = launched.processes_of("ray::_Actor")  # Processes of other programs on this machine.
   script = start(checkout, *arguments)
   launched.wait_for_step(directory, 1, script)
   workers = [one for one in launched.processes_of("ray::_Actor") if one not in others]

@@ -68,7 +68,7 @@ def test_parts_are_processes_whose_results_are_kept(checkout: pathlib.Path):
     "parallel_merge", "wgmma_height", "wgmma_width", "operand_order", "glue_fma", "cpu_lowering",
     "register_operand",
   )  # fmt: skip
-  # The worst first, each in a process of its own.
+  # The worst case first, each case in a separate process.
   lines = [line.split(" s  ")[-1] for line in summary.splitlines() if line.startswith("  ok ")]
   assert lines == [*kernels, *questions]
   log = (out / "part1.log").read_text()
@@ -152,7 +152,7 @@ def test_what_this_python_lacks_is_named_or_taken_from_a_wheel(
 
 @pytest.mark.long
 def test_a_dry_run_goes_through_all_parts(tmp_path: pathlib.Path):
-  """The real thing, interpreted; a quarter of an hour and more."""
+  """The real benchmark, interpreted; takes 15 minutes or more."""
   status, text = run(ROOT, "--dry_run", f"--out={tmp_path}")
   assert status == 0, text
   for part in range(1, 8):

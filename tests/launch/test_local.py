@@ -44,7 +44,7 @@ def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[in
 def test_help_lists_the_experiments(checkout: pathlib.Path):
   status, text = run(checkout, "--help")
   assert status == 0
-  # Not what experiments are made of.
+  # Not files that experiments import.
   assert text.endswith("\nexperiments: experiments.grpo experiments.other\n")
 
 

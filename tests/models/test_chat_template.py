@@ -32,7 +32,7 @@ def tokenizer_of(form_name: str) -> tokenizer_lib.Tokenizer:
 
 
 def specials(tokenizer: tokenizer_lib.Tokenizer, ids: list[int]) -> list[int]:
-  """The special tokens among ids, in order: what a model sees as turns."""
+  """The special tokens among ids, in order, which mark a model's turns."""
   return [i for i in ids if i in set(tokenizer.special_ids.values())]
 
 
@@ -53,7 +53,7 @@ def test_harmless_chats_are_those_of_transformers(form: chat_forms.Form):
   theirs = transformers.PreTrainedTokenizerFast(
     tokenizer_object=tokenizer.backend, chat_template=form.template, **form.roles
   )
-  # A template that asks for the day sees another clock there.
+  # A template that reads the date gets another clock there.
   for messages, variables in chat_forms.conversations("pens < 3", form.has_tools):
     variables = {"date_string": "26 Jul 2026", **variables}
     for prompted in (True, False):

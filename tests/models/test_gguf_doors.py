@@ -46,7 +46,7 @@ def file(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def unread(tmp_path_factory) -> pathlib.Path:
-  """A file of an architecture that we do not read."""
+  """A file with an unsupported architecture."""
   entries, records = gguf_cases.parts()
   entries["general.architecture"] = gguf_cases.value("str", "mamba")
   path = tmp_path_factory.mktemp("files") / "mamba.gguf"
@@ -80,7 +80,7 @@ DOORS: dict[str, Any] = {
 def test_every_door_takes_a_file(door, file):
   found = DOORS[door](file)
   config = found if hasattr(found, "vocab_size") else found.config
-  # A draft leaves out rows of the embedding that no token has.
+  # A draft omits embedding rows without a token.
   assert (config.num_layers, config.hidden_size) == (CONFIG.num_layers, CONFIG.hidden_size)
   assert config.norm_eps == CONFIG.norm_eps and config.rotary == CONFIG.rotary
 
@@ -133,7 +133,7 @@ def test_a_file_becomes_a_directory_and_a_directory_a_file(file, tmp_path):
   said = export.export_model(
     str(tmp_path / "model"), export.Target(tmp_path / "again.gguf", gguf="Q8_0")
   )
-  # Numbers that are in Q8_0 already stay: the largest of a block is 127 steps.
+  # Numbers already in Q8_0 are unchanged: the largest of a block is 127 steps.
   assert "Q8_0: 15 tensors" in said and "F32: 9 tensors" in said
   again = gguf_file.File(tmp_path / "again.gguf")
   for name in again.tensors:

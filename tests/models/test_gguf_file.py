@@ -237,7 +237,7 @@ def test_a_split_model_is_named_by_its_first_file(tmp_path):
 
 @pytest.mark.parametrize("name, place", [("MAX_ENTRIES", 1), ("MAX_TENSORS", 0)])
 def test_a_long_file_promises_no_more_entries_than_there_ever_are(name, place, tmp_path):
-  """Its bytes would do for them, and Python's objects take many times as much."""
+  """The file's bytes would suffice for the entries, but Python objects take many times as much."""
   most = vars(gguf_file)[name]
   counts = [(0, most + 1), (most + 1, 0)][1 - place]
   content = raw({}, {}, counts=counts)
@@ -270,7 +270,7 @@ def without(key: str) -> Any:
 
 
 def bytes_of(key: str, content: bytes) -> Any:
-  """Changes an entry to bytes that are none."""
+  """Changes an entry to invalid bytes."""
   return lambda entries, records: raw({**entries, key: content}, records)
 
 
@@ -300,7 +300,7 @@ def numbers(name: str, spoil: float) -> Any:
 
 def twice(key: str) -> Any:
   def change(entries: dict[str, bytes], records: dict[str, Record]) -> bytes:
-    # The name of the last entry is written over by one as long.
+    # The name of the last entry is overwritten by one of equal length.
     name = "tokenizer.ggml.add_bos_tokex"
     content = raw({**entries, name: value("u32", 1)}, records)
     return content.replace(name.encode(), name[:-1].encode() + b"n")
@@ -645,7 +645,7 @@ def check(tmp_path_factory, changes: list[tuple[int, int]], length: int | None) 
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
   assert "model.gguf" in said
-  # The file's content as strings and numbers of Python; nothing that a count in it promises.
+  # Memory for the file's content as Python strings and numbers, not for the claimed counts.
   assert peak < 40 * len(SMALL)
 
 

@@ -126,7 +126,7 @@ def test_how_answers_are_sampled_comes_back(tmp_path):
   found = through(tmp_path / "m.gguf", tokenizer)
   kept = {name: value for name, value in generation.items() if name in gguf_tokenizer.SAMPLING}
   assert found.generation == {**kept, "eos_token_id": [2, 0]}
-  # An answer without samples is one of no temperature.
+  # A default without sampling has temperature 0.
   files["generation_config.json"] = json.dumps(generation | {"do_sample": False}).encode()
   greedy = through(tmp_path / "m.gguf", dataclasses.replace(tokenizer, files=files))
   assert greedy.generation["temperature"] == 0.0
@@ -139,7 +139,7 @@ def test_unused_ids_have_no_text(tmp_path):
 
 
 def test_a_cut_of_our_own_needs_the_nearest_one_named_and_comes_back(tmp_path):
-  """nano cuts white space as no pre-tokenizer of llama.cpp does."""
+  """nano splits white space unlike any pre-tokenizer of llama.cpp."""
   nano = loading.load_model("nano")
   assert nano.tokenizer is not None
   with pytest.raises(NotImplementedError, match="got .*Split.*pass the closest one"):

@@ -176,7 +176,7 @@ def test_factors_of_llama_3s_rotations_are_those_of_its_definition(tmp_path):
 
 
 def test_llama_3_without_what_it_was_made_from_is_its_published_scaling(tmp_path):
-  """Files of llama.cpp's converter have the factors alone."""
+  """Files of llama.cpp's converter contain the RoPE factors only."""
   entries, records = gguf_cases.parts(gguf_cases.LLAMA3)
   entries["llama.attention.key_length"] = gguf_cases.value("u32", 32)
   entries["llama.attention.value_length"] = gguf_cases.value("u32", 32)
@@ -186,7 +186,7 @@ def test_llama_3_without_what_it_was_made_from_is_its_published_scaling(tmp_path
   path = tmp_path / "m.gguf"
   path.write_bytes(gguf_cases.raw(entries, records))
   assert huggingface.load_config(path).rotary == gguf_cases.LLAMA3.rotary
-  # Factors of one turn nothing.
+  # Factors of one change no rotation.
   records["rope_freqs.weight"].data = np.ones(16, np.float32).tobytes()
   path.write_bytes(gguf_cases.raw(entries, records))
   assert huggingface.load_config(path).rotary.scaling == "none"
@@ -280,7 +280,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 
 def test_a_model_from_a_file_is_one_from_its_directory(tmp_path):
-  """The bits of an answer do not tell which of the two was named."""
+  """A completion's bits do not depend on which of the two was named."""
   directory = gguf_cases.saved(tmp_path / "model", gguf_cases.QWEN2)
   params, config = huggingface.load(directory, gguf_cases.NUMERICS)
   gguf_write.save(tmp_path / "m.gguf", params, config, tokenizer=tokenizer_lib.load(directory))

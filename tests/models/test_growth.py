@@ -81,7 +81,7 @@ def test_the_grown_model_has_the_small_ones_logits(family):
 
 @pytest.mark.parametrize("family", FAMILIES[:1])
 def test_each_part_of_the_growth_is_needed(family):
-  """The twins: what a part leaves out is seen."""
+  """Twins: an omitted part is detected."""
   small, large = of_family(family)
   params = weights(small)
   expected = logits(params, small)

@@ -30,7 +30,7 @@ def fresh(targets=lora.TARGETS):
 
 @functools.cache
 def adapter_of(targets=lora.TARGETS):
-  """Adapters that have learnt something; B of a fresh one is zero."""
+  """Trained adapters; B of a fresh one is zero."""
   rng = np.random.default_rng(4)
   return jax.tree.map(
     lambda x: x + (0.2 * rng.standard_normal(x.shape)).astype(np.float32), fresh(targets)
@@ -91,7 +91,7 @@ def loss_of(params, numerics):
 
 @functools.cache
 def learnt(numerics):
-  """The gradient of what learns of attached weights, and the logits under it."""
+  """The gradient of the trained part of attached weights, and the logits computed with it."""
 
   @jax.jit
   def gradient_of(params):
@@ -171,7 +171,7 @@ def test_devices_change_no_bit(model_shards):
   np.testing.assert_array_equal(found, on_one_device(params, pages, batch))
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_logits_and_gradients_are_the_definitions(family):
     np.testing.assert_allclose(
       got, leaf, atol=5e-5 * size, rtol=0, err_msg=jax.tree_util.keystr(path)
     )
-  # The value under a gradient has the value's bits.
+  # The value computed under a gradient has the same bits.
   np.testing.assert_array_equal(found, logits_of(config, NUMERICS, tokens[None])[0])
 
 
@@ -162,7 +162,7 @@ def test_no_rows_at_all_write_nothing():
 
 @pytest.mark.thorough
 def test_the_untiled_path_agrees_but_its_bits_follow_the_batch():
-  # The twin that must fail: were it equal too, the tests above would show nothing.
+  # Twin that must differ; otherwise the tests above would show nothing.
   tokens = tokens_of(4, LENGTH)
   whole = logits_of(QWEN3, UNTILED, tokens)
   tiled = logits_of(QWEN3, NUMERICS, tokens)
@@ -422,7 +422,7 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
   assert jax.eval_shape(logits, params, tokens).shape == (1, 5, config.vocab_size)
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def batch_of(pieces, *, rows, segments, width, page_size, pages_of=None):
 
   Args:
     pieces: (sequence, first position, positions) each; a piece is cut into segments from its start.
-    rows: of the batch, with padding.
-    segments: likewise.
+    rows: rows of the batch, with padding.
+    segments: segments of the batch, with padding.
     width: pages of one page-table row.
     page_size: positions of one page.
     pages_of: sequence -> its pages; sequence j owns 1 + j * width onwards if None (the layout that
@@ -72,7 +72,7 @@ def sequence_of(length, group, dtype=jnp.float32, seed=0):
 
 
 def rows_of(sequences, pieces, rows):
-  """Queries, keys and values of a batch's rows; padding rows hold what must not matter."""
+  """Queries, keys and values of a batch's rows; padding rows hold irrelevant values."""
   parts = [
     [x[first : first + count] for x in sequences[sequence]] for sequence, first, count in pieces
   ]
@@ -83,7 +83,7 @@ def rows_of(sequences, pieces, rows):
 
 @functools.partial(jax.jit, static_argnums=(6,))
 def run(q, k, v, k_pages, v_pages, batch, numerics):
-  """Writes and attends: what one layer does."""
+  """Writes keys and values and attends, as one layer does."""
   backend = choice.backend_of(numerics)
   pages = backend.write_pages((k_pages, v_pages), (k, v), batch.slots, batch.num_rows)
   rows = attention.segment_rows(batch, numerics, k_pages.shape[2])
@@ -169,14 +169,14 @@ def test_packed_sequences_and_their_gradients_are_the_definitions(group, dtype, 
     atol = slope * float(jnp.max(jnp.abs(want)))
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=atol)
   if numerics is NUMERICS:
-    # The value under a gradient has the value's bits.
+    # The value computed under a gradient has the same bits.
     np.testing.assert_array_equal(ours((q, k, v))[1], found)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("numerics", [NUMERICS, UNTILED], ids=["tiled", "untiled"])
 def test_gradients_of_shared_pages_are_the_definitions(numerics):
-  """Two sequences read the first two pages of another, which alone has rows for them."""
+  """Two sequences read the first two pages of a third, the only one with rows for them."""
   lengths, shared, size = (20, 17, 30), 16, 8
   starts = (0, shared, shared)
   pieces = [(j, first, n - first) for j, (n, first) in enumerate(zip(lengths, starts))]
@@ -210,7 +210,7 @@ def test_gradients_of_shared_pages_are_the_definitions(numerics):
   np.testing.assert_allclose(value, expected, rtol=1e-5)
   for got, want in zip(gradient, expected_gradient):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * float(jnp.max(jnp.abs(want))))
-  # The twin: what only the others read of the owner's keys is no little part.
+  # Twin: the part of the owner's keys that only the others read is not negligible.
   alone = batch._replace(num_rows=jnp.int32(20), num_segments=jnp.int32(5))
 
   def of_owner(args):
@@ -364,7 +364,7 @@ def test_what_invisible_pages_hold_changes_nothing(fill):
 
 
 def test_a_bit_of_a_visible_key_changes_the_rows_that_see_it():
-  # The twin that must fail: were it equal too, the tests above would show nothing.
+  # Twin that must differ; otherwise the tests above would show nothing.
   q, k, v = sequence_of(LENGTH, 2)
   clean = attend([(q, k, v)], [(0, 0, LENGTH)], rows=48, segments=12)
   flipped = jax.lax.bitcast_convert_type(
@@ -457,7 +457,7 @@ def test_items_of_work_by_hand():
 
 
 def test_an_only_block_or_tile_never_stands_alone():
-  # XLA would take the body of a loop over one thing out of the loop.
+  # XLA would unroll a loop with a single iteration.
   batch = batch_of([(0, 0, 1)], rows=1, segments=1, width=1, page_size=16)
   rows = attention.segment_rows(batch, NUMERICS, 16)
   assert rows.num_splits.shape == (2, NUMERICS.slot_tile)

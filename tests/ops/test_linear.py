@@ -77,7 +77,7 @@ def test_a_row_has_its_bits_alone_in_a_batch_permuted_and_under_a_gradient(dtype
 
 
 def test_untiled_rows_follow_the_batch():
-  # The twin that must fail: were it equal too, the test above would show nothing.
+  # Twin that must differ; otherwise the test above would show nothing.
   x, up, down = array(64, 65), array(8, 65, 24, seed=1), array(8, 24, 65, seed=2)
   whole = np.asarray(run(x, up, down, UNTILED))
   parts = [np.asarray(run(x[:count], up, down, UNTILED)) for count in (1, 2, 3, 5, 16)]

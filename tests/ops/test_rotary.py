@@ -162,7 +162,7 @@ def test_rows_beyond_the_live_ones_are_zero():
   np.testing.assert_array_equal(sin[4:], np.zeros((8, 5)))
 
 
-# Refusals.
+# Errors.
 
 
 @pytest.mark.parametrize("head_dim", [0, 1, 7])
@@ -172,6 +172,6 @@ def test_a_head_that_does_not_pair_up_is_refused(head_dim):
 
 
 def test_an_unknown_scaling_is_refused():
-  # The annotation names the four as well; a test's type checker may speak first.
+  # The annotation names the four as well; the tests' type checker may raise first.
   with pytest.raises((ValueError, TypeError), match="(?s)RotaryConfig.*scaling.*dynamic"):
     rotary.RotaryConfig(head_dim=8, scaling="dynamic")

@@ -216,7 +216,7 @@ def test_neighbours_with_filters_change_no_bit_of_a_row_without():
     found = process(logits, sampling.sampling_rows(params))
     others = [row for row in range(4) if row != place]
     np.testing.assert_array_equal(found[jnp.asarray(others)], alone[jnp.asarray(others)])
-    # And the filtered row is what it is among its like.
+    # The filtered row equals itself among other filtered rows.
     together = process(logits, sampling.sampling_rows([wild] * 4))
     np.testing.assert_array_equal(found[place], together[place])
 
@@ -232,7 +232,7 @@ def test_noise_follows_key_seed_and_position_alone():
   assert len({tuple(line) for line in noise}) == 4
   order = np.asarray([2, 0, 3, 1])
   np.testing.assert_array_equal(noise_of(seeds[order], positions[order], everyone), noise[order])
-  # Rows that want none get zeros, and change nothing for the rest.
+  # Rows that need no noise get zeros, and change nothing for the rest.
   some = jnp.asarray([True, False, True, False])
   found = np.asarray(noise_of(seeds, positions, some))
   np.testing.assert_array_equal(found[[0, 2]], noise[[0, 2]])
@@ -254,7 +254,7 @@ def test_frequencies_are_the_probabilities():
   np.testing.assert_allclose(frequencies, np.exp(BY_HAND), atol=0.032)
 
 
-# Refusals.
+# Errors.
 
 
 def test_too_many_biases_are_refused():

@@ -41,7 +41,7 @@ def mixed_arguments(num_rows, dtype=jnp.float32):
 
 
 def loss_of(apply):
-  """The sum of everything that a function gives, and what it gives."""
+  """The sum of a function's results, and the results."""
 
   def loss(floats, weights, rows):
     weights = {**weights, "w": floats["w"], "table": floats["table"]}
@@ -195,7 +195,7 @@ def test_values_under_a_gradient_have_the_same_bits():
 
 
 def test_untiled_rows_follow_the_batch():
-  # The twin that must fail: were it equal too, the tests above would show nothing.
+  # Twin that must differ; otherwise the tests above would show nothing.
   x, scale, w = array(48, 192), jnp.full(192, 1.3), array(192, 192)
   tokens = jnp.zeros(48, jnp.int32)
   whole = run_network(x, scale, w, tokens, jnp.int32(48), False, UNTILED)
@@ -245,7 +245,7 @@ def test_slabs_and_their_gradients_are_those_of_the_plain_function(num_slabs, ax
   np.testing.assert_array_equal(found["row"], table[:, 2])
   for got, want in zip(gradient, expected_gradient):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-  # The value under a gradient has the value's bits.
+  # The value computed under a gradient has the same bits.
   _, alone = on_mesh(looped)(x, w, jnp.int32(1))
   np.testing.assert_array_equal(found["y"], alone["y"])
 

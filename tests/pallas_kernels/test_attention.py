@@ -28,7 +28,7 @@ def as_float64(x) -> np.ndarray:
 
 
 class Sequences:
-  """Queries, keys and values of a few sequences; the same numbers wherever they come to lie."""
+  """Queries, keys and values of a few sequences, equal for every placement."""
 
   def __init__(self, length=WIDTH * PAGE, heads=HEADS, group=GROUP, head_dim=HEAD_DIM, page=PAGE):
     rng = np.random.default_rng(0)

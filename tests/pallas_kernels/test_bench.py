@@ -285,7 +285,7 @@ def test_cases_hold_the_issues_shapes_and_count_bytes_and_operations():
   heads = cases["Qwen3-8B queries' and keys' norm, 64 rows"]
   assert [x.shape for x in heads.ours.inputs[:2]] == [(8, 64, 4, 128), (8, 64, 1, 128)]
   assert heads.num_bytes == 2 * (2 * 64 * 40 * 128 + 2 * 128)
-  assert "gpt-oss-120b queries' and keys' norm, 64 rows" not in cases  # It norms none.
+  assert "gpt-oss-120b queries' and keys' norm, 64 rows" not in cases  # It has no such norm.
   for model in cases_lib.MODELS:
     for num_rows in (1, 8, 16, 64, 1024, 4096):
       for layer in ("qkv", "out", "gate_up", "down"):

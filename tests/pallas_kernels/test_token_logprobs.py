@@ -86,7 +86,7 @@ def interpreted(*arguments, config=CONFIG):
 def test_values_are_the_definitions(num_rows):
   hidden, table, *rows = inputs(num_rows)
   expected = token_logprobs.reference(hidden, table, *rows)
-  if num_rows % 2:  # In slabs or not, the same memory.
+  if num_rows % 2:  # The memory is the same with and without slabs.
     table = table.reshape(CONFIG.shards, -1, FEATURES)
   found = interpreted(hidden, table, *rows)
   assert found.tokens.dtype == jnp.int32

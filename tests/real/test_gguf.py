@@ -71,7 +71,7 @@ def answered(shipped):
 def test_the_capital_of_france_is_paris(answered):
   model, _, completions = answered
   assert completions[0].text == "The capital of France is Paris."
-  # One that was shipped with a head of its own, or with biases, would not be this model.
+  # A file with a separate head or with biases would not be this model.
   assert model.config.is_tied and not model.config.has_qkv_biases
 
 

@@ -91,7 +91,7 @@ def make_best(directory: pathlib.Path, **changes: Any) -> None:
 
 
 def make_run(directory: pathlib.Path, *, train: bool = True, **changes: Any) -> None:
-  """Writes what a run of `NUM_STEPS` steps would leave."""
+  """Writes the files of a run of `NUM_STEPS` steps."""
   make_best(directory, **changes)
   config = dict(
     problem="stairs:3",
@@ -282,7 +282,7 @@ def test_every_ancestor_is_a_node_with_its_tokens(page):
   heights = [float(y) for _, y, _ in nodes]
   assert heights[2] < heights[0] < heights[1]
   assert "published: 2.9" in drawing
-  # The tree around them: each but the start has a branch, the one that led nowhere too.
+  # The tree around them: each state but the start has a branch, even a dead end.
   (branches,) = re.findall(r'<path class="raw" d="(M[^"]+)"/>', drawing)
   assert branches.count("M") == branches.count("L") == 3
   for x, y, _ in nodes[1:]:

@@ -15,7 +15,7 @@ TOKENS = [*PROMPT, 5, 6, 8, 9, 9, 3, 4, 0]
 DRAFTS = [
   Drafted(2, ((5, 6, 7),)),
   Drafted(5, ()),
-  Drafted(7, ((9, 9),)),  # Of a step that came to nothing: the request was taken off the engine.
+  Drafted(7, ((9, 9),)),  # A step without a result: the request was preempted.
   Drafted(7, ((3, 4), (3, 5), (6,))),
 ]
 STEPS = [

@@ -26,7 +26,7 @@ EVIL = "</pre><script>alert('pwned')</script><img src=x onerror=alert(1)>\ud800 
 
 
 def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps=NUM_STEPS) -> None:
-  """Writes what a run of `steps` steps would leave."""
+  """Writes the files of a run of `steps` steps."""
   rng = np.random.default_rng(0)
   with metrics.Writer(directory, console="off", tensorboard=False) as writer:
     for step in range(steps):

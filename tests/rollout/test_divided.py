@@ -111,7 +111,7 @@ def test_chunks_move_and_spill():
 
 
 def test_one_instance_and_no_host_memory_still_ends():
-  """Nothing can leave: requests that wait lose their keys rather than that all wait forever."""
+  """Without a place to spill to, waiting requests lose their keys, so that not all wait forever."""
   trace = run(Divided(chunk_tokens=4), 1, kv_pool=KVPool(KVPoolConfig(host_pages=0))).trace
   assert trace.spills == 0 and trace.held_back > 0
 
@@ -195,7 +195,7 @@ def test_a_rollout_goes_on_from_a_journal_and_adds_to_it(tmp_path):
 
   with book() as journal:
     run = resumed(make_engine(1), policy, journal, requests).run(requests)
-    ended = next(run)  # And then the process dies.
+    ended = next(run)  # Then the process dies.
     assert ended.has_bits_of(expected[ended.request_id])
   left = [one for one in requests if one.request_id != ended.request_id]
   with book() as journal:

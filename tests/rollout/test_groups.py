@@ -20,7 +20,7 @@ PROBLEMS = [Problem(problem_id=f"p{index}", prompt=f"{index} + 1?") for index in
 
 
 class Length:
-  """Rewards by length; two characters cannot be judged, three are worth no number."""
+  """Rewards by length; two characters raise, three get no number."""
 
   name = "length"
 
@@ -354,7 +354,7 @@ def of_parts(**parts) -> Verdict:
     (dict(format=1.0, correct=1.0), dict(format=0.2, correct=3), 3.2),
     (dict(format=1.0, correct=1.0), dict(format=0), 1.0),
     (dict(length=0.5), dict(length=-2.0), -1.0),
-    # In the order of the names: in that of the mapping, 1.0 would be lost in 1e16.
+    # Summed in the order of the names; in the mapping's order 1.0 would be lost in 1e16.
     (dict(b=1.0, c=1e14, a=-1e14), {}, (-1e14 + 1.0) + 1e14),
     (dict(c=0.1, b=0.2, a=0.3), {}, (0.3 + 0.2) + 0.1),
   ],

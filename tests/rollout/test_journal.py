@@ -328,7 +328,7 @@ def test_a_second_writer_is_refused_until_the_first_closes(tmp_path):
     assert header.settings == SETTINGS
   with open_journal(path) as book:
     assert book.keys() == ((0, 0, 0),)
-  # One that was refused holds nothing.
+  # A refused journal holds no lock.
   with pytest.raises(ValueError, match="seed was 3 and is 4"):
     open_journal(path, settings=SETTINGS | {"seed": 4})
   open_journal(path).close()

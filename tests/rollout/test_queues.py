@@ -136,7 +136,7 @@ NOT_ALIKE = [[(7 * group + 12 * member) % 29 + 1 for member in range(4)] for gro
 
 
 def order_of(policy: policies.SchedulerConfig, lengths: list[list[int]]) -> list[str]:
-  """Which requests began, in their order: one instance, 40 places, all run alongside."""
+  """The requests in order of their start: one instance with 40 places."""
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=40)
   planner = Scheduler(policy, filled([[0] * len(row) for row in lengths], max_tokens=30))
   order, running = [], []
@@ -215,7 +215,7 @@ def test_the_first_that_arrived_goes_first_now_and_then():
 @hypothesis.given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 3)), max_size=40))
 @hypothesis.settings(max_examples=100, deadline=None)
 def test_what_waits_by_the_rank_of_its_group_is_as_if_all_were_sorted(changes):
-  """Requests run and come back, and groups get other ranks."""
+  """Requests run and return, and groups change rank."""
   buffer = filled([[0] * 3] * 3)
   items, ranks, waiting = list(buffer), [0, 0, 0], queues.Ranked()
   for group in range(3):

@@ -46,7 +46,7 @@ def test_a_request_that_fits_no_instance_is_refused():
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """Groups of lengths, the cluster, and who ends when."""
+  """Groups of lengths, the cluster, and the order of ends."""
 
   lengths: list[list[int]]
   num_instances: int
@@ -70,7 +70,7 @@ def cases(draw) -> Case:
 
 
 def play(case: Case, policy: policies.SchedulerConfig) -> list[Decision]:
-  """A whole rollout; checks what must hold at every decision, and returns them all."""
+  """Runs a whole rollout, checks the invariants at every decision, and returns the decisions."""
   if isinstance(policy, Oracle):
     lengths = {
       f"{g}/{m}": n for g, members in enumerate(case.lengths) for m, n in enumerate(members)
@@ -99,7 +99,7 @@ def play(case: Case, policy: policies.SchedulerConfig) -> list[Decision]:
       decisions.append(decision)
     assert min(instances.free_pages) >= 0
     assert all(n <= most for n, most in zip(instances.num_running, instances.max_running))
-    # Whatever waits, something runs: no schedule stands still.
+    # While requests wait, something runs: no schedule deadlocks.
     assert running or later
     if running:
       decision = running.pop(case.order[ends % len(case.order)] % len(running))

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
       RunConfig,
       dict(engine=engine_lib.EngineConfig(max_context=256)),
       "RolloutConfig.max_tokens: got 256, expected at most 255, because prompt and answer have to"
-      " fit EngineConfig.max_context=256; lower it, or raise that",  # Nothing that was not set.
+      " fit EngineConfig.max_context=256; lower it, or raise that",  # Unset fields are not named.
     ),
     (
       RunConfig,
@@ -124,7 +124,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   assert directory_lib.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
   begun = directory_lib.as_begun(named, tmp_path)
   assert config_lib.for_model(begun, nano).engine.row_buckets == (16,)
-  # A run that began before there was a choice was tiled, and stays so.
+  # A run started before this setting existed was tiled, and stays tiled.
   assert resumed.numerics.implementation == "native"
   del sizes["implementation"]
   checkpoint.save(
@@ -136,7 +136,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   )
   older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
   assert older.numerics.implementation == "tiled"
-  # Nor was its learning rate a choice.
+  # Its learning rate was not a setting either.
   adapters = dataclasses.replace(open_config, lora_rank=4)
   assert config_lib.for_model(adapters, nano).optimizer.learning_rate == 2e-4
   del sizes["learning_rate"]

@@ -46,7 +46,7 @@ def test_a_step_teaches_its_answers_and_follows_from_them_alone():
   assert_equal_bits(
     learner.drafter.params, parameters.compute_params(last.params, program.numerics)
   )
-  # Neither what a checkpoint still needs nor what drafts was given away, so that it goes on alike.
+  # Neither buffers of a checkpoint nor of the drafter were donated, so the run continues equally.
   learner.restore(first)
   assert_equal_bits(
     learner.drafter.params, parameters.compute_params(first.params, program.numerics)
@@ -125,7 +125,7 @@ def test_a_learning_draft_moves_no_bit_and_goes_on_after_a_stop(tmp_path, whole)
   assert any("continues from its trained weights" in line for line in said)
   assert isinstance(draft_of("learning"), DraftState)
   assert_equal_bits(draft_of("again"), draft_of("learning"))
-  # A run may begin to learn when it is resumed, and stop.
+  # Draft training may start and stop on a resume.
   assert any("is trained from here on" in line for line in resumed("later", "frozen", learning))
   assert draft_of("later") is not None
   resumed("never", "learning", frozen)

@@ -29,12 +29,12 @@ from seerjax.speculation.statistics import Acceptance
 from seerjax.types import Problem, Verdict
 
 NANO = pathlib.Path(parameters.__file__).parent / "nano"
-# Its words are nano's.
+# A model with nano's vocabulary.
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 
 
 class DraftModel:
-  """A stub of a draft model: which token follows which, as it saw it last."""
+  """A stub draft model that predicts the last seen successor of each token."""
 
   def __init__(self, config: SpeculationConfig, run: DraftedRun):
     self.most, self.acceptance = config.budget.gamma_max, run.acceptance
@@ -62,7 +62,7 @@ NUMBER = 7
 
 
 class Vowels:
-  """Likes vowels."""
+  """Rewards vowels."""
 
   name = "vowels"
 

@@ -26,7 +26,7 @@ ROWS = [{"prompt": f"{i}?"} for i in range(20)]
 
 
 class Reward:
-  """Likes vowels, and can stop the world at one of its texts."""
+  """Rewards vowels, and can call `stop` at one of its texts."""
 
   def __init__(self, stop_at: int = -1, stop: Callable[[], Any] = interrupt):
     self.stop_at, self.stop, self.num_texts = stop_at, stop, 0
@@ -45,9 +45,9 @@ def task_of(path: pathlib.Path, rows: list[dict[str, Any]], reward: Reward | Non
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory, programs_on_disk):
-  """A run on a file of prompts that Ctrl-C met in its second step, with two of four judged."""
+  """A run on a file of prompts, interrupted in its second step with two of four judged."""
   directory = tmp_path_factory.mktemp("begun")
-  # Behind two held-out answers and a whole step.
+  # After two held-out responses and a whole step.
   reward = Reward(stop_at=2 + PER_STEP + 3)
   with pytest.raises(stops.Interrupted, match="after step 1 of 4"):
     train(directory / "run", task_of(directory / "rows.jsonl", ROWS, reward))
@@ -98,7 +98,7 @@ def test_other_data_are_accepted_by_name_and_both_are_recorded(copied, tmp_path)
   _, entries = journal_lib.read(copied / "journal.jsonl")
   prompts = {(one.step, one.group): one.prompt_text for one in entries}
   assert len(prompts) == 4
-  # The run is of the new data now.
+  # The run now uses the new data.
   with pytest.raises(ValueError, match="--resume: got data that differ from the run's"):
     train(copied, task_of(tmp_path / "rows.jsonl", ROWS), resume=True)
 
@@ -145,7 +145,7 @@ def with_clock(config: chat_template.ChatConfig):
 
 
 def train_by_clock(directory, task, zone: str, **changes):
-  """A run in a zone, of a model that is loaded anew and so has a moment of its own."""
+  """A run in a time zone, with a freshly loaded model and so its own moment."""
   config = dataclasses.replace(CONFIG, num_steps=1, **changes.pop("settings", {}))
   before = os.environ.get("TZ")
   os.environ["TZ"] = zone
@@ -177,7 +177,7 @@ def test_a_run_keeps_the_moment_at_which_it_began(tmp_path):
   assert now.endswith("+09:00")
   before = prompts_of(directory)
   assert len(before) == 1
-  # Another moment that is set is another run.
+  # Setting another moment makes another run.
   given = chat_template.ChatConfig(now="2027-01-02T03:04:05+00:00")
   with pytest.raises(ValueError, match=rf"chat.now was '{now[:10]}.*' and is '2027-01-02T03:04:05"):
     train_by_clock(directory, task_of(path, ROWS), "UTC", resume=True, settings=dict(chat=given))

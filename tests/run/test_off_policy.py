@@ -20,7 +20,7 @@ CONFIG = groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=20
 
 
 class Counts:
-  """Poses numbers and likes even lengths."""
+  """Poses numbers and rewards even lengths."""
 
   name = "counts"
 
@@ -164,7 +164,7 @@ def test_one_step_off_learns_from_the_weights_before(tmp_path):
   result = train(tmp_path, task, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
   rows = rows_of(tmp_path)[1:-1]
   assert [row["rollout/old_tokens"] > 0 for row in rows] == [False, True, True, True]
-  # On-policy to the bit in the first step alone; then the gap is the step between.
+  # Bitwise on-policy in the first step only; then the gap is one step.
   assert rows[0]["contract/max_abs_logprob_gap"] == 0.0
   assert all(row["contract/max_abs_logprob_gap"] > 0 for row in rows[1:])
   assert rows[0]["train/ratio"] == 1.0 != rows[1]["train/ratio"]

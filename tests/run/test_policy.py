@@ -45,7 +45,7 @@ def test_a_template_that_reads_the_clock_has_one_moment(own: str, given: str, no
   assert found.chat_config == chat_template.ChatConfig(system="Hi.", now=now)
   assert found.chat("a") == now[:10]
   assert policy_lib.chatting(found, found.chat_config) == found
-  # One that was made by hand has the moment at which a run takes it.
+  # A hand-made policy gets the moment at which a run starts with it.
   bare = dataclasses.replace(tokenizer, chat_config=chat_template.ChatConfig())
   assert policy_lib.chatting(bare, chat_template.ChatConfig()).chat_config.now
 

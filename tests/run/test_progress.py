@@ -14,7 +14,7 @@ from seerjax.run import progress as progress_lib
 
 
 class Clock:
-  """Stands until it is set."""
+  """A clock that stands until it is set."""
 
   def __init__(self):
     self.now = 0.0

@@ -50,7 +50,7 @@ def test_steps_are_learnt_again_to_the_same_bits(whole, num_instances):
   assert_equal_bits(
     learn_again(range(2, 4), known_of(directory), state=middle, config=config), expected.state
   )
-  # The twin: a step that is left out is missed.
+  # Twin: an omitted step is detected.
   with pytest.raises(AssertionError):
     assert_equal_bits(learn_again(range(1), known_of(directory), config=config), stored)
 

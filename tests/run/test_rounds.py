@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
 
 
 class Coin(Vowels):
-  """Rewards few texts, so that most groups say nothing."""
+  """Rewards few texts, so that most groups have no signal."""
 
   def reward(self, text: str) -> float:
     return float(zlib.crc32(text.encode()) % 5 == 0)

@@ -44,7 +44,7 @@ def test_the_line_for_people_says_where_and_what():
 
 @pytest.mark.thorough
 def test_untiled_rows_are_refused_with_the_finding():
-  # The twin that must fail: were it invariant too, the measurement would show nothing.
+  # Twin that must differ; otherwise the measurement would show nothing.
   assert not self_test.measure(UNTILED).is_invariant
   with pytest.raises(ValueError, match="got implementation='untiled' on .*, where rows are NOT"):
     self_test.require(UNTILED)

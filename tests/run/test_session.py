@@ -57,7 +57,7 @@ def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, num_
 
 
 class UsesItsStateUp(step_lib.Trainer):
-  """Leaves nothing of the state before, as a program that is given its buffers would."""
+  """Deletes the previous state, as a program with donated buffers would."""
 
   def update(self, state, gradient):
     new, norms = super().update(state, gradient)
@@ -87,7 +87,7 @@ def terminate_within_a_compilation():
 
 
 class WatchesSaves(Vowels):
-  """Stops the world in the middle of the first checkpoint after its first verdict."""
+  """Calls `stop` in the middle of the first checkpoint after its first verdict."""
 
   def __init__(self, checkpoints: pathlib.Path):
     super().__init__()
@@ -146,7 +146,7 @@ def test_after_kill_the_journal_is_read_and_the_bits_are_the_same(whole, tmp_pat
     [sys.executable, "-c", "import sys, small_run; small_run.run_until_killed(sys.argv[1])"]
     + [str(tmp_path / "run")],
     cwd=ROOT,
-    # Programs of this process serve that one.
+    # The other process uses this one's programs.
     env=os.environ
     | {
       "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/support'}",
@@ -183,7 +183,7 @@ def test_a_run_that_has_ended_writes_its_last_row_once(whole, tmp_path):
   assert_equal_bits(result.state, expected.state)
   timed = ("seconds", "compile_seconds", "peak_memory_gib")
   assert result.summary | {name: expected.summary[name] for name in timed} == expected.summary
-  # A longer run goes on, and measures where it ends.
+  # A longer run continues, and evaluates at its end.
   train(copy, task, resume=True, num_steps=5)
   assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3, 4, 4, 5, 5]
 
@@ -317,7 +317,7 @@ def test_what_never_clips_is_written_as_json(tmp_path):
 
 
 class Graded(Vowels):
-  """Rewards parts, by which the plain rewards of `Vowels` are a half."""
+  """Rewards parts; the rewards of `Vowels` count half."""
 
   def verdict(self, problem, text):
     plain = super().verdict(problem, text)

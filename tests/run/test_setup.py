@@ -51,7 +51,7 @@ def test_programs_of_another_model_are_refused(tmp_path):
 
 
 class Empty(Vowels):
-  """Has nothing to measure on."""
+  """A task without held-out problems."""
 
   def num_problems(self, split: str) -> int:
     return 0 if split == "heldout" else 7
@@ -69,7 +69,7 @@ class Empty(Vowels):
     (Vowels(), dict(num_instances=99), r"make_mesh: got num_instances=99 x model_shards=1 = 99"),
     (
       Vowels(),
-      # Refused by the engine, the last that could.
+      # Refused by the engine, the last check.
       dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=2)),
       r"NumericsConfig.reduction_shards: got 2, expected a divisor of num_kv_heads=1",
     ),
@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused_before_the_journal_begins(tmp_path, task, c
 
 
 class Wordy(Vowels):
-  """Asks more than the context holds."""
+  """A task whose prompts exceed the context."""
 
   name = "wordy"
 

@@ -57,7 +57,7 @@ def test_a_summary_by_hand():
   assert numbers["kl_max"] == 0.25 and numbers["max_abs_logprob_gap"] == 0.5
   # 300 tokens in 3 s and 300 in 1 s.
   assert numbers["tokens_per_second"] == 150.0 and numbers["length_p99"] == 20.0
-  # A step that was read from the journal: nothing sampled, in no time.
+  # A step read from the journal: nothing was sampled.
   read_back = row | {"rollout/tokens_per_second": 0.0, "rollout/seconds": 1e-6}
   again = summary.of_run(before, after, [read_back, row, other])
   np.testing.assert_allclose(again["tokens_per_second"], 150.0, rtol=1e-6)
@@ -81,7 +81,7 @@ def test_the_clock_of_a_resumed_run_counts_all_its_processes():
   read = clock.read()
   assert 0 < read["compile_seconds"] - 30.0 < read["seconds"] - 100.0
   assert read["peak_memory_gib"] == 2000.0  # The highest, for they never ran at once.
-  # Where no counter can be read, what others counted is not repeated.
+  # Without a readable counter, others' counts are not reused.
   clock.carry_on(read | dict(joules=70.0))
   again = clock.read()
   assert "joules" not in again or again["joules"] >= 70.0

@@ -13,7 +13,7 @@ from seerjax.sandbox import pool as pool_lib
 
 
 def settles(reading: Callable[[], Any], expected: Any) -> bool:
-  """Waits a moment for a reading."""
+  """Waits briefly until a reading settles."""
   for _ in range(100):
     if reading() == expected:
       return True

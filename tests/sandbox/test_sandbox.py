@@ -91,7 +91,7 @@ PROGRAMS = (
     held = [mmap.mmap(-1, 2**25) for _ in range(12)]
     for pages in held: pages.write(b"x" * 2**25)
     time.sleep(60)
-    """, ("failed",)),  # They could be let go and still be there, where no process has them.
+    """, ("failed",)),  # Pages may be unmapped and still exist, counted for no process.
   Program("a memory bomb of pages of /dev/zero", "open('/dev/zero', 'r+b')", ("failed",)),
   Program("a memory bomb of processes whose first thread has ended", """
     import ctypes, os, threading, time
@@ -471,7 +471,7 @@ def processes_below(ancestor: int) -> set[int]:
 
 
 def settles(reading: Callable[[], Any], expected: Any) -> bool:
-  """Waits a moment for a reading: the kernel takes some time to forget a process."""
+  """Waits briefly until a reading settles, since the kernel removes processes late."""
   for _ in range(100):
     if reading() == expected:
       return True
@@ -593,7 +593,7 @@ def test_what_no_limit_bounds_in_the_kernel_is_refused(
   source = HOLD.format(body=textwrap.indent(textwrap.dedent(HOLDS[name]).strip(), "  "))
   value, outcome = box.run_python(source, "hold", {}, limits=SMALL)
   assert (outcome.status, value) == ("ok", False), outcome
-  # The twin: outside, the same program has it.
+  # Twin: outside, the same program succeeds.
   command = [sys.executable, "-c", f"{source}\nprint(hold())"]
   done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
   if name not in OFTEN_ABSENT:
@@ -908,7 +908,7 @@ def test_without_namespaces_landlock_and_seccomp_isolate():
   said = as_script("weak")
   assert " programs" in said and "sandbox: Landlock" in said
   assert "not: namespaces (user) (PermissionError: [Errno 1] unshare" in said
-  # And with the file system open, too, it refuses, unless it may be weak.
+  # With an open file system it also refuses, unless weak sandboxes are permitted.
   assert "Sandbox: got a machine without file-system isolation" in said
   assert "expected all isolation" in said and "pass --allow_weak_sandbox" in said
   assert "weak result 3" in said

@@ -41,7 +41,7 @@ TINY = Identity(weights="w", tokenizer="t", template="c")
 SLEEP = RunnerConfig(num_jobs=2, max_rethinks=2, sleep_tokens=6, temperature=0.9, seed=4)
 EAGER = PlannerConfig(num_trials=1000)
 TEXT = "Ana has 2 pens."
-# The tokens of those who ask.
+# Tokens of the clients.
 KEYS = {"tok-a": "ana", "tok-b": "bo"}
 SECRET = ServeConfig(port=0, token="tok-server", tenants=KEYS)
 
@@ -207,7 +207,7 @@ def test_a_context_says_what_became_of_its_sleep(tmp_path, caplog):
 
 @pytest.mark.thorough
 def test_tenants_share_nothing_and_know_nothing_of_one_another(tmp_path):
-  # Room for all: sleep that is still at work must not take the pages that are to be found again.
+  # Enough room, so that running sleep does not evict the pages that must be reused.
   with (
     running(tmp_path, SECRET, num_pages=65) as (service, url),
     contextlib.ExitStack() as stack,
@@ -229,7 +229,7 @@ def test_tenants_share_nothing_and_know_nothing_of_one_another(tmp_path):
     assert chat(ana).json()["choices"][0]["message"] == chat(own).json()["choices"][0]["message"]
     assert ana.delete("/v1/contexts/c").status_code == 200
     assert own.get("/v1/contexts/c").json()["version"] == 1
-    # Pages, too: what one has asked is not faster for another.
+    # The same for pages: one client's prompt makes another's no faster.
     engine, reused = service.models["tiny"].engine, []
     for who in (ana, bo, ana, own):
       before = engine.counters.reused_tokens
@@ -381,7 +381,7 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
       expected = _slept_alone(tmp_path / "alone", Identity(**header["identity"]), texts)
     assert told.items() <= expected.items()
     events["killed asleep"] += len(told) < len(expected)
-  # Nothing that was finished has been slept again.
+  # No finished job has been repeated.
   kinds = [record["kind"] for _, _, record in record_lines.scan(directory / contexts_lib.EVENTS)]
   assert kinds.count("rewrite") == len(expected)
   assert told == expected and last < first

@@ -43,7 +43,7 @@ def test_no_neighbour_changes_a_bit(implementation, seed, tell_events):
 @pytest.mark.thorough
 @pytest.mark.parametrize("make", [cases.Seedless, cases.Neighbourly])
 def test_a_server_that_mixes_requests_up_is_found_out(make, seed):
-  # The twins. A case may be spared, so there are several of one model.
+  # Twins. A single case may be unaffected, so there are several per model.
   of = cases.subject("tiny", "native", seed, 0)
   first = cases.draw(seed, 0, of=of, clients=16, each=2)
   found = ""
@@ -55,7 +55,7 @@ def test_a_server_that_mixes_requests_up_is_found_out(make, seed):
       except (AssertionError, openai.APIError) as error:
         found = str(error)
         break
-  # A mask that came to the wrong row also leaves a row with an answer that its own does not allow.
+  # A mask on the wrong row also gives a completion that the row's own mask forbids.
   outside = "that it does not go on from" if make is cases.Neighbourly else "got Said"
   assert "got Said" in found or outside in found, f"{make.__name__}: got {found!r}"
 

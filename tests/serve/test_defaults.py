@@ -46,7 +46,7 @@ def test_what_is_not_supported_is_named_and_what_asks_for_nothing_is_not():
 
 def test_without_sampling_answers_are_greedy():
   assert defaults_of(dict(do_sample=False, top_p=0.5)).sampling == {"temperature": 0.0}
-  # A penalty is none of what greedy answers leave out.
+  # Penalties also apply to greedy completions.
   found = defaults_of(dict(do_sample=False, repetition_penalty=1.1)).sampling
   assert found == {"temperature": 0.0, "repetition_penalty": 1.1}
 

@@ -38,10 +38,10 @@ def test_a_mask_is_a_function_of_the_answer_alone(compiler):
   assert digits and len(digits) < word_engine.CONFIG.vocab_size
   one = min(digits)
   second = mask((one,))
-  # Asked again of an earlier answer, and of one that another took.
+  # Called again for an earlier completion, and for another branch.
   np.testing.assert_array_equal(mask(()), first)
   np.testing.assert_array_equal(mask.copy()((one,)), second)
-  # The twin: what it has read is part of the question.
+  # Twin: the tokens read so far are part of the input.
   assert not np.array_equal(mask((one, one)), second)
 
 
@@ -105,7 +105,7 @@ def test_a_grammar_that_cannot_be_used_is_refused_in_one_line(compiler, kind):
     if isinstance(source, str)
     else Grammar(kind="json", source=json.dumps(source), param="response_format")
   )
-  for _ in range(3):  # And one that killed a worker is known by then.
+  for _ in range(3):  # A grammar that killed a worker is known by then.
     with pytest.raises(Refusal) as refused:
       compiler.mask(asked)
     message = refused.value.message
@@ -154,7 +154,7 @@ def test_a_worker_that_dies_ends_one_answer_and_the_others_go_on_by_the_same_mas
     expected = compiler.mask(of_regex(f"[0-9]{{{count}}}"))
     np.testing.assert_array_equal(mask((digit, digit)), expected((digit, digit)))
     np.testing.assert_array_equal(mask((digit,) * 8), expected((digit,) * 8))
-  # One that killed a worker once may be asked for again, one that killed two may not.
+  # A grammar that killed one worker may be requested again, one that killed two may not.
   again = fresh.mask(of_regex("[0-9]{7}"))
   again((digit,))
   (worker,) = workers_of(fresh, grammar.QUICK_NICE)
@@ -224,7 +224,7 @@ def test_a_worker_that_is_used_up_is_replaced_though_masks_are_always_asked_for(
   line.digests |= {str(one) for one in range(grammar_workers.MOST_COMPILED)}  # As if it had them.
   second.ask((digit,))
   fresh.gather(0)
-  assert len(line.asked) == 1  # The second waits for a fresh one.
+  assert len(line.asked) == 1  # The second waits for a fresh worker.
   os.kill(worker, signal.SIGCONT)
   expected = compiler.mask(asked)
   np.testing.assert_array_equal(second((digit,)), expected((digit,)))

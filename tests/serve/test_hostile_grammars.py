@@ -159,7 +159,7 @@ def ask(client, fields: Case, most: int = 12) -> tuple[int, dict[str, Any], floa
 
 
 def run(hostile: list[Case], workers: int = 1) -> dict[str, Any]:
-  """Asks all of them, and neighbours all the while; returns what was seen."""
+  """Sends all cases, with neighbours alongside; returns the observations."""
   with serving.running() as (service, url), serving.client(url) as client:
     said = lambda fields: ask(client, {**fields, "logprobs": True}, 30)[1]["choices"]
     expected = [said(fields) for fields in NEIGHBOURS]

@@ -62,7 +62,7 @@ def test_a_fingerprint_moves_with_each_part(part: str):
 
 
 def test_a_fingerprint_moves_with_the_moment_of_a_template_that_reads_the_clock():
-  # In the words of a server's start: its own moment, another day's, and another zone's.
+  # The lines of a server's start: its own moment, another day's, and another zone's.
   moments = ("2026-11-27T12:00:00+00:00", "2026-11-28T12:00:00+00:00", "2026-11-27T12:00:00+05:00")
   clock = dataclasses.replace(TOKENIZER, chat_template="{{ strftime_now('%d %b %Y') }}")
   served = [policy_lib.chatting(clock, ChatConfig(now=now)) for now in (*moments, moments[0])]

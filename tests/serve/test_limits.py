@@ -142,7 +142,7 @@ def test_clients_take_turns():
     assert isinstance(event, Part) and event.finish_reason
     done["parts"] += 1
 
-  # One asks for four before the others ask for one and two: the twin of it, first come, first
+  # One client sends four before the others send one and two; the twin, first come, first
   # served, would be aaaabcc.
   for client, count in (("a", 4), ("b", 1), ("c", 2)):
     requests = tuple(word_engine.request(f"{client}{place}", PROMPT) for place in range(count))
@@ -163,7 +163,7 @@ def test_an_answer_that_takes_too_long_is_given_up_in_words():
     error = error_of(done)
     assert (done.status_code, error["type"], error["code"]) == (504, "timeout_error", "timeout")
     assert "got no complete response in 0.3 s" in error["message"]
-    # The engine has not looked yet, so it still has it; the next step ends that.
+    # The engine has not noticed yet, so it still holds the request; the next step ends it.
     gate.let(1)
     until(lambda: service.thread.num_running == 0)
 
@@ -191,7 +191,7 @@ def test_who_leaves_is_forgotten_and_the_others_are_answered(stream: bool):
       head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(sent)}\r\n"
       leaves.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + sent)
       until(lambda: thread.num_waiting == 1)
-      gate.let(2)  # After the first it is let in, and the second is its own first.
+      gate.let(2)  # It is admitted after the first step, and the second is its first own step.
       if stream:
         assert b"200 OK" in leaves.recv(1 << 12)
       until(lambda: thread.num_running == 2)
@@ -265,7 +265,7 @@ def test_a_client_that_says_nothing_is_let_go():
         silent.sendall(said)
         with contextlib.suppress(ConnectionResetError):
           assert silent.recv(1) == b""
-    # A body that does not come is refused in words.
+    # A body that does not arrive gets an error message.
     with socket.create_connection((host, port), timeout=20) as slow:
       head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
       slow.sendall(head + b"content-length: 100\r\n\r\n{")

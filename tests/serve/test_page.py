@@ -114,12 +114,12 @@ def test_an_answer_has_one_digest_alone_and_beside_64_others(browser):
       "Same digest: identical to the last bit"
     )
     assert tab.run(shown) == [digest(expected)] * 2
-    # There were others: more was sampled than the answer, in more places than one.
+    # Others were present: more tokens were sampled than this response's.
     tokens = len(expected["logprobs"]["content"])
     assert service.thread.engines["tiny"].counters.sampled_tokens - before > tokens
     (beside,) = map(int, re.findall(r"with (\d+)", tab.run("$('log').innerText")))
     assert beside >= 32
-    tab.wait("$('flight').textContent === '0'")  # The others were let go.
+    tab.wait("$('flight').textContent === '0'")  # The others have ended.
     # The twin: another seed has another digest.
     tab.run("$('fresh').click(); $('seed').value = '8'")
     ask(tab, QUESTION)

@@ -13,7 +13,7 @@ from seerjax.serve import parts
 from seerjax.serve.parts import Piece, Splitter
 
 MARKS = (parts.THINK, parts.END_THINK, parts.CALL, parts.END_CALL)
-# Half marks, marks in the wrong place, calls that are none: all that a model may say.
+# Partial marks, misplaced marks, invalid calls: anything a model may generate.
 SAYINGS = st.lists(
   st.sampled_from(
     [
@@ -55,7 +55,7 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 class HoldsNothing(Splitter):
-  """Broken on purpose: it gives out at once what may still become a mark."""
+  """Twin: a possible mark is not held back."""
 
   def push(self, text: str) -> list[Piece]:
     return [*super().push(text), *(self.finish() if self._kind != "call" else [])]

@@ -99,7 +99,7 @@ def drawn(rng: random.Random, kind: str, most: int) -> tuple[bytes, bytes]:
 
 
 def ask(address: tuple[str, int], rng: random.Random, kind: str, most: int) -> bytes:
-  """Sends one, by one connection, and returns all that comes back."""
+  """Sends one request over one connection, and returns the whole response."""
   length, text = drawn(rng, kind, most)
   line = b"POST /v1/completions HTTP/1.1\r\n"
   if kind == "other methods":
@@ -123,7 +123,7 @@ def ask(address: tuple[str, int], rng: random.Random, kind: str, most: int) -> b
 def strangers(
   address: tuple[str, int], seed: int, count: int, most: int, threads: int
 ) -> collections.Counter[str]:
-  """Asks `count` times as one should not; returns how often each kind was, and each status."""
+  """Sends `count` invalid requests; returns the counts of kinds and of statuses."""
   events: collections.Counter[str] = collections.Counter()
   lock = threading.Lock()
 
@@ -192,7 +192,7 @@ def test_whatever_strangers_send_the_others_are_answered(count: int, seed, tell_
   tell_events("strangers", events, (*KINDS, *statuses, "answered beside them"))
 
 
-# A process of its own.
+# A server in a separate process.
 
 SERVED = (
   "nano", "--max_context=256", "--max_sequences=16", "--grace_seconds=60",
@@ -263,7 +263,7 @@ def test_crowds_leave_nothing_behind(count, rounds, seed, tmp_path, tell_events)
     # Programs and buffers of the first crowd stay; what each later one adds is nothing.
     assert all(now < 1.05 * resident[0] + 20_000 for now in resident[1:]), resident
     assert all(now <= threads[0] + 2 for now in threads[1:]), threads
-    # Killed in the middle of a crowd, it is as new.
+    # After a kill under load, it restarts intact.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
       asking = [pool.submit(_until_gone, server, number) for number in range(8)]
       _wait(lambda: server.metric("seerjax_running") > 0)
@@ -303,7 +303,7 @@ def _post(server: Process, body: dict[str, Any]) -> Any:
 
 
 def _until_gone(server: Process, number: int) -> list[Any]:
-  """Asks again and again until there is no answer; returns those that came."""
+  """Sends requests until none is answered; returns the responses."""
   body, answers = dict(GOOD, seed=number, max_tokens=40), []
   while (found := _post(server, body)) is not None:
     answers.append(found)

@@ -44,7 +44,7 @@ def test_pieces_have_the_bits_of_the_whole_and_each_row_is_computed_once(numeric
   assert scorer.num_rows == count
   ends = [*range(1, 60), 64, 64, 75, 76, len(ANSWER)]
   assert in_pieces(scorer.following(PROMPT, PARAMS, 5), ends) == [*whole]
-  # Once, and what was there as the pages were outgrown once more.
+  # Each row once; the rows present when the pages were outgrown, twice.
   assert count < scorer.num_rows - count <= count + SHORTEST
   # Twin: without kept pages each piece recomputes everything before it.
   before = scorer.num_rows
@@ -64,5 +64,5 @@ def test_streams_beside_one_another_keep_no_more_than_they_may():
     assert second.take(ANSWER[:end]) == found[-1]
     assert first.pages is None and jax.tree.leaves(second.pages)
   assert [top for piece in found for top in piece] == alone
-  del second  # What a client that left has kept goes with it.
+  del second  # A disconnected client's kept pages are freed.
   assert not jax.tree.leaves(first.pages) and not scorer._kept

@@ -239,7 +239,7 @@ def test_a_directory_that_is_not_the_models_is_refused_and_nothing_changes(
 
 @pytest.fixture(scope="module")
 def refusing():
-  """For what changes nothing: one server for all."""
+  """One server for all tests that change nothing."""
   with server.running(make_service()) as url:
     headers = {"authorization": f"Bearer {TOKEN}"}
     with serving.client(url, headers=headers) as client:
@@ -282,7 +282,7 @@ def test_what_runs_ends_by_the_old_weights_and_what_waits_is_answered_by_the_new
   before = fingerprints(asking)
   many = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 40, "logprobs": 0, "n": 12, "seed": 1}
   with concurrent.futures.ThreadPoolExecutor(8) as pool:
-    # More choices than the engine has room for: the last ones begin after the weights came.
+    # More choices than the engine has room for: the last ones start after the weight update.
     long = pool.submit(asking.post, "/v1/completions", json=many)
     while "seerjax_running 0" in asking.get("/metrics").text:
       time.sleep(0.001)
@@ -298,7 +298,7 @@ def test_what_runs_ends_by_the_old_weights_and_what_waits_is_answered_by_the_new
     expected = serving.said_alone(lone(0), (5, 6, 7), choice["seed"], sampling)
     assert has_bits_of({"choices": [choice]}, expected)
   for seed, answer in enumerate(answers):
-    # Whenever it was let in, it names what answered.
+    # Whenever it was admitted, it names the weights that it used.
     base = {before["poet"]: 0, after["poet"]: 1}[answer["system_fingerprint"]]
     assert has_bits_of(answer, said(seed, base, "poet"))
 

@@ -100,7 +100,7 @@ class Naive:
     self.num_arrivals = 0
     self.finish = []
     self.preempted = 0
-    # Whether two things happened at once: either may come first, and rounding decides.
+    # Whether two events coincided: rounding decides which is first.
     self.is_tied = False
 
   def length(self, item) -> int:

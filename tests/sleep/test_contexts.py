@@ -64,14 +64,14 @@ def test_rewrites_end_with_their_version(tmp_path: pathlib.Path):
     again = registered(registry, "Ana has 2 pens.", step=2, ttl=5)
     assert (again.version, again.registered_step, again.expires_step) == (1, 0, 7)
     assert registry.rewrites("mine", "c", step=2) == (other, kept)
-    # A job that sleeps again replaces what it left.
+    # A repeated job replaces its earlier rewrite.
     anew = registry.keep("mine", "c", rewrite_of(first, "2 pens.", job=1, policy_version=3), step=2)
     assert registry.rewrites("mine", "c", step=2) == (other, anew)
     assert anew is not None and anew.policy_version == 3
     second = registered(registry, "Ana has 3 pens.", step=3)
     assert second.version == 2 and registry.rewrites("mine", "c", step=3) == ()
     assert dropped == [Dropped("mine", "c", first.context_id, 1, "edited")]
-    # A sleeper that read the old version comes late; so does one after an edit and its undoing.
+    # A rewrite of the old version is refused; so is one after an edit and its reversal.
     assert registry.keep("mine", "c", rewrite_of(first, "Ana has 2."), step=4) is None
     third = registered(registry, "Ana has 2 pens.", step=4)
     assert third.context_id == first.context_id and third.version == 3
@@ -180,7 +180,7 @@ def fuzz(
   """Draws edits, sleeps, reads, expiries, forgets, kills and restarts; counts what happened."""
   events: collections.Counter[str] = collections.Counter()
   model, step = Model(), 0
-  pinned: dict[str, tuple[str, int]] = {}  # What a cache would hold, by name.
+  pinned: dict[str, tuple[str, int]] = {}  # A cache's content, by name.
 
   def drop(gone: Dropped) -> None:
     assert pinned.pop(gone.name) == (gone.context_id, gone.version)
@@ -384,7 +384,7 @@ def test_a_full_disk_is_refused_and_leaves_what_was_there(tmp_path: pathlib.Path
 
 
 def test_a_registry_that_takes_a_late_sleepers_rewrite_is_seen(tmp_path: pathlib.Path, seed: int):
-  """The twin: what was slept of version n is kept as of n + 1, and the fuzz fails."""
+  """Twin: rewrites of version n are kept for n + 1, and the fuzz test fails."""
 
   class Careless(Contexts):
     def keep(self, namespace, name, rewrite, *, step):
@@ -399,7 +399,7 @@ def test_a_registry_that_takes_a_late_sleepers_rewrite_is_seen(tmp_path: pathlib
 
 
 def test_a_registry_that_keeps_what_is_over_is_seen(tmp_path: pathlib.Path, seed: int):
-  """The twin: time never passes, and the fuzz fails."""
+  """Twin: time never passes, and the fuzz test fails."""
 
   class Timeless(Contexts):
     def register(self, *args, ttl_steps=None, **fields):

@@ -54,7 +54,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def answering(*answers: Any) -> Iterator[tuple[str, list[Any]]]:
-  """Serves answers, the last one again and again; yields the URL and what was asked."""
+  """Serves responses, the last one repeatedly; yields the URL and the requests."""
   server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
   server.daemon_threads = True
   server.answers, server.asked = list(answers), []  # type: ignore[attr-defined]
@@ -121,11 +121,11 @@ def hang(handler) -> None:
 
 
 def drip(handler) -> None:
-  """A byte now and then, so that no read takes long."""
+  """Sends single bytes, so that no read takes long."""
   handler.send_response(200)
   handler.send_header("Content-Length", "100000")
   handler.end_headers()
-  with contextlib.suppress(OSError):  # Once the other side has gone.
+  with contextlib.suppress(OSError):  # Once the client has disconnected.
     while True:
       handler.wfile.write(b" ")
       handler.wfile.flush()

@@ -18,7 +18,7 @@ def test_the_formula_by_hand():
   numbers = dict(sleep_tokens=41, full_tokens=31.7, short_tokens=11.7)
   assert planner.break_even(**numbers, latency_price=10) == pytest.approx(0.205)
   assert planner.break_even(**numbers, latency_price=1) == pytest.approx(2.05)
-  # Cost is equal there, and on either side as it should be.
+  # At break-even the costs are equal; on either side the right choice is cheaper.
   needed = planner.break_even(**numbers, latency_price=1)
   for questions in (needed - 0.5, needed, needed + 0.5):
     without, slept = 31.7 * questions, 11.7 * questions + 41

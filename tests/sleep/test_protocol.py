@@ -89,7 +89,7 @@ def test_neither_batches_nor_threads_move_a_row():
 
 
 def test_seeds_that_follow_the_order_of_calls_are_seen():
-  """The twin: a seed of when a call was made, in place of what it asks."""
+  """Twin: a seed from the time of a call, not from its content."""
 
   def run(num_at_once: int) -> list[Row]:
     ask, num_made = thinkers.asking(Reader()), itertools.count()
@@ -206,7 +206,7 @@ def test_what_has_no_answer_is_marked_and_the_run_goes_on():
     else:
       assert row == other
   assert num_marked > 10
-  # A sleeper without an answer marks what would have read it.
+  # A sleeper without a response marks the calls that would have read it.
   sleepless = rows_of(Reader(refused="each have now?"), items=ITEMS[:1])
   marked = {row.arm for row in sleepless if row.error}
   assert marked == {"wake", "both", "pass", "same"}

@@ -165,14 +165,14 @@ def test_bugs_in_pages_and_places_are_found_out():
 
 
 class WithoutCopies(planner_lib.Planner):
-  """Broken on purpose: what paths share is in the pages of the first alone."""
+  """Twin: shared positions are in the first path's pages only."""
 
   def _paths(self, *args):
     return tuple(path._replace(copied=()) for path in super()._paths(*args))
 
 
 class OthersPages(planner_lib.Planner):
-  """Broken on purpose: a further path's keys are looked for in the first one's pages."""
+  """Twin: a further path reads its keys from the first one's pages."""
 
   def leave(self, piece):
     first = piece.sequence.page_row

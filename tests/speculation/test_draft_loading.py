@@ -52,7 +52,7 @@ def test_int8_is_within_half_a_step_of_each_output_channel(tmp_path, engine):
     step = np.abs(wanted).max(axis=axis, keepdims=True) / 127
     assert np.all(np.abs(got - wanted) <= step * 0.501) and not np.array_equal(got, wanted)
   with pytest.raises(ValueError, match="got INT8 weights, expected one of"):
-    huggingface.load(tmp_path / "draft", ONE)  # A target's weights are never these.
+    huggingface.load(tmp_path / "draft", ONE)  # INT8 is refused for a target.
 
 
 def test_embedding_rows_beyond_the_tokenizer_are_cut_off(tmp_path, engine):

@@ -42,7 +42,7 @@ def test_an_answer_is_forgotten_at_its_age_and_where_there_is_no_room():
 
 
 def test_bytes_are_what_is_there():
-  """Against a list of all answers, in drawn orders."""
+  """Against a list of all completions, in drawn orders."""
   rng = random.Random(0)
   for _ in range(20):
     config = HistoryConfig(max_bytes=4 * rng.randint(5, 60), max_age=rng.randint(1, 30))

@@ -193,7 +193,7 @@ def test_a_run_with_a_draft_model_gets_both(tmp_path):
   drafter = make_drafter(config, run)
   assert isinstance(drafter, HybridDrafter) and drafter.acceptance is taken
   assert drafter.budget.config.max_length == 8 and drafter.budget.config.max_width == 2
-  # Measuring leaves nothing behind, and a model costs something.
+  # Measuring leaves no state behind, and a model has a cost.
   assert drafter.model.counters.calls == 0 and not drafter.model.slots._slot_of
   cost = drafter.budget._costs["model"]
   assert cost.seconds(1, 8) >= cost.seconds(1, 1) > 0 and cost.seconds(2, 8) >= cost.seconds(1, 8)

@@ -149,7 +149,7 @@ def test_probes_cost_no_more_than_they_may():
 
 
 class Counted(SourceBudget):
-  """Counts how often it looks for the best choices."""
+  """Counts the searches for the best choices."""
 
   num_searches = 0
 

@@ -59,7 +59,7 @@ def run(drafter, requests, *, max_draft=8, batch=4, chooses=None):
       paths = [path for path in paths if path]
       answer = answers[request.request_id]
       rest = request.text[len(answer) :]
-      # The target samples `rest` as long as it was fed `rest`.
+      # The target continues `rest` while its input follows `rest`.
       sampled = [
         [rest[k] if list(path[:k]) == rest[:k] else -1 for k in range(len(path) + 1)]
         for path in paths or [()]
@@ -229,7 +229,7 @@ def test_refusals(call, message):
 
 
 def steps_of_groups(drafter: SuffixDrafter, texts, num_steps: int = 3) -> list[int]:
-  """Steps that groups of one prompt take, one group after the other."""
+  """Returns the steps of groups with one prompt, one group after the other."""
   counts = []
   for step in range(num_steps):
     before = drafter.acceptance.num_steps
@@ -248,7 +248,7 @@ def test_a_prompt_that_comes_again_is_drafted_from_its_answers():
   assert without == [first] * 3 and max(again) < first / 2
   # Siblings alone are counted as such.
   assert set(with_history.acceptance.by_references) == {1}
-  # Another prompt, and another drafter, which begins with nothing.
+  # Another prompt, and another drafter, which starts empty.
   other = [Request(f"x/{i}", "x", [*PROMPT, 3], text) for i, text in enumerate(texts)]
   assert run(with_history, other, batch=2)[1] == first
   # A request without a group finds them, too: its group is its own.
@@ -281,7 +281,7 @@ def test_what_a_sibling_says_elsewhere_is_drafted_from_as_far_as_it_was_heard():
   assert drafter.hear("there", "g", PROMPT, 5, [6, 7, 8])
   assert drafter.draft([query([1, 2, 3, 4])])[0][0] == (5, 6, 7, 8)
   assert drafter.num_references("here", "g") == 1
-  # It comes here, and goes on elsewhere.
+  # It arrives here, and continues elsewhere.
   both = [query([1, 2, 3, 4]), DraftQuery("there", "g", [*PROMPT, 1, 2, 3, 4, 5, 6, 7, 8], 10, 4)]
   drafter.draft(both)
   assert drafter.hear("there", "g", PROMPT, 8, [9, 11])

@@ -176,7 +176,7 @@ def test_chains_say_the_target_s_texts(name, seed, vocab, most):
 
 
 def stopped_block(p, q, tokens, uniforms):
-  """The bug: block verification that ends at the first failure."""
+  """Bug: block verification that ends at the first failure."""
   whole = verification.block(p, q, tokens, uniforms)
   for num in range(len(tokens)):
     # Does it fail here? Then all that follow fail, too.
@@ -188,7 +188,7 @@ def stopped_block(p, q, tokens, uniforms):
 
 
 def gated_rejection(p, q, tokens, uniforms):
-  """The bug: a whole block thrown away under rejection."""
+  """Bug: a whole block thrown away under rejection."""
   num = KlGate(kind="block", threshold=0.2).passed(p, q)
   return verification.rejection(
     p[: num + 1], q[:num], tokens[:num], np.append(uniforms[:num], uniforms[-1])

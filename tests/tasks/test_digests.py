@@ -44,7 +44,7 @@ def changed(index: int, **fields: Any) -> list[dict[str, Any]]:
   [
     (ROWS[::-1], {"train", "heldout"}),
     ([ROWS[1], ROWS[0], *ROWS[2:]], {"train"}),
-    ([*ROWS[:9], ROWS[10], ROWS[9], *ROWS[11:]], {"train", "heldout"}),  # A held-out row is learnt.
+    ([*ROWS[:9], ROWS[10], ROWS[9], *ROWS[11:]], {"train", "heldout"}),  # Swaps a held-out row.
     (ROWS[:-1], {"heldout"}),
     ([*ROWS, ROWS[0]], {"train"}),
     (changed(3, prompt="3? "), {"train"}),

@@ -103,7 +103,7 @@ def test_generators_are_known_or_refused():
 
 
 def test_every_scorer_that_evaluates_texts_is_guarded():
-  """A version of the package with another `eval` of a text is found here."""
+  """Detects a package version that evaluates texts in another place."""
   folder = pathlib.Path(package.__file__).parent
   guarded = {*task_lib._LITERALS, *task_lib._FORMULAS, *task_lib.REFUSED}
   found = {}

@@ -65,7 +65,7 @@ def test_facts_follow_from_notes_and_solutions_from_facts():
 
 
 def from_facts(question: str, has: dict[str, int]) -> Fraction:
-  """Answers a question by a person's facts alone."""
+  """Returns the answer to a question from a person's facts alone."""
   who = [has[name] for name in dict.fromkeys(re.findall("[A-Z][a-z]+", question)) if name in has]
   numbers = [int(n) for n in re.findall(r"\d+", question)]
   if "friend" in question:

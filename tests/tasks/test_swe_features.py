@@ -134,7 +134,7 @@ def test_what_is_no_repository_is_refused(repository: pathlib.Path, tmp_path: pa
     task.contexts("train")
 
 
-@pytest.mark.usefixtures("unchecked_annotations")  # The check would make a context itself.
+@pytest.mark.usefixtures("unchecked_annotations")  # The check would build a context.
 def test_a_tree_that_is_too_large_is_refused(repository: pathlib.Path):
   task = swe_features.load(repository, SWEConfig(min_files=2, max_tree=3))
   with pytest.raises(ValueError, match="got 4 files in the tree of .*, expected at most max_tree"):

@@ -243,7 +243,7 @@ def test_a_group_like_its_policy_gives_the_gradient_up_to_one_over_n(beta):
   policy = softmax(LOGITS)
   want = numeric_gradient(LOGITS, REWARDS, beta)
   errors = []
-  for num in (20, 200, 2000):  # 10, 6, 3 and 1 of 20, as the policy would have it.
+  for num in (20, 200, 2000):  # 10, 6, 3 and 1 of 20, as the policy weights them.
     actions = np.repeat(np.arange(4), np.round(policy * num).astype(int))
     advantages, _ = only(REWARDS[actions], beta=beta)
     got = np.mean([a * (np.eye(4)[i] - policy) for a, i in zip(advantages, actions)], axis=0)
@@ -458,7 +458,7 @@ def test_nothing_chosen_gives_nothing():
   assert entropic.kl_to_base(zeros, zeros, none) == 0
 
 
-# ---- Refusals ----
+# ---- Errors ----
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -311,7 +311,7 @@ def test_order_of_arrival_changes_nothing(case, random):
 
 
 def test_member_order_does_change_the_batch():
-  """The twin: order by member is what the batch is a function of."""
+  """Twin: the batch depends on the order of members."""
   groups, advantages = random_groups(0, 1, 3, 6)
   turned = dataclasses.replace(groups[0], rollouts=groups[0].rollouts[::-1])
   left = packing.pack(groups, advantages, **SIZES, num_biases=2)

@@ -112,7 +112,7 @@ def test_scores_have_the_bits_of_a_forward_without_gradient_of_each_sequence_alo
   rollouts = [rollout for group in groups_of() for rollout in group.rollouts]
   for got, rollout in zip(found, rollouts, strict=True):
     tokens = [*rollout.request.prompt, *rollout.completion.tokens]
-    # Padded behind, where nothing before it looks.
+    # Padding follows, where no earlier row reads.
     whole = jnp.asarray(tokens + [0] * (18 - len(tokens)), jnp.int32)
     alone = np.asarray(scores_alone(master_of(), whole[:-1], whole[1:]).logprob)
     last = len(tokens) - 1
@@ -205,12 +205,12 @@ def test_layers_that_are_computed_again_score_with_the_same_bits(remat):
   kept, _, kept_scores = gradient_of(batch)
   again, _, again_scores = gradient_of(batch, remat=remat)
   assert_equal_bits(again_scores, kept_scores)
-  # Nor do the gradients differ, of layers in a row.
+  # Gradients of unrolled layers do not differ either.
   assert_equal_bits(again, kept)
 
 
 def computed_once_and_again(model, numerics, **changes):
-  """(gradient, scores) where layers are kept, computed again, and their inputs offloaded."""
+  """(gradient, scores) with layers kept, rematerialised, and with offloaded inputs."""
   sizes = SIZES | {"numerics": numerics, **changes}
   groups = groups_of()
   batch = packing.pack(groups, values_of(groups), **sizes)
@@ -328,7 +328,7 @@ def test_the_gap_to_the_engine_is_zero_where_bits_are_equal_and_seen_where_one_i
   assert gap["max_abs_raw_logprob_gap"] == 0 and gap["raw_kl"] == 0
   other[place] = np.nan
   gap = step.rollout_gap(scores, same._replace(behaviour_logprobs=other))
-  assert np.isnan(gap["max_abs_logprob_gap"]) and np.isnan(gap["kl"])  # It does not hide.
+  assert np.isnan(gap["max_abs_logprob_gap"]) and np.isnan(gap["kl"])  # NaN is not hidden.
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def arrays_of(shape, num_pages, rows, dtype, seed=0):
 
 @jax.jit
 def run(q, pages, new, batch):
-  """Writes and attends: what one layer does."""
+  """Writes keys and values and attends, as one layer does."""
   pages = native_pages.write_pages(pages, new, batch.slots, batch.num_rows)
   return attention.attend(q, pages, batch), pages
 
@@ -191,7 +191,7 @@ def test_rows_that_are_all_there_is_need_no_pages_and_have_the_same_bits(dtype):
       out = attend(q, new, jax.tree.map(jnp.asarray, batch))
       return jnp.sum(jnp.where(live[:, None, None, None], out * weights, 0.0)), out
 
-    # Twice: memory that was freed holds what the first call left.
+    # Twice: freed memory holds the first call's values.
     return [jax.jit(jax.grad(loss, (0, 1), has_aux=True))(q, new) for _ in range(2)][1]
 
   for got, want in zip(jax.tree.leaves(gradient(own)), jax.tree.leaves(gradient(written))):
@@ -284,7 +284,7 @@ def test_a_rows_bits_are_the_same_in_any_segment_and_batch(dtype):
 
 
 def test_what_invisible_slots_hold_is_never_read():
-  """Stale pages may hold anything, of the sequence's own too."""
+  """Stale pages may hold any values, even those of the sequence itself."""
   batch, tables, num_pages = batch_of(CHUNKS, page_size=16, query_tile=4, rows=40)
   q, pages, new = arrays_of((2, 2, 32, 16), num_pages, 40, "float32")
   seen = np.zeros(num_pages * 16, bool)

@@ -211,7 +211,7 @@ def pulled(stage, weights, rows, num_rows, scored, cotangent):
 
 
 def cotangent_of(rows):
-  """f32[3, n], as of a loss: some rows have none, a prompt's among them, few have all three."""
+  """f32[3, n], like a loss's: some rows (a prompt's too) have none, few have all three."""
   row = np.arange(rows[1].shape[0])
   found = np.random.default_rng(1).standard_normal((3, len(row))).astype(np.float32)
   found[1] *= row % 2 == 0
@@ -253,7 +253,7 @@ def test_a_gradient_on_several_devices_has_equal_bits():
     )
   )  # fmt: skip
   assert_equal(sharded(weights, rows), expected)
-  # A chain over the ids of all slabs would give the number of slabs away.
+  # A chain over the ids of all slabs would depend on the number of slabs.
   whole = {**weights, "head": weights["head"].reshape(1, -1, 32)}
   _, _, hidden = jax.jit(functools.partial(run, stage_of(whole)))(whole, rows)
   assert np.any(np.asarray(hidden) != np.asarray(expected[2]))

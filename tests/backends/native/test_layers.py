@@ -63,7 +63,7 @@ def program(function, stage):
 
 
 def wide(tree):
-  """Everything as float32 of NumPy."""
+  """Returns all arrays as float32 of NumPy."""
   return jax.tree.map(lambda leaf: np.asarray(leaf).astype(f32), tree)
 
 

@@ -22,13 +22,13 @@ def twice(x):
 
 @front.jit
 def far(x, y):
-  """A function of its own."""
+  """A function that is not inlined."""
   return twice(x) - y
 
 
 @front.jit
 def far_again(frame, task, process):
-  """It calls another one."""
+  """A function that calls another one."""
   x, y = frame[0], frame[1]
   return far(x, y) + far(y, x)
 
@@ -97,7 +97,7 @@ def test_several_may_write_one_file_at_once(folder):
   count, everyone = 4, threading.Barrier(4)
 
   def compiled():
-    everyone.wait()  # None has found a file.
+    everyone.wait()  # No process has found a file.
     return module()
 
   with concurrent.futures.ThreadPoolExecutor(count) as pool:

@@ -67,7 +67,7 @@ def test_work_that_pays_is_shared_and_the_rest_stays_with_the_thread_that_is_cal
   assert not who.any()
   assert not chains(x, 1, 100 * threads.LEAST_COST, 1000)[1].any()
   before = threads.process[2]
-  for _ in range(100):  # On a busy machine the others come late.
+  for _ in range(100):  # On a busy machine the other threads start late.
     shared, who = chains(x, 4, 100 * threads.LEAST_COST, 100_000)
     np.testing.assert_array_equal(shared, chains(x, 1, 0, 100_000)[0])
     assert who.max() < 4
@@ -119,7 +119,7 @@ def test_a_stage_reads_what_all_threads_wrote_in_the_one_before():
   alone, who = stages(x, 1, 0, 10)
   assert not who.any()
   shared = 0
-  for turns in [10] * 50 + [100_000] * 20:  # On a busy machine the others come late.
+  for turns in [10] * 50 + [100_000] * 20:  # On a busy machine the other threads start late.
     found, who = stages(x, 4, 100 * threads.LEAST_COST, turns)
     np.testing.assert_array_equal(found, alone if turns == 10 else found)
     shared += who.any()

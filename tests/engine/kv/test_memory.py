@@ -19,7 +19,7 @@ from seerjax.types import Request, SamplingParams
 
 
 def made_pages(mesh, dtype):
-  """Every entry another, negative zeros and both infinities among them."""
+  """Distinct entries, including negative zeros and both infinities."""
   shape = (mesh.shape["instance"], 8, 7, 4, 2)
   values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) - 100
   values[:, :, 3], values[:, :, 4, 0] = -0.0, np.inf
@@ -39,7 +39,7 @@ def test_pages_go_out_and_in_bit_for_bit(dtype, shape):
   pages, expected = made_pages(mesh, dtype)
   ids = np.zeros((shape[0], 4), np.int32)
   ids[-1, :2] = 3, 4
-  # A copy: the program may read the very array, and later than it is written below.
+  # A copy, because the program may read the array after the write below.
   values = moves.extract(pages, ids.copy())
   parts = moves.take_off(values, shape[0] - 1)
   assert {part.sharding.memory_kind for leaf in parts for part in leaf} == {"pinned_host"}
@@ -55,7 +55,7 @@ def test_pages_go_out_and_in_bit_for_bit(dtype, shape):
 
 @pytest.mark.parametrize("model_shards", [1, 2])
 def test_moves_read_before_they_write(model_shards):
-  """Two pages change places, between instances and within one."""
+  """Two pages are exchanged, between instances and within one."""
   mesh = parallel.make_mesh(num_instances=3, model_shards=model_shards)
   pages, expected = made_pages(mesh, jnp.bfloat16)
   moves = np.zeros((4, 4), np.int32)
@@ -205,7 +205,7 @@ def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_s
   first, second = asked()[3:]
   for request in (first, second):
     engine.submit(request)
-  engine.step()  # All its rows are the first one's.
+  engine.step()  # All rows belong to the first request.
   for _ in range(2):
     engine.pause(second.request_id)
     assert engine.held_pages(second.request_id)

@@ -26,7 +26,7 @@ from seerjax.engine.kv.stores import open_store
 
 @pytest.fixture(scope="module")
 def master(tmp_path_factory) -> Iterator[str]:
-  """The address of a master that lives as long as this file's tests."""
+  """The address of a master that runs during this file's tests."""
   made = mooncake_master.start(tmp_path_factory.mktemp("mooncake") / "master.log")
   yield made.address
   made.end()
@@ -83,7 +83,7 @@ def test_what_lies_with_two_processes_outlives_one(master, store):
   other = open_store(config)
   assert isinstance(other, MooncakeStore)
   assert other.put("twice", b"abc") and store.get("twice") == b"abc"
-  other._client.close()  # As if its process had died: nothing is removed.
+  other._client.close()  # As if the process had died: nothing is removed.
   assert store.get("twice") == b"abc"
 
 
@@ -160,7 +160,7 @@ def test_what_listens_and_is_no_master_is_refused():
 
 
 def test_without_mooncake_it_says_what_to_install():
-  # In a process of its own, where the package cannot be found.
+  # In a separate process, in which the package cannot be found.
   program = """
 import sys
 sys.modules["mooncake"] = None

@@ -40,7 +40,7 @@ def test_keys_of_no_namespace_are_those_of_before():
 
 
 class Shared(PrefixIndex):
-  """The twin: an index in which namespaces do not count."""
+  """Twin: an index that ignores namespaces."""
 
   def find(self, tokens, owner=BASE):
     return super().find(tokens, Owner(owner.adapter))

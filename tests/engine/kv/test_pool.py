@@ -43,7 +43,7 @@ def make_pool(directory: pathlib.Path, max_bytes: int = 10**6, weights: str = "w
 
 
 def send_on(pool: KVPool, name: str, tokens: list[int]) -> None:
-  """Puts a request's pages, and makes room for others: they go to the store."""
+  """Puts a request's pages, then makes room so that they move to the store."""
   pool.put(name, 4, rounds(sum(tokens)), tokens)
   assert pool.make_room(4)
 
@@ -96,7 +96,7 @@ def test_values_stay_for_some_steps_and_make_room_before(tmp_path):
   send_on(pool, "a", [1])
   for _ in range(2 * PIN_STEPS):
     pool.advance()
-  assert bits(pool.take("a")) == bits(rounds(1))  # Of a request that lives, for ever.
+  assert bits(pool.take("a")) == bits(rounds(1))  # A live request's pages never expire.
   for _ in range(PIN_STEPS - 1):
     pool.advance()
   assert list(tmp_path.glob("*/*.kv"))
@@ -108,7 +108,7 @@ def test_values_stay_for_some_steps_and_make_room_before(tmp_path):
   pool = make_pool(tmp_path / "small", max_bytes=size)
   send_on(pool, "c", [3])
   pool.drop("c")
-  send_on(pool, "d", [4])  # In the room of what nothing needs.
+  send_on(pool, "d", [4])  # In the room of unneeded pages.
   pool.put("e", 4, rounds(5), [5])
   assert not pool.make_room(4) and bits(pool.take("d")) == bits(rounds(4))
 
@@ -129,7 +129,7 @@ def test_what_was_put_of_a_request_goes_when_it_is_over(tmp_path):
   pool.end("spilled")
   pool.end("nowhere")
   assert len(files_in(tmp_path)) == 1
-  # One that has gone on elsewhere may be asked for, until it is over there.
+  # A request that continued elsewhere can be read until it ends there.
   pool.drop("there")
   assert len(files_in(tmp_path)) == 1
   pool.end("there")
@@ -142,7 +142,7 @@ def test_what_another_request_needs_stays_when_one_is_over(tmp_path):
   pool.export("b", [1], rounds(1))
   pool.end("a")
   assert len(files_in(tmp_path)) == 1
-  pool.export("b", [1, 2], rounds(2))  # In the place of what was before.
+  pool.export("b", [1, 2], rounds(2))  # Replaces the earlier pages.
   assert len(files_in(tmp_path)) == 1
   for _ in range(2 * PIN_STEPS):
     pool.advance()
@@ -168,7 +168,7 @@ def test_a_store_that_fails_again_and_again_is_left_alone_for_a_while(tmp_path):
   pool = KVPool(KVPoolConfig(), store)
   pool.identify(lambda owner: Identity("f", "w", 0))
   assert pool.export("kept", [0], rounds(0)) is not None
-  pool.drop("kept")  # Room that could be made, which is none for a store that fails.
+  pool.drop("kept")  # With a failing store this room cannot be freed.
   store.fails = True
   for index in range(1, 9):
     assert pool.export(f"r{index}", [index], rounds(index)) is None

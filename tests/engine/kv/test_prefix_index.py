@@ -18,7 +18,7 @@ def test_full_pages_are_shared_and_the_partial_one_is_copied():
   assert index.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0]) == PrefixHit((1, 2), 3, 9)
   assert index.find([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]) == PrefixHit((1, 2), 3, 10)
   assert index.find([1, 2, 3, 4, 5, 6, 7, 8]) == PrefixHit((1, 2), None, 8)
-  # The start of a full page is worth a copy too.
+  # The start of a full page is also copied.
   assert index.find([1, 2, 3, 4, 5, 6]) == PrefixHit((1,), 2, 6)
   assert index.find([1, 2, 0]) == PrefixHit((), 1, 2)
   assert index.find([2, 2]) == PrefixHit((), None, 0)
@@ -42,7 +42,7 @@ def test_the_first_of_two_pages_with_equal_tokens_is_found():
   assert index.find([1, 2, 3]).pages == (1,)
   index.forget(1)
   assert not index.knows(1) and index.knows(2)
-  # The other still serves, as a copy that happens to be whole.
+  # The other page still serves, as a copy of all its positions.
   assert index.find([1, 2, 3]) == PrefixHit((), 2, 2)
 
 
@@ -53,7 +53,7 @@ def test_a_page_that_grows_is_found_by_all_its_tokens():
   assert index.find([1, 2, 3]) == PrefixHit((), 1, 1)
   index.remember([1, 2, 3, 4], pages)
   assert index.find([1, 2, 3]) == PrefixHit((), 1, 3)
-  index.remember([1, 2], pages)  # Knowing less again forgets nothing.
+  index.remember([1, 2], pages)  # Registering a shorter prefix removes nothing.
   assert index.find([1, 2, 3, 4]) == PrefixHit((1,), None, 4)
 
 

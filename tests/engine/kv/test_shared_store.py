@@ -38,7 +38,7 @@ def written_pages(engine: Engine, name: str) -> list[bytes]:
   ]
 
 
-@pytest.mark.thorough  # A process takes long to start; what follows is the same within one.
+@pytest.mark.thorough  # Starting a process takes long; the rest also holds within one.
 def test_two_processes_read_each_others_pages_to_equal_bits(tmp_path):
   paths = os.pathsep.join([str(SUPPORT), str(ROOT)])
   peer = subprocess.Popen(
@@ -79,7 +79,7 @@ def test_pages_that_another_wrote_have_the_bits_of_ones_own(tmp_path):
   sequence.num_written = num_written
   assert written_pages(other, "r/3") == own
   other.cancel("r/3")
-  engine.resume("r/3")  # The other has removed nothing.
+  engine.resume("r/3")  # The other process has removed nothing.
   while engine.num_unfinished:
     engine.step()
   assert tiny_model.same(engine.poll()[0], answers()["r/3"], 0)
@@ -101,7 +101,7 @@ def shifted(params):
 
 
 class Careless(KVPool):
-  """The twin: what lies in the store is named by policy_version instead of the weights."""
+  """Twin: the store's keys use policy_version instead of the weights."""
 
   def identify(self, identity):
     def careless(owner):

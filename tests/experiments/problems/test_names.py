@@ -85,7 +85,7 @@ def test_a_change_of_any_problem_concerns_what_loads_it_by_name():
 
 
 def test_a_problem_whose_package_is_not_there_says_what_to_install():
-  # In a process of its own, where the package cannot be found; another problem does not need it.
+  # In a separate process, in which the package cannot be found; another problem does not need it.
   program = """
 import sys
 sys.modules["highspy"] = None

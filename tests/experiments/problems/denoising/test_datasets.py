@@ -138,7 +138,7 @@ def test_an_array_that_would_fill_the_memory_is_refused_unread(tmp_path):
 
 
 def test_h5ad_without_h5py_says_what_to_install(tmp_path):
-  # In a process of its own, where the package cannot be found.
+  # In a separate process, in which the package cannot be found.
   program = """
 import sys
 sys.modules["h5py"] = None

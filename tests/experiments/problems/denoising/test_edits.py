@@ -76,7 +76,7 @@ def test_sentences_make_pipelines_or_say_why_not(one, two):
     assert language.apply(artefact, sentence, 1) == edited
     assert json.loads(json.dumps(edited)) == edited
     if operations.complaint(edited):
-      # The order of transforms is all that a sentence can get wrong.
+      # A sentence can only be invalid by the order of transforms.
       assert "invert" in operations.complaint(edited) or "save" in operations.complaint(edited)
     else:
       artefact = edited

@@ -47,7 +47,7 @@ def test_a_found_pipeline_beats_the_best_diffusion_on_heldout_counts():
   assert [round(score.value, 3) for score in scores] == [1.760, 1.542]
   heldout = [ENVIRONMENT.heldout({"steps": steps}) for steps in (diffusion, found)]
   assert heldout[1] < 0.9 * heldout[0]
-  # It is ahead by lying below the truth, as the module's first lines say.
+  # It leads by underestimating the truth, as the module docstring explains.
   truth = [ENVIRONMENT.against_truth({"steps": steps}) for steps in (diffusion, found)]
   assert truth[1] > truth[0]
 
