@@ -1,6 +1,6 @@
 """The docs site builds, covers every public name, and its guides are programs that run.
 
-  mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages without network requests
+mkdocs.yml, docs/*.md, docstrings -- mkdocs build --strict --> pages without network requests
 """
 
 from __future__ import annotations

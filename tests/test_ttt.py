@@ -962,7 +962,7 @@ def test_signs_there_and_back():
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(hidden_size=60), "TinyConfig: got hidden_size=60, num_heads=8, num_layers=2, expected h"),
+    (dict(hidden_size=60), "TinyConfig: got hidden_size=60, num_heads=8, num_layers=2, expected n"),
     (
       dict(num_heads=4),
       "TinyConfig: got hidden_size=64, num_heads=4, .* expected num_heads to be a multiple",

@@ -19,7 +19,7 @@ from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
-# Ids i32[i][n][k] and log-probabilities of the top tokens.
+# Ids `i32[i][n][k]` and log-probabilities of the top tokens.
 Top = tuple[list[list[list[int]]], list[list[list[float]]]]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
 

@@ -379,7 +379,7 @@ def baselines_section(found: Found) -> str:
     "<tr>"
     + _cells(
       name.replace("_", " "),
-      "nothing valid" if math.isnan(value) else page.number(value, VALUE_DIGITS),
+      "no valid result" if math.isnan(value) else page.number(value, VALUE_DIGITS),
       _comparison(found, value),
     )
     + "</tr>"
@@ -402,7 +402,7 @@ def path_section(found: Found) -> str:
     rows += f"<tr>{_cells(*cells)}</tr>"
     before = state.value
   return (
-    f'<h2>Search history</h2><div class="grid2">{charts.line_chart(BEST_CHART, found.run)}'
+    f'<h2>Path to the best</h2><div class="grid2">{charts.line_chart(BEST_CHART, found.run)}'
     f"{lineage_chart(found)}</div><details><summary>Ancestors of the best, with their tokens"
     '</summary><div class="scroll"><table class="ranks"><tr><th>step</th><th>value</th>'
     f"<th>change</th><th>tokens</th></tr>{rows}</table></div></details>"

@@ -117,7 +117,7 @@ def test_float32_stays_tiled_on_a_gpu_and_says_so():
 def test_a_machine_without_hopper_stays_tiled_and_a_name_is_refused():
   chosen, reason = choice.chosen_on_gpu(BFLOAT16, QWEN3)
   assert chosen == "tiled" and reason.startswith(CPU)
-  with pytest.raises(ValueError, match=r"got 'pallas', and got the platform 'cpu', expected an NV"):
+  with pytest.raises(ValueError, match=r"got 'pallas', but got the platform 'cpu', expected an NV"):
     model_config.numerics_for(QWEN3, PALLAS)
   device = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
   with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):

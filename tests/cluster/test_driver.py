@@ -285,12 +285,12 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere():
 @pytest.mark.parametrize(
   "others, expected",
   [
-    (dict(weights_seed=1), r"weights: got '\w+', expected '\w+'; give its engine the weights"),
+    (dict(weights_seed=1), r"weights: got '\w+', expected '\w+'; load the weights"),
     (
       dict(numerics=tiny_model.NUMERICS),
       r"fingerprint: got .*'implementation': 'tiled.*expected .*'implementation': 'native",
     ),
-    (dict(policy_version=3), "policy_version: got 3, expected 0; give its engine"),
+    (dict(policy_version=3), "policy_version: got 3, expected 0; load the weights"),
   ],
 )
 def test_what_differs_is_not_taken_and_the_rollout_goes_on(others, expected, caplog):

@@ -122,7 +122,9 @@ def test_without_ray_the_extra_is_named():
 
 @pytest.mark.parametrize("count, patience", [(0, 1.0), (1, 0.0)])
 def test_no_worker_and_no_patience_are_refused(count, patience):
-  with pytest.raises(ValueError, match=f"got count={count}, patience={patience}, expected one"):
+  with pytest.raises(
+    ValueError, match=f"got count={count}, patience={patience}, expected at least 1"
+  ):
     RayWorkers(make_worker, count=count, patience=patience)
 
 

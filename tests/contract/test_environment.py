@@ -116,7 +116,7 @@ def test_processes_of_other_defaults_say_the_same(implementation, partitionable)
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_a_key_whose_noise_depends_on_the_batch_is_refused(make, got):
   key = make()
-  wanted = f"got .*{got}.*expected one of threefry2x32.*make it with seerjax.numerics.key"
+  wanted = f"got .*{got}.*expected a threefry2x32 key.*make it with seerjax.numerics.key"
   numerics, model = tiny_model.NUMERICS, tiny_model.CONFIG
   with pytest.raises(ValueError, match=f"(?s)Engine.key: {wanted}"):
     engine_lib.Engine(Model(model, tiny_model.params(numerics), numerics), key=key)

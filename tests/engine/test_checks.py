@@ -59,8 +59,9 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
   engine.submit(request("fits", range(20), max_tokens=5))  # 24 positions.
   with pytest.raises(
     ValueError,
-    match=r"request 'r': got 20 prompt tokens and max_tokens 6, expected .* context of 25; lower"
-    r" SamplingParams.max_tokens or raise EngineConfig.num_pages or free memory, as 3 pages of 8",
+    match=r"request 'r': got 20 prompt tokens and max_tokens 6, expected a sum of at most 25,"
+    r" the context; lower SamplingParams.max_tokens or raise EngineConfig.num_pages or free memory,"
+    r" as 3 pages of 8",
   ):
     engine.submit(request("r", range(20), max_tokens=6))
 

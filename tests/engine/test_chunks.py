@@ -137,7 +137,7 @@ def test_a_member_waits_for_memory_with_what_it_has():
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    ({"chunk_tokens": 0}, r"request 'a': chunk_tokens: got 0, expected at least 1; None answers"),
+    ({"chunk_tokens": 0}, r"request 'a': chunk_tokens: got 0, expected at least 1; None runs"),
     ({"instance": 1}, r"request 'a': instance: got 1, expected 0 to 0; the mesh has no other"),
   ],
 )

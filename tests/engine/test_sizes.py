@@ -159,15 +159,15 @@ def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
     key=jax.random.key(0),
   )
   assert engine.config.row_buckets == (64, 128)
-  assert engine.plan().startswith("1 instance(s), each 17 pages of 8 positions")
+  assert engine.plan().startswith("1 instance(s), each with 17 pages of 8 positions")
   request = Request(request_id="0", prompt=(1, 2), sampling=SamplingParams(max_tokens=2))
   assert len(engine.generate([request])[0].tokens) == 2
 
 
 def test_the_plan_says_what_was_allocated():
   assert word_engine.make_engine().plan() == (
-    "1 instance(s), each 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps of"
-    " 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
+    "1 instance(s), each with 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps"
+    " of 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
   )
   place = jax.sharding.NamedSharding(parallel.make_mesh(model_shards=8), jax.P("model"))
   line = sizes.described(
@@ -185,7 +185,7 @@ def test_the_plan_says_what_was_allocated():
 @pytest.mark.parametrize(
   "field, value, message",
   [
-    ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 asks"),
+    ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 derives"),
     ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 derives it"),
     ("steps_per_visit", -1, r"EngineConfig.steps_per_visit: got -1, expected 0 to 32; 0 lets the"),
     ("steps_per_visit", 33, r"EngineConfig.steps_per_visit: got 33, expected 0 to 32; 0 lets"),

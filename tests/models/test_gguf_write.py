@@ -204,7 +204,9 @@ def test_a_head_of_another_kind_is_loaded_apart_with_one_line(tmp_path, caplog):
   assert not model.config.is_tied
   lines = [r.getMessage() for r in caplog.records if "output.weight" in r.getMessage()]
   [line] = lines
-  assert "token_embd.weight is F32 and output.weight is F16" in line and "12,800 numbers" in line
+  assert (
+    "token_embd.weight is F32 and output.weight is F16" in line and "12,800 more numbers" in line
+  )
   assert np.array_equal(model.params["head"][0], table.astype(np.float16).astype(np.float32))
   # Equal kinds give no warning.
   records["output.weight"] = records["token_embd.weight"]

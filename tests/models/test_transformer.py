@@ -484,7 +484,7 @@ def test_pages_that_do_not_fill_a_split_are_refused():
 
 def test_kernels_without_a_gpu_are_refused():
   numerics = dataclasses.replace(BFLOAT16, implementation="pallas")
-  message = "got 'pallas', and got the platform 'cpu', expected an NVIDIA GPU of compute capability"
+  message = "got 'pallas', but got the platform 'cpu', expected an NVIDIA GPU of compute capability"
   with pytest.raises(ValueError, match=message):
     flax_module.logits_of(
       params_of(QWEN3, BFLOAT16), tokens_of(1, 2), config=QWEN3, numerics=numerics

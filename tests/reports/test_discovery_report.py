@@ -403,7 +403,7 @@ def test_the_first_record_of_a_run_is_enough(tmp_path):
   assert "the start itself" in text and "The problem lists no published values." in text
   assert "The value is computed by the problem, without a certificate." in text
   assert "1 of 1 states" in text
-  assert "Others" not in text and "Search" not in text and "to the bit" not in text
+  assert "Baselines" not in text and "Search" not in text and "to the bit" not in text
 
 
 def test_a_run_that_is_not_over_has_its_numbers_from_its_curves(tmp_path):

@@ -106,5 +106,9 @@ def test_a_transcript_survives_json_and_is_written(tmp_path):
   text = path.read_text()
   assert text == draft_report.html("Drafts", [found])
   # Each of the two steps with drafts had two accepted tokens and one of its own.
-  for tile in ("<b>8</b>", "<b>3</b><span>steps</span><i>2 of them", "<b>3</b><span>tokens a step"):
+  for tile in (
+    "<b>8</b>",
+    "<b>3</b><span>steps</span><i>2 of them",
+    "<b>3</b><span>tokens per step",
+  ):
     assert tile in text

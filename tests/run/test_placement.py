@@ -34,7 +34,7 @@ def test_what_is_decided_is_said():
     (dict(implementation="pallas"), "got implementation='pallas' in float32, expected compute_dt"),
     (
       dict(implementation="pallas", compute_dtype="bfloat16"),
-      "implementation: got 'pallas', and .* expected a machine, a model",
+      "implementation: got 'pallas', but .* expected a machine, a model",
     ),
     (dict(model_shards=3), "--model_shards: got 3, expected one of .*; 1 is usual"),
     (dict(model_shards=0), "--model_shards: got 0, expected one of"),

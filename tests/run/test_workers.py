@@ -89,7 +89,7 @@ def forgotten(path) -> tuple[engine_lib.Engine, ClusterRollout]:
 def test_workers_of_other_weights_are_not_taken(tmp_path):
   with journal_lib.Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
     _, rollout = forgotten(journal)
-    expected = r"worker 0 was refused: weights: got '\w+', expected '\w+'; give its engine"
+    expected = r"worker 0 was refused: weights: got '\w+', expected '\w+'; load the weights"
     with pytest.raises(ConnectionError, match=expected):
       list(rollout.run(REQUESTS))
 

@@ -1,7 +1,7 @@
 """Hostile grammars cause no crash and no internal error, and change no bit of other requests.
 
-    classes of schemas and expressions, each drawn anew --> a server --> refused, or answered
-    neighbours with and without grammars, before and alongside --> equal bits
+classes of schemas and expressions, each drawn anew --> a server --> refused, or answered
+neighbours with and without grammars, before and alongside --> equal bits
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_a_closed_journal_and_a_full_disk_are_refused(tmp_path: pathlib.Path):
   ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
   try:
-    with pytest.raises(OSError, match="expected enough disk space; free some") as found:
+    with pytest.raises(OSError, match="expected room for them; free some") as found:
       journal.append(call("more"), SAID)
     assert found.value.errno == errno.EFBIG
   finally:

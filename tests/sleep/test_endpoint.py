@@ -149,7 +149,7 @@ BAD: list[tuple[Any, str]] = [
   ((429, b"slow"), "got status 429 ('slow'), expected 200; wait, or send fewer requests at once."),
   (b"<html>", "got invalid JSON ('<html>'), expected a chat completion; check whether a proxy"),
   (b"[" * 100_000, "got invalid JSON ('[[["),
-  ({"choices": []}, """got no choices ('{"choices": []}'), expected one with a message; look"""),
+  ({"choices": []}, """got no choices ('{"choices": []}'), expected one with a message; check"""),
   ([1], "got no choices ('[1]'), expected one with a message"),
   ({"choices": [{"text": "a completion"}]}, "got no choices ('{"),
   (said([{"type": "text"}]), "got content that is not text, expected text; request text"),
@@ -157,10 +157,10 @@ BAD: list[tuple[Any, str]] = [
   (said(tokens=True), "got no usage.completion_tokens, expected the number of generated tokens"),
   (said(tokens=18), "got 18 tokens, expected at most max_tokens = 16; use an endpoint that"
                     " respects"),
-  (said("ab", tokens=9), "got a text of at most 3 tokens with a reported count of 9, expected as"
-                         " many"),
-  (said(None, tokens=2), "got a text of at most 1 tokens with a reported count of 2, expected as"
-                         " many"),
+  (said("ab", tokens=9), "got a text of at most 3 tokens with a reported count of 9, expected at"
+                         " most as many"),
+  (said(None, tokens=2), "got a text of at most 1 tokens with a reported count of 2, expected at"
+                         " most as many"),
   (said(finish_reason="content_filter"), "got finish_reason='content_filter', expected one of"),
   (close, "got no response (RemoteDisconnected: "),
   (half, "bytes, and 8"),
@@ -270,7 +270,7 @@ def test_a_key_that_is_not_there_is_refused():
     Endpoint(config)
   os.environ["SLEEP_TEST_NONE"] = "a\nb"
   try:
-    with pytest.raises(ValueError, match="which holds what no header can, expected the endpoint's"):
+    with pytest.raises(ValueError, match="which does not fit in a header, expected the endpoint's"):
       Endpoint(config)
   finally:
     del os.environ["SLEEP_TEST_NONE"]

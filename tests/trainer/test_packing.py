@@ -430,7 +430,7 @@ def test_what_an_error_ended_is_refused():
   good = rollout([1], [2, 3], name="x")
   completion = dataclasses.replace(good.completion, finish_reason="error", error="it broke")
   broken = dataclasses.replace(good, completion=completion)
-  with pytest.raises(ValueError, match=r"request 'x': got a completion that an error ended"):
+  with pytest.raises(ValueError, match=r"request 'x': got a completion that ended with an error"):
     packing.pack([group(0, broken)], ZERO, **SIZES)
 
 
