@@ -140,8 +140,8 @@ def test_requests_beyond_what_the_pages_hold_are_refused_by_that():
   config = dataclasses.replace(word_engine.SIZES, num_pages=4)
   engine = word_engine.make_engine(config)
   assert engine.plan().endswith(
-    "; requests of at most 25 tokens: raise EngineConfig.num_pages or free memory, as 3 pages of 8"
-    " positions hold no more for more"
+    "; requests of at most 25 tokens; for more, raise EngineConfig.num_pages or free memory, as 3"
+    " pages of 8 positions hold no more tokens"
   )
 
 
