@@ -67,7 +67,7 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   assert run_report.render(stopped_copy).is_file()
   said.clear()
   train(stopped_copy, resume=True, say=said.append, num_steps=5)
-  assert sum("expected rollouts of all" in line for line in said) == 2  # Until they are restored.
+  assert sum(" of all; the" in line for line in said) == 2  # Until they are restored.
 
 
 @pytest.mark.parametrize(
