@@ -193,6 +193,10 @@ class Endpoint:
       response = connection.getresponse()
       answer = response.read(MAX_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
+      # The socket's own timeout may expire just before the timer. A timeout of the network (which
+      # has an error number) comes earlier than ours, and is no sign of a late response.
+      if isinstance(error, TimeoutError) and error.errno is None:
+        is_late.set()
       self._hang(is_late, f"no response ({type(error).__name__}: {error})")
     finally:
       timer.cancel()
