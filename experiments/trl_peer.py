@@ -34,6 +34,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
   current: dict[str, float] = {}
   sampled: dict[tuple[int, ...], list[float]] = {}
   gaps: list[float] = []
+  temperature = request["temperature"]
 
   def add(name: str, seconds: float) -> None:
     current[name] = current.get(name, 0.0) + seconds
@@ -90,7 +91,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
       answer = answer[: answer.index(eos) + 1] if eos in answer else answer
       prompt = [token for token, is_one in zip(whole, mask[row].tolist()) if is_one]
       sampled[(*prompt, *answer)] = [
-        float(torch.log_softmax(said.logits[place][row].float(), -1)[token])
+        float(torch.log_softmax(said.logits[place][row].float() / temperature, -1)[token])
         for place, token in enumerate(answer)
       ]
       add("tokens", len(answer))
@@ -123,7 +124,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
       output_dir=directory, per_device_train_batch_size=count, gradient_accumulation_steps=1,
       num_generations=request["group_size"], max_completion_length=request["max_tokens"],
       max_steps=request["num_steps"], learning_rate=request["learning_rate"],
-      adam_beta2=0.95, lr_scheduler_type="constant", warmup_steps=0, temperature=1.0, beta=0.0,
+      adam_beta2=0.95, lr_scheduler_type="constant", warmup_steps=0, temperature=temperature,
+      beta=0.0,
       loss_type="dapo", epsilon=0.2, epsilon_high=0.28, bf16=False, fp16=False, use_cpu=True,
       gradient_checkpointing=False, report_to=[], save_strategy="no", logging_strategy="no",
       disable_tqdm=True, shuffle_dataset=False, seed=request["seed"],
