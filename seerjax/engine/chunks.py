@@ -115,7 +115,7 @@ class Chunks:
     # Duplicate ids are one request.
     sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
     left = self._memory.spill([sequence for sequence in sequences if sequence.pages])
-    return [sequence.request.request_id for sequence in left]
+    return [sequence.name for sequence in left]
 
   def export_kv(self, request_id: str, policy_version: int) -> KVManifest | None:
     """Puts a copy of a paused request's pages into the store, for an engine that continues it.

@@ -43,7 +43,7 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
 from seerjax.engine.kv import pool as pool_lib
 from seerjax.engine.kv.manifest import KVManifest
-from seerjax.engine.kv.memory import Memory
+from seerjax.engine.kv.memory import KVSizes, Memory
 from seerjax.engine.kv.owner import Owner
 from seerjax.engine.kv.pins import Pin, Pins
 from seerjax.engine.kv.values import fingerprint_digest
@@ -135,8 +135,7 @@ class Engine:
     memory = Memory(
       lambda: runner.empty_pages(config.num_pages, config.page_size),
       runner.page_moves,
-      config=config,
-      table_width=table_width,
+      sizes=KVSizes(config.num_pages, config.page_size, table_width, config.reuse_prefixes),
       kv_pool=kv_pool,
       counters=counters,
       fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),

@@ -63,7 +63,14 @@ def begun(
     resume_from: the partial response, a partial stop string included.
   """
   stream = None if tokenizer is None else tokenizer.stream()
-  sequence = SequenceState(request, list(request.prompt), instance, stream, row, limit=0)
+  sequence = SequenceState(
+    request=request,
+    tokens=list(request.prompt),
+    instance=instance,
+    stream=stream,
+    sampling=row,
+    limit=0,
+  )
   if resume_from is not None:
     _continue_from(sequence, resume_from)
   return sequence

@@ -19,7 +19,7 @@ from seerjax.engine import batching, checks, drafting, sizes, token_tree
 from seerjax.engine.background import Room, StepTable
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
-from seerjax.engine.kv import owner as owner_lib, pages as pages_lib, prefix_index
+from seerjax.engine.kv import pages as pages_lib, prefix_index
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.owner import Owner
 from seerjax.engine.kv.pins import Pins
@@ -35,7 +35,7 @@ Place = tuple[int, int]  # (instance, index among the instance's scheduled rows)
 
 def _sharing(sequence: SequenceState) -> tuple[str, Owner]:
   """Returns a key that is equal for siblings that share a prompt's keys and values."""
-  return sequence.request.group_id, owner_lib.of(sequence.request)
+  return sequence.request.group_id, sequence.owner
 
 
 def _is_asked_between(sequence: SequenceState) -> bool:
@@ -682,7 +682,9 @@ class Planner:
     scheduled, first = [], 0
     for count in shares:
       limit = position + 1 + needed
-      sequence = SequenceState(request, list(request.prompt), 0, None, row, limit=limit)
+      sequence = SequenceState(
+        request=request, tokens=list(request.prompt), instance=0, sampling=row, limit=limit
+      )
       sequence.hold([0], self._table_width, limit)  # Page 0 is the target of padded writes.
       sequence.num_written = position
       path = DraftPath((0,) * (count - 1), sequence.page_row, tuple(range(1, count)))

@@ -10,6 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from seerjax.engine import sizes
+from seerjax.engine.kv import owner as owner_lib
+from seerjax.engine.kv.holding import Holding
+from seerjax.engine.kv.owner import Owner
 from seerjax.engine.sizes import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import penalties
@@ -38,23 +41,19 @@ class ReadingState:
   found: dict[tuple[int, ...], Likeliest] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(eq=False)
-class SequenceState:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class SequenceState(Holding):
   """A request, its response so far, and the memory it holds.
+
+  Its `tokens` are prompt and response; its name and owner are those of the request.
 
   Attributes:
     request: the request.
-    tokens: prompt and response; the keys of the first `num_written` are in pages.
-    instance: instance that holds its pages, or will.
     stream: detokenizer of the response, None without a tokenizer.
     sampling: sampling parameters as one row.
     limit: maximum tokens, prompt included, before it pauses or ends.
     reserves: whether pages for all tokens up to `limit` are allocated before it runs; otherwise
       its pages grow with the response.
-    pages: in order of position; empty while it waits for memory.
-    reach: maximum tokens, prompt included, that fit into `pages`.
-    page_row: i32[p], `pages` as a row of the page table.
-    num_written: positions with written keys.
     logprobs: log-probabilities of the response's tokens, processed distribution.
     raw_logprobs: log-probabilities of the same tokens, softmax of the logits.
     text: the response so far, cut before a stop string.
@@ -65,17 +64,13 @@ class SequenceState:
     is_background: whether it has low priority and gets spare rows and pages only.
   """
 
+  name: str = dataclasses.field(init=False)
+  owner: Owner = dataclasses.field(init=False)
   request: Request
-  tokens: list[int]
-  instance: int
-  stream: tokenizer_lib.TextStream | None
   sampling: SamplingRows
   limit: int
+  stream: tokenizer_lib.TextStream | None = None
   reserves: bool = True
-  pages: list[int] = dataclasses.field(default_factory=list)
-  page_row: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
-  reach: int = 0
-  num_written: int = 0
   logprobs: list[float] = dataclasses.field(default_factory=list)
   raw_logprobs: list[float] = dataclasses.field(default_factory=list)
   text: str = ""
@@ -84,6 +79,9 @@ class SequenceState:
   adapter: int = 0
   reading: ReadingState | None = None
   is_background: bool = False
+
+  def __post_init__(self):
+    self.name, self.owner = self.request.request_id, owner_lib.of(self.request)
 
   @property
   def num_prompt(self) -> int:
@@ -133,14 +131,6 @@ class SequenceState:
     if not self.reserves:
       tokens = sizes.expected_tokens(config, len(self.tokens), self.limit)
     return sizes.pages_for(tokens, config.page_size)
-
-  def hold(self, pages: list[int], table_width: int, page_size: int) -> None:
-    """Sets its memory to `pages` (all of them, in order)."""
-    self.pages = pages
-    # The last token is never read back, so it needs no position.
-    self.reach = len(pages) * page_size + 1
-    self.page_row = np.zeros(table_width, np.int32)
-    self.page_row[: len(pages)] = pages
 
   def completion(self, finish_reason: str, policy_version: int, error: str = "") -> Completion:
     """Returns the response so far."""

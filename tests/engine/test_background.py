@@ -44,8 +44,9 @@ def front_of(*rows: int) -> list[ScheduledRows]:
   pieces, first = [], 0
   for place, count in enumerate(rows):
     one = request(str(place), tokens_from(place, count))
+    row = sampling.sampling_rows([one.sampling])
     sequence = SequenceState(
-      one, list(one.prompt), 0, None, sampling.sampling_rows([one.sampling]), limit=60
+      request=one, tokens=list(one.prompt), instance=0, sampling=row, limit=60
     )
     pieces.append(ScheduledRows(sequence, count, first))
     first += count

@@ -11,24 +11,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from seerjax.engine.counters import Counters
-from seerjax.engine.kv import (
-  owner as owner_lib,
-  page_moves,
-  pages as pages_lib,
-  prefix_index,
-  values,
-)
+from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index, values
+from seerjax.engine.kv.counters import PageCounters
+from seerjax.engine.kv.holding import Holding
 from seerjax.engine.kv.manifest import KVManifest
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.pool import KVPool
-from seerjax.engine.sequence import SequenceState
-from seerjax.engine.sizes import EngineConfig
+
+
+class KVSizes(NamedTuple):
+  """Sizes of the pages of one instance.
+
+  Attributes:
+    num_pages: number of pages, the reserved page included.
+    page_size: positions per page.
+    table_width: width of a row of the page table, in pages.
+    reuse_prefixes: whether pages are cached for sequences with the same prefix.
+  """
+
+  num_pages: int
+  page_size: int
+  table_width: int
+  reuse_prefixes: bool
 
 
 class Memory:
@@ -39,10 +48,9 @@ class Memory:
     make_pages: Callable[[], Any],
     moves: page_moves.PageMoves,
     *,
-    config: EngineConfig,
-    table_width: int,
+    sizes: KVSizes,
     kv_pool: KVPool,
-    counters: Counters,
+    counters: PageCounters,
     fingerprint: Callable[[Any], str],
   ):
     """Allocates the pages with `make_pages`: a pytree of f[i, k, m, ...] with page axis m.
@@ -51,16 +59,14 @@ class Memory:
     """
     self.pages = pages = make_pages()
     self._make_pages = make_pages
-    self.pools = [
-      pages_lib.PagePool(config.num_pages, config.page_size) for _ in moves.mesh.devices
-    ]
+    self.pools = [pages_lib.PagePool(sizes.num_pages, sizes.page_size) for _ in moves.mesh.devices]
     self.kv_pool = kv_pool
     self.counters = counters
     self._fingerprint = fingerprint(pages)
     self._moves = moves
-    self._page_size = config.page_size
-    self._table_width = table_width
-    self._reuse_prefixes = config.reuse_prefixes
+    self._page_size = sizes.page_size
+    self._table_width = sizes.table_width
+    self._reuse_prefixes = sizes.reuse_prefixes
     leaves = jax.tree.leaves(pages)
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
     # Like `KVManifest.layout` of values that are extracted from these pages.
@@ -69,39 +75,38 @@ class Memory:
       for leaf, shard in zip(leaves, shards, strict=True)
     }
     of_instance = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
-    self._page_bytes = of_instance // config.num_pages
+    self._page_bytes = of_instance // sizes.num_pages
     # By instance and round: target pages (0 where the page is already cached) and the arrays.
     self._arriving: list[list[tuple[list[int], Any]]] = [[] for _ in self.pools]
 
-  def hold(self, sequence: SequenceState, pages: list[int]) -> None:
+  def hold(self, sequence: Holding, pages: list[int]) -> None:
     """Replaces a sequence's pages by `pages`."""
     sequence.hold(pages, self._table_width, self._page_size)
 
-  def find(self, sequence: SequenceState, tokens: Sequence[int]) -> prefix_index.PrefixHit:
+  def find(self, sequence: Holding, tokens: Sequence[int]) -> prefix_index.PrefixHit:
     """Returns the part of `tokens` that the sequence's instance has cached, if caching is on."""
     if not self._reuse_prefixes:
       return prefix_index.NO_HIT
-    return self.pools[sequence.instance].find(tokens, owner_lib.of(sequence.request))
+    return self.pools[sequence.instance].find(tokens, sequence.owner)
 
   def remember(
-    self, sequence: SequenceState, tokens: Sequence[int], pages: Sequence[int] | None = None
+    self, sequence: Holding, tokens: Sequence[int], pages: Sequence[int] | None = None
   ) -> None:
     """Registers `tokens`, the sequence's computed prefix, in the prefix cache of its instance.
 
     `pages` are the pages that hold `tokens`; None means the sequence's own.
     """
     if self._reuse_prefixes:
-      owner = owner_lib.of(sequence.request)
       held = sequence.pages if pages is None else pages
-      self.pools[sequence.instance].remember(tokens, held, owner)
+      self.pools[sequence.instance].remember(tokens, held, sequence.owner)
 
-  def release(self, sequence: SequenceState) -> None:
+  def release(self, sequence: Holding) -> None:
     """Frees a sequence's pages, wherever they are; they will have to be computed again."""
     for page in sequence.pages:
       self.pools[sequence.instance].release(page)
     sequence.pages = []
     sequence.num_written = 0
-    self.kv_pool.drop(sequence.request.request_id)
+    self.kv_pool.drop(sequence.name)
 
   def publish(
     self, params: Any, policy_version: int, adapters: Mapping[str, Any] | None = None
@@ -140,7 +145,7 @@ class Memory:
     if self.pages is None:
       self.pages = self._make_pages()
 
-  def start_over(self, sequences: Iterable[SequenceState]) -> None:
+  def start_over(self, sequences: Iterable[Holding]) -> None:
     """Frees every page after a step failed midway.
 
     Args:
@@ -151,12 +156,12 @@ class Memory:
     self._arriving = [[] for _ in self.pools]
     for sequence in sequences:
       sequence.pages = []
-      if sequence.request.request_id not in self.kv_pool:
+      if sequence.name not in self.kv_pool:
         sequence.num_written = 0
     self.pages = None  # The step has donated the pages, or left an error in them.
     self.pages = self._make_pages()
 
-  def migrate(self, sequence: SequenceState, instance: int) -> bool:
+  def migrate(self, sequence: Holding, instance: int) -> bool:
     """Moves a sequence to another instance; returns False, with no change, if it has no room."""
     source, pool = sequence.instance, self.pools[instance]
     if source == instance or not sequence.pages:
@@ -196,14 +201,14 @@ class Memory:
       self.pools[source].release(page)
     return len(fresh) * self._page_size
 
-  def spill(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
+  def spill(self, sequences: Iterable[Holding]) -> list[Holding]:
     """Spills sequences in order, as long as the KV pool has room.
 
     Returns:
       The spilled sequences.
     """
-    left: list[SequenceState] = []
-    leaving: list[tuple[SequenceState, list[list[int]], int]] = []
+    left: list[Holding] = []
+    leaving: list[tuple[Holding, list[list[int]], int]] = []
     for sequence in sequences:
       if not sequence.num_written:  # Paused before its first step: nothing to spill.
         self.release(sequence)
@@ -221,7 +226,7 @@ class Memory:
     self._take_off(leaving)
     return left
 
-  def _take_off(self, leaving: list[tuple[SequenceState, list[list[int]], int]]) -> None:
+  def _take_off(self, leaving: list[tuple[Holding, list[list[int]], int]]) -> None:
     """Copies sequences to the pool, several instances in one program, and frees their pages."""
     rounds = self._copied([(sequence, parts) for sequence, parts, _ in leaving])
     for sequence, parts, count in leaving:
@@ -230,15 +235,14 @@ class Memory:
         self.pools[sequence.instance].release(page)
       sequence.pages = []  # `num_written` stays: that many positions will be restored.
       written = sequence.tokens[: sequence.num_written]
-      name, owner = sequence.request.request_id, owner_lib.of(sequence.request)
-      self.kv_pool.put(name, count, rounds[sequence], written, owner)
+      self.kv_pool.put(sequence.name, count, rounds[sequence], written, sequence.owner)
 
   def _copied(
-    self, sequences: Sequence[tuple[SequenceState, list[list[int]]]]
-  ) -> dict[SequenceState, list[Any]]:
+    self, sequences: Sequence[tuple[Holding, list[list[int]]]]
+  ) -> dict[Holding, list[Any]]:
     """Returns copies of sequences' pages off the devices, by round."""
-    queues: list[list[tuple[SequenceState, list[int]]]] = [[] for _ in self.pools]
-    rounds: dict[SequenceState, list[Any]] = {}
+    queues: list[list[tuple[Holding, list[int]]]] = [[] for _ in self.pools]
+    rounds: dict[Holding, list[Any]] = {}
     for sequence, parts in sequences:
       queues[sequence.instance] += [(sequence, part) for part in parts]
       rounds[sequence] = []
@@ -250,20 +254,19 @@ class Memory:
         rounds[sequence].append(self._moves.take_off(extracted, instance))
     return rounds
 
-  def export(self, sequence: SequenceState, policy_version: int) -> KVManifest | None:
+  def export(self, sequence: Holding, policy_version: int) -> KVManifest | None:
     """Stores a copy of a sequence's pages, which stay in place; see `Engine.export_kv`."""
     if not sequence.num_written or self.kv_pool.last_tier is None:
       return None
     written = sequence.tokens[: sequence.num_written]
-    name, owner = sequence.request.request_id, owner_lib.of(sequence.request)
     rounds = None
     if sequence.pages:
       parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
       rounds = self._copied([(sequence, parts)])[sequence]
-    found = self.kv_pool.export(name, written, rounds, owner)
+    found = self.kv_pool.export(sequence.name, written, rounds, sequence.owner)
     if found is None:
       return None
-    identity = self.kv_pool.identity_of(owner)
+    identity = self.kv_pool.identity_of(sequence.owner)
     return KVManifest(
       key=found[0],
       policy_version=policy_version,
@@ -274,7 +277,7 @@ class Memory:
       parts=found[1],
     )
 
-  def begin_restore(self, sequence: SequenceState, num_pages: int, left: int = 0) -> bool:
+  def begin_restore(self, sequence: Holding, num_pages: int, left: int = 0) -> bool:
     """Gives a spilled sequence `num_pages` pages and queues the restore of its keys and values.
 
     `restore` writes them. Returns False, with no change, if there is no room for `num_pages` and
@@ -288,7 +291,7 @@ class Memory:
         pool.release(page)
       return False
     self.hold(sequence, [*shared, *pool.take(num_pages - len(shared))])
-    rounds = self.kv_pool.take(sequence.request.request_id)
+    rounds = self.kv_pool.take(sequence.name)
     if rounds is None:
       self.release(sequence)
       return False
@@ -297,7 +300,7 @@ class Memory:
     self._arriving[sequence.instance] += zip(page_moves.rounds(targets), rounds, strict=True)
     return True
 
-  def claim(self, sequence: SequenceState, manifest: KVManifest | None = None) -> None:
+  def claim(self, sequence: Holding, manifest: KVManifest | None = None) -> None:
     """Marks a new sequence that continues a response as restorable, if the store has its pages.
 
     One process decides this alone, so on several processes the keys are computed again.
@@ -306,14 +309,14 @@ class Memory:
       sequence: a sequence without pages.
       manifest: another engine's export of it; None looks up all tokens except the last.
     """
-    written, request = sequence.tokens[:-1], sequence.request
+    written = sequence.tokens[:-1]
     if manifest is not None:
       if manifest.num_written > len(written):
         self.kv_pool.imports.stale += 1
         return
       written = written[: manifest.num_written]
     if jax.process_count() == 1 and self.kv_pool.claim(
-      request.request_id, written, owner_lib.of(request), manifest
+      sequence.name, written, sequence.owner, manifest
     ):
       sequence.num_written = len(written)
 
@@ -322,10 +325,10 @@ class Memory:
     self.kv_pool.advance()
     self.settle()
 
-  def hold_found(self, sequence: SequenceState) -> list[int]:
+  def hold_found(self, sequence: Holding) -> list[int]:
     """Returns the cached whole pages of a sequence's tokens, with one more holder each."""
     pool = self.pools[sequence.instance]
-    return self._hold_prefix(pool, sequence.tokens, owner_lib.of(sequence.request))
+    return self._hold_prefix(pool, sequence.tokens, sequence.owner)
 
   def settle(self) -> None:
     """Writes the queued restores."""
@@ -348,10 +351,10 @@ class Memory:
   def _num_pages(self, positions: int) -> int:
     return -(-positions // self._page_size)
 
-  def _hold_start(self, pool: pages_lib.PagePool, sequence: SequenceState) -> list[int]:
+  def _hold_start(self, pool: pages_lib.PagePool, sequence: Holding) -> list[int]:
     """Holds and returns the whole pages of a sequence's written tokens that a pool has cached."""
     written = sequence.tokens[: sequence.num_written]
-    return self._hold_prefix(pool, written, owner_lib.of(sequence.request))
+    return self._hold_prefix(pool, written, sequence.owner)
 
   def _hold_prefix(
     self, pool: pages_lib.PagePool, tokens: Sequence[int], owner: Owner

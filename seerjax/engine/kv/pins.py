@@ -12,13 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from seerjax.engine.kv.holding import Holding
 from seerjax.engine.kv.memory import Memory
 from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.sequence import SequenceState
-from seerjax.ops import sampling
-from seerjax.types import Request
 
-# Prefix of request ids of pins in the KV pool, which no user's request has.
+# Prefix of names of pins in the KV pool, which no user's request has.
 NAME = "\0pin"
 
 
@@ -49,10 +47,10 @@ class Pins:
     self._max_pages = max_pages
     self._num_named = 0
     # By (owner, tokens): one sequence per instance. The most recently pinned are last.
-    self._pins: dict[tuple[Owner, tuple[int, ...]], list[SequenceState]] = {}
+    self._pins: dict[tuple[Owner, tuple[int, ...]], list[Holding]] = {}
 
   @property
-  def sequences(self) -> Iterable[SequenceState]:
+  def sequences(self) -> Iterable[Holding]:
     """The sequences that hold pages for pins."""
     return [sequence for pin in self._pins.values() for sequence in pin]
 
@@ -131,19 +129,13 @@ class Pins:
       if sequence.num_written and not sequence.pages:
         self._fill(sequence)
 
-  def _made(self, key: tuple[Owner, tuple[int, ...]], instance: int) -> SequenceState:
+  def _made(self, key: tuple[Owner, tuple[int, ...]], instance: int) -> Holding:
     owner, tokens = key
     whole = tokens[: len(tokens) // self._page_size * self._page_size]
-    request = Request(
-      request_id=f"{NAME} {self._num_named} {instance}",
-      prompt=whole,
-      adapter=owner.adapter,
-      namespace=owner.namespace,
-    )
-    row = sampling.sampling_rows([request.sampling])
-    return SequenceState(request, list(whole), instance, None, row, limit=len(whole))
+    name = f"{NAME} {self._num_named} {instance}"
+    return Holding(name=name, owner=owner, tokens=list(whole), instance=instance)
 
-  def _fill(self, sequence: SequenceState) -> None:
+  def _fill(self, sequence: Holding) -> None:
     """Restores a spilled pin, and holds further pages of its tokens that are cached."""
     if sequence.num_written and not sequence.pages:
       if self._memory.begin_restore(sequence, sequence.num_written // self._page_size):

@@ -27,8 +27,8 @@ import numpy as np
 
 from seerjax import fields, parallel
 from seerjax.array_typing import Array
-from seerjax.engine.counters import ImportCounters, TierCounters
 from seerjax.engine.kv import values
+from seerjax.engine.kv.counters import ImportCounters, TierCounters
 from seerjax.engine.kv.manifest import KVManifest, Part
 from seerjax.engine.kv.owner import BASE, Owner
 from seerjax.engine.kv.values import Identity
