@@ -1,6 +1,6 @@
 """The engine's page pool without JAX: how requests share the KV pages of a prompt.
 
-`seerjax.engine.kv.pages` decides which KV pages a request shares, copies, or allocates; it is plain
+`seerjax.kv.pages` decides which KV pages a request shares, copies, or allocates; it is plain
 Python and NumPy, so a scheduler or simulator can use it alone. Four requests with the same prompt
 of 22 tokens arrive one after another, with pages of 8 positions:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 
-from seerjax.engine.kv import pages
+from seerjax.kv import pages
 
 PAGE_SIZE = 8
 NUM_PAGES = 32

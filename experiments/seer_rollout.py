@@ -29,7 +29,7 @@ import numpy as np
 from experiments import configuration
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.reports import gantt, page

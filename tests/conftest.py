@@ -47,10 +47,10 @@ THOROUGH = ("experiments", "launch")
 MAX_OF_CHANGES = 20
 # Minimum share of the contract's files that run when SEERJAX_TEST_SHARE is smaller.
 SHARE_OF_CONTRACT = 0.1
-STRICT = ("contract", "engine", "models", "ops", "pallas_kernels")
+STRICT = ("contract", "engine", "kv", "models", "ops", "pallas_kernels")
 # Folders and files that share programs or runs, which a single pytest process should make.
 PROCESSES = {
-  "contract": "engines", "engine": "engines", "engine/kv": "engines", "rollout": "engines",
+  "contract": "engines", "engine": "engines", "kv": "engines", "rollout": "engines",
   "run": "runs", "test_rl.py": "runs", "experiments": "experiments",
 }  # fmt: skip
 

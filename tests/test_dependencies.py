@@ -34,6 +34,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("parallel", "metrics", "ops", "checkpoint", "tasks", "sandbox"),
   ("backends",),
   ("models",),
+  ("kv",),
   ("engine", "trainer"),
   ("speculation", "rollout"),
   ("run", "sleep", "simulate", "cluster"),
@@ -209,6 +210,8 @@ def test_every_room_stands_in_one_step():
     ),
     ("seerjax/trainer/step.py", "import seerjax.engine.pages", "got an import of 'engine'"),
     ("seerjax/engine/engine.py", "from seerjax.trainer import step", "got an import of 'trainer'"),
+    ("seerjax/kv/pins.py", "from seerjax.engine import sequence", "got an import of 'engine'"),
+    ("seerjax/kv/pool.py", "def f():\n  import seerjax.trainer.step", "got an import of 'trainer'"),
     ("seerjax/models/lora.py", "from ..engine import pages", "move the shared record to"),
     ("seerjax/rl.py", "from experiments import grpo", "got an import of 'experiments'"),
     (

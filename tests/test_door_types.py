@@ -24,7 +24,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib, rl, ttt
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.pool import KVPool
+from seerjax.kv.pool import KVPool
 from seerjax.models import lora, peft
 from seerjax.models.loading import Model, load_model
 from seerjax.rollout.divided import DividedRollout

@@ -32,7 +32,7 @@ from seerjax.discovery.config import DiscoverConfig, ProgramConfig, TinyConfig
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv import pages, pool as kv_pool, stores
+from seerjax.kv import pages, pool as kv_pool, stores
 from seerjax.models import config as model_config, huggingface, lora, tokenizer as tokenizer_lib
 from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig

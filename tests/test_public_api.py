@@ -17,6 +17,7 @@ SETTLED = (
   "engine.chunks",
   "engine.runner",
   "engine.sequence",
+  "kv.holding",
   "models.chat_template",
   "models.config",
   "models.gguf_write",

@@ -39,7 +39,7 @@ from seerjax.cluster.records import (
   WeightsRef,
   WorkerReport,
 )
-from seerjax.engine.kv.manifest import KVManifest
+from seerjax.kv.manifest import KVManifest
 from seerjax.rollout import divided
 from seerjax.rollout.buffer import Buffer, State
 from seerjax.rollout.instances import Decision, Instances

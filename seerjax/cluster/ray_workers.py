@@ -40,7 +40,7 @@ from seerjax.cluster.records import (
   WorkerReport,
 )
 from seerjax.cluster.worker import Worker
-from seerjax.engine.kv.pool import Store
+from seerjax.kv.pool import Store
 from seerjax.types import Request
 
 # Timeout in seconds for a connection to a Ray cluster's address and for its first reply.

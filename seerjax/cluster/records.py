@@ -14,8 +14,8 @@ import functools
 import hashlib
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from seerjax.engine.kv.manifest import KVManifest
-from seerjax.engine.kv.pool import Store
+from seerjax.kv.manifest import KVManifest
+from seerjax.kv.pool import Store
 from seerjax.types import Completion, Request
 
 # Path of a tensor in the tree of weights: keys of dicts, indices of lists.

@@ -22,7 +22,7 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.cluster.records import Path, Piece, TensorRef, WeightsRef
-from seerjax.engine.kv.pool import Store
+from seerjax.kv.pool import Store
 from seerjax.models import parameters
 
 

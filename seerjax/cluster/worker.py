@@ -23,7 +23,7 @@ from seerjax.cluster import weights as weights_lib
 from seerjax.cluster.records import ChunkOrder, ChunkResult, Gone, WeightsRef, WorkerReport
 from seerjax.engine.drafting import Hearer
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv.manifest import KVManifest
+from seerjax.kv.manifest import KVManifest
 from seerjax.types import Completion, Request
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from seerjax import fields
-from seerjax.engine.kv.manifest import KVManifest
+from seerjax.kv.manifest import KVManifest
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 
 from seerjax.engine import checks, sizes
 from seerjax.engine.counters import Counters
-from seerjax.engine.kv.manifest import KVManifest
-from seerjax.engine.kv.memory import Memory
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.pins import Pins
 from seerjax.engine.requests import Requests
 from seerjax.engine.sizes import EngineConfig
+from seerjax.kv.manifest import KVManifest
+from seerjax.kv.memory import Memory
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.pins import Pins
 
 
 class Chunks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from seerjax.engine.kv.counters import PageCounters
+from seerjax.kv.counters import PageCounters
 
 
 @dataclasses.dataclass

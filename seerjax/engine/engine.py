@@ -41,16 +41,16 @@ from seerjax.engine.background import StepTable
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
-from seerjax.engine.kv import pool as pool_lib
-from seerjax.engine.kv.manifest import KVManifest
-from seerjax.engine.kv.memory import KVSizes, Memory
-from seerjax.engine.kv.owner import Owner
-from seerjax.engine.kv.pins import Pin, Pins
-from seerjax.engine.kv.values import fingerprint_digest
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import Likeliest, Mask, ScheduledRows, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
+from seerjax.kv import pool as pool_lib
+from seerjax.kv.manifest import KVManifest
+from seerjax.kv.memory import KVSizes, Memory
+from seerjax.kv.owner import Owner
+from seerjax.kv.pins import Pin, Pins
+from seerjax.kv.values import fingerprint_digest
 from seerjax.models import adapters as adapters_lib, config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling

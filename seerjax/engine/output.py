@@ -11,10 +11,10 @@ import numpy as np
 from seerjax.engine import drafting
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter, verify
-from seerjax.engine.kv.memory import Memory
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
+from seerjax.kv.memory import Memory
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 

@@ -19,14 +19,14 @@ from seerjax.engine import batching, checks, drafting, sizes, token_tree
 from seerjax.engine.background import Room, StepTable
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
-from seerjax.engine.kv import pages as pages_lib, prefix_index
-from seerjax.engine.kv.memory import Memory
-from seerjax.engine.kv.owner import Owner
-from seerjax.engine.kv.pins import Pins
 from seerjax.engine.requests import Requests
 from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig, pages_for
+from seerjax.kv import pages as pages_lib, prefix_index
+from seerjax.kv.memory import Memory
+from seerjax.kv.owner import Owner
+from seerjax.kv.pins import Pins
 from seerjax.ops import penalties, sampling
 from seerjax.types import Request
 

@@ -24,7 +24,7 @@ from seerjax.array_typing import Array, Int, PRNGKeyArray
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
 from seerjax.engine import sizes
-from seerjax.engine.kv import page_moves as page_moves_lib
+from seerjax.kv import page_moves as page_moves_lib
 from seerjax.models import (
   adapters as adapters_lib,
   config as model_config,

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from seerjax.engine import sizes
-from seerjax.engine.kv import owner as owner_lib
-from seerjax.engine.kv.holding import Holding
-from seerjax.engine.kv.owner import Owner
 from seerjax.engine.sizes import EngineConfig
+from seerjax.kv import owner as owner_lib
+from seerjax.kv.holding import Holding
+from seerjax.kv.owner import Owner
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.ops import penalties
 from seerjax.types import Completion, Request, SamplingRows

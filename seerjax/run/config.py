@@ -14,7 +14,7 @@ from typing import Any
 from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.cluster.config import ClusterConfig
 from seerjax.engine import engine as engine_lib, sizes
-from seerjax.engine.kv import pool as kv_pool_lib
+from seerjax.kv import pool as kv_pool_lib
 from seerjax.models import chat_template, config as model_config, transformer
 from seerjax.rollout import groups as groups_lib, policies
 from seerjax.run import learning_rates, off_policy

@@ -12,7 +12,7 @@ import optax
 
 from seerjax import metrics, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.engine.kv import pool as kv_pool_lib, stores
+from seerjax.kv import pool as kv_pool_lib, stores
 from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib, journal as journal_lib

@@ -22,7 +22,7 @@ from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.ray_workers import RayWorkers
 from seerjax.cluster.worker import EngineWorker
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.engine.kv import pool as kv_pool_lib, stores
+from seerjax.kv import pool as kv_pool_lib, stores
 from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer

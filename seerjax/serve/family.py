@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv import values
+from seerjax.kv import values
 from seerjax.models import (
   adapters as adapters_lib,
   gguf_file,

@@ -12,7 +12,7 @@ import jax
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine.kv import values
+from seerjax.kv import values
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 

@@ -21,8 +21,8 @@ from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.records import Lost, Piece, WeightsRef
 from seerjax.cluster.weights import Held, StoreDoor
 from seerjax.cluster.worker import EngineWorker
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
 from seerjax.rollout.policies import Divided
 

@@ -22,7 +22,7 @@ import tiny_model
 
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.engine.engine import EngineConfig
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.types import Request, SamplingParams
 
 MAX_CONTEXT = 64

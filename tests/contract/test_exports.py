@@ -18,10 +18,10 @@ import pytest
 import tiny_model
 
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv import disk_store, values
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.manifest import KVManifest
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv import disk_store, values
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.manifest import KVManifest
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.numerics import NumericsConfig
 from seerjax.types import Completion
 

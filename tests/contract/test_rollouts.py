@@ -22,8 +22,8 @@ import pytest
 import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.rollout import policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.types import Completion, Request, SamplingParams

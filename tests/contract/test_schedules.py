@@ -28,7 +28,7 @@ import tiny_model
 
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.engine import EngineConfig
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.speculation.times import StepTimes
 from seerjax.types import Completion, Request, SamplingParams
 

@@ -28,9 +28,9 @@ import word_engine
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.engine.kv.prefix_index import PrefixIndex
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.prefix_index import PrefixIndex
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.sleep import contexts as contexts_lib, planner, runner as sleep_lib

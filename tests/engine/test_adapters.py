@@ -11,10 +11,10 @@ import pytest
 import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.engine.kv.prefix_index import PrefixIndex
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.prefix_index import PrefixIndex
 from seerjax.models import lora
 from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams

@@ -13,8 +13,8 @@ from word_engine import SIZES, make_engine, request, run, same, tokens_from
 from seerjax.engine import background
 from seerjax.engine.background import Room
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.engine.sequence import ScheduledRows, SequenceState
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.ops import sampling
 from seerjax.speculation.times import StepTimes
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from word_engine import SIZES, make_engine, params, request, same, tokens_from
 
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 
 ROOM = dataclasses.replace(SIZES, num_pages=41)
 

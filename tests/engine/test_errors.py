@@ -21,8 +21,8 @@ from word_engine import (
 )
 
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.engine.kv import pool as kv_pool_lib
-from seerjax.engine.kv.values import Identity
+from seerjax.kv import pool as kv_pool_lib
+from seerjax.kv.values import Identity
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.models.loading import Model
 

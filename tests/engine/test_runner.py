@@ -15,7 +15,7 @@ from seerjax import parallel
 from seerjax.backends.tiled import Tiled
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv import page_moves
+from seerjax.kv import page_moves
 from seerjax.models import kv_layout
 from seerjax.models.loading import Model
 from seerjax.types import SamplingRows, TokenBatch

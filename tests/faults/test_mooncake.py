@@ -18,9 +18,9 @@ from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.records import Answered
 from seerjax.cluster.worker import EngineWorker
-from seerjax.engine.kv.mooncake_store import BUFFER_BYTES
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.engine.kv.stores import open_store
+from seerjax.kv.mooncake_store import BUFFER_BYTES
+from seerjax.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.stores import open_store
 from seerjax.rollout.policies import ByRoom, Divided
 
 pytestmark = pytest.mark.long

@@ -1,5 +1,5 @@
 """launch/mooncake_master.sh, as far as it runs without a network; the master itself runs in
-tests/engine/kv/test_mooncake_store.py."""
+tests/kv/test_mooncake_store.py."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.rollout.divided import DividedRollout, resumed
 from seerjax.rollout.journal import Journal
 from seerjax.rollout.policies import (

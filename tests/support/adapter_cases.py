@@ -24,7 +24,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
-from seerjax.engine.kv import pages as pages_lib
+from seerjax.kv import pages as pages_lib
 from seerjax.models import adapters as adapters_lib, loading, lora, parameters
 from seerjax.types import Completion, Request
 

@@ -19,8 +19,8 @@ from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.records import Answered, ChunkOrder, ChunkResult, Event, Gone, Lost
 from seerjax.cluster.worker import EngineWorker
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
 from seerjax.rollout.policies import ByPrefix, ByRoom, ContextAware, Divided, LongestGroupFirst

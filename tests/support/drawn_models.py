@@ -22,7 +22,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
-from seerjax.engine.kv import page_moves
+from seerjax.kv import page_moves
 from seerjax.models import (
   config as model_config,
   huggingface,

@@ -21,8 +21,8 @@ import tiny_model
 
 from seerjax.cluster.records import ChunkOrder, ChunkResult, Gone, WeightsRef
 from seerjax.cluster.worker import EngineWorker
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 
 POINTS = ("before a chunk", "in a chunk", "after a chunk", "in an export", "in a load")
 STOP = "stop"

@@ -28,8 +28,8 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
 from seerjax.models import huggingface_config
 from seerjax.ops import sampling as sampling_lib
 from seerjax.speculation import suffix_drafter, suffix_tree

@@ -28,7 +28,7 @@ import word_engine
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import runner as runner_lib, texts
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import adapters as adapters_lib, loading, lora
 from seerjax.serve import identity, server
 from seerjax.serve.config import ServeConfig

@@ -155,7 +155,7 @@ def _agreement(argument: str) -> dict[str, Any]:
 
   from seerjax import agreement, parallel
   from seerjax.cluster.config import ClusterConfig
-  from seerjax.engine.kv import pool
+  from seerjax.kv import pool
   from seerjax.run import off_policy, slices
 
   del argument

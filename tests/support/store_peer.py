@@ -16,8 +16,8 @@ import time
 from moving_requests import asked, make_engine
 
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.types import Completion
 
 

@@ -34,7 +34,7 @@ from seerjax import (
   parallel,
 )
 from seerjax.engine import sizes
-from seerjax.engine.kv import pool
+from seerjax.kv import pool
 from seerjax.models import lora
 from seerjax.models.loading import Model
 

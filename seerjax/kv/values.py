@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib
-from seerjax.engine.kv.manifest import Part
+from seerjax.kv.manifest import Part
 from seerjax.models import config as model_config
 
 MAGIC = b"SEERKV01"

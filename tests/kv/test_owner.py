@@ -11,9 +11,9 @@ import tiny_model
 
 from seerjax.engine import drafting
 from seerjax.engine.drafting import DraftQuery
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.prefix_index import PrefixIndex
-from seerjax.engine.kv.values import Identity
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.prefix_index import PrefixIndex
+from seerjax.kv.values import Identity
 from seerjax.speculation import history
 from seerjax.speculation.history import History
 from seerjax.speculation.suffix_drafter import SuffixDrafter

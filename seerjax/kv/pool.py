@@ -27,11 +27,11 @@ import numpy as np
 
 from seerjax import fields, parallel
 from seerjax.array_typing import Array
-from seerjax.engine.kv import values
-from seerjax.engine.kv.counters import ImportCounters, TierCounters
-from seerjax.engine.kv.manifest import KVManifest, Part
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.values import Identity
+from seerjax.kv import values
+from seerjax.kv.counters import ImportCounters, TierCounters
+from seerjax.kv.manifest import KVManifest, Part
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.values import Identity
 
 # Steps for which a value that this process stored stays after none of its own requests needs it, so
 # that another process may read it: longer than a restart from a journal takes. It is removed

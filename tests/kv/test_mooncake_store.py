@@ -18,10 +18,10 @@ from moving_requests import answers, asked, assert_same, make_engine, run
 import pytest
 import tiny_model
 
-from seerjax.engine.kv import mooncake_store
-from seerjax.engine.kv.mooncake_store import BUFFER_BYTES, PART_BYTES, MooncakeStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
-from seerjax.engine.kv.stores import open_store
+from seerjax.kv import mooncake_store
+from seerjax.kv.mooncake_store import BUFFER_BYTES, PART_BYTES, MooncakeStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.stores import open_store
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_without_mooncake_it_says_what_to_install():
   program = """
 import sys
 sys.modules["mooncake"] = None
-from seerjax.engine.kv.mooncake_store import BUFFER_BYTES, MooncakeStore
+from seerjax.kv.mooncake_store import BUFFER_BYTES, MooncakeStore
 MooncakeStore(sys.argv[1], segment_bytes=BUFFER_BYTES)
 """
   with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -173,7 +173,7 @@ MooncakeStore(sys.argv[1], segment_bytes=BUFFER_BYTES)
       [sys.executable, "-c", program, master],
       capture_output=True,
       text=True,
-      cwd=pathlib.Path(__file__).parents[3],
+      cwd=pathlib.Path(__file__).parents[2],
       check=False,
     )
   assert "expected Mooncake; install seerjax[mooncake] and" in done.stderr

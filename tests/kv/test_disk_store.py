@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from seerjax.engine.kv.disk_store import DiskStore
+from seerjax.kv.disk_store import DiskStore
 
 
 def values(directory: pathlib.Path) -> list[pathlib.Path]:

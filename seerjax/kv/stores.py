@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.mooncake_store import MooncakeStore
-from seerjax.engine.kv.pool import KVPoolConfig, Store
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.mooncake_store import MooncakeStore
+from seerjax.kv.pool import KVPoolConfig, Store
 
 
 def open_store(config: KVPoolConfig) -> Store | None:

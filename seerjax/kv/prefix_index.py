@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seerjax.engine.kv.owner import BASE, Owner
+from seerjax.kv.owner import BASE, Owner
 
 # Candidates compared for the partial page; more would take time to save one page of prefill.
 MAX_PARTIAL_CANDIDATES = 8

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from seerjax.engine.kv.owner import Owner
+from seerjax.kv.owner import Owner
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

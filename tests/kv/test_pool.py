@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from seerjax.engine.kv import values
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import (
+from seerjax.kv import values
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import (
   MOST_FAILURES,
   PAUSE_STEPS,
   PIN_STEPS,
   KVPool,
   KVPoolConfig,
 )
-from seerjax.engine.kv.stores import open_store
-from seerjax.engine.kv.values import Identity
+from seerjax.kv.stores import open_store
+from seerjax.kv.values import Identity
 
 
 def rounds(seed: int):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from seerjax.engine.kv import page_moves, pages as pages_lib, prefix_index, values
-from seerjax.engine.kv.counters import PageCounters
-from seerjax.engine.kv.holding import Holding
-from seerjax.engine.kv.manifest import KVManifest
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.pool import KVPool
+from seerjax.kv import page_moves, pages as pages_lib, prefix_index, values
+from seerjax.kv.counters import PageCounters
+from seerjax.kv.holding import Holding
+from seerjax.kv.manifest import KVManifest
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.pool import KVPool
 
 
 class KVSizes(NamedTuple):

@@ -16,10 +16,10 @@ from store_peer import begin, end, make_peer, tell, wait_for
 import tiny_model
 
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv import values
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
 from seerjax.engine.runner import Runner
+from seerjax.kv import values
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models.loading import Model
 
 SUPPORT = pathlib.Path(tiny_model.__file__).parent

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from seerjax.engine.kv.owner import BASE, Owner
-from seerjax.engine.kv.prefix_index import PrefixHit, PrefixIndex
+from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.prefix_index import PrefixHit, PrefixIndex
 
 
 class PagePool:

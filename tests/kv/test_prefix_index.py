@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seerjax.engine.kv.prefix_index import MAX_PARTIAL_CANDIDATES, PrefixHit, PrefixIndex
+from seerjax.kv.prefix_index import MAX_PARTIAL_CANDIDATES, PrefixHit, PrefixIndex
 
 
 def test_an_empty_index_finds_nothing():

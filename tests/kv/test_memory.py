@@ -12,9 +12,9 @@ import pytest
 import tiny_model
 
 from seerjax import parallel
-from seerjax.engine.kv import page_moves
-from seerjax.engine.kv.disk_store import DiskStore
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv import page_moves
+from seerjax.kv.disk_store import DiskStore
+from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.types import Request, SamplingParams
 
 

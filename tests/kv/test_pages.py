@@ -9,8 +9,8 @@ import hypothesis
 from hypothesis import stateful, strategies as st
 import pytest
 
-from seerjax.engine.kv.pages import PagePool
-from seerjax.engine.kv.prefix_index import PrefixHit
+from seerjax.kv.pages import PagePool
+from seerjax.kv.prefix_index import PrefixHit
 
 
 def test_pages_are_taken_in_order_and_page_zero_stays():
@@ -176,5 +176,5 @@ TestPoolMachine.settings = hypothesis.settings(max_examples=60, stateful_step_co
 
 
 def test_pages_need_no_jax():
-  program = "import seerjax.engine.kv.pages, sys; sys.exit('jax' in sys.modules)"
+  program = "import seerjax.kv.pages, sys; sys.exit('jax' in sys.modules)"
   subprocess.run([sys.executable, "-c", program], check=True)

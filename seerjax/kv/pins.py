@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from seerjax.engine.kv.holding import Holding
-from seerjax.engine.kv.memory import Memory
-from seerjax.engine.kv.owner import BASE, Owner
+from seerjax.kv.holding import Holding
+from seerjax.kv.memory import Memory
+from seerjax.kv.owner import BASE, Owner
 
 # Prefix of names of pins in the KV pool, which no user's request has.
 NAME = "\0pin"

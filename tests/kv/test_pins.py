@@ -8,7 +8,7 @@ import pytest
 from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
 
 from seerjax.engine.engine import Engine
-from seerjax.engine.kv.pool import KVPool, KVPoolConfig
+from seerjax.kv.pool import KVPool, KVPoolConfig
 
 START = tokens_from(1, 27)  # Three whole pages, and a bit of a fourth.
 # Requests take the pages of whole answers, so that it is known how many.
