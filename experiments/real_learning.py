@@ -8,6 +8,7 @@ Command: bash launch/local.sh experiments.real_learning --model=models/smollm2-1
   the second task:       --generator=products --arms=full --seeds=0
   continue after a kill: the same command; an unfinished cell continues from its last checkpoint
   the table alone:       --nosteps
+Needs: reasoning-gym
 Hardware: 2 CPU cores, 7 GiB; 25 to 40 minutes a run. Numbers: docs/results/real/learning.md
 
 A cell is one run: a generator, an arm and a seed, with its own directory in --workdir.

@@ -6,6 +6,7 @@ Command: bash launch/local.sh experiments.real_step --model=models/smollm2-135m-
            --python=.venv-3.11/bin/python   (`bash launch/peers.sh` makes it)
   ours alone:             --sides=ours
   continue after a kill:  the same command; a finished side is not run again
+Needs: reasoning-gym
 Hardware: 2 CPU cores, 8 GiB, nothing else running. Numbers: none yet; the claim is a target.
 
 Both sides have the same model, problems, reward, batch, loss (DAPO's) and Adam. They sample with

@@ -14,7 +14,8 @@ Creates .venv in the checkout with the newest Python found (3.13, 3.12 or 3.11),
 locked versions, and runs `python -m experiments.NAME --flags`. Without a name it runs the main job,
 experiments.grpo; seerjax.serve [MODEL] serves a model. Later runs install nothing.
 
-If a flag names a task reasoning_gym.GENERATOR, that package is installed too.
+If a flag names a task reasoning_gym.GENERATOR, or an experiment always draws its tasks, that package
+is installed too.
 
   --platform=P   platform (by default an NVIDIA GPU, a TPU, or else the CPU, as detected)
   --dry-run      prints what would be done, and does nothing
@@ -78,6 +79,8 @@ python=${found#* }
 lock="$ROOT/launch/locks/runtime-$minor.txt"
 generators=""
 case " ${flags[*]-}" in *[\ =]reasoning_gym.*) generators=yes ;; esac
+# Experiments that always draw its tasks have this line in their docstring.
+! grep -q '^Needs: reasoning-gym$' "$file" || generators=yes
 
 if [ -n "$dry_run" ]; then
   [ -z "$generators" ] || printf 'lock %s\n' "$ROOT/launch/locks/environments-$minor.txt"

@@ -104,6 +104,9 @@ def test_a_task_of_reasoning_gym_brings_its_package(checkout: pathlib.Path):
     ((), False),
   ):
     assert (lock in run(checkout, "--dry-run", *flags)[1]) == is_there, flags
+  needy = checkout / "experiments" / "needy.py"
+  needy.write_text('"""Draws sums.\n\nNeeds: reasoning-gym\n"""\n')
+  assert lock in run(checkout, "--dry-run", "experiments.needy")[1]
 
 
 def test_an_unknown_experiment_is_refused_before_anything_is_installed(checkout: pathlib.Path):
