@@ -12,6 +12,8 @@ memory.stat) and cgroup-v1/memory.html (memory.limit_in_bytes, memory.usage_in_b
 from __future__ import annotations
 
 from collections.abc import Iterator
+import contextlib
+import ctypes
 import pathlib
 
 ROOT = pathlib.Path("/")
@@ -36,6 +38,16 @@ def free_bytes(root: pathlib.Path = ROOT) -> float:
 def resident_bytes(root: pathlib.Path = ROOT) -> float:
   """Returns the resident bytes of this process; 0 if they are unknown."""
   return _fields(root / "proc/self/status").get("VmRSS:", 0) * 1024
+
+
+def give_back() -> None:
+  """Returns freed memory of this process to the system, if its C library is glibc.
+
+  launch/environment.sh makes glibc keep freed memory, because a step requests the same buffers
+  again. What loading needed is never requested again.
+  """
+  with contextlib.suppress(OSError, AttributeError):  # Other libraries have no such function.
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 V2 = ("memory.max", "memory.current", "inactive_file")

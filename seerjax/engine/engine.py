@@ -25,7 +25,7 @@ from typing import Any, Unpack
 
 import jax
 
-from seerjax import fields, numerics as numerics_lib, parallel
+from seerjax import fields, host_memory, numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import (
   checks,
@@ -125,6 +125,7 @@ class Engine:
     self._params = runner.place_params(model.params, what="Engine.params")
     self._set_adapters({} if adapters is None else adapters, "Engine.adapters")
     asked = min(config.max_context, shape.max_context)
+    host_memory.give_back()  # Else what loading the weights left would count as used.
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
     # Maximum positions of one sequence, limited by the model's context.
     self._context = min(config.max_context, shape.max_context)
