@@ -19,13 +19,18 @@ SLOTS = 8  # Concurrent completions.
 
 
 def of_transformers(request: dict[str, Any]) -> list[dict[str, Any]]:
-  """Returns the prompt's completions from `generate`, in left-padded batches."""
+  """Returns the prompt's completions from `generate`, in left-padded batches.
+
+  Without a prompt (None) it returns those of all prompts; with an adapter, PEFT loads it.
+  """
   torch: Any = importlib.import_module("torch")
   transformers: Any = importlib.import_module("transformers")
   torch.set_num_threads(os.cpu_count() or 1)
   model = transformers.AutoModelForCausalLM.from_pretrained(
     request["model"], dtype=getattr(torch, request["dtype"])
   )
+  if adapter := request.get("adapter"):
+    model = importlib.import_module("peft").PeftModel.from_pretrained(model, adapter)
   model.eval()
   pad = request["eos_ids"][0]
   options = (
@@ -46,7 +51,7 @@ def of_transformers(request: dict[str, Any]) -> list[dict[str, Any]]:
         **options,
       )  # fmt: skip
     for row, prompt in enumerate(prompts):
-      if prompt == request["prompt"]:
+      if request["prompt"] in (None, prompt):
         tokens, logprobs = [], []
         for token, logits in zip(said.sequences[row, longest:].tolist(), said.logits):
           tokens.append(token)
