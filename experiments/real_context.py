@@ -3,7 +3,7 @@
 Claim: natively, on a CPU, a decoding step costs as much more with context as it reads more bytes:
 weights once, and the keys and values of every sequence.
 Command: bash launch/local.sh experiments.real_context --model=models/smollm2-135m-instruct
-Hardware: 2 CPU cores, 8 GiB, nothing else running; five minutes. Numbers: docs/results/real/speed.md
+Hardware: 2 CPU cores, 8 GiB, nothing else running; 5 minutes. Numbers: docs/results/real/speed.md
 
 Each sequence has its own random prompt. The engine keeps a prompt's pages, so a second request with
 the same prompt only decodes: a step's time is that of `STEPS` further tokens, divided by `STEPS`,
@@ -61,8 +61,8 @@ def table(model: pathlib.Path, dtype: str, rounds: int) -> str:
   weights = real_speed.bytes_per_step(model, dtype)
   per_position = 2 * width * shape.num_layers * shape.num_kv_heads * shape.head_dim
   lines = [
-    f"| {dtype}: sequences | positions of each | ms a step | MB read a step | GB/s | time, of that at"
-    " the shortest context | bytes, of those at it |",
+    f"| {dtype}: sequences | positions of each | ms a step | MB read a step | GB/s | time, relative"
+    " to the shortest context | bytes, relative to it |",
     "|---|---|---|---|---|---|---|",
   ]
   for batch, contexts in CONTEXTS.items():
