@@ -149,7 +149,7 @@ class Engine:
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
     self._chunks = Chunks(requests, memory, counters, self._pins, config=config)
     self._drafting = drafting.Drafting(drafter)
-    self._planner = planner = Planner(
+    self._planner = planner = self._planner_kind(
       requests,
       memory,
       counters,
@@ -391,6 +391,7 @@ class Engine:
     return self._planner.visit_inputs(scheduled, inputs, num_steps)
 
   _accept = staticmethod(output.accept)
+  _planner_kind = Planner
 
   def _with_drafts(self, scheduled: list[list[ScheduledRows]]) -> list[list[ScheduledRows]]:
     found = self._planner.read_drafts(scheduled)

@@ -20,7 +20,6 @@ import tiny_model
 from seerjax import parallel
 from seerjax.backends import protocol, tiled
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models.loading import Model
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
@@ -152,13 +151,8 @@ def turned(pages):
 def sampled(backend) -> list:
   """Returns completions of a new engine, which traces its programs anew."""
   mesh = parallel.make_mesh(num_instances=1)
-  engine = engine_lib.Engine(
-    Model(tiny_model.CONFIG, tiny_model.params(NUMERICS), NUMERICS),
-    config=SIZES,
-    key=jax.random.key(11),
-    runner=runner_lib.Runner(tiny_model.CONFIG, NUMERICS, mesh, max_programs=2, backend=backend),
-  )
-  return engine.generate(REQUESTS)
+  runner = runner_lib.Runner(tiny_model.CONFIG, NUMERICS, mesh, max_programs=2, backend=backend)
+  return tiny_model.make_engine(SIZES, NUMERICS, runner=runner).generate(REQUESTS)
 
 
 @functools.cache

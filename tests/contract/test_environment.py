@@ -74,13 +74,7 @@ def answers_digest() -> str:
   )
 
   def answers(requests):
-    engine = engine_lib.Engine(
-      Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NUMERICS), tiny_model.NUMERICS),
-      config=sizes,
-      key=numerics_lib.key(11),
-      runner=tiny_model.runner(tiny_model.NUMERICS),
-    )
-    return engine.generate(requests)
+    return tiny_model.make_engine(sizes).generate(requests)
 
   alone = [answers([request])[0] for request in requests]
   assert all(one.has_bits_of(other) for one, other in zip(answers(requests), alone, strict=True))

@@ -24,9 +24,8 @@ from seerjax.backends.native import ffi, numbers, pointers, threads
 from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import flax_module, head, kv_layout, transformer
-from seerjax.models.loading import Model
 from seerjax.ops import sampling
-from seerjax.types import Request, SamplingParams
+from seerjax.types import SamplingParams
 
 BOTH = pytest.mark.parametrize(
   "numerics",
@@ -131,33 +130,11 @@ def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
   pytest.fail("no thread came to help in 20 gradients")
 
 
-def requests(count: int) -> list[Request]:
-  rng = np.random.default_rng(5)
-  return [
-    Request(
-      request_id=str(index),
-      prompt=tuple(rng.integers(0, 64, int(rng.integers(4, 30))).tolist()),
-      sampling=SamplingParams(max_tokens=20),
-      seed=index,
-    )
-    for index in range(count)
-  ]
-
-
-def num_differing(completions, numerics) -> int:
-  wanted = [
-    tiny_model.alone(numerics, request.prompt, request.sampling, request.seed)
-    for request in requests(len(completions))
-  ]
-  ordered = sorted(completions, key=lambda completion: int(completion.request_id))
-  return sum(not tiny_model.same(c, w) for c, w in zip(ordered, wanted, strict=True))
-
-
 @pytest.mark.thorough
 @BOTH
 def test_stale_pages_may_hold_anything_even_nan(numerics):
   engine = tiny_model.make_engine(SIZES, numerics)
-  for request in requests(4):
+  for request in tiny_model.random_requests(4):
     engine.submit(request)
   while engine.num_unfinished:
     engine.step()
@@ -172,7 +149,7 @@ def test_stale_pages_may_hold_anything_even_nan(numerics):
       (stale(keys, of_keys), stale(values[None, None, :, :, None], of_values))
       for of_keys, of_values in engine.memory.pages
     )
-  assert num_differing(engine.poll(), numerics) == 0
+  assert tiny_model.num_differing(engine.poll(), numerics) == 0
 
 
 # Twins.
@@ -196,15 +173,11 @@ class FollowsTheBatch(NumbaCpu):
 @BOTH
 def test_a_chain_that_follows_the_batch_is_noticed(numerics):
   mesh = parallel.make_mesh()
-  engine = engine_lib.Engine(
-    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics),
-    config=SIZES,
-    key=numerics_lib.key(11),
-    runner=runner_lib.Runner(
-      tiny_model.CONFIG, numerics, mesh, max_programs=2, backend=FollowsTheBatch(numerics)
-    ),
+  runner = runner_lib.Runner(
+    tiny_model.CONFIG, numerics, mesh, max_programs=2, backend=FollowsTheBatch(numerics)
   )
-  assert num_differing(engine.generate(requests(8)), numerics) > 0
+  engine = tiny_model.make_engine(SIZES, numerics, runner=runner)
+  assert tiny_model.num_differing(engine.generate(tiny_model.random_requests(8)), numerics) > 0
 
 
 def running_sum(name, is_of_piece):

@@ -15,7 +15,6 @@ import pytest
 import tiny_model
 
 from seerjax.engine import engine as engine_lib
-from seerjax.types import Request, SamplingParams
 
 SIZES = engine_lib.EngineConfig(
   page_size=8,
@@ -38,23 +37,6 @@ ALL = pytest.mark.parametrize("numerics", TILED + NATIVE)
 BOTH = pytest.mark.parametrize("numerics", TILED)
 
 
-def requests(count: int, max_tokens: int = 20) -> list[Request]:
-  rng = np.random.default_rng(5)
-  return [
-    Request(
-      request_id=str(index),
-      prompt=tuple(rng.integers(0, 64, int(rng.integers(4, 30))).tolist()),
-      sampling=SamplingParams(max_tokens=max_tokens),
-      seed=index,
-    )
-    for index in range(count)
-  ]
-
-
-def alone(request: Request, numerics=tiny_model.NUMERICS):
-  return tiny_model.alone(numerics, request.prompt, request.sampling, request.seed)
-
-
 class Disturbed(engine_lib.Engine):
   """An engine whose step inputs pass through `disturb(inputs, work)` (NumPy in and out)."""
 
@@ -68,23 +50,14 @@ def disturbed(disturb, numerics=tiny_model.NUMERICS) -> list:
   """Returns completions of four requests from an engine with the disturbance."""
   engine = tiny_model.make_engine(SIZES, numerics, kind=Disturbed)
   engine.disturb = disturb
-  return engine.generate(requests(4))
-
-
-def num_differing(completions, numerics=tiny_model.NUMERICS) -> int:
-  wanted = [alone(request, numerics) for request in requests(len(completions))]
-  return sum(not tiny_model.same(c, w) for c, w in zip(completions, wanted, strict=True))
-
-
-def by_id(completions) -> list:
-  return sorted(completions, key=lambda completion: int(completion.request_id))
+  return engine.generate(tiny_model.random_requests(4))
 
 
 # Changes that must have no effect.
 
 
 def test_an_engine_left_in_peace_says_what_each_request_says_alone():
-  assert num_differing(disturbed(lambda inputs, work: inputs)) == 0
+  assert tiny_model.num_differing(disturbed(lambda inputs, work: inputs)) == 0
 
 
 def test_what_padding_rows_hold_changes_nothing():
@@ -116,13 +89,13 @@ def test_what_padding_rows_hold_changes_nothing():
     sampling.bias_values[0, samples:] = 3.0
     return inputs
 
-  assert num_differing(disturbed(scribble)) == 0
+  assert tiny_model.num_differing(disturbed(scribble)) == 0
 
 
 @BOTH
 def test_what_unwritten_memory_holds_changes_nothing(numerics):
   engine = tiny_model.make_engine(SIZES, numerics)
-  for request in requests(4):
+  for request in tiny_model.random_requests(4):
     engine.submit(request)
   while engine.num_unfinished:
     engine.step()
@@ -136,7 +109,7 @@ def test_what_unwritten_memory_holds_changes_nothing(numerics):
       lambda leaf, written=written: jnp.where(written, leaf, jnp.asarray(1e30, leaf.dtype)),
       engine.memory.pages,
     )
-  assert num_differing(by_id(engine.poll()), numerics) == 0
+  assert tiny_model.num_differing(engine.poll(), numerics) == 0
 
 
 # Twins.
@@ -158,7 +131,7 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
   noticed = 0
   for offset in range(4):
     engine = tiny_model.make_engine(SIZES, numerics)
-    for request in requests(4):
+    for request in tiny_model.random_requests(4):
       engine.submit(request)
     engine.step()
     while any(sequence.is_prefilling for sequence in engine._requests.running[0]):
@@ -167,7 +140,7 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
       flip_lowest_bit(engine, sequence.pages[0], offset)
     while engine.num_unfinished:
       engine.step()
-    noticed += num_differing(by_id(engine.poll()), numerics)
+    noticed += tiny_model.num_differing(engine.poll(), numerics)
   assert noticed > 0
 
 
@@ -183,7 +156,7 @@ def test_a_page_table_that_points_at_another_page_is_noticed(numerics):
         table[segments, 0] = table[segments, 1]
     return inputs
 
-  assert num_differing(disturbed(misdirect, numerics), numerics) > 0
+  assert tiny_model.num_differing(disturbed(misdirect, numerics), numerics) > 0
 
 
 @ALL
@@ -200,9 +173,9 @@ def test_one_noise_key_used_twice_is_noticed(numerics):
     return inputs
 
   completions = disturbed(repeat, numerics)
-  wanted = [alone(request, numerics) for request in requests(4)]
+  wanted = [tiny_model.answer(numerics, request) for request in tiny_model.random_requests(4)]
   assert all(c.tokens[0] == w.tokens[0] for c, w in zip(completions, wanted, strict=True))
-  assert num_differing(completions, numerics) > 0
+  assert tiny_model.num_differing(completions, numerics) > 0
 
 
 class FollowsLength(engine_lib.Engine):
@@ -226,9 +199,9 @@ def test_a_split_that_follows_the_length_is_noticed(numerics):
     return tiny_model.make_engine(SIZES, numerics, kind=FollowsLength).generate(batch)
 
   # Never longer than 32, so completions alone are correct; next to a longer request they differ.
-  short = [request for request in requests(8) if len(request.prompt) + 20 <= 32]
-  longer = next(request for request in requests(8) if len(request.prompt) > 24)
-  wanted = [alone(request, numerics) for request in short]
+  short = [request for request in tiny_model.random_requests(8) if len(request.prompt) + 20 <= 32]
+  longer = next(request for request in tiny_model.random_requests(8) if len(request.prompt) > 24)
+  wanted = [tiny_model.answer(numerics, request) for request in short]
   assert all(map(tiny_model.same, run(short), wanted))
   beside = run([longer, *short])[1:]
   assert not all(map(tiny_model.same, beside, wanted))
@@ -241,6 +214,6 @@ def test_the_untiled_path_is_noticed(numerics):
   untiled = dataclasses.replace(numerics, implementation="untiled")
   # Steps of one row and of many, so that bits depend on the batch.
   sizes = dataclasses.replace(SIZES, max_sequences=1, row_buckets=(1, 16))
-  apart = tiny_model.make_engine(sizes, untiled).generate(requests(4))
-  together = tiny_model.make_engine(SIZES, untiled).generate(requests(4))
+  apart = tiny_model.make_engine(sizes, untiled).generate(tiny_model.random_requests(4))
+  together = tiny_model.make_engine(SIZES, untiled).generate(tiny_model.random_requests(4))
   assert not all(map(tiny_model.same, together, apart))

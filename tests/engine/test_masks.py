@@ -72,8 +72,7 @@ def differences(numerics, planner=planner_lib.Planner) -> int:
   expected = {}
   for one in asked:
     expected |= together(alone, [one], masked)
-  engine = tiny_model.make_engine(SIZES, numerics)
-  engine._planner.__class__ = planner
+  engine = tiny_model.make_engine(SIZES, numerics, kind=tiny_model.planned_by(planner))
   found = together(engine, asked, masked)
   if planner is planner_lib.Planner:
     for name in masked:

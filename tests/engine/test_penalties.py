@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from guessing import Guesser
 import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax import parallel
+from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import EngineConfig
-from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(
@@ -32,18 +32,7 @@ REQUESTS = [
 ]  # fmt: skip
 
 
-def engine(drafter=None, runner=None):
-  return engine_lib.Engine(
-    Model(tiny_model.CONFIG, tiny_model.params(tiny_model.NATIVE), tiny_model.NATIVE),
-    config=SIZES,
-    key=numerics_lib.key(11),
-    runner=runner or tiny_model.runner(tiny_model.NATIVE),
-    drafter=drafter,
-  )
-
-
-def alone(request):
-  return tiny_model.alone(tiny_model.NATIVE, request.prompt, request.sampling, request.seed)
+alone = functools.partial(tiny_model.answer, tiny_model.NATIVE)
 
 
 def test_penalties_change_an_answer():
@@ -51,14 +40,14 @@ def test_penalties_change_an_answer():
     neutral = dataclasses.replace(
       request.sampling, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
     )
-    free = tiny_model.alone(tiny_model.NATIVE, request.prompt, neutral, request.seed)
+    free = alone(dataclasses.replace(request, sampling=neutral))
     assert alone(request).tokens != free.tokens
 
 
-def drafted(runner=None):
+def drafted(**others):
   """Returns what the requests say together, in chunks, with drafts, one of them preempted."""
   guesser = Guesser({one.request_id: alone(one).tokens for one in REQUESTS}, 3, right=0.9)
-  running = engine(guesser, runner)
+  running = tiny_model.make_engine(SIZES, tiny_model.NATIVE, drafter=guesser, **others)
   for request in REQUESTS:
     running.submit(request, chunk_tokens=8)
   found, steps = {}, 0
@@ -87,7 +76,7 @@ def test_an_answer_that_goes_on_elsewhere_has_its_bits():
     whole, request_id="all", tokens=whole.tokens[:5], finish_reason="",
     behaviour_logprobs=whole.behaviour_logprobs[:5], raw_logprobs=whole.raw_logprobs[:5],
   )  # fmt: skip
-  running = engine()
+  running = tiny_model.make_engine(SIZES, tiny_model.NATIVE)
   running.submit(request, resume_from=begun)
   while running.num_unfinished:
     running.step()
@@ -96,7 +85,7 @@ def test_an_answer_that_goes_on_elsewhere_has_its_bits():
 
 
 def test_a_request_without_penalties_keeps_several_steps_a_visit():
-  running = engine()
+  running = tiny_model.make_engine(SIZES, tiny_model.NATIVE)
   running.submit(REQUESTS[3])
   visits = 0
   while running.num_unfinished:
@@ -122,6 +111,6 @@ class ForgetsDrafts(runner_lib.Runner):
 def test_a_draft_whose_earlier_tokens_do_not_count_is_noticed():
   mesh = parallel.make_mesh(num_instances=1)
   twin = ForgetsDrafts(tiny_model.CONFIG, tiny_model.NATIVE, mesh, max_programs=64)
-  found = drafted(twin)
+  found = drafted(runner=twin)
   assert any(not tiny_model.same(found[one.request_id], alone(one)) for one in REQUESTS[:3])
   assert tiny_model.same(found["plain"], alone(REQUESTS[3]))

@@ -43,7 +43,7 @@ def test_what_else_runs_goes_on_and_is_told_of(engine):
   assert engine.likeliest(READ, [(7, 8, 1)], 4) == [{(): found[1][8, 1]}]
   while engine.num_unfinished:
     engine.step()
-  alone = tiny_model.alone(tiny_model.NATIVE, OTHER.prompt, OTHER.sampling, 0)
+  alone = tiny_model.answer(tiny_model.NATIVE, OTHER)
   assert engine.poll()[0].has_bits_of(alone)
   assert engine.free_pages(0) == SIZES.num_pages - 1
 
@@ -82,8 +82,9 @@ class Failing(planner_lib.Planner):
 
 
 @pytest.mark.thorough
-def test_what_breaks_is_raised_and_nothing_of_it_is_left(engine):
-  engine._planner.__class__ = Failing
+def test_what_breaks_is_raised_and_nothing_of_it_is_left():
+  kind = tiny_model.planned_by(Failing)
+  engine = tiny_model.make_engine(SIZES, tiny_model.NATIVE, kind=kind)
   with pytest.raises(RuntimeError, match="request 'read/1': got MemoryError .no rows. in a step"):
     engine.likeliest(READ, [(6,), (7,), (8,)], 2)
   assert not engine.num_unfinished and not engine.poll()

@@ -30,12 +30,7 @@ SIZES = EngineConfig(
   steps_per_visit=1,
 )
 FEW_PAGES = 24  # Too few for a whole beam: it is read in several steps.
-BACKENDS = {
-  "native f32": tiny_model.NATIVE,
-  "f32": tiny_model.NUMERICS,
-  "native bf16": tiny_model.NATIVE_BFLOAT16,
-  "bf16": tiny_model.BFLOAT16,
-}
+BACKENDS = tiny_model.BACKENDS
 VOCABULARY = tiny_model.CONFIG.vocab_size
 
 
@@ -69,8 +64,7 @@ def differing(numerics, seed: int, planner=planner_lib.Planner, count: int = 4) 
   rng, wrong = np.random.default_rng(seed), 0
   for width in range(2, 2 + count):
     request = asked(rng)
-    engine = tiny_model.make_engine(SIZES, numerics)
-    engine._planner.__class__ = planner
+    engine = tiny_model.make_engine(SIZES, numerics, kind=tiny_model.planned_by(planner))
     wanted, kept = expected(numerics, request, width)
     drafter = Knowing(kept, VOCABULARY, right=0.95, seed=seed)
     wrong += as_rows(beam_search(engine, request, width, drafter=drafter)) != wanted
@@ -105,8 +99,7 @@ def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Cou
         engine.step()
       for done in engine.poll():
         other = others[int(done.request_id)]
-        alone = tiny_model.alone(numerics, other.prompt, other.sampling, other.seed)
-        assert done.has_bits_of(alone)
+        assert done.has_bits_of(tiny_model.answer(numerics, other))
         events["sampled beside"] += 1
       assert pool.num_available == num_free
       events["read places"] += counters.read_tokens

@@ -6,14 +6,12 @@ import functools
 import pathlib
 
 from hypothesis import strategies as st
-import jax
 import tiny_model
 
 from seerjax import models
 from seerjax.engine import engine as engine_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.models.loading import Model
 from seerjax.types import Completion, Request, SamplingParams
 
 # Ids 3 to 63 are one character each, so that random texts contain random stop strings.
@@ -61,13 +59,10 @@ def make_engine(
   config: EngineConfig, numerics, mesh=(1, 1), kind=engine_lib.Engine, **others
 ) -> engine_lib.Engine:
   """Returns an engine with a tokenizer; engines of one numerics and mesh share programs."""
-  return kind(
-    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics, TOKENIZER),
-    config=config,
-    key=jax.random.key(11),
-    runner=tiny_model.runner(numerics, *mesh),
+  return tiny_model.make_engine(
+    config, numerics, num_instances=mesh[0], model_shards=mesh[1], kind=kind, tokenizer=TOKENIZER,
     **others,
-  )
+  )  # fmt: skip
 
 
 @functools.cache

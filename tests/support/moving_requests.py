@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import tiny_model
 
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
 from seerjax.types import Request, SamplingParams
 
@@ -22,12 +20,8 @@ def answers(numerics: NumericsConfig = tiny_model.NUMERICS) -> dict:
 
 
 def make_engine(mesh, sizes=SIZES, numerics=tiny_model.NUMERICS, **others) -> Engine:
-  return Engine(
-    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics),
-    config=sizes,
-    key=jax.random.key(5),
-    runner=tiny_model.runner(numerics, *mesh),
-    **others,
+  return tiny_model.make_engine(
+    sizes, numerics, num_instances=mesh[0], model_shards=mesh[1], **others
   )
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.models import config as model_config, flax_module, parameters
+from seerjax.engine import engine as engine_lib, planner as planner_lib, runner as runner_lib
+from seerjax.models import (
+  config as model_config,
+  flax_module,
+  parameters,
+  tokenizer as tokenizer_lib,
+)
 from seerjax.models.loading import Model
 from seerjax.ops import rotary
+from seerjax.types import SamplingParams
 
 # Other small models of the tests state how they differ from this one.
 CONFIG = model_config.TransformerConfig(
@@ -39,6 +46,12 @@ NUMERICS = numerics_lib.NumericsConfig(
 BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
 NATIVE = dataclasses.replace(NUMERICS, implementation="native")
 NATIVE_BFLOAT16 = dataclasses.replace(BFLOAT16, implementation="native")
+BACKENDS = {
+  "f32": NUMERICS,
+  "bf16": BFLOAT16,
+  "native f32": NATIVE,
+  "native bf16": NATIVE_BFLOAT16,
+}
 
 # Sizes that are not powers of two, where permitted.
 ODD = dataclasses.replace(
@@ -124,14 +137,22 @@ def make_engine(
   num_instances: int = 1,
   model_shards: int = 1,
   kind: type[engine_lib.Engine] = engine_lib.Engine,
+  tokenizer: tokenizer_lib.Tokenizer | None = None,
+  **others: Any,
 ) -> engine_lib.Engine:
-  """Returns an empty engine of `kind`."""
-  return kind(
-    Model(CONFIG, params(numerics), numerics),
-    config=config,
-    key=numerics_lib.key(11),
-    runner=runner(numerics, num_instances, model_shards),
-  )
+  """Returns an empty engine of `kind`, with other arguments of `Engine`."""
+  usual = dict(key=numerics_lib.key(11), runner=runner(numerics, num_instances, model_shards))
+  model = Model(CONFIG, params(numerics), numerics, tokenizer)
+  return kind(model, config=config, **(usual | others))
+
+
+def planned_by(planner: type[planner_lib.Planner]) -> type[engine_lib.Engine]:
+  """Returns a kind of engine with another planner: a twin."""
+
+  class Planned(engine_lib.Engine):
+    _planner_kind = planner
+
+  return Planned
 
 
 # One request at a time, prompts in chunks of 16, no prefix reuse, single steps.
@@ -157,6 +178,32 @@ def alone(numerics: numerics_lib.NumericsConfig, prompt, sampling, seed: int):
 @functools.cache
 def _plain_engine(numerics: numerics_lib.NumericsConfig) -> engine_lib.Engine:
   return make_engine(ALONE, numerics)
+
+
+def answer(numerics: numerics_lib.NumericsConfig, request: engine_lib.Request):
+  """Returns the completion of this request alone in a plain engine."""
+  return alone(numerics, request.prompt, request.sampling, request.seed)
+
+
+def random_requests(count: int, max_tokens: int = 20) -> list[engine_lib.Request]:
+  """Requests of random prompts, the same ones for every count."""
+  rng = np.random.default_rng(5)
+  return [
+    engine_lib.Request(
+      request_id=str(index),
+      prompt=tuple(rng.integers(0, 64, int(rng.integers(4, 30))).tolist()),
+      sampling=SamplingParams(max_tokens=max_tokens),
+      seed=index,
+    )
+    for index in range(count)
+  ]
+
+
+def num_differing(completions, numerics: numerics_lib.NumericsConfig = NUMERICS) -> int:
+  """Returns how many completions of `random_requests` have not the bits of each alone."""
+  found = {completion.request_id: completion for completion in completions}
+  requests = random_requests(len(completions))
+  return sum(not same(found[one.request_id], answer(numerics, one)) for one in requests)
 
 
 def bits(values: np.ndarray) -> list[int]:
