@@ -6,25 +6,18 @@ import dataclasses
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import as_float64, needs_interpreter
 import numpy as np
 import pytest
+import refusals
 
 from pallas_kernels import attention, gpu
 from pallas_kernels.attention import layout
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 HEADS, GROUP, HEAD_DIM, PAGE, WIDTH = 1, 3, 64, 32, 12
 SPLIT, TILE, NUM_SEGMENTS, NUM_ROWS = 128, 8, 6, 40
 SMALL = {"kv_split": SPLIT, "key_block": 64, "query_tile": TILE}
-
-
-def as_float64(x) -> np.ndarray:
-  return np.asarray(x, np.float64)
 
 
 class Sequences:
@@ -362,12 +355,6 @@ def test_benchmark_shapes_lower_for_a_gpu(model, num_segments, num_rows, query_t
   assert module.count("custom_call @mosaic_gpu") == kernels
 
 
-def refusal(args, **options) -> str:
-  with gpu.h200(), pytest.raises(NotImplementedError) as error:
-    attention.attention(*args, **options)
-  return str(error.value)
-
-
 def small_arguments(heads=1, group=2, head_dim=64, page=32):
   zeros = lambda shape, dtype: jnp.zeros(shape, dtype)
   pages = zeros((heads, 5, page, head_dim), jnp.bfloat16)
@@ -385,44 +372,38 @@ def test_small_arguments_are_taken_for_a_gpu():
     assert attention.is_supported(*small_arguments()) is None
 
 
-def test_shapes_that_cannot_run_are_refused():
+def test_arguments_that_cannot_run_are_refused():
   q, k, v, segments = small_arguments()
-  assert "got q[3, 1, 2], k_pages[1, 5, 32, 64] and" in refusal((q[..., 0], k, v, segments))
-  assert "expected the same k and c" in refusal((q[..., :32], k, v, segments))
-  assert "got head_dim 96, expected one of (64, 128)" in refusal(small_arguments(head_dim=96))
-  for page in (4, 48, 512):
-    message = refusal(small_arguments(page=page))
-    assert f"got pages of {page} positions, expected a power of two from 8 up" in message
-  message = refusal(small_arguments(group=9))
-  assert "got query_tile=16 times 9 query heads per key/value head, 144 rows, expected" in message
   late = segments._replace(positions=jnp.zeros(4, jnp.int32))
-  assert "got segments.positions int32[4], expected int32: positions[n]" in refusal((q, k, v, late))
-  short = segments._replace(page_table=jnp.zeros((1, 4), jnp.int32))
-  assert "got segments.page_table int32[1, 4], expected" in refusal((q, k, v, short))
-  arguments = small_arguments()
-  assert "got window=0, expected at least 1" in refusal(arguments, window=0)
-  assert "got sinks[2], expected [k, g] = [1, 2]" in refusal(arguments, sinks=jnp.zeros(2))
-
-
-def test_dtypes_that_cannot_run_are_refused():
-  q, k, v, segments = small_arguments()
-  message = refusal((q.astype(jnp.float32), k, v, segments))
-  assert "got q of float32, expected bfloat16, which wgmma multiplies; cast it" in message
-  assert "got v_pages of float16, expected bfloat16" in refusal(
-    (q, k, v.astype(jnp.float16), segments)
-  )
   wide = segments._replace(positions=segments.positions.astype(jnp.int16))
-  assert "got segments.positions int16[3], expected int32" in refusal((q, k, v, wide))
-
-
-def test_too_much_shared_memory_is_refused():
-  message = refusal(small_arguments(head_dim=128), config=attention.Config(stages=3))
-  assert "bytes of shared memory, expected at most 232448; make stages, kv_split" in message
-
-
-def test_a_cpu_is_refused():
-  with pytest.raises(NotImplementedError, match="attention: got the platform 'cpu', expected"):
-    attention.attention(*small_arguments())
+  short = segments._replace(page_table=jnp.zeros((1, 4), jnp.int32))
+  small = small_arguments()
+  sizes = "got pages of {} positions, expected a power of two from 8 up"
+  for arguments, options, message in (
+    ((q[..., 0], k, v, segments), {}, "got q[3, 1, 2], k_pages[1, 5, 32, 64] and"),
+    ((q[..., :32], k, v, segments), {}, "expected the same k and c"),
+    (small_arguments(head_dim=96), {}, "got head_dim 96, expected one of (64, 128)"),
+    (small_arguments(page=4), {}, sizes.format(4)),
+    (small_arguments(page=48), {}, sizes.format(48)),
+    (small_arguments(page=512), {}, sizes.format(512)),
+    (small_arguments(group=9), {},
+     "got query_tile=16 times 9 query heads per key/value head, 144 rows, expected"),
+    ((q, k, v, late), {}, "got segments.positions int32[4], expected int32: positions[n]"),
+    ((q, k, v, short), {}, "got segments.page_table int32[1, 4], expected"),
+    (small, dict(window=0), "got window=0, expected at least 1"),
+    (small, dict(sinks=jnp.zeros(2)), "got sinks[2], expected [k, g] = [1, 2]"),
+    ((q.astype(jnp.float32), k, v, segments), {},
+     "got q of float32, expected bfloat16, which wgmma multiplies; cast it"),
+    ((q, k, v.astype(jnp.float16), segments), {}, "got v_pages of float16, expected bfloat16"),
+    ((q, k, v, wide), {}, "got segments.positions int16[3], expected int32"),
+    (small_arguments(head_dim=128), dict(config=attention.Config(stages=3)),
+     "bytes of shared memory, expected at most 232448; make stages, kv_split"),
+  ):  # fmt: skip
+    with gpu.h200():
+      call = lambda given=arguments, options=options: attention.attention(*given, **options)
+      refusals.check((NotImplementedError, call, message))
+  cpu = "attention: got the platform 'cpu', expected"
+  refusals.check((NotImplementedError, lambda: attention.attention(*small), cpu))
 
 
 @pytest.mark.parametrize(

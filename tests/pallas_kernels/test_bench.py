@@ -9,10 +9,9 @@ import pathlib
 import subprocess
 import sys
 
-from absl import app
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import needs_interpreter
 import numpy as np
 import pytest
 
@@ -28,10 +27,6 @@ from pallas_kernels.bench.checks import Check
 from pallas_kernels.bench.timing import Contestant, Machine, Timing
 
 ROOT = pathlib.Path(__file__).parents[2]
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 MACHINE = Machine(copy_bandwidth=4e12, matmul_peak=800e12)
 HEADER = {
   "dry_run": "",
@@ -408,23 +403,6 @@ def test_questions_of_the_list_are_questions_of_the_program():
   for question in questions_lib.QUESTIONS:
     assert f"--question={question.__name__}`" in text
   assert text.count("--question=") == len(questions_lib.QUESTIONS)
-
-
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (
-      lambda: bench.named(["relu"], ("matmul", "rms_norm"), "--only"),
-      "--only: got 'relu', expected some of matmul",
-    ),
-    (lambda: bench.chosen_questions("all_of"), "got 'all_of', expected one of all, wgmma_width"),
-    (lambda: bench.main(["bench", "fast"]), "got 'fast', expected flags only."),
-  ],
-)
-def test_what_cannot_be_asked_is_refused(call, message):
-  with pytest.raises(app.UsageError) as refused:
-    call()
-  assert message in str(refused.value)
 
 
 def test_names_choose_kernels_and_questions():

@@ -33,14 +33,10 @@ def test_hopper_with_a_sound_assembler_is_taken():
       "got NVIDIA A100 of compute capability 8.0, expected an NVIDIA GPU of compute capability 9.0"
       " (Hopper); run on an H100 or H200, or pass interpret=True to run the kernel slowly on a CPU",
     ),
-    (
-      dict(kind="NVIDIA B200", compute_capability="10.0"),
-      "got NVIDIA B200 of compute capability 10.0, expected an NVIDIA GPU of compute capability",
-    ),
-    (
-      dict(shared_memory_bytes=101_376),
-      "got NVIDIA H200 with 101376 bytes of shared memory per block, expected 232448, as on Hopper",
-    ),
+    (dict(kind="NVIDIA B200", compute_capability="10.0"),
+     "got NVIDIA B200 of compute capability 10.0, expected an NVIDIA GPU of compute capability"),
+    (dict(shared_memory_bytes=101_376),
+     "got NVIDIA H200 with 101376 bytes of shared memory per block, expected 232448, as on Hopper"),
     (
       dict(ptxas=(12, 8, 61)),
       "got ptxas 12.8.61, which miscompiles causal masks, expected 12.9.86 (CUDA 12.9.1) or later;"
@@ -49,7 +45,7 @@ def test_hopper_with_a_sound_assembler_is_taken():
     (dict(ptxas=(12, 9, 41)), "got ptxas 12.9.41, which miscompiles causal masks, expected"),
     (dict(ptxas=(12, 6, 77)), "got ptxas 12.6.77, which miscompiles limits of indices, expected"),
   ],
-)
+)  # fmt: skip
 def test_what_cannot_run_the_kernels_is_named(change, message):
   reason = device.reason_against(dataclasses.replace(H200, **change))
   assert reason is not None and reason.startswith(message)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import array, as_float64, needs_interpreter
 import numpy as np
 import pytest
 
 from pallas_kernels import gpu, grouped_matmul, matmul
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 # One warpgroup a tile; two multiprocessors walk over tiles.
 CONFIG = grouped_matmul.Config(block_m=64, block_n=128, max_stages=3, snake_width=2)
 EXPERTS, K, N = 4, 128, 192
@@ -30,16 +26,8 @@ BENCHMARK = tuple(
 )
 
 
-def array(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
-
-
 def sizes_of(*sizes: int) -> jax.Array:
   return jnp.asarray(sizes, jnp.int32)
-
-
-def as_float64(x) -> np.ndarray:
-  return np.asarray(x, np.float64)
 
 
 # Compiled once for each shape, whatever the groups.
@@ -211,72 +199,3 @@ def test_few_rows_for_each_expert_take_short_tiles():
   # Short tiles leave room for a deeper ring.
   for num_rows in (64, 4096 * 8):
     assert 0 < config.shared_memory_bytes(num_rows, 128) <= gpu.SHARED_MEMORY_LIMIT_BYTES
-
-
-def refusal(call) -> str:
-  with gpu.h200(), pytest.raises(NotImplementedError) as refused:
-    call()
-  return str(refused.value)
-
-
-@pytest.mark.parametrize(
-  "x, sizes, w, more, message",
-  [
-    ((3, 64), (1,), (64, 64), {}, "grouped_matmul: got w[64, 64], expected w[e, k, n] of at least"),
-    ((3, 64), (0,), (0, 64, 64), {}, "got w[0, 64, 64], expected w[e, k, n] of at least one"),
-    ((3, 64), (3,), (2, 64, 64), {}, "got group_sizes int32[3], expected int32[2], one for each"),
-    ((3, 64), (2,), (2, 128, 64), {}, "got x[3, 64] and w[2, 128, 64], expected x[m, k] and w[e"),
-    (
-      (3, 64),
-      (2,),
-      (2, 64, 128),
-      dict(transposed=True),
-      "got x[3, 64] and w[2, 64, 128], expected x[m, k] and w[e, n, k]",
-    ),
-    ((3, 72), (2,), (2, 72, 64), {}, "got k=72, expected a positive multiple of 64: pad it"),
-    ((3, 64), (2,), (2, 64, 100), {}, "got n=100, expected a positive multiple of 64"),
-    ((3, 64), (2,), (2, 64, 64), dict(out_dtype=jnp.int8), "got out_dtype=int8, expected bfloat16"),
-    (
-      (300, 128),
-      (1,),
-      (1, 128, 2048),
-      dict(config=grouped_matmul.Config(block_k=128), out_dtype=jnp.float32),
-      "bytes of shared memory, expected at most 232448; make block_m, block_n or block_k smaller",
-    ),
-  ],
-)
-def test_what_cannot_run_is_refused(x, sizes, w, more, message):
-  arrays = jnp.zeros(x, jnp.bfloat16), jnp.zeros(sizes, jnp.int32), jnp.zeros(w, jnp.bfloat16)
-  assert message in refusal(lambda: grouped_matmul.grouped_matmul(*arrays, **more))
-
-
-def test_dtypes_that_cannot_run_are_refused():
-  x, w = jnp.zeros((3, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
-  sizes, single = sizes_of(3), jnp.zeros((3, 64))
-  call = grouped_matmul.grouped_matmul
-  assert "got x of float32, expected bfloat16" in refusal(lambda: call(single, sizes, w))
-  assert "got w of float32, expected" in refusal(lambda: call(x, sizes, w.astype(jnp.float32)))
-  assert "got group_sizes float32[1], expected int32[1]" in refusal(
-    lambda: call(x, jnp.zeros(1), w)
-  )
-
-
-def test_a_cpu_is_refused():
-  with pytest.raises(NotImplementedError, match="grouped_matmul: got the platform 'cpu', expected"):
-    grouped_matmul.grouped_matmul(array(3, 64), sizes_of(3), array(1, 64, 64))
-
-
-@pytest.mark.parametrize(
-  "field, value, message",
-  [
-    ("block_k", 32, "got block_k=32; expected one of (64, 128)."),
-    ("block_m", 256, "got block_m=256; expected one of (64, 128)."),
-    ("block_n", 512, "got block_n=512; expected one of (128, 256)."),
-    ("max_stages", 1, "got max_stages=1; expected at least 2."),
-    ("snake_width", 0, "got snake_width=0; expected at least 1."),
-  ],
-)
-def test_a_config_that_cannot_work_is_refused(field, value, message):
-  with pytest.raises(ValueError) as refused:
-    grouped_matmul.Config(**{field: value})
-  assert message in str(refused.value)

@@ -6,17 +6,13 @@ import dataclasses
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import array, as_float64, long, needs_interpreter
 import numpy as np
 import pytest
 
 from pallas_kernels import gpu, matmul, matmul_parts
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 # Small tiles, so that few tokens fill several; two multiprocessors walk over them.
 CONFIG = matmul.Config(block_m=64, block_n=128, max_stages=3, swapped_rows=8, snake_width=2)
 N, K = 192, 128
@@ -34,20 +30,11 @@ BENCHMARK = (
   (4096, 2880, 8, False),
   (2880, 201088, 1, True),
 )
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 GATES = ((4096, 12288), (2048, 768), (2880, 2880))
-
-
-def array(*shape: int, seed: int = 0, dtype=jnp.bfloat16) -> jax.Array:
-  return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-def as_float64(x) -> np.ndarray:
-  return np.asarray(x, np.float64)
 
 
 # Compiled once for each shape: most of an interpreted kernel's time is its compilation.
@@ -487,122 +474,3 @@ def test_the_ring_is_as_deep_as_shared_memory_allows(num_rows, pair):
   assert tiles.shared_memory_bytes <= gpu.SHARED_MEMORY_LIMIT_BYTES
   assert tiles.stages == 32 or deeper > gpu.SHARED_MEMORY_LIMIT_BYTES
   assert config.shared_memory_bytes(num_rows, pair=pair) == tiles.shared_memory_bytes
-
-
-def refusal(call) -> str:
-  with gpu.h200(), pytest.raises(NotImplementedError) as refused:
-    call()
-  return str(refused.value)
-
-
-@pytest.mark.parametrize(
-  "x, w, more, message",
-  [
-    ((3, 64), (128, 64), {}, "matmul: got x[3, 64] and w[128, 64], expected x[m, k] and w[k, n]."),
-    ((3, 64), (64, 128), dict(transposed=True), "expected x[m, k] and w[n, k]"),
-    ((3, 72), (72, 64), {}, "got k=72, expected a positive multiple of 64: pad it"),
-    ((3, 64), (64, 100), {}, "got n=100, expected a positive multiple of 64"),
-    ((3, 64), (64, 0), {}, "got n=0, expected"),
-    ((3, 64), (0, 64, 64), {}, "got w[0, 64, 64], expected at least one slab"),
-    ((3, 64), (2, 64, 64), dict(bias=jnp.zeros(64)), "float32[64], expected bfloat16 or float"),
-    (
-      (3, 64),
-      (64, 64),
-      dict(config=matmul.Config(shards=2)),
-      "got k=64 in 2 shards, expected a multiple of shards * block_k = 128; take fewer shards",
-    ),
-    ((3, 64), (64, 64), dict(bias=jnp.zeros(3)), "got bias float32[3], expected bfloat16 or float"),
-    (
-      (3, 64),
-      (64, 64),
-      dict(residual=jnp.zeros((2, 64))),
-      "got residual float32[2, 64], expected bfloat16 or float32 [3, 64]",
-    ),
-    ((3, 64), (64, 64), dict(out_dtype=jnp.float16), "got out_dtype=float16, expected bfloat16"),
-    (
-      (300, 128),
-      (128, 1088),
-      dict(config=matmul.Config(block_k=128), out_dtype=jnp.float32),
-      "bytes of shared memory, expected at most 232448; make block_m, block_n or block_k smaller",
-    ),
-  ],
-)
-def test_what_cannot_run_is_refused(x, w, more, message):
-  assert message in refusal(
-    lambda: matmul.matmul(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16), **more)
-  )
-
-
-def test_dtypes_and_pairs_that_cannot_run_are_refused():
-  x, w = jnp.zeros((3, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
-  single = jnp.zeros((64, 64))
-  assert "got x of float32, expected bfloat16" in refusal(lambda: matmul.matmul(single, w))
-  assert "got w of float32, expected bfloat16" in refusal(lambda: matmul.matmul(x, single))
-  assert "swiglu: got up of float32, expected" in refusal(lambda: matmul.swiglu(x, w, single))
-  assert "got up[64, 32], expected gate's shape [64, 64]" in refusal(
-    lambda: matmul.swiglu(x, w, w[:, :32])
-  )
-  assert "got n=64 for gate and up in one, expected a multiple of 128: pad each" in refusal(
-    lambda: matmul.swiglu(x, w)
-  )
-  assert "got shards=2 for swiglu, expected 1" in refusal(
-    lambda: matmul.swiglu(x, w, w, config=matmul.Config(shards=2))
-  )
-
-
-@pytest.mark.parametrize(
-  "x, w, more, message",
-  [
-    ((3, 64), (64, 64), {}, "contract_slabs: got w[64, 64], expected 1, 2, 4 or 8 slabs, w[r,"),
-    ((3, 3, 64), (3, 64, 64), {}, "got w[3, 64, 64], expected 1, 2, 4 or 8 slabs"),
-    ((3, 64), (2, 64, 64), {}, "got x[3, 64] and w[2, 64, 64], expected x[r, m, k] or x[m, r * k]"),
-    ((4, 3, 64), (2, 64, 64), {}, "expected the same number of slabs"),
-    (
-      (3, 128),
-      (2, 64, 64),
-      dict(config=matmul.Config(shards=2)),
-      "got shards=2 for contract_slabs, expected 1: its slabs are the parts",
-    ),
-    (
-      (3, 128),
-      (2, 64, 64),
-      dict(config=matmul.Config(block_k=128)),
-      "got k=64 for adjacent slabs, expected a multiple of block_k = 128; take a",
-    ),
-    (
-      (3, 128),
-      (2, 64, 64),
-      dict(stream=jnp.zeros((2, 3, 64))),
-      "got stream float32[2, 3, 64], expected bfloat16 or float32 [3, 64]",
-    ),
-  ],
-)
-def test_slabs_that_cannot_be_contracted_are_refused(x, w, more, message):
-  assert message in refusal(
-    lambda: matmul.contract_slabs(jnp.zeros(x, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16), **more)
-  )
-
-
-def test_a_cpu_is_refused():
-  with pytest.raises(NotImplementedError, match="matmul: got the platform 'cpu', expected"):
-    matmul.matmul(array(3, 64), array(64, 64))
-
-
-@pytest.mark.parametrize(
-  "field, value, message",
-  [
-    ("block_k", 32, "got block_k=32; expected one of (64, 128)."),
-    ("shards", 3, "got shards=3; expected one of (1, 2, 4, 8)."),
-    ("swapped_rows", 128, "got swapped_rows=128; expected one of (None, 0, 8, 16, 32, 64)."),
-    ("block_m", 256, "got block_m=256; expected one of (64, 128)."),
-    ("block_n", 512, "got block_n=512; expected one of (128, 256)."),
-    ("swapped_block_n", 32, "got swapped_block_n=32; expected one of (64, 128)."),
-    ("max_stages", 1, "got max_stages=1; expected at least 2."),
-    ("snake_width", 0, "got snake_width=0; expected at least 1."),
-    ("mode", "both", "got mode=both; expected one of ('auto', 'sequential', 'parallel')."),
-  ],
-)
-def test_a_config_that_cannot_work_is_refused(field, value, message):
-  with pytest.raises(ValueError) as refused:
-    matmul.Config(**{field: value})
-  assert message in str(refused.value)

@@ -5,18 +5,13 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import long, needs_interpreter
 import numpy as np
 import pytest
 
 from pallas_kernels import gpu, matmul_parts
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 interpreted = jax.jit(
   functools.partial(matmul_parts.add_partials, interpret=True), static_argnames="out_dtype"
 )
@@ -66,24 +61,3 @@ def test_it_lowers_for_a_gpu():
   for rows in (1, 1000):
     shapes = struct((8, rows, 4096), jnp.float32), struct((rows, 4096), jnp.bfloat16)
     assert "mosaic_gpu" in gpu.lower_for_cuda(lambda p, s: call(p, stream=s), *shapes)
-
-
-@pytest.mark.parametrize(
-  "partials, more, message",
-  [
-    ((3, 64), {}, "add_partials: got partials float32[3, 64], expected float32 [s, m, n]."),
-    ((3, 3, 64), {}, "got 3 partials, expected 1, 2, 4 or 8 for one tree"),
-    ((2, 3, 72), {}, "got n=72, expected a positive multiple of 64: pad it"),
-    (
-      (2, 3, 64),
-      dict(stream=jnp.zeros((2, 64))),
-      "got stream float32[2, 64], expected bfloat16 or float32 [3, 64]",
-    ),
-    ((2, 3, 64), dict(out_dtype=jnp.float16), "got out_dtype=float16, expected bfloat16 or float"),
-    ((2, 3, 64), {}, "got the platform 'cpu', expected an NVIDIA GPU"),
-  ],
-)
-def test_what_cannot_run_is_refused(partials, more, message):
-  with pytest.raises(NotImplementedError) as refused:
-    matmul_parts.add_partials(jnp.zeros(partials), **more)
-  assert message in str(refused.value)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import as_float64, long, needs_interpreter
 import numpy as np
 import pytest
 
 from pallas_kernels import gpu, rms_norm
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 # Chunks of two rows: sizes of one chunk, one less, one more, and more than eight chunks.
 CONFIG = rms_norm.Config(chunk_rows=2, blocks_per_multiprocessor=1)
-
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 def rows(num_rows: int, features: int = 40, dtype=jnp.bfloat16, seed: int = 0) -> jax.Array:
@@ -36,10 +28,6 @@ def norm(x, scale, residual=None):
   if residual is None:
     return rms_norm.rms_norm(x, scale, config=CONFIG, interpret=True), x
   return rms_norm.add_rms_norm(x, residual, scale, config=CONFIG, interpret=True)
-
-
-def as_float64(x) -> np.ndarray:
-  return np.asarray(x, np.float64)
 
 
 @pytest.mark.thorough
@@ -266,68 +254,3 @@ def test_shared_memory_of_the_widest_row_fits():
     assert rms_norm.is_supported(x, scale, config=rms_norm.Config(padding=16384)) == (
       "got 265216 bytes of shared memory, expected at most 232448; make padding smaller"
     )
-
-
-@pytest.mark.parametrize(
-  "x, scale, residual, message",
-  [
-    ((3,), (3,), None, "got x[3] and scale[3], expected x[n, d] and scale[d]"),
-    ((3, 8), (16,), None, "got x[3, 8] and scale[16], expected"),
-    ((3, 8), (8,), (2, 8), "got residual bfloat16[2, 8], expected x's bfloat16[3, 8]"),
-    ((3, 12), (12,), None, "got 12 features, expected a multiple of 8 from 8 to 8192"),
-    ((3, 8200), (8200,), None, "got 8200 features, expected a multiple of 8"),
-    ((3, 0), (0,), None, "got 0 features"),
-    ((3, 4104), (4104,), None, "TMA would copy as 513 runs of 8; expected at most 256 runs"),
-  ],
-)
-def test_shapes_that_cannot_run_are_refused(x, scale, residual, message):
-  arrays = [jnp.zeros(shape, jnp.bfloat16) for shape in (x, scale)]
-  with gpu.h200():
-    if residual is None:
-      call = lambda: rms_norm.rms_norm(*arrays)
-    else:
-      call = lambda: rms_norm.add_rms_norm(arrays[0], jnp.zeros(residual, jnp.bfloat16), arrays[1])
-    with pytest.raises(NotImplementedError) as refusal:
-      call()
-  assert message in str(refusal.value)
-
-
-def test_dtypes_that_cannot_run_are_refused():
-  half, single = jnp.zeros((3, 8), jnp.float16), jnp.zeros((3, 8))
-  with pytest.raises(NotImplementedError, match="got x of float16, expected bfloat16 or float32"):
-    rms_norm.rms_norm(half, jnp.zeros(8))
-  with pytest.raises(NotImplementedError, match="got scale of int32, expected bfloat16"):
-    rms_norm.rms_norm(single, jnp.zeros(8, jnp.int32))
-
-
-def test_arrays_that_cannot_share_a_launch_are_refused():
-  x, scale = jnp.zeros((3, 64), jnp.bfloat16), jnp.zeros(64)
-  with pytest.raises(NotImplementedError) as refusal:
-    rms_norm.rms_norm_each((x, jnp.zeros((3, 128))), (scale, scale))
-  assert str(refusal.value) == (
-    "rms_norm: got arrays bfloat16[..., 64] and float32[..., 128], expected one dtype and one"
-    " number of features."
-  )
-  with pytest.raises(ValueError, match="got 2 arrays and 1 scales; expected one scale per array."):
-    rms_norm.rms_norm_each((x, x), (scale,))
-  with gpu.h200(), pytest.raises(NotImplementedError, match="and scale.3., expected x.n, d."):
-    rms_norm.rms_norm_each((x,), (jnp.zeros(3),))
-
-
-def test_a_cpu_is_refused():
-  with pytest.raises(NotImplementedError, match="rms_norm: got the platform 'cpu', expected"):
-    rms_norm.rms_norm(rows(3), scale_of())
-
-
-@pytest.mark.parametrize(
-  "field, value, message",
-  [
-    ("padding", 512, "got padding=512; expected a positive multiple of 1024."),
-    ("chunk_rows", 0, "got chunk_rows=0; expected at least 1."),
-    ("blocks_per_multiprocessor", 0, "got blocks_per_multiprocessor=0"),
-  ],
-)
-def test_a_config_that_cannot_work_is_refused(field, value, message):
-  with pytest.raises(ValueError) as refusal:
-    rms_norm.Config(**{field: value})
-  assert message in str(refusal.value)

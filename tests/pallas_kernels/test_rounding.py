@@ -5,15 +5,12 @@ from __future__ import annotations
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import needs_interpreter
 import numpy as np
 import pytest
 
 from pallas_kernels import gpu, rounding
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 SHAPE = (64, 128)
 
 

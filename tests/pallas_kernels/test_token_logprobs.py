@@ -6,18 +6,14 @@ import dataclasses
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import as_float64, long, needs_interpreter
 import numpy as np
 import pytest
+import refusals
 
 from pallas_kernels import gpu, matmul, token_logprobs
 
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 # Slabs of one tile and a half; two multiprocessors walk over them.
 CONFIG = token_logprobs.Config(
   shards=2,
@@ -68,10 +64,6 @@ def with_gradient(score, hidden, table, targets, temperature, keys, cotangents):
 
   _, pull, scores = jax.vjp(floats, hidden, table, has_aux=True)
   return scores, *pull(cotangents)
-
-
-def as_float64(x) -> np.ndarray:
-  return np.asarray(x, np.float64)
 
 
 def interpreted(*arguments, config=CONFIG):
@@ -274,51 +266,43 @@ def test_the_ring_is_as_deep_as_shared_memory_allows(num_rows, backward):
   assert deeper > gpu.SHARED_MEMORY_LIMIT_BYTES
 
 
-def refusal(*arguments, **more) -> str:
-  with gpu.h200(), pytest.raises(NotImplementedError) as refused:
-    token_logprobs.token_logprobs(*arguments, **more)
-  return str(refused.value)
-
-
 @pytest.mark.parametrize(
   "changes, message",
   [
-    (
-      {0: jnp.zeros((3, 64), jnp.bfloat16)},
-      "token_logprobs: got hidden[3, 64] and table[192, 128], expected hidden[n, d] and"
-      " table[v, d] or [r, v / r, d].",
-    ),
-    ({0: jnp.zeros((3, 128))}, "got hidden of float32, expected bfloat16; cast it"),
-    ({1: jnp.zeros((192, 128))}, "got table of float32, expected bfloat16; cast it"),
-    ({2: jnp.zeros(2, jnp.int32)}, "got targets int32[2], expected int32[3]"),
-    ({3: jnp.zeros(3, jnp.bfloat16)}, "got temperature bfloat16[3], expected float32[3]"),
-    ({4: jnp.zeros((3, 2), jnp.int32)}, "got keys int32[3, 2], expected uint32[3, 2]"),
-    (
-      {0: jnp.zeros((3, 72), jnp.bfloat16), 1: jnp.zeros((192, 72), jnp.bfloat16)},
-      "got d=72, expected a positive multiple of 64: pad hidden and table",
-    ),
-    (
-      {1: jnp.zeros((2, 96, 128), jnp.bfloat16)},
-      "got a table of 2 slabs, expected Config.shards=8",
-    ),
-    (
-      {1: jnp.zeros((100, 128), jnp.bfloat16)},
-      "got a vocabulary of 100, expected a positive multiple of 64 below 16777216; pad the table"
-      " to 128 rows whose logits are below all others",
-    ),
-    ({1: jnp.zeros((0, 128), jnp.bfloat16)}, "got a vocabulary of 0, expected a positive multiple"),
+    (dict(hidden=(jnp.bfloat16, 3, 64)),
+     "token_logprobs: got hidden[3, 64] and table[192, 128], expected hidden[n, d] and"
+     " table[v, d] or [r, v / r, d]."),
+    (dict(hidden=(jnp.float32, 3, 128)), "got hidden of float32, expected bfloat16; cast it"),
+    (dict(table=(jnp.float32, 192, 128)), "got table of float32, expected bfloat16; cast it"),
+    (dict(targets=(jnp.int32, 2)), "got targets int32[2], expected int32[3]"),
+    (dict(temperature=(jnp.bfloat16, 3)), "got temperature bfloat16[3], expected float32[3]"),
+    (dict(keys=(jnp.int32, 3, 2)), "got keys int32[3, 2], expected uint32[3, 2]"),
+    (dict(hidden=(jnp.bfloat16, 3, 72), table=(jnp.bfloat16, 192, 72)),
+     "got d=72, expected a positive multiple of 64: pad hidden and table"),
+    (dict(table=(jnp.bfloat16, 2, 96, 128)), "got a table of 2 slabs, expected Config.shards=8"),
+    (dict(table=(jnp.bfloat16, 100, 128)),
+     "got a vocabulary of 100, expected a positive multiple of 64 below 16777216; pad the table"
+     " to 128 rows whose logits are below all others"),
+    (dict(table=(jnp.bfloat16, 0, 128)), "got a vocabulary of 0, expected a positive multiple"),
   ],
-)
+)  # fmt: skip
 def test_what_cannot_run_is_refused(changes, message):
-  arguments = [changes.get(i, array) for i, array in enumerate(inputs(3))]
-  assert message in refusal(*arguments)
+  names = ("hidden", "table", "targets", "temperature", "keys")
+  other = {name: jnp.zeros(shape, dtype) for name, (dtype, *shape) in changes.items()}
+  arguments = [other.get(name, array) for name, array in zip(names, inputs(3))]
+  with gpu.h200():
+    call = lambda: token_logprobs.token_logprobs(*arguments)
+    refusals.check((NotImplementedError, call, message))
 
 
-def test_too_much_shared_memory_is_refused():
-  config = token_logprobs.Config(block_k=128)
-  assert (
-    "bytes of shared memory, expected at most 232448; make vocabulary_tile or block_k smaller"
-  ) in refusal(*inputs(3), config=config)
+def test_shared_memory_and_platform_are_refused():
+  call = functools.partial(token_logprobs.token_logprobs, *inputs(3))
+  with gpu.h200():
+    message = "bytes of shared memory, expected at most 232448; make vocabulary_tile or block_k"
+    config = token_logprobs.Config(block_k=128)
+    refusals.check((NotImplementedError, lambda: call(config=config), message, " smaller"))
+  message = "token_logprobs: got the platform 'cpu', expected"
+  refusals.check((NotImplementedError, call, message))
 
 
 def test_a_vocabulary_whose_ids_f32_cannot_tell_apart_is_refused():
@@ -326,30 +310,3 @@ def test_a_vocabulary_whose_ids_f32_cannot_tell_apart_is_refused():
   with gpu.h200():
     reason = token_logprobs.is_supported(*arguments)
   assert reason is not None and "expected a positive multiple of 64 below 16777216" in reason
-
-
-def test_a_cpu_is_refused():
-  with pytest.raises(NotImplementedError, match="token_logprobs: got the platform 'cpu', expected"):
-    token_logprobs.token_logprobs(*inputs(3))
-
-
-@pytest.mark.parametrize(
-  "field, value, message",
-  [
-    ("shards", 3, "got shards=3; expected one of (1, 2, 4, 8)."),
-    ("vocabulary_tile", 96, "got vocabulary_tile=96; expected one of (64, 128, 256)."),
-    ("block_k", 32, "got block_k=32; expected one of (64, 128)."),
-    ("max_stages", 1, "got max_stages=1; expected at least 2."),
-    ("snake_width", 0, "got snake_width=0; expected at least 1."),
-    (
-      "gradient_columns",
-      100,
-      "got gradient_columns=100; expected a positive multiple of 64.",
-    ),
-    ("gradient", matmul.Config(shards=2), "got gradient.shards=2; expected 1."),
-  ],
-)
-def test_a_config_that_cannot_work_is_refused(field, value, message):
-  with pytest.raises(ValueError) as refused:
-    token_logprobs.Config(**{field: value})
-  assert message in str(refused.value)

@@ -5,17 +5,11 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import needs_interpreter
 import numpy as np
-import pytest
 
 from pallas_kernels import gpu, token_partials
-
-needs_interpreter = pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
 
 
 def merged_by_numpy(partials: np.ndarray, *, rounded: bool = True) -> np.ndarray:
