@@ -203,27 +203,18 @@ def test_every_room_stands_in_one_step():
 @pytest.mark.parametrize(
   "path, source, expected",
   [
-    (
-      "seerjax/ops/norms.py",
-      "def f():\n  from seerjax import engine",
-      "seerjax/ops/norms.py: got an import of 'engine'; expected imports of",
-    ),
+    ("seerjax/ops/norms.py", "def f():\n  from seerjax import engine",
+     "seerjax/ops/norms.py: got an import of 'engine'; expected imports of"),
     ("seerjax/trainer/step.py", "import seerjax.engine.pages", "got an import of 'engine'"),
     ("seerjax/engine/engine.py", "from seerjax.trainer import step", "got an import of 'trainer'"),
     ("seerjax/kv/pins.py", "from seerjax.engine import sequence", "got an import of 'engine'"),
     ("seerjax/kv/pool.py", "def f():\n  import seerjax.trainer.step", "got an import of 'trainer'"),
     ("seerjax/models/lora.py", "from ..engine import pages", "move the shared record to"),
     ("seerjax/rl.py", "from experiments import grpo", "got an import of 'experiments'"),
-    (
-      "seerjax/__init__.py",
-      "def f():\n  from experiments.problems import names",
-      "got an import of 'experiments'; expected no import of highspy, scipy or experiments",
-    ),
-    (
-      "seerjax/discovery/archive.py",
-      "def f():\n  import scipy.optimize",
-      "got an import of 'scipy'; expected no import of highspy, scipy or experiments",
-    ),
+    ("seerjax/__init__.py", "def f():\n  from experiments.problems import names",
+     "got an import of 'experiments'; expected no import of highspy, scipy or experiments"),
+    ("seerjax/discovery/archive.py", "def f():\n  import scipy.optimize",
+     "got an import of 'scipy'; expected no import of highspy, scipy or experiments"),
     ("seerjax/tasks/gsm8k.py", "from highspy import Highs", "got an import of 'highspy'"),
     ("seerjax/types.py", "from seerjax.ops import tiles", "or pass a callable in."),
     ("seerjax/helpers.py", "", "got the room 'helpers'; expected one of array_typing"),
@@ -239,13 +230,10 @@ def test_every_room_stands_in_one_step():
     ("seerjax/rl.py", "ray = import_module('ray')", "got Ray; expected Ray in seerjax/cluster"),
     ("seerjax/ops/tiles.py", "from jax._src import core", "expected public names of JAX"),
     ("seerjax/ops/tiles.py", "import jax\njax._src.core.x", "got jax._src"),
-    (
-      "seerjax/ops/tiles.py",
-      "x = getattr(a, 'b', None)",
-      "got getattr(a, 'b', None) in line 1; expected attributes that are known to exist",
-    ),
+    ("seerjax/ops/tiles.py", "x = getattr(a, 'b', None)",
+     "got getattr(a, 'b', None) in line 1; expected attributes that are known to exist"),
   ],
-)
+)  # fmt: skip
 def test_what_breaks_the_house_is_named(path: str, source: str, expected: str):
   found = complaints(source, path)
   assert any(expected in sentence for sentence in found), found

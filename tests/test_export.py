@@ -27,13 +27,14 @@ BIASES = 16
 NUMERICS = NumericsConfig(row_tile=64, compute_dtype="bfloat16", implementation="tiled")
 
 
-def models():
-  """(name, shape): nano, and Qwen3-8B with fewer layers; the whole of it is a long test."""
-  whole = presets.get("qwen3-8b")
+def models(name, num_layers):
+  """Returns nano, and a preset with fewer layers; the whole of it is a long test."""
+  whole = presets.get(name)
+  few = dataclasses.replace(whole, num_layers=num_layers)
   return [
     pytest.param(presets.nano(), id="nano"),
-    pytest.param(dataclasses.replace(whole, num_layers=4), id="qwen3-8b-of-4-layers"),
-    pytest.param(whole, id="qwen3-8b", marks=pytest.mark.long),
+    pytest.param(few, id=f"{name}-of-{num_layers}-layers"),
+    pytest.param(whole, id=name, marks=pytest.mark.long),
   ]
 
 
@@ -82,16 +83,6 @@ def export(function, platform, *args):
   return exported
 
 
-def models_of_a_mesh():
-  """Returns the cases of `models` for eight devices that share each weight."""
-  whole = presets.get("qwen3-32b")
-  return [
-    pytest.param(presets.nano(), id="nano"),
-    pytest.param(dataclasses.replace(whole, num_layers=2), id="qwen3-32b-of-2-layers"),
-    pytest.param(whole, id="qwen3-32b", marks=pytest.mark.long),
-  ]
-
-
 def step_inputs(*lead, samples=128):
   return runner.StepInputs(
     batch=token_batch(*lead, rows=512, segments=256, width=64),
@@ -107,7 +98,7 @@ def step_inputs(*lead, samples=128):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("model", models("qwen3-8b", 4))
 def test_the_engine_step_exports(model):
   samples = 128
   inputs = step_inputs(samples=samples)
@@ -157,7 +148,7 @@ def train_step(model, mesh):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("model", models("qwen3-8b", 4))
 def test_the_train_step_exports(model):
   trainer, micro, state = train_step(model, parallel.make_mesh())
   counts = losses.Denominators(f32(), f32())
@@ -169,7 +160,7 @@ def test_the_train_step_exports(model):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", models_of_a_mesh())
+@pytest.mark.parametrize("model", models("qwen3-32b", 2))
 def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
   trainer, micro, state = train_step(model, parallel.make_mesh(model_shards=8))
   counts = losses.Denominators(f32(), f32())
@@ -186,7 +177,7 @@ def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", models_of_a_mesh())
+@pytest.mark.parametrize("model", models("qwen3-32b", 2))
 def test_the_engine_step_exports_for_eight_devices_of_the_model_axis(model):
   run = runner.Runner(model, NUMERICS, parallel.make_mesh(model_shards=8), 1)
   inputs = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), step_inputs(1))

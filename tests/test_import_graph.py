@@ -83,14 +83,10 @@ def test_what_runs_whole_is_what_changed_and_what_is_named_after_it(
   "changed, expected",
   [
     (["README.md"], ["tests/contract"]),
-    (
-      ["seerjax/engine/pages.py"],
-      ["tests/contract", "tests/engine", "tests/experiments", "tests/test_rl.py"],
-    ),
-    (
-      ["seerjax/trainer/step.py"],
-      ["tests/contract", "tests/experiments", "tests/test_rl.py", "tests/trainer"],
-    ),
+    (["seerjax/engine/pages.py"],
+     ["tests/contract", "tests/engine", "tests/experiments", "tests/test_rl.py"]),
+    (["seerjax/trainer/step.py"],
+     ["tests/contract", "tests/experiments", "tests/test_rl.py", "tests/trainer"]),
     (
       ["seerjax/ops/tiles.py"],
       [
@@ -101,17 +97,15 @@ def test_what_runs_whole_is_what_changed_and_what_is_named_after_it(
         "tests/trainer",
       ],
     ),
-    (
-      ["tests/support/small.py"],
-      ["tests/contract", "tests/run", "tests/test_small.py", "tests/trainer/test_step.py"],
-    ),
+    (["tests/support/small.py"],
+     ["tests/contract", "tests/run", "tests/test_small.py", "tests/trainer/test_step.py"]),
     (["tests/engine/conftest.py"], ["tests/contract", "tests/engine"]),
     (["tests/engine/test_pages.py"], ["tests/contract", "tests/engine/test_pages.py"]),
     (["launch/local.sh"], ["tests/contract", "tests/launch/test_local.py"]),
     (["experiments/grpo.py"], ["tests/contract", "tests/experiments"]),
     (["seerjax/rl.py", "tests/conftest.py"], ["tests"]),
   ],
-)
+)  # fmt: skip
 def test_a_change_concerns_its_room_and_those_above(
   tree: pathlib.Path, changed: list[str], expected: list[str]
 ):

@@ -114,23 +114,18 @@ def test_what_is_expected_is_counted_once_by_those_that_wait_and_run():
   assert engine.held_pages("a") + engine.awaited_pages(0) == 4 and engine.held_pages("a") == 3
 
 
-def test_a_request_that_needs_the_page_it_would_copy_gets_it():
+# Three tokens are the start of a page that it would copy; twenty are two full pages and a part.
+@pytest.mark.parametrize("shared, own, max_tokens, reused", [(3, 30, 31, 0), (20, 12, 32, 16)])
+def test_a_request_gets_all_pages_whichever_of_them_it_shares(shared, own, max_tokens, reused):
   engine = make_engine(WHOLE)
   engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
-  # All 8 pages are idle now. "b" needs all 8, and the first of them starts as its own does.
-  prompt = tokens_from(1, 3) + tokens_from(200, 30)
-  engine.submit(request("b", prompt, max_tokens=31))
-  assert len(run(engine)["b"].tokens) == 31
-  assert engine.counters.page_copies == 0
-
-
-def test_a_request_that_shares_full_pages_and_needs_all_the_rest_gets_them():
-  engine = make_engine(WHOLE)
-  engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
-  prompt = tokens_from(1, 20) + tokens_from(200, 12)
-  engine.submit(request("b", prompt, max_tokens=32))
-  assert len(run(engine)["b"].tokens) == 32
-  assert engine.counters.reused_tokens == 16
+  # All 8 pages are idle now, and "b" needs all 8.
+  prompt = tokens_from(1, shared) + tokens_from(200, own)
+  engine.submit(request("b", prompt, max_tokens=max_tokens))
+  assert len(run(engine)["b"].tokens) == max_tokens
+  assert engine.counters.reused_tokens == reused
+  if not reused:
+    assert engine.counters.page_copies == 0
 
 
 def test_a_held_request_can_be_moved_before_any_step_has_copied_its_page():

@@ -191,29 +191,17 @@ def test_a_model_in_several_files_is_read_by_the_first(tmp_path):
 @pytest.mark.parametrize(
   "spoil, error, fragments",
   [
-    (
-      lambda d: (d / "m-00003-of-00003.gguf").unlink(),
-      FileNotFoundError,
-      ["m-00003-of-00003.gguf: got no such file", "all 3 files"],
-    ),
-    (
-      lambda d: split(d, of_1={"split.no": value("u16", 2)}),
-      ValueError,
-      ["m-00002-of-00003.gguf: split.no: got 2, expected 1"],
-    ),
-    (
-      lambda d: split(d, of_2={"split.count": value("u16", 4)}),
-      ValueError,
-      ["m-00003-of-00003.gguf: split.count: got 4, expected 3"],
-    ),
-    (
-      lambda d: split(d, of_0={"split.tensors.count": value("i32", 99)}),
-      ValueError,
-      ["split.tensors.count: got 99, expected 20, the number"],
-    ),
+    (lambda d: (d / "m-00003-of-00003.gguf").unlink(), FileNotFoundError,
+     ["m-00003-of-00003.gguf: got no such file", "all 3 files"]),
+    (lambda d: split(d, of_1={"split.no": value("u16", 2)}), ValueError,
+     ["m-00002-of-00003.gguf: split.no: got 2, expected 1"]),
+    (lambda d: split(d, of_2={"split.count": value("u16", 4)}), ValueError,
+     ["m-00003-of-00003.gguf: split.count: got 4, expected 3"]),
+    (lambda d: split(d, of_0={"split.tensors.count": value("i32", 99)}), ValueError,
+     ["split.tensors.count: got 99, expected 20, the number"]),
     (lambda d: split(d, count=2), ValueError, ["split.count: got 2", "-of-00002.gguf"]),
   ],
-)
+)  # fmt: skip
 def test_files_of_a_split_model_that_do_not_belong_together(spoil, error, fragments, tmp_path):
   first = split(tmp_path)
   spoil(tmp_path)
@@ -317,30 +305,23 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "short": (lambda e, r: raw(e, r)[:20], ValueError, ["got 20 bytes", "24"]),
   "magic": (lambda e, r: raw(e, r, start=b"GGML\3\0\0\0"), ValueError, ["b'GGML'", "b'GGUF'"]),
   "a pickle": (lambda e, r: b"PK\3\4" + bytes(99), ValueError, ["b'PK", "not a GGUF file"]),
-  "version 1": (
-    lambda e, r: raw(e, r, start=b"GGUF\1\0\0\0"), NotImplementedError, ["version: got 1"]
-  ),
-  "version 4": (
-    lambda e, r: raw(e, r, start=b"GGUF\4\0\0\0"), NotImplementedError, ["version: got 4"]
-  ),
-  "big-endian": (
-    lambda e, r: raw(e, r, start=b"GGUF\0\0\0\3"), NotImplementedError, ["3 in big-endian order"]
-  ),
-  "truncated in the metadata": (
-    lambda e, r: raw(e, r)[:700], ValueError, ["tokenizer.ggml.tokens"]
-  ),
-  "truncated in the data": (
-    lambda e, r: raw(e, r)[:-1000], ValueError, ["bytes at offset", "within the file's"]
-  ),
+  "version 1":
+    (lambda e, r: raw(e, r, start=b"GGUF\1\0\0\0"), NotImplementedError, ["version: got 1"]),
+  "version 4":
+    (lambda e, r: raw(e, r, start=b"GGUF\4\0\0\0"), NotImplementedError, ["version: got 4"]),
+  "big-endian":
+    (lambda e, r: raw(e, r, start=b"GGUF\0\0\0\3"), NotImplementedError, ["3 in big-endian order"]),
+  "truncated in the metadata":
+    (lambda e, r: raw(e, r)[:700], ValueError, ["tokenizer.ggml.tokens"]),
+  "truncated in the data":
+    (lambda e, r: raw(e, r)[:-1000], ValueError, ["bytes at offset", "within the file's"]),
   "as many entries as fit no disk": (
     lambda e, r: raw(e, r, counts=(len(r), 2**62)), ValueError, ["number of metadata entries: got"]
   ),
-  "more entries than there are": (
-    lambda e, r: raw(e, r, counts=(len(r), len(e) + 40)), ValueError, [" "]
-  ),
-  "as many tensors as fit no disk": (
-    lambda e, r: raw(e, r, counts=(2**60, len(e))), ValueError, ["number of tensors: got"]
-  ),
+  "more entries than there are":
+    (lambda e, r: raw(e, r, counts=(len(r), len(e) + 40)), ValueError, [" "]),
+  "as many tensors as fit no disk":
+    (lambda e, r: raw(e, r, counts=(2**60, len(e))), ValueError, ["number of tensors: got"]),
   "a text longer than the file": (
     bytes_of("general.name", struct.pack("<IQ", 8, 2**40)), ValueError, ["general.name: got 1099"]
   ),
@@ -350,173 +331,127 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "numbers longer than the file": (
     bytes_of("general.tags", struct.pack("<IIQ", 9, 4, 2**50)), ValueError, ["tags: got", "numbers"]
   ),
-  "a list of lists": (
-    bytes_of("general.tags", struct.pack("<IIQ", 9, 9, 1)), NotImplementedError, ["general.tags"]
-  ),
-  "a kind of value that is none": (
-    bytes_of("general.name", struct.pack("<I", 77)), ValueError, ["general.name", "kind 77"]
-  ),
+  "a list of lists":
+    (bytes_of("general.tags", struct.pack("<IIQ", 9, 9, 1)), NotImplementedError, ["general.tags"]),
+  "a kind of value that is none":
+    (bytes_of("general.name", struct.pack("<I", 77)), ValueError, ["general.name", "kind 77"]),
   "a kind of list that is none": (
     bytes_of("general.tags", struct.pack("<IIQ", 9, 77, 1)), ValueError, ["general.tags", "kind 77"]
   ),
-  "a flag that is none": (
-    bytes_of("general.flag", struct.pack("<IB", 7, 2)), ValueError, ["general.flag: got 2"]
-  ),
-  "text that is no UTF-8": (
-    entry("general.name", "str", b"\xff\xfe"), ValueError, ["general.name", "not UTF-8"]
-  ),
+  "a flag that is none":
+    (bytes_of("general.flag", struct.pack("<IB", 7, 2)), ValueError, ["general.flag: got 2"]),
+  "text that is no UTF-8":
+    (entry("general.name", "str", b"\xff\xfe"), ValueError, ["general.name", "not UTF-8"]),
   "a key twice": (twice("x"), ValueError, ["tokenizer.ggml.add_bos_token: got the key twice"]),
-  "an alignment of zero": (
-    entry("general.alignment", "u32", 0), ValueError, ["general.alignment: got 0"]
-  ),
-  "an odd alignment": (
-    entry("general.alignment", "u32", 24), ValueError, ["general.alignment: got 24"]
-  ),
-  "an alignment in words": (
-    entry("general.alignment", "str", "32"), ValueError, ["general.alignment: got '32'"]
-  ),
+  "an alignment of zero":
+    (entry("general.alignment", "u32", 0), ValueError, ["general.alignment: got 0"]),
+  "an odd alignment":
+    (entry("general.alignment", "u32", 24), ValueError, ["general.alignment: got 24"]),
+  "an alignment in words":
+    (entry("general.alignment", "str", "32"), ValueError, ["general.alignment: got '32'"]),
   # Records of tensors.
-  "a kind that is not read": (
-    record(BLOCK, kind="IQ2_XS"), NotImplementedError, [BLOCK, "IQ2_XS", "Q8_0"]
-  ),
-  "a kind that there is not": (
-    record(BLOCK, kind=999), NotImplementedError, [BLOCK, "number 999"]
-  ),
+  "a kind that is not read":
+    (record(BLOCK, kind="IQ2_XS"), NotImplementedError, [BLOCK, "IQ2_XS", "Q8_0"]),
+  "a kind that there is not":
+    (record(BLOCK, kind=999), NotImplementedError, [BLOCK, "number 999"]),
   "no dimension": (record(BLOCK, shape=()), ValueError, [BLOCK, "got 0 dimensions"]),
-  "five dimensions": (
-    record(BLOCK, shape=(2, 2, 2, 2, 2)), ValueError, [BLOCK, "got 5 dimensions"]
-  ),
+  "five dimensions":
+    (record(BLOCK, shape=(2, 2, 2, 2, 2)), ValueError, [BLOCK, "got 5 dimensions"]),
   "a dimension of zero": (record(BLOCK, shape=(0, 32)), ValueError, [BLOCK, "(0, 32)"]),
-  "a dimension beyond 64 bits": (
-    record(BLOCK, shape=(2**63, 2**63)), ValueError, [BLOCK, "within the file's"]
-  ),
-  "rows that are no blocks": (
-    record(BLOCK, shape=(32, 31), kind="Q8_0"), ValueError, [BLOCK, "blocks of 32"]
-  ),
-  "an offset beyond the file": (
-    record(BLOCK, offset=2**40), ValueError, [BLOCK, "offset 1,099,511"]
-  ),
+  "a dimension beyond 64 bits":
+    (record(BLOCK, shape=(2**63, 2**63)), ValueError, [BLOCK, "within the file's"]),
+  "rows that are no blocks":
+    (record(BLOCK, shape=(32, 31), kind="Q8_0"), ValueError, [BLOCK, "blocks of 32"]),
+  "an offset beyond the file":
+    (record(BLOCK, offset=2**40), ValueError, [BLOCK, "offset 1,099,511"]),
   "an offset that is not aligned": (record(BLOCK, offset=33), ValueError, [BLOCK, "offset 33"]),
-  "data in another tensor": (
-    record(BLOCK, offset=64), ValueError, ["expected at least", "ends"]
-  ),
+  "data in another tensor":
+    (record(BLOCK, offset=64), ValueError, ["expected at least", "ends"]),
   "a tensor twice": (
     lambda e, r: raw(e, {**r, "blk.0.attn_x.weight": r[BLOCK]}).replace(b"attn_x", b"attn_q"),
     ValueError,
     [f"{BLOCK}: got the tensor twice"],
   ),
   # The model.
-  "no architecture": (
-    without("general.architecture"), NotImplementedError, ["general.architecture: got None"]
-  ),
-  "another architecture": (
-    entry("general.architecture", "str", "gemma3"), NotImplementedError, ["'gemma3'", "'llama'"]
-  ),
-  "an architecture that is no text": (
-    entry("general.architecture", "u32", 3), NotImplementedError, ["general.architecture: got 3"]
-  ),
+  "no architecture":
+    (without("general.architecture"), NotImplementedError, ["general.architecture: got None"]),
+  "another architecture":
+    (entry("general.architecture", "str", "gemma3"), NotImplementedError, ["'gemma3'", "'llama'"]),
+  "an architecture that is no text":
+    (entry("general.architecture", "u32", 3), NotImplementedError, ["general.architecture: got 3"]),
   "architectures": (
     entry("general.architecture", "list u32", [1, 2]), NotImplementedError, ["general.architecture"]
   ),
   "scalings": (
     entry("llama.rope.scaling.type", "list i32", [1, 2]), NotImplementedError, ["rope.scaling.type"]
   ),
-  "numbers of experts": (
-    entry("llama.expert_count", "list u32", [0, 0]), NotImplementedError, ["llama.expert_count"]
-  ),
-  "a number of files that is none": (
-    entry("split.count", "list u32", [1, 2]), ValueError, ["split.count: got", "a whole number"]
-  ),
-  "a number of tensors that is none": (
-    entry("split.tensors.count", "str", "20"), ValueError, ["split.tensors.count: got '20'"]
-  ),
-  "experts": (
-    entry("llama.expert_count", "u32", 8), NotImplementedError, ["llama.expert_count: got 8"]
-  ),
-  "a key that is not computed": (
-    entry("llama.attention.scale", "f32", 0.5), NotImplementedError, ["llama.attention.scale"]
-  ),
-  "a window": (
-    entry("llama.attention.sliding_window", "u32", 64),
-    NotImplementedError,
-    ["llama.attention.sliding_window: got 64"],
-  ),
+  "numbers of experts":
+    (entry("llama.expert_count", "list u32", [0, 0]), NotImplementedError, ["llama.expert_count"]),
+  "a number of files that is none":
+    (entry("split.count", "list u32", [1, 2]), ValueError, ["split.count: got", "a whole number"]),
+  "a number of tensors that is none":
+    (entry("split.tensors.count", "str", "20"), ValueError, ["split.tensors.count: got '20'"]),
+  "experts":
+    (entry("llama.expert_count", "u32", 8), NotImplementedError, ["llama.expert_count: got 8"]),
+  "a key that is not computed":
+    (entry("llama.attention.scale", "f32", 0.5), NotImplementedError, ["llama.attention.scale"]),
+  "a window":
+    (entry("llama.attention.sliding_window", "u32", 64), NotImplementedError,
+     ["llama.attention.sliding_window: got 64"]),
   "no layers said": (without("llama.block_count"), ValueError, ["llama.block_count: got nothing"]),
-  "layers that are not there": (
-    entry("llama.block_count", "u32", 3), ValueError, ["no tensor blk.2.attn_k.weight"]
-  ),
-  "more layers than tensors": (
-    entry("llama.block_count", "u32", 2**30), ValueError, ["llama.block_count: got 1073741824"]
-  ),
-  "a layer too many": (
-    entry("llama.block_count", "u32", 1), ValueError, ["got the tensors blk.1.attn_k.weight"]
-  ),
+  "layers that are not there":
+    (entry("llama.block_count", "u32", 3), ValueError, ["no tensor blk.2.attn_k.weight"]),
+  "more layers than tensors":
+    (entry("llama.block_count", "u32", 2**30), ValueError, ["llama.block_count: got 1073741824"]),
+  "a layer too many":
+    (entry("llama.block_count", "u32", 1), ValueError, ["got the tensors blk.1.attn_k.weight"]),
   "no heads": (
     entry("llama.attention.head_count", "u32", 0), ValueError, ["llama.attention.head_count: got 0"]
   ),
-  "heads as a list": (
-    entry("llama.attention.head_count", "list u32", [4, 4]), ValueError, ["attention.head_count"]
-  ),
-  "other heads": (
-    entry("llama.attention.head_count", "u32", 8), ValueError, ["attn_k.weight: got shape", KV]
-  ),
-  "heads that share nothing": (
-    entry(KV, "u32", 3), ValueError, [f"{KV}: got 3", "a divisor of"]
-  ),
-  "other heads of keys": (
-    entry(KV, "u32", 4),
-    ValueError,
-    ["blk.0.attn_k.weight: got shape (16, 32), expected (32, 32)", KV],
-  ),
+  "heads as a list":
+    (entry("llama.attention.head_count", "list u32", [4, 4]), ValueError, ["attention.head_count"]),
+  "other heads":
+    (entry("llama.attention.head_count", "u32", 8), ValueError, ["attn_k.weight: got shape", KV]),
+  "heads that share nothing":
+    (entry(KV, "u32", 3), ValueError, [f"{KV}: got 3", "a divisor of"]),
+  "other heads of keys":
+    (entry(KV, "u32", 4), ValueError,
+     ["blk.0.attn_k.weight: got shape (16, 32), expected (32, 32)", KV]),
   "a width of one feature": (
     entry("llama.attention.key_length", "u32", 7), ValueError, ["llama.attention.key_length: got 7"]
   ),
   "a part of the features turns": (
     entry("llama.rope.dimension_count", "u32", 4), ValueError, ["llama.rope.dimension_count: got 4"]
   ),
-  "another width": (
-    entry("llama.embedding_length", "u32", 64),
-    ValueError,
-    ["got shape (400, 32), expected (400, 64) by llama.vocab_size, llama.embedding_length"],
-  ),
-  "another width of the gate": (
-    entry("llama.feed_forward_length", "u32", 96),
-    ValueError,
-    ["blk.0.ffn_gate.weight", "llama.feed_forward_length"],
-  ),
-  "another vocabulary": (
-    entry("llama.vocab_size", "u32", 401), ValueError, ["llama.vocab_size: 401", "token_embd"]
-  ),
-  "fewer tokens": (
-    entry("tokenizer.ggml.tokens", "list str", ["a", "b"]), ValueError, ["tokens: 2", "400"]
-  ),
-  "an epsilon that is none": (
-    entry("llama.attention.layer_norm_rms_epsilon", "f32", float("nan")),
-    ValueError,
-    ["layer_norm_rms_epsilon: got nan"],
-  ),
-  "an epsilon of two": (
-    entry("llama.attention.layer_norm_rms_epsilon", "f32", 2.0), ValueError, ["less than 1"]
-  ),
-  "a base that is none": (
-    entry("llama.rope.freq_base", "f32", -1.0), ValueError, ["llama.rope.freq_base: got -1.0"]
-  ),
-  "a scaling that is not built": (
-    entry("llama.rope.scaling.type", "str", "longrope"), NotImplementedError, ["'longrope'"]
-  ),
-  "a scaling without its factor": (
-    entry("llama.rope.scaling.type", "str", "linear"), ValueError, ["rope.scaling.factor"]
-  ),
+  "another width":
+    (entry("llama.embedding_length", "u32", 64), ValueError,
+     ["got shape (400, 32), expected (400, 64) by llama.vocab_size, llama.embedding_length"]),
+  "another width of the gate":
+    (entry("llama.feed_forward_length", "u32", 96), ValueError,
+     ["blk.0.ffn_gate.weight", "llama.feed_forward_length"]),
+  "another vocabulary":
+    (entry("llama.vocab_size", "u32", 401), ValueError, ["llama.vocab_size: 401", "token_embd"]),
+  "fewer tokens":
+    (entry("tokenizer.ggml.tokens", "list str", ["a", "b"]), ValueError, ["tokens: 2", "400"]),
+  "an epsilon that is none":
+    (entry("llama.attention.layer_norm_rms_epsilon", "f32", float("nan")), ValueError,
+     ["layer_norm_rms_epsilon: got nan"]),
+  "an epsilon of two":
+    (entry("llama.attention.layer_norm_rms_epsilon", "f32", 2.0), ValueError, ["less than 1"]),
+  "a base that is none":
+    (entry("llama.rope.freq_base", "f32", -1.0), ValueError, ["llama.rope.freq_base: got -1.0"]),
+  "a scaling that is not built":
+    (entry("llama.rope.scaling.type", "str", "longrope"), NotImplementedError, ["'longrope'"]),
+  "a scaling without its factor":
+    (entry("llama.rope.scaling.type", "str", "linear"), ValueError, ["rope.scaling.factor"]),
   "factors of rotations that no scaling has": (
     added("rope_freqs.weight", Record((4,), "F32", np.float32([1, 5, 2, 8]).tobytes())),
     NotImplementedError,
     ["rope_freqs.weight: got factors from 1.0 to 8.0"],
   ),
-  "factors of other features": (
-    added("rope_freqs.weight", Record((8,), "F32", bytes(32))),
-    ValueError,
-    ["rope_freqs.weight: got shape (8,), expected (4,)"],
-  ),
+  "factors of other features":
+    (added("rope_freqs.weight", Record((8,), "F32", bytes(32))), ValueError,
+     ["rope_freqs.weight: got shape (8,), expected (4,)"]),
   "factors that are no numbers": (
     added("rope_freqs.weight", Record((4,), "F32", np.float32([1, np.nan, 1, 1]).tobytes())),
     ValueError,
@@ -527,9 +462,8 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "a tensor of another model": (
     added("blk.0.attn_q.bias", Record((32,), "F32", bytes(128))), ValueError, ["blk.0.attn_q.bias"]
   ),
-  "a tensor of no model": (
-    added("v.patch_embd", Record((32,), "F32", bytes(128))), ValueError, ["tensors v.patch_embd"]
-  ),
+  "a tensor of no model":
+    (added("v.patch_embd", Record((32,), "F32", bytes(128))), ValueError, ["tensors v.patch_embd"]),
   "NaN": (numbers(BLOCK, np.nan), ValueError, [f"{BLOCK}: got 1 entries that are NaN or infinite"]),
   "infinity": (numbers("blk.1.ffn_norm.weight", np.inf), ValueError, ["blk.1.ffn_norm.weight"]),
   "blocks of NaN": (
@@ -540,43 +474,32 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "ids alone": (
     entry("tokenizer.ggml.model", "str", "no_vocab"), NotImplementedError, ["'no_vocab'", "'gpt2'"]
   ),
-  "SentencePiece": (
-    entry("tokenizer.ggml.model", "str", "llama"), NotImplementedError, ["tokenizer.ggml.model"]
-  ),
-  "no pre-tokenizer": (
-    without("tokenizer.ggml.pre"), NotImplementedError, ["ggml.pre: got nothing", "'qwen2'"]
-  ),
+  "SentencePiece":
+    (entry("tokenizer.ggml.model", "str", "llama"), NotImplementedError, ["tokenizer.ggml.model"]),
+  "no pre-tokenizer":
+    (without("tokenizer.ggml.pre"), NotImplementedError, ["ggml.pre: got nothing", "'qwen2'"]),
   "another pre-tokenizer": (
     entry("tokenizer.ggml.pre", "str", "tekken"), NotImplementedError, ["got 'tekken'", "'qwen2'"]
   ),
   "no tokens": (without("tokenizer.ggml.tokens"), ValueError, ["ggml.tokens: got nothing"]),
-  "tokens that are numbers": (
-    entry("tokenizer.ggml.tokens", "list i32", [1] * 400), ValueError, ["tokenizer.ggml.tokens"]
-  ),
-  "a token twice": (
-    entry("tokenizer.ggml.tokens", "list str", ["a", "b", "a", *map(str, range(397))]),
-    ValueError,
-    ["tokenizer.ggml.tokens: got 'a' twice"],
-  ),
-  "kinds of other tokens": (
-    entry("tokenizer.ggml.token_type", "list i32", [1] * 399), ValueError, ["token_type"]
-  ),
-  "a kind of token that is none": (
-    entry("tokenizer.ggml.token_type", "list i32", [9] + [1] * 399), ValueError, ["[9]"]
-  ),
+  "tokens that are numbers":
+    (entry("tokenizer.ggml.tokens", "list i32", [1] * 400), ValueError, ["tokenizer.ggml.tokens"]),
+  "a token twice":
+    (entry("tokenizer.ggml.tokens", "list str", ["a", "b", "a", *map(str, range(397))]), ValueError,
+     ["tokenizer.ggml.tokens: got 'a' twice"]),
+  "kinds of other tokens":
+    (entry("tokenizer.ggml.token_type", "list i32", [1] * 399), ValueError, ["token_type"]),
+  "a kind of token that is none":
+    (entry("tokenizer.ggml.token_type", "list i32", [9] + [1] * 399), ValueError, ["[9]"]),
   "no merges": (without("tokenizer.ggml.merges"), ValueError, ["ggml.merges: got nothing"]),
-  "a merge of one": (
-    entry("tokenizer.ggml.merges", "list str", ["ab"]), ValueError, ["tokenizer.ggml.merges[0]"]
-  ),
-  "a merge of no tokens": (
-    entry("tokenizer.ggml.merges", "list str", ["qqq zzz"]), ValueError, ["[0]: got 'qqq zzz'"]
-  ),
-  "an end that is no token": (
-    entry("tokenizer.ggml.eos_token_id", "u32", 400), ValueError, ["eos_token_id: got 400"]
-  ),
-  "an end that is no number": (
-    entry("tokenizer.ggml.eot_token_id", "str", "2"), ValueError, ["eot_token_id: got '2'"]
-  ),
+  "a merge of one":
+    (entry("tokenizer.ggml.merges", "list str", ["ab"]), ValueError, ["tokenizer.ggml.merges[0]"]),
+  "a merge of no tokens":
+    (entry("tokenizer.ggml.merges", "list str", ["qqq zzz"]), ValueError, ["[0]: got 'qqq zzz'"]),
+  "an end that is no token":
+    (entry("tokenizer.ggml.eos_token_id", "u32", 400), ValueError, ["eos_token_id: got 400"]),
+  "an end that is no number":
+    (entry("tokenizer.ggml.eot_token_id", "str", "2"), ValueError, ["eot_token_id: got '2'"]),
   "a bos token that there is not": (
     lambda e, r: raw(
       {k: v for k, v in e.items() if k != "tokenizer.ggml.bos_token_id"}
@@ -588,12 +511,10 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "a temperature that is none": (
     entry("general.sampling.temp", "str", "warm"), ValueError, ["general.sampling.temp: got 'warm'"]
   ),
-  "a template that is none": (
-    entry("tokenizer.chat_template", "u32", 1), ValueError, ["tokenizer.chat_template: got 1"]
-  ),
-  "a tokenizer.json that is none": (
-    entry("tokenizer.huggingface.json", "str", "{}"), ValueError, ["tokenizer.huggingface.json"]
-  ),
+  "a template that is none":
+    (entry("tokenizer.chat_template", "u32", 1), ValueError, ["tokenizer.chat_template: got 1"]),
+  "a tokenizer.json that is none":
+    (entry("tokenizer.huggingface.json", "str", "{}"), ValueError, ["tokenizer.huggingface.json"]),
 }  # fmt: skip
 
 

@@ -183,21 +183,15 @@ PLAIN = dict(vocab_size=400, chat_template="", special_tokens={}, eos_ids=())
 @pytest.mark.parametrize(
   "backend, settings, error, fragments",
   [
-    (
-      lambda: tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")),
-      {}, NotImplementedError, ["model.type of tokenizer.json: got 'WordLevel'"],
-    ),
+    (lambda: tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")), {},
+     NotImplementedError, ["model.type of tokenizer.json: got 'WordLevel'"]),
     (lambda: other(decoder=None), {}, NotImplementedError, ["decoder.type", "got None"]),
-    (
-      lambda: other(model={"byte_fallback": True}), {}, NotImplementedError,
-      ["model.byte_fallback", "got True"],
-    ),
+    (lambda: other(model={"byte_fallback": True}), {}, NotImplementedError,
+     ["model.byte_fallback", "got True"]),
     (lambda: other(model={"dropout": 0.5}), {}, NotImplementedError, ["model.dropout", "got 0.5"]),
     (lambda: special(lstrip=True), {}, NotImplementedError, ["'<|endoftext|>'", "lstrip"]),
-    (
-      lambda: other(normalizer={"type": "Lowercase"}), {}, NotImplementedError,
-      ["pre_tokenizer of tokenizer.json", "pass the closest one"],
-    ),
+    (lambda: other(normalizer={"type": "Lowercase"}), {}, NotImplementedError,
+     ["pre_tokenizer of tokenizer.json", "pass the closest one"]),
     (pair_of_starts, {}, NotImplementedError, ["post_processor of tokenizer.json"]),
     (lambda: other(), {"vocab_size": 300}, ValueError, ["expected ids below the 300 rows"]),
     (lambda: other(), {"eos_ids": (1, 2, 3, 4)}, NotImplementedError, ["[1, 2, 3, 4]", "most 3"]),

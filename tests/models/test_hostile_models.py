@@ -128,40 +128,40 @@ def test_weights_beyond_the_free_memory_are_refused_with_both_sizes(exported, tm
     huggingface.load(directory, NUMERICS)
 
 
+def with_header(text: bytes, length: int = -1) -> bytes:
+  """A header of this text, with its length or another one."""
+  return struct.pack("<Q", len(text) if length < 0 else length) + text
+
+
+def of_tensor(dtype: str, shape: list[int], *offsets: int) -> bytes:
+  """Weights of one tensor, whose header may lie."""
+  entry = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+  return with_header(json.dumps({"model.embed_tokens.weight": entry}).encode()) + bytes(2048)
+
+
+INCOMPLETE = "incomplete safetensors file"
+
+
 @pytest.mark.parametrize(
-  "header, expected",
+  "content, expected",
   [
-    (b"", "incomplete safetensors file"),
-    (struct.pack("<Q", 2**63), "incomplete safetensors file"),
-    (struct.pack("<Q", 10) + b"{}", "incomplete safetensors file"),
-    (struct.pack("<Q", 2) + b"{}", "num_hidden_layers"),
-    (struct.pack("<Q", 4) + b"[[]]", "incomplete safetensors file"),
+    (b"", INCOMPLETE),
+    (with_header(b"", 2**63), INCOMPLETE),
+    (with_header(b"{}", 10), INCOMPLETE),
+    (with_header(b"{}"), "num_hidden_layers"),
+    (with_header(b"[[]]"), INCOMPLETE),
+    (of_tensor("F32", [32, 16], 0, 2**40), INCOMPLETE),
+    (of_tensor("F32", [2**40, 16], 0, 2048), INCOMPLETE),
+    (of_tensor("F32", [-32, 16], 0, 2048), INCOMPLETE),
+    (of_tensor("F32", [2**62, 2**62], 0, 2048), INCOMPLETE),
+    (of_tensor("F99", [32, 16], 0, 2048), INCOMPLETE),
+    (of_tensor("F32", [32, 16], 2048, 0), INCOMPLETE),
   ],
 )
-def test_a_header_that_lies_is_refused(header, expected, exported, tmp_path):
+def test_weights_that_lie_are_refused(content, expected, exported, tmp_path):
   directory = changed(exported, tmp_path / "model")
-  (directory / "model.safetensors").write_bytes(header)
+  (directory / "model.safetensors").write_bytes(content)
   with pytest.raises(ValueError, match=expected):
-    huggingface.load(directory, NUMERICS)
-
-
-@pytest.mark.parametrize(
-  "entry",
-  [
-    {"dtype": "F32", "shape": [32, 16], "data_offsets": [0, 2**40]},
-    {"dtype": "F32", "shape": [2**40, 16], "data_offsets": [0, 2048]},
-    {"dtype": "F32", "shape": [-32, 16], "data_offsets": [0, 2048]},
-    {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 2048]},
-    {"dtype": "F99", "shape": [32, 16], "data_offsets": [0, 2048]},
-    {"dtype": "F32", "shape": [32, 16], "data_offsets": [2048, 0]},
-  ],
-)
-def test_a_tensor_that_lies_is_refused(entry, exported, tmp_path):
-  directory = changed(exported, tmp_path / "model")
-  text = json.dumps({"model.embed_tokens.weight": entry}).encode()
-  data = struct.pack("<Q", len(text)) + text + bytes(2048)
-  (directory / "model.safetensors").write_bytes(data)
-  with pytest.raises(ValueError, match="incomplete safetensors file"):
     huggingface.load(directory, NUMERICS)
 
 

@@ -61,31 +61,19 @@ def test_missing_files_are_refused_by_name(tmp_path):
     ("tokenizer_config.json", b"[]", "tokenizer_config.json: got a JSON list, expected an object"),
     ("tokenizer_config.json", b"\xff", "tokenizer_config.json: got bytes that are not UTF-8"),
     ("tokenizer_config.json", b'{"chat_template": 3}', "got chat_template of type int, expected"),
-    (
-      "tokenizer_config.json",
-      b'{"chat_template": [{"name": "a", "template": "b"}]}',
-      r"got chat templates named \['a'\], expected 'default' among them; rename one",
-    ),
-    (
-      "tokenizer_config.json",
-      b'{"eos_token": "</s>"}',
-      "got eos_token '</s>', expected a token of",
-    ),
-    (
-      "special_tokens_map.json",
-      b'{"eos_token": "</s>"}',
-      "special_tokens_map.json: got eos_token '</s>', expected a token of tokenizer.json",
-    ),
+    ("tokenizer_config.json", b'{"chat_template": [{"name": "a", "template": "b"}]}',
+     r"got chat templates named \['a'\], expected 'default' among them; rename one"),
+    ("tokenizer_config.json", b'{"eos_token": "</s>"}',
+     "got eos_token '</s>', expected a token of"),
+    ("special_tokens_map.json", b'{"eos_token": "</s>"}',
+     "special_tokens_map.json: got eos_token '</s>', expected a token of tokenizer.json"),
     ("chat_template.jinja", b"\xff", "chat_template.jinja: got bytes that are not UTF-8"),
     ("generation_config.json", b"nope", "generation_config.json: got text that is not JSON"),
-    (
-      "generation_config.json",
-      b'{"eos_token_id": "2"}',
-      "got eos_token_id='2', expected a token id",
-    ),
+    ("generation_config.json", b'{"eos_token_id": "2"}',
+     "got eos_token_id='2', expected a token id"),
     ("generation_config.json", b'{"eos_token_id": [true]}', r"got eos_token_id=\[True\], expected"),
   ],
-)
+)  # fmt: skip
 def test_corrupt_files_are_refused_by_name(tmp_path, name, content, message):
   copy_of_nano(tmp_path)
   (tmp_path / name).write_bytes(content)
