@@ -68,13 +68,6 @@ def test_reductions_are_f32_under_strict_promotion():
         assert result.dtype == jnp.float32 and result == expected
 
 
-def test_masks_of_another_shape_or_dtype_are_refused():
-  with pytest.raises(ValueError, match=r"masked_mean: got values of shape \(2,\) and a mask of"):
-    metrics.masked_mean(jnp.zeros(2), jnp.zeros(3, bool))
-  with pytest.raises(ValueError, match="masked_max: got a mask of dtype float32, expected bool"):
-    metrics.masked_max(jnp.zeros(2), jnp.zeros(2))
-
-
 # The file.
 
 
@@ -153,17 +146,9 @@ def test_a_new_run_refuses_the_numbers_of_another(tmp_path):
   assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_bad_names_values_and_steps_are_refused(tmp_path):
+def test_a_closed_writer_takes_no_numbers(tmp_path):
   with metrics.Writer(tmp_path, **QUIET) as writer:
-    with pytest.raises(ValueError, match="got the name 'loss', expected room/thing"):
-      writer.write(0, {"loss": 1.0})
-    with pytest.raises(ValueError, match=r"got ndarray array\(\[0., 0.\]\), expected JSON values"):
-      writer.write(0, {"train/loss": np.zeros(2)})
-    with pytest.raises(ValueError, match="got 'low' for 'train/loss', expected a number"):
-      writer.write(0, {"train/loss": "low"})
     writer.write(4, {"train/loss": 1.0})
-    with pytest.raises(ValueError, match="got step 3 after step 4"):
-      writer.write(3, {"train/loss": 1.0})
   with pytest.raises(ValueError, match="expected an open one"):
     writer.write(5, {"train/loss": 1.0})
 

@@ -20,26 +20,6 @@ MULTIPLIES_AND_ADDS = CPU_INFO.is_file() and " fma " in CPU_INFO.read_text()
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    (dict(launcher="mpi"), "SliceConfig.launcher: got 'mpi', expected one of"),
-    (dict(num_processes=0), "got process_id=0 of num_processes=0, expected 0 <="),
-    (dict(num_processes=2, process_id=2), "got process_id=2 of num_processes=2, expected 0 <="),
-    (dict(start_seconds=0), "SliceConfig.start_seconds: got 0, expected at least 1"),
-    (dict(heartbeat_seconds=0), "SliceConfig.heartbeat_seconds: got 0, expected at least 1"),
-    (dict(num_processes=2), "SliceConfig.coordinator: got '', expected 'host:port' of process 0"),
-    (dict(num_processes=2, coordinator="here"), "SliceConfig.coordinator: got 'here', expected"),
-    (dict(num_processes=2, coordinator="here:0"), "SliceConfig.coordinator: got 'here:0', expec"),
-  ],
-)
-@pytest.mark.usefixtures("unchecked_annotations")
-def test_processes_that_cannot_be_are_refused(fields, message):
-  with pytest.raises(ValueError) as refusal:
-    parallel.SliceConfig(**fields)
-  assert message in str(refusal.value)
-
-
 def test_devices_that_processes_cannot_share_evenly_are_refused():
   config = parallel.SliceConfig(num_processes=2, coordinator="127.0.0.1:9")
   with pytest.raises(ValueError, match="got 3 devices .* for 2 processes, expected the same"):

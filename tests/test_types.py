@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from seerjax.types import Completion, SamplingParams
+from seerjax.types import Completion
 
 ONE = Completion(
   request_id="0/0/0",
@@ -40,16 +40,3 @@ def test_equal_bits_are_equal_whoever_asks():
 )
 def test_one_other_bit_is_noticed(changed):
   assert not ONE.has_bits_of(dataclasses.replace(ONE, **changed))
-
-
-@pytest.mark.parametrize(
-  "arguments, message",
-  [
-    (dict(allowed=((0, 3),), max_tokens=2), "max_tokens: got 2 with 1 positions in `allowed`"),
-    (dict(allowed=((3, 3),), max_tokens=1), "allowed: got .*expected pairs 0 <= low < high"),
-    (dict(allowed=((-1, 3),), max_tokens=1), "allowed: got .*expected pairs 0 <= low < high"),
-  ],
-)
-def test_a_grammar_without_words_is_refused(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    SamplingParams(**arguments)

@@ -31,12 +31,7 @@ def adapter(rank: int = 2, targets: tuple[str, ...] = ("out",)):
 
 def make_engine(**others) -> Engine:
   # Nothing is compiled here: no step is run.
-  return Engine(
-    Model(CONFIG, tiny_model.params(NUMERICS), NUMERICS),
-    config=SIZES,
-    runner=tiny_model.runner(NUMERICS),
-    **others,
-  )
+  return tiny_model.make_engine(SIZES, **others)
 
 
 def with_leaf(target: str, name: str, leaf) -> dict:
@@ -55,22 +50,14 @@ def renamed(new: str) -> dict:
     ({"": (adapter(), 1.0)}, r"\[''\]: got an empty name, expected .* '' is the base; rename it"),
     ({"a": adapter()}, r"\['a'\]: got dict, expected \(adapter, scale\); pass the result"),
     ({"a": ([], 1.0)}, r"\['a'\]: got list, expected \{'layers': \[...\]\} with one dict per"),
-    (
-      {"b": (adapter(), 1.0), "a": ({"layers": adapter()["layers"][:1]}, 1.0)},
-      r"\['a'\]: lora adapter: got 1 layers, expected the base's 2; it was made for another model",
-    ),
-    (
-      {"a": (renamed("gate"), 1.0)},
-      r"\['a'\]: got the unknown targets \['gate'\], expected some of \('qkv', 'out', .*adapt only",
-    ),
-    (
-      {"a": (with_leaf("down", "a", jnp.zeros(3)), 1.0)},
-      r"\['a'\]: layers\[1\]\['down'\]: got a dict, expected \{'a': ..., 'b': ...\}; save it again",
-    ),
-    (
-      {"a": (with_leaf("out", "a", jnp.zeros((8, 15, 2))), 1.0)},
-      r"\['a'\]: lora adapter: got layers\[1\]\['out'\] with a \(8, 15, 2\) and b \(2, 32\), expe",
-    ),
+    ({"b": (adapter(), 1.0), "a": ({"layers": adapter()["layers"][:1]}, 1.0)},
+     r"\['a'\]: lora adapter: got 1 layers, expected the base's 2; it was made for another model"),
+    ({"a": (renamed("gate"), 1.0)},
+     r"\['a'\]: got the unknown targets \['gate'\], expected some of \('qkv', 'out', .*adapt only"),
+    ({"a": (with_leaf("down", "a", jnp.zeros(3)), 1.0)},
+     r"\['a'\]: layers\[1\]\['down'\]: got a dict, expected \{'a': ..., 'b': ...\}; save it again"),
+    ({"a": (with_leaf("out", "a", jnp.zeros((8, 15, 2))), 1.0)},
+     r"\['a'\]: lora adapter: got layers\[1\]\['out'\] with a \(8, 15, 2\) and b \(2, 32\), expe"),
     (
       {"a": (with_leaf("out", "b", jnp.full((2, 32), jnp.nan)), 1.0)},
       r"\['a'\]: adapter: got values that are not finite in \['layers'\]\[1\]\['out'\]\['b'\], .*;"
@@ -78,7 +65,7 @@ def renamed(new: str) -> dict:
     ),
     ({"a": (adapter(), float("inf"))}, r"\['a'\]: lora scale: got inf, expected a finite number"),
   ],
-)
+)  # fmt: skip
 def test_adapters_that_are_not_the_bases_are_refused_and_the_old_ones_stay(named, message):
   engine = make_engine(adapters={"old": (adapter(), 1.0)})
   with pytest.raises(ValueError, match=rf"Engine.set_adapters{message}"):

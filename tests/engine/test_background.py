@@ -298,10 +298,5 @@ def test_a_mask_is_no_reason_to_compile_while_others_wait():
   assert engine._requests.live["m"].num_written == 0
 
 
-def test_more_rows_than_a_step_has_are_refused():
-  with pytest.raises(ValueError, match="background_rows: got 17, expected at most 16, the rows of"):
-    make_engine(dataclasses.replace(SIZES, background_rows=17))
-
-
 def test_step_times_are_a_table():
   assert isinstance(TIMES, background.StepTable)

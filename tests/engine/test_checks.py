@@ -1,4 +1,4 @@
-"""Requests that are refused on submission."""
+"""Requests that are refused on submission; `test_doors.py` has a table of more."""
 
 from __future__ import annotations
 
@@ -8,43 +8,10 @@ import pytest
 from word_engine import SIZES, make_engine, request, run
 
 
-@pytest.mark.parametrize(
-  "one, message",
-  [
-    (request("r", ()), r"request 'r': got an empty prompt, expected at least one token; add a BOS"),
-    (request("r", (3, 512)), r"got token ids from 3 to 512, expected 0 to 511; encode with this"),
-    (request("r", (-1,)), r"got token ids from -1 to -1, expected 0 to 511"),
-    (dataclasses.replace(request(), seed=2**32), r"got seed 4294967296, expected 0 <= seed < 2"),
-    (dataclasses.replace(request(), seed=-1), r"got seed -1, expected 0 <= seed"),
-    (
-      request("r", range(64), max_tokens=1),
-      r"got a prompt of 64 tokens, expected fewer than the context of 64; .* model allows 4096\)",
-    ),
-    (
-      request("r", range(60), max_tokens=5),
-      r"got 60 prompt tokens and max_tokens 5, expected a sum of at most 64, the context; lower",
-    ),
-    (request("r", logit_bias=((512, 1.0),)), r"got logit_bias \(512, 1.0\), expected a token id"),
-    (
-      request("r", max_tokens=1, allowed=((7, 513),)),
-      r"got a grammar that allows ids up to 512, expected at most 511; write",
-    ),
-    (request("r", logit_bias=((-1, 1.0),)), r"got logit_bias \(-1, 1.0\), .* 0 to 511 and a bias"),
-    (
-      request("r", logit_bias=((1, float("-inf")),)),
-      r"got logit_bias \(1, -inf\), .* a bias from -1e\+06 to 1e\+06; the lowest bias forbids",
-    ),
-    (request("r", logit_bias=((1, float("nan")),)), r"got logit_bias \(1, nan\)"),
-    (
-      request("r", logit_bias=tuple((token, 1.0) for token in range(17))),
-      r"SamplingParams.logit_bias: got 17 entries, expected at most 16; bias fewer",
-    ),
-  ],
-)
-def test_a_request_that_cannot_run_is_refused(one, message):
+def test_a_refused_request_leaves_nothing_behind():
   engine = make_engine()
-  with pytest.raises(ValueError, match=message):
-    engine.submit(one)
+  with pytest.raises(ValueError, match="request 'r': got an empty prompt"):
+    engine.submit(request("r", ()))
   assert engine.num_unfinished == 0 and not engine._requests.waiting[0]
 
 
@@ -73,8 +40,3 @@ def test_a_second_request_of_one_name_is_refused_while_the_first_runs():
     engine.submit(request("a"))
   run(engine)
   engine.submit(request("a"))
-
-
-def test_stop_strings_without_a_tokenizer_are_refused():
-  with pytest.raises(ValueError, match="stop_strings without a tokenizer, expected a model that"):
-    make_engine(tokenizer=None).submit(request(stop_strings=("x",)))

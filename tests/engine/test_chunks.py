@@ -134,37 +134,6 @@ def test_a_member_waits_for_memory_with_what_it_has():
   assert engine.counters.waits > 0
 
 
-@pytest.mark.parametrize(
-  "arguments, message",
-  [
-    ({"chunk_tokens": 0}, r"request 'a': chunk_tokens: got 0, expected at least 1; None runs"),
-    ({"instance": 1}, r"request 'a': instance: got 1, expected 0 to 0; the mesh has no other"),
-  ],
-)
-def test_refused_with_a_reason(arguments, message):
-  with pytest.raises(ValueError, match=message):
-    make_engine().submit(request(), **arguments)
-
-
-def test_what_was_said_is_refused_when_it_is_not_the_beginning():
-  engine = make_engine()
-  [whole] = engine.generate([request(max_tokens=5)])
-  with pytest.raises(ValueError, match=r"got 5 of 5 tokens sampled, finish_reason 'length'"):
-    engine.submit(request(max_tokens=5), resume_from=whole)
-  other = dataclasses.replace(whole, finish_reason="", policy_version=8)
-  with pytest.raises(ValueError, match=r"got 5 tokens sampled by policy_version 8, expected 0"):
-    engine.submit(request(max_tokens=9), resume_from=other)
-
-
-def test_only_a_paused_request_is_resumed():
-  engine = make_engine()
-  engine.submit(request())
-  with pytest.raises(ValueError, match=r"Engine.resume: got request 'a', which is not paused"):
-    engine.resume("a")
-  with pytest.raises(ValueError, match=r"Engine.progress: got request 'b', expected one of the 1"):
-    engine.progress("b")
-
-
 def test_a_running_chunk_may_be_ended_at_any_step():
   one = request(max_tokens=30)
   [plain] = make_engine(ROOM).generate([one])
@@ -211,12 +180,6 @@ def test_pages_of_another_engine_are_refused_where_they_can_be_nothing_of_it(
   with pytest.raises(ValueError, match=f"request 'a': {message}"):
     other.submit(request(), resume_from=so_far, kv=kv)
   assert other.num_unfinished == 0
-
-
-@pytest.mark.usefixtures("unchecked_annotations")
-def test_what_is_no_manifest_is_refused():
-  with pytest.raises(ValueError, match=r"Engine.submit: kv: got 'a key', expected a KVManifest or"):
-    make_engine().submit(request(), kv="a key")
 
 
 def test_pages_are_exported_between_chunks_to_a_store_alone(tmp_path):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import jax
-import pytest
-from word_engine import CONFIG, NUMERICS, SIZES, make_engine, params, request
+from word_engine import CONFIG, NUMERICS, SIZES, params, request
 
 from seerjax import parallel
 from seerjax.engine.engine import Engine
@@ -23,13 +22,3 @@ def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
     engine.submit(request(name, group=group))
   places = [[s.request.request_id for s in waiting] for waiting in engine._requests.waiting]
   assert places == [["a", "b", "f"], ["c", "d", "e"]]
-
-
-@pytest.mark.parametrize("what", ["preempt", "cancel"])
-def test_an_unknown_request_is_refused(what):
-  engine = make_engine()
-  engine.submit(request("a"))
-  with pytest.raises(
-    ValueError, match=rf"Engine.{what}: got request 'z', expected one of the 1 that are unfinished"
-  ):
-    (engine.preempt if what == "preempt" else engine.cancel)("z")

@@ -180,30 +180,3 @@ def test_the_plan_says_what_was_allocated():
     ),
   )
   assert line.endswith("; 1.0 MiB of pages, 8.0 MiB of weights; on each device 0.1 and 1.0 MiB")
-
-
-@pytest.mark.parametrize(
-  "field, value, message",
-  [
-    ("max_sequences", -1, r"EngineConfig.max_sequences: got -1, expected at least 0; 0 derives"),
-    ("num_pages", -1, r"EngineConfig.num_pages: got -1, expected at least 0; 0 derives it"),
-    ("steps_per_visit", -1, r"EngineConfig.steps_per_visit: got -1, expected 0 to 32; 0 lets the"),
-    ("steps_per_visit", 33, r"EngineConfig.steps_per_visit: got 33, expected 0 to 32; 0 lets"),
-    ("row_buckets", (-3,), r"row_buckets: got \(-3,\), expected ascending positive"),
-    ("row_buckets", (16, 4), r"row_buckets: got \(16, 4\), expected ascending"),
-    ("row_buckets", (4, 4), r"row_buckets: got \(4, 4\), expected ascending"),
-    ("row_buckets", (0, 4), r"row_buckets: got \(0, 4\), expected ascending"),
-    ("row_buckets", (2, 3), r"row_buckets: got at most 3 rows, expected at least max_sequences=4"),
-  ],
-)
-def test_sizes_that_cannot_be_are_refused(field, value, message):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(word_engine.SIZES, **{field: value})
-
-
-@pytest.mark.parametrize("page_size", [3, 32])
-def test_pages_that_do_not_fill_a_split_are_refused(page_size):
-  with pytest.raises(
-    ValueError, match=rf"EngineConfig.page_size: got {page_size}, expected a divisor of kv_split=16"
-  ):
-    word_engine.make_engine(dataclasses.replace(word_engine.SIZES, page_size=page_size))

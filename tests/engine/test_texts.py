@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import refusals
 
 from seerjax import Engine, EngineConfig, Request, SamplingParams, load_model
 from seerjax.engine import texts
@@ -76,37 +77,26 @@ def test_one_seed_gives_each_text_its_own_and_leaves_requests_alone():
 REQUEST = Request(request_id="mine", prompt=(5, 6))
 
 
-@pytest.mark.parametrize(
-  ("questions", "how", "message"),
-  [
-    (
-      [QUESTION], dict(sampling=SamplingParams(), temperature=0.0),
-      r"got sampling and temperature, expected only one of the two; leave out sampling",
-    ),
-    ([QUESTION], dict(sampling=SamplingParams(), top_k=2, min_p=0.1), "sampling and top_k, min_p"),
-    ([REQUEST], dict(temperature=0.0), "got temperature and no text, expected a text to apply"),
-    ([REQUEST], dict(seed=0), "got seed and no text, expected a text"),
-    ([REQUEST], dict(sampling=SamplingParams()), "got sampling and no text, expected a text"),
-    ([], dict(max_tokens=5, seed=1), "got max_tokens, seed and no text, expected a text"),
-    ([QUESTION], dict(max_token=5), r"got 'max_token', expected one of .*mean 'max_tokens'"),
-    ([QUESTION], dict(n=2), r"got 'n', expected one of .*; correct the spelling"),
-    ([QUESTION], dict(max_tokens=0), r"SamplingParams.max_tokens: got 0"),
-    ([QUESTION], dict(temperature=-1.0), r"SamplingParams.temperature: got -1.0"),
-  ],
+@refusals.table(
+  (lambda: asked(QUESTION, sampling=SamplingParams(), temperature=0.0),
+   "got sampling and temperature, expected only one of the two; leave out sampling"),
+  (lambda: asked(QUESTION, sampling=SamplingParams(), top_k=2, min_p=0.1),
+   "sampling and top_k, min_p"),
+  (lambda: asked(REQUEST, temperature=0.0),
+   "got temperature and no text, expected a text to apply"),
+  (lambda: asked(REQUEST, seed=0), "got seed and no text, expected a text"),
+  (lambda: asked(REQUEST, sampling=SamplingParams()), "got sampling and no text, expected a text"),
+  (lambda: asked(max_tokens=5, seed=1), "got max_tokens, seed and no text, expected a text"),
+  (lambda: asked(QUESTION, max_token=5), "got 'max_token', expected one of", "mean 'max_tokens'"),
+  (lambda: asked(QUESTION, n=2), "got 'n', expected one of", "; correct the spelling"),
+  (lambda: asked(QUESTION, max_tokens=0), "SamplingParams.max_tokens: got 0"),
+  (lambda: asked(QUESTION, temperature=-1.0), "SamplingParams.temperature: got -1.0"),
+  (lambda: asked(" "), "got the text ' ', expected at least one character"),
+  (lambda: texts.as_requests(QUESTION, None, None, 64),
+   "without a tokenizer, expected a model that has one"),
 )  # fmt: skip
-def test_what_contradicts_itself_or_has_no_effect_is_refused(questions, how, message):
-  with pytest.raises(ValueError, match=message):
-    asked(*questions, **how)
-
-
-def test_a_text_that_says_nothing_is_refused():
-  with pytest.raises(ValueError, match="got the text ' ', expected at least one character"):
-    asked(" ")
-
-
-def test_a_text_without_a_tokenizer_is_refused():
-  with pytest.raises(ValueError, match="without a tokenizer, expected a model that has one"):
-    texts.as_requests(QUESTION, None, None, 64)
+def test_refusals(row):
+  refusals.check(row)
 
 
 @pytest.mark.thorough

@@ -16,6 +16,7 @@ import time
 import hypothesis
 from hypothesis import strategies as st
 import pytest
+import refusals
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
@@ -227,20 +228,6 @@ def test_too_many_marks_are_refused():
     tokenizer.chat_ids("a")
 
 
-@pytest.mark.parametrize(
-  ("messages", "variables", "message"),
-  [
-    ("a\udc00", {}, "Tokenizer.chat: messages: got text with a lone surrogate at offset 1"),
-    ([dict(role="user", content=object)], {}, "messages: got .* of type type, expected text, num"),
-    ("a", dict(tools=[print]), "variables: got .* of type builtin_function_or_method, expected"),
-    ("a", dict(x={"\ud800": 1}), "variables: got text with a lone surrogate at offset 0"),
-  ],
-)
-def test_what_is_no_text_is_refused(messages, variables, message):
-  with pytest.raises(ValueError, match=message):
-    tokenizer_of("qwen3").chat_ids(messages, **variables)
-
-
 def test_text_of_completions_may_hold_marks_or_letters():
   tokenizer = tokenizer_of("qwen3")
   end = tokenizer.special_ids["<|im_end|>"]
@@ -264,19 +251,6 @@ def test_a_run_says_its_system_text_and_variables_in_every_chat():
   assert tokenizer.chat_ids("a") == plain.encode(expected)
   own = [dict(role="system", content="Be long."), user]
   assert tokenizer.chat(own, enable_thinking=True) == plain.chat(own)
-
-
-@pytest.mark.parametrize(
-  ("variables", "message"),
-  [
-    ({"messages": []}, "ChatConfig.variables: got 'messages', expected the name of a variable"),
-    ({"a b": 1}, "ChatConfig.variables: got 'a b', expected the name of a variable that the chat"),
-    ({"a": print}, "ChatConfig.variables: got <built-in function print> of type builtin_function"),
-  ],
-)
-def test_variables_that_no_template_can_read_are_refused(variables, message):
-  with pytest.raises(ValueError, match=message):
-    chat_template.ChatConfig(variables=variables)
 
 
 def test_templates_have_the_helpers_they_count_on():
@@ -375,26 +349,6 @@ def is_locale(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-  ("template", "message"),
-  [
-    ("{{ [1, 2, 3] | random }}", "No filter named 'random'"),
-    ("{{ lipsum() }}", "'lipsum' is undefined"),
-    ("{{ strftime_now }}", "prints an object of type function, whose text is a memory"),
-    ("{{ raise_exception }}", "prints an object of type function, whose text is a memory"),
-    ("{{ messages[0].items }}", "object of type builtin_function_or_method, whose text is a"),
-    ("{{ joiner }}", "prints an object of type type, whose text is a memory"),
-    ("{{ cycler(1, 2) }}", "prints an object of type Cycler, whose text is a memory"),
-    ("{{ namespace }}", "prints an object of type type, whose text is a memory"),
-    ("{{ now() }}", "'now' is undefined"),
-    ("{{ datetime.now() }}", "'datetime' is undefined"),
-  ],
-)
-def test_what_another_process_would_render_otherwise_is_refused(template: str, message: str):
-  with pytest.raises(ValueError, match=message):
-    with_template(template).chat("a", now=NOW)
-
-
-@pytest.mark.parametrize(
   "now", ["tomorrow", "2026-11-27", "2026-11-27T12:00:00", "2026-13-01T00:00:00Z"]
 )
 @pytest.mark.usefixtures("unchecked_annotations")
@@ -402,29 +356,6 @@ def test_a_moment_without_a_zone_is_refused(now):
   message = "ChatConfig.now: got .*, expected (text; |an ISO 8601 date and time with its zone, or)"
   with pytest.raises(ValueError, match=message):
     chat_template.ChatConfig(now=now)
-
-
-@pytest.mark.parametrize(
-  "template",
-  [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.append(1) }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__closure__ }}",
-    "{{ cycler.__init__.__globals__.os }}",
-    "{{ ''['__class__'].__mro__ }}",
-    "{{ (messages | attr('__class__')).__mro__ }}",
-    "{% for i in range(10000000) %}{% endfor %}",
-  ],
-)
-def test_malicious_templates_are_refused(template):
-  with pytest.raises(ValueError, match="Tokenizer.chat: got .* chat template"):
-    with_template(template).chat("hi")
-
-
-def test_the_sandbox_says_why():
-  with pytest.raises(ValueError, match="that the sandbox forbids .*'__class__'.*do not trust"):
-    with_template("{{ ''.__class__.__name__ }}").chat("hi")
 
 
 @pytest.mark.parametrize(
@@ -446,15 +377,62 @@ def test_template_errors_are_quoted(template, message):
     with_template(template).chat("hi")
 
 
-@pytest.mark.parametrize(
-  ("messages", "message"),
-  [
-    ([], "got no messages, expected at least one"),
-    ("", "got an empty user message at index 0"),
-    ([{"role": "system", "content": ""}, {"role": "user"}], "empty user message at index 1"),
-    ([{"content": "hi"}], r"got message 0 with the keys \['content'\], expected 'role'"),
-  ],
-)
-def test_empty_chats_are_refused(messages, message):
-  with pytest.raises(ValueError, match=message):
-    tokenizer_of("qwen3").chat(messages)
+@refusals.table(
+  (lambda: tokenizer_of("qwen3").chat_ids("a\udc00"),
+   "Tokenizer.chat: messages: got text with a lone surrogate at offset 1"),
+  (lambda: tokenizer_of("qwen3").chat_ids([dict(role="user", content=object)]),
+   "messages: got", "of type type, expected text, num"),
+  (lambda: tokenizer_of("qwen3").chat_ids("a", tools=[print]),
+   "variables: got", "of type builtin_function_or_method, expected"),
+  (lambda: tokenizer_of("qwen3").chat_ids("a", x={"\ud800": 1}),
+   "variables: got text with a lone surrogate at offset 0"),
+  (lambda: chat_template.ChatConfig(variables={"messages": []}),
+   "ChatConfig.variables: got 'messages', expected the name of a variable"),
+  (lambda: chat_template.ChatConfig(variables={"a b": 1}),
+   "ChatConfig.variables: got 'a b', expected the name of a variable that the chat"),
+  (lambda: chat_template.ChatConfig(variables={"a": print}),
+   "ChatConfig.variables: got <built-in function print> of type builtin_function"),
+  (lambda: with_template("{{ [1, 2, 3] | random }}").chat("a", now=NOW),
+   "No filter named 'random'"),
+  (lambda: with_template("{{ lipsum() }}").chat("a", now=NOW), "'lipsum' is undefined"),
+  (lambda: with_template("{{ strftime_now }}").chat("a", now=NOW),
+   "prints an object of type function, whose text is a memory"),
+  (lambda: with_template("{{ raise_exception }}").chat("a", now=NOW),
+   "prints an object of type function, whose text is a memory"),
+  (lambda: with_template("{{ messages[0].items }}").chat("a", now=NOW),
+   "object of type builtin_function_or_method, whose text is a"),
+  (lambda: with_template("{{ joiner }}").chat("a", now=NOW),
+   "prints an object of type type, whose text is a memory"),
+  (lambda: with_template("{{ cycler(1, 2) }}").chat("a", now=NOW),
+   "prints an object of type Cycler, whose text is a memory"),
+  (lambda: with_template("{{ namespace }}").chat("a", now=NOW),
+   "prints an object of type type, whose text is a memory"),
+  (lambda: with_template("{{ now() }}").chat("a", now=NOW), "'now' is undefined"),
+  (lambda: with_template("{{ datetime.now() }}").chat("a", now=NOW), "'datetime' is undefined"),
+  (lambda: with_template("{{ ''.__class__.__mro__[1].__subclasses__() }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ messages.append(1) }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ raise_exception.__globals__ }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ strftime_now.__closure__ }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ cycler.__init__.__globals__.os }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ ''['__class__'].__mro__ }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ (messages | attr('__class__')).__mro__ }}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{% for i in range(10000000) %}{% endfor %}").chat("hi"),
+   "Tokenizer.chat: got", "chat template"),
+  (lambda: with_template("{{ ''.__class__.__name__ }}").chat("hi"),
+   "that the sandbox forbids", "'__class__'", "do not trust"),
+  (lambda: tokenizer_of("qwen3").chat([]), "got no messages, expected at least one"),
+  (lambda: tokenizer_of("qwen3").chat(""), "got an empty user message at index 0"),
+  (lambda: tokenizer_of("qwen3").chat([{"role": "system", "content": ""}, {"role": "user"}]),
+   "empty user message at index 1"),
+  (lambda: tokenizer_of("qwen3").chat([{"content": "hi"}]),
+   "got message 0 with the keys ['content'], expected 'role'"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)

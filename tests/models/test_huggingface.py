@@ -7,7 +7,6 @@ import http.server
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import refusals
 import safetensors.numpy
 from small_configs import CONFIGS, QWEN2, QWEN3
 import tokenizers
@@ -26,6 +26,8 @@ from seerjax import numerics as numerics_lib
 from seerjax.models import huggingface, parameters, tokenizer as tokenizer_lib
 
 NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
+NORM, FIRST_NORM = "model.norm.weight", "model.layers.0.input_layernorm.weight"
+UP, DOWN = "model.layers.{}.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
 def random_params(config, shards=2, seed=0):
@@ -50,10 +52,34 @@ def saved(tmp_path):
   return tmp_path / "model"
 
 
-def edit_weights(directory, change):
-  path = directory / "model.safetensors"
-  tensors = {name: array.copy() for name, array in safetensors.numpy.load_file(path).items()}
-  safetensors.numpy.save_file(change(tensors) or tensors, path)
+def weights_of(directory):
+  return directory / "model.safetensors"
+
+
+def load(directory):
+  return huggingface.load(directory, NUMERICS)
+
+
+def load_edited(directory, change):
+  """Loads the directory with the tensors that `change` returns."""
+  old = safetensors.numpy.load_file(weights_of(directory))
+  tensors = {name: array.copy() for name, array in old.items()}
+  safetensors.numpy.save_file(change(tensors), weights_of(directory))
+  return load(directory)
+
+
+def load_written(directory, content):
+  """Loads the directory with this content as its weights."""
+  weights_of(directory).write_bytes(content)
+  return load(directory)
+
+
+def with_entry(name, place, value):
+  def change(tensors):
+    tensors[name][place] = value
+    return tensors
+
+  return change
 
 
 # There and back.
@@ -63,7 +89,7 @@ def edit_weights(directory, change):
 def test_float32_comes_back_as_it_was(name, tmp_path):
   params = random_params(CONFIGS[name])
   huggingface.save(tmp_path / "model", params, CONFIGS[name], dtype="float32")
-  found, config = huggingface.load(tmp_path / "model", NUMERICS)
+  found, config = load(tmp_path / "model")
   assert config == CONFIGS[name]
   assert_equal_trees(found, params)
 
@@ -72,7 +98,7 @@ def test_float32_comes_back_as_it_was(name, tmp_path):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_save_load_save_gives_equal_bytes(name, dtype, tmp_path):
   huggingface.save(tmp_path / "1", random_params(CONFIGS[name]), CONFIGS[name], dtype=dtype)
-  params, config = huggingface.load(tmp_path / "1", NUMERICS)
+  params, config = load(tmp_path / "1")
   huggingface.save(tmp_path / "2", params, config, dtype=dtype)
   assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
@@ -90,7 +116,7 @@ def test_files_have_the_mode_that_the_umask_says(mask, mode, tmp_path):
 def test_bfloat16_loses_nothing_on_the_way_in_and_rounds_to_even_on_the_way_out(tmp_path):
   params = random_params(QWEN3)
   huggingface.save(tmp_path / "model", params, QWEN3)
-  found, _ = huggingface.load(tmp_path / "model", NUMERICS)
+  found, _ = load(tmp_path / "model")
   rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params)
   assert_equal_trees(found, rounded)
   half, _ = huggingface.load(tmp_path / "model", NUMERICS, ml_dtypes.bfloat16)
@@ -137,7 +163,7 @@ def test_shards_and_index_hold_the_same_weights(tmp_path):
   index = json.loads((tmp_path / "model" / huggingface.INDEX_FILE).read_text())
   total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
   assert index["metadata"]["total_size"] == total
-  found, config = huggingface.load(tmp_path / "model", NUMERICS)
+  found, config = load(tmp_path / "model")
   assert_equal_trees(found, params)
   huggingface.save(tmp_path / "2", found, config, dtype="float32", max_shard_bytes=700)
   assert contents(tmp_path / "model") == contents(tmp_path / "2")
@@ -166,7 +192,7 @@ def test_the_tokenizer_and_its_stop_ids_travel_along(generation, tmp_path):
   assert written == (generation or {"eos_token_id": [1]})
   config_eos = json.loads((tmp_path / "1" / "config.json").read_text())["eos_token_id"]
   assert config_eos == ([2, 1] if generation else 1)
-  params, config = huggingface.load(tmp_path / "1", NUMERICS)
+  params, config = load(tmp_path / "1")
   huggingface.save(tmp_path / "2", params, config, tokenizer=found)
   assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
@@ -174,28 +200,16 @@ def test_the_tokenizer_and_its_stop_ids_travel_along(generation, tmp_path):
 def test_a_head_that_repeats_the_embedding_is_no_surprise(tmp_path):
   params = random_params(QWEN2)
   huggingface.save(tmp_path / "model", params, QWEN2, dtype="float32")
-
-  def repeat(tensors):
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
-
-  edit_weights(tmp_path / "model", repeat)
-  found, _ = huggingface.load(tmp_path / "model", NUMERICS)
+  head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+  found, _ = load_edited(tmp_path / "model", lambda t: t | {head: t[embedding].copy()})
   assert_equal_trees(found, params)
-
-  def change(tensors):
-    tensors["lm_head.weight"][3, 2] += 1
-
-  edit_weights(tmp_path / "model", change)
   with pytest.raises(ValueError, match="lm_head.weight: got other values than model.embed_tokens"):
-    huggingface.load(tmp_path / "model", NUMERICS)
+    load_edited(tmp_path / "model", with_entry(head, (3, 2), 9.0))
 
 
 def test_buffers_of_old_checkpoints_are_ignored(saved):
-  def add(tensors):
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
-
-  edit_weights(saved, add)
-  huggingface.load(saved, NUMERICS)
+  buffer = "model.layers.0.self_attn.rotary_emb.inv_freq"
+  load_edited(saved, lambda tensors: tensors | {buffer: np.ones(2, np.float32)})
 
 
 # Places and formats of writing.
@@ -211,7 +225,7 @@ def test_a_directory_with_files_is_kept(saved):
 def test_overwrite_replaces_the_whole_model_and_leaves_nothing_beside_it(saved):
   huggingface.save(saved, random_params(QWEN3), QWEN3, max_shard_bytes=700, overwrite=True)
   assert "model.safetensors" not in contents(saved)
-  huggingface.load(saved, NUMERICS)
+  load(saved)
   assert [path.name for path in saved.parent.iterdir()] == ["model"]
 
 
@@ -252,130 +266,63 @@ def test_a_failed_write_leaves_no_rest(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ["words"]
 
 
-def test_parameters_of_another_shape_are_refused(tmp_path):
-  wide = dataclasses.replace(QWEN3, hidden_size=7)
-  with pytest.raises(ValueError, match=r"params\['embed'\]: got \(12, 6\), expected \(12, 7\)"):
-    huggingface.save(tmp_path / "model", random_params(QWEN3), wide)
-  tied = dataclasses.replace(QWEN3, is_tied=True)
-  with pytest.raises(ValueError, match=r"params\['head'\]: got \(2, 6, 6\), expected nothing"):
-    huggingface.save(tmp_path / "model", random_params(QWEN3), tied)
-
-
-def test_another_dtype_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="dtype='float16', expected one of"):
-    huggingface.save(tmp_path / "model", random_params(QWEN3), QWEN3, dtype="float16")
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    (dict(hidden_size=7), r"params\['embed'\]: got \(12, 6\), expected \(12, 7\)"),
+    (dict(is_tied=True), r"params\['head'\]: got \(2, 6, 6\), expected nothing"),
+  ],
+)
+def test_parameters_of_another_shape_are_refused(tmp_path, changes, message):
+  with pytest.raises(ValueError, match=message):
+    huggingface.save(tmp_path, random_params(QWEN3), dataclasses.replace(QWEN3, **changes))
 
 
 # Weights.
 
 
-def test_a_missing_config_is_refused(tmp_path):
-  with pytest.raises(FileNotFoundError, match="config.json: got no such file"):
-    huggingface.load(tmp_path, NUMERICS)
-
-
-def test_slabs_that_do_not_divide_the_model_are_refused(saved):
-  numerics = dataclasses.replace(NUMERICS, reduction_shards=8)
-  with pytest.raises(ValueError, match="got 8, expected a divisor of num_kv_heads=2"):
-    huggingface.load(saved, numerics)
-
-
-def test_a_missing_tensor_is_named(saved):
-  def remove(tensors):
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-
-  edit_weights(saved, remove)
-  with pytest.raises(ValueError, match="got no tensor model.layers.1.mlp.up_proj.weight, expected"):
-    huggingface.load(saved, NUMERICS)
-
-
-def test_many_missing_tensors_are_counted(saved):
-  kept = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
-  edit_weights(saved, lambda tensors: {name: tensors[name] for name in kept})
-  with pytest.raises(
-    ValueError, match="got no tensor lm_head.weight, .* and 18 more, expected all"
-  ):
-    huggingface.load(saved, NUMERICS)
-
-
-def test_an_unexpected_tensor_is_named(saved):
-  def add(tensors):
-    tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((8, 6), np.float32)
-
-  edit_weights(saved, add)
-  with pytest.raises(ValueError, match="got the tensors model.layers.2.mlp.up_proj.weight"):
-    huggingface.load(saved, NUMERICS)
-
-
-def replace(name, array):
-  def change(tensors):
-    assert name in tensors
-    tensors[name] = array
-
-  return change
-
-
-def test_a_tensor_of_another_shape_is_named(saved):
-  edit_weights(saved, replace("model.norm.weight", np.zeros((5,), np.float32)))
-  with pytest.raises(ValueError, match=r"model.norm.weight: got shape \(5,\), expected \(6,\)"):
-    huggingface.load(saved, NUMERICS)
+@refusals.table(
+  (lambda d: huggingface.load(d, dataclasses.replace(NUMERICS, reduction_shards=8)),
+   "got 8, expected a divisor of num_kv_heads=2"),
+  (lambda d: load_edited(d, lambda t: {name: t[name] for name in t if name != UP.format(1)}),
+   "got no tensor model.layers.1.mlp.up_proj.weight, expected"),
+  (lambda d: load_edited(d, lambda t: {name: t[name] for name in (NORM, FIRST_NORM)}),
+   "got no tensor lm_head.weight, ", " and 18 more, expected all"),
+  (lambda d: load_edited(d, lambda t: t | {UP.format(2): np.zeros((8, 6), np.float32)}),
+   "got the tensors model.layers.2.mlp.up_proj.weight"),
+  (lambda d: load_edited(d, lambda t: t | {NORM: np.zeros((5,), np.float32)}),
+   "model.norm.weight: got shape (5,), expected (6,)"),
   # The same number of entries in another shape.
-  edit_weights(saved, replace("model.norm.weight", np.zeros((2, 3), np.float32)))
-  with pytest.raises(ValueError, match=r"model.norm.weight: got shape \(2, 3\), expected \(6,\)"):
-    huggingface.load(saved, NUMERICS)
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.float64])
-def test_a_tensor_of_another_dtype_is_named(saved, dtype):
-  edit_weights(saved, replace("model.norm.weight", np.zeros(6, dtype)))
-  with pytest.raises(ValueError, match=r"model.norm.weight: got dtype [IF]\d+, expected one of"):
-    huggingface.load(saved, NUMERICS)
-
-
-def test_float16_is_read_without_loss(saved):
-  values = np.asarray([1, 0.5, 65504, -(2**-14), 0.1, 0], np.float16)
-  edit_weights(saved, replace("model.norm.weight", values))
-  found, _ = huggingface.load(saved, NUMERICS)
-  np.testing.assert_array_equal(found["final_norm"], values.astype(np.float32))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_no_numbers_are_named(saved, value):
-  def poison(tensors):
-    tensors["model.layers.0.mlp.down_proj.weight"][2, 3] = value
-
-  edit_weights(saved, poison)
-  with pytest.raises(
-    ValueError, match="model.layers.0.mlp.down_proj.weight: got 1 entries that are NaN or infinite"
-  ):
-    huggingface.load(saved, NUMERICS)
+  (lambda d: load_edited(d, lambda t: t | {NORM: np.zeros((2, 3), np.float32)}),
+   "model.norm.weight: got shape (2, 3), expected (6,)"),
+  (lambda d: load_edited(d, lambda t: t | {NORM: np.zeros(6, np.int8)}),
+   "model.norm.weight: got dtype I8, expected one of"),
+  (lambda d: load_edited(d, lambda t: t | {NORM: np.zeros(6, np.float64)}),
+   "model.norm.weight: got dtype F64, expected one of"),
+  (lambda d: load_edited(d, with_entry(DOWN, (2, 3), np.nan)),
+   "model.layers.0.mlp.down_proj.weight: got 1 entries that are NaN or infinite"),
+  (lambda d: load_edited(d, with_entry(DOWN, (2, 3), np.inf)),
+   "model.layers.0.mlp.down_proj.weight: got 1 entries that are NaN or infinite"),
+  (lambda d: load_written(d, weights_of(d).read_bytes() + b"more"), "incomplete safetensors file"),
+  (lambda d: (weights_of(d).rename(d / "pytorch_model.bin"), load(d)),
+   "pickles only (pytorch_model.bin)", " convert to safetens"),
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused(row, saved):
+  refusals.check(row, saved)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
 def test_a_truncated_file_is_refused(saved, keep):
-  path = saved / "model.safetensors"
-  content = path.read_bytes()[:keep]
-  path.write_bytes(content)
-  with pytest.raises(
-    ValueError, match=rf"model.safetensors: got an incomplete safe.* {len(content)} bytes"
-  ):
-    huggingface.load(saved, NUMERICS)
+  content = weights_of(saved).read_bytes()[:keep]
+  message = rf"model.safetensors: got an incomplete safe.* {len(content)} bytes"
+  with pytest.raises(ValueError, match=message):
+    load_written(saved, content)
 
 
-def test_a_file_with_more_behind_it_is_refused(saved):
-  path = saved / "model.safetensors"
-  path.write_bytes(path.read_bytes() + b"more")
-  with pytest.raises(ValueError, match="incomplete safetensors file"):
-    huggingface.load(saved, NUMERICS)
-
-
-def test_pickles_are_never_read(saved):
-  (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
-  with pytest.raises(ValueError, match=r"pickles only \(pytorch_model.bin\).* convert to safetens"):
-    huggingface.load(saved, NUMERICS)
-  (saved / "pytorch_model.bin").unlink()
-  with pytest.raises(FileNotFoundError, match="got neither model.safetensors nor model"):
-    huggingface.load(saved, NUMERICS)
+def test_float16_is_read_without_loss(saved):
+  values = np.asarray([1, 0.5, 65504, -(2**-14), 0.1, 0], np.float16)
+  found, _ = load_edited(saved, lambda tensors: tensors | {NORM: values})
+  np.testing.assert_array_equal(found["final_norm"], values.astype(np.float32))
 
 
 @pytest.fixture
@@ -386,62 +333,45 @@ def sharded(tmp_path):
   return tmp_path / "sharded"
 
 
-def edit_index(directory, change):
+def load_indexed(directory, **files):
+  """Loads the directory with these entries of its index."""
   path = directory / huggingface.INDEX_FILE
   index = json.loads(path.read_text())
-  change(index["weight_map"])
+  index["weight_map"].update(files)
   path.write_text(json.dumps(index))
+  load(directory)
 
 
 @pytest.mark.parametrize(
   "name",
   [
-    "../secret.safetensors",
-    "/etc/a.safetensors",
-    "a/b.safetensors",
-    "..\\a.safetensors",
-    "weights.bin",
-    "..safetensors",
-    ".safetensors",
-    "a\n.safetensors",
-    "",
-    7,
-    None,
+    "../secret.safetensors", "/etc/a.safetensors", "a/b.safetensors", "..\\a.safetensors",
+    "weights.bin", "..safetensors", ".safetensors", "a\n.safetensors", "", 7, None,
   ],
-)
+)  # fmt: skip
 def test_an_index_that_points_elsewhere_is_refused(sharded, name):
-  edit_index(sharded, lambda files: files.update({"model.norm.weight": name}))
-  message = re.escape(f"weight_map['model.norm.weight']: got {name!r}, expected the plain name")
-  with pytest.raises(ValueError, match=message):
-    huggingface.load(sharded, NUMERICS)
+  message = f"weight_map['model.norm.weight']: got {name!r}, expected the plain name"
+  refusals.check((lambda: load_indexed(sharded, **{NORM: name}), message))
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
 def test_an_index_without_a_map_is_refused(sharded, weight_map):
   (sharded / huggingface.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
   with pytest.raises(ValueError, match="weight_map: got .*, expected an object of tensor names"):
-    huggingface.load(sharded, NUMERICS)
+    load(sharded)
 
 
-def test_a_missing_shard_is_named(sharded):
+def test_an_index_and_shards_that_differ_are_refused(sharded):
   first = min(sharded.glob("model-*.safetensors"))
+  before = (sharded / huggingface.INDEX_FILE).read_bytes()
+  with pytest.raises(ValueError, match="got .*model.norm.weight.*do not belong together"):
+    load_indexed(sharded, **{NORM: first.name})
+  (sharded / huggingface.INDEX_FILE).write_bytes(before)
+  with pytest.raises(ValueError, match="got no tensor 'model.ghost.weight', expected it by"):
+    load_indexed(sharded, **{"model.ghost.weight": first.name})
   first.unlink()
   with pytest.raises(FileNotFoundError, match=f"{first.name}: got no such file, expected"):
-    huggingface.load(sharded, NUMERICS)
-
-
-def test_an_index_that_places_a_tensor_in_another_shard_is_refused(sharded):
-  names = sorted(path.name for path in sharded.glob("model-*.safetensors"))
-  edit_index(sharded, lambda files: files.update({"model.norm.weight": names[0]}))
-  with pytest.raises(ValueError, match="got .*model.norm.weight.*do not belong together"):
-    huggingface.load(sharded, NUMERICS)
-
-
-def test_a_tensor_that_only_the_index_knows_is_refused(sharded):
-  first = min(path.name for path in sharded.glob("model-*.safetensors"))
-  edit_index(sharded, lambda files: files.update({"model.ghost.weight": first}))
-  with pytest.raises(ValueError, match="got no tensor 'model.ghost.weight', expected it by"):
-    huggingface.load(sharded, NUMERICS)
+    load(sharded)
 
 
 # The Hub.

@@ -115,10 +115,8 @@ LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_fre
     (dict(mlp_bias="no"), "mlp_bias: got 'no', expected true or false"),
     (dict(dual_chunk_attention_config={}), "dual_chunk_attention_config: got {}, expected none"),
     (dict(partial_rotary_factor=0.5), "partial_rotary_factor: got 0.5, expected 1"),
-    (
-      dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
-      "use_sliding_window: got True, expected false",
-    ),
+    (dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+     "use_sliding_window: got True, expected false"),
     (dict(layer_types=["sliding_attention", "full_attention"]), "layer_types: got ['sliding"),
     (dict(hidden_size=...), "hidden_size: got nothing, expected a whole number of at least 1"),
     (dict(vocab_size=0), "vocab_size: got 0, expected a whole number"),
@@ -131,38 +129,24 @@ LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_fre
     (dict(rope_parameters={"rope_type": ["yarn"]}), "rope_parameters.rope_type: got ['yarn']"),
     (dict(rope_scaling={"type": "longrope"}), "rope_scaling.type: got 'longrope', expected one of"),
     (dict(rope_scaling={"mrope_section": [1]}), "rope_scaling.mrope_section: got [1], expected"),
-    (
-      dict(rope_parameters={"full_attention": {}}),
-      "rope_parameters.full_attention: got {}, expected only",
-    ),
-    (
-      dict(rope_parameters=YARN_ROPE | {"truncate": False}),
-      "rope_parameters.truncate: got False, expected True",
-    ),
-    (
-      dict(rope_parameters=YARN_ROPE | {"mscale": 0.7}),
-      "rope_parameters.mscale: got 0.7, expected None",
-    ),
-    (
-      dict(rope_parameters={"partial_rotary_factor": 0.25}),
-      "rope_parameters.partial_rotary_factor: got 0.25, expected 1",
-    ),
+    (dict(rope_parameters={"full_attention": {}}),
+     "rope_parameters.full_attention: got {}, expected only"),
+    (dict(rope_parameters=YARN_ROPE | {"truncate": False}),
+     "rope_parameters.truncate: got False, expected True"),
+    (dict(rope_parameters=YARN_ROPE | {"mscale": 0.7}),
+     "rope_parameters.mscale: got 0.7, expected None"),
+    (dict(rope_parameters={"partial_rotary_factor": 0.25}),
+     "rope_parameters.partial_rotary_factor: got 0.25, expected 1"),
     (dict(rope_parameters={"rope_type": "yarn"}), "rope_parameters.factor: got nothing"),
     (dict(rope_parameters=YARN_ROPE | {"factor": -1}), "rope_parameters.factor: got -1"),
-    (
-      dict(rope_parameters=LLAMA3_ROPE | {"high_freq_factor": 1.0}),
-      "rope_parameters.high_freq_factor: got 1.0, expected more than low_freq_factor=1.0",
-    ),
-    (
-      dict(rope_parameters={"rope_theta": 7.0}),
-      "rope_parameters.rope_theta: got 7.0, expected the 1000.0 of rope_theta",
-    ),
-    (
-      dict(rope_scaling=YARN_ROPE),
-      "rope_scaling: got {'rope_type': 'yarn', 'factor': 4.0}, expected the value in rope_parame",
-    ),
+    (dict(rope_parameters=LLAMA3_ROPE | {"high_freq_factor": 1.0}),
+     "rope_parameters.high_freq_factor: got 1.0, expected more than low_freq_factor=1.0"),
+    (dict(rope_parameters={"rope_theta": 7.0}),
+     "rope_parameters.rope_theta: got 7.0, expected the 1000.0 of rope_theta"),
+    (dict(rope_scaling=YARN_ROPE),
+     "rope_scaling: got {'rope_type': 'yarn', 'factor': 4.0}, expected the value in rope_parame"),
   ],
-)
+)  # fmt: skip
 def test_what_we_do_not_compute_is_refused_by_field(path, changes, message):
   edit_config(path, **changes)
   with pytest.raises(ValueError, match=re.escape(message)):
@@ -173,8 +157,6 @@ def test_what_we_do_not_compute_is_refused_by_field(path, changes, message):
   ("text", "message"),
   [
     (b"{", "got text that is not JSON"),
-    (b"\xff\xfe", "got bytes that are not UTF-8 at offset 0, expected text"),
-    (b"[1]", "got a JSON list, expected an object"),
     (b"[" * 100_000, "got text that is not JSON"),
   ],
 )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import refusals
 import tiny_model
 
 from seerjax import parallel
@@ -428,18 +429,6 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(num_heads=12), "TransformerConfig.num_heads: got 12 query heads for 8 key/value heads"),
-    (dict(head_dim=8), "TransformerConfig.rotary.head_dim: got 6, expected head_dim=8"),
-  ],
-)
-def test_a_shape_that_cannot_be_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(QWEN3, **changes)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
     (dict(num_kv_heads=4), "got 8, expected a divisor of num_kv_heads=4; .*shards=4 .* or 0"),
     (dict(intermediate_size=36), "expected a divisor of intermediate_size=36"),
     (dict(vocab_size=50), "expected a divisor of vocab_size=50; use reduction_shards=2"),
@@ -477,9 +466,16 @@ def test_a_module_has_weights_of_one_kind(arguments, given, unchecked_annotation
     flax_module.Transformer(QWEN3, NUMERICS, **arguments)
 
 
-def test_pages_that_do_not_fill_a_split_are_refused():
-  with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
-    kv_layout.empty_pages(QWEN3, NUMERICS, num_pages=2, page_size=12)
+@refusals.table(
+  (lambda: dataclasses.replace(QWEN3, num_heads=12),
+   "TransformerConfig.num_heads: got 12 query heads for 8 key/value heads"),
+  (lambda: dataclasses.replace(QWEN3, head_dim=8),
+   "TransformerConfig.rotary.head_dim: got 6, expected head_dim=8"),
+  (lambda: kv_layout.empty_pages(QWEN3, NUMERICS, num_pages=2, page_size=12),
+   "page_size: got 12, expected a divisor of kv_split=16"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)
 
 
 def test_kernels_without_a_gpu_are_refused():

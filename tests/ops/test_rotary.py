@@ -163,15 +163,3 @@ def test_rows_beyond_the_live_ones_are_zero():
 
 
 # Errors.
-
-
-@pytest.mark.parametrize("head_dim", [0, 1, 7])
-def test_a_head_that_does_not_pair_up_is_refused(head_dim):
-  with pytest.raises(ValueError, match=f"head_dim: got {head_dim}, expected an even number"):
-    rotary.RotaryConfig(head_dim=head_dim)
-
-
-def test_an_unknown_scaling_is_refused():
-  # The annotation names the four as well; the tests' type checker may raise first.
-  with pytest.raises((ValueError, TypeError), match="(?s)RotaryConfig.*scaling.*dynamic"):
-    rotary.RotaryConfig(head_dim=8, scaling="dynamic")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import refusals
 
 from seerjax.rollout import buffer as buffer_lib
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
@@ -89,31 +90,6 @@ def test_kv_of_the_last_token_is_written_with_the_next_step(generated, expected)
   assert buffer_lib.kv_positions(one_request(generated=generated)["a"]) == expected
 
 
-def test_a_request_is_added_once():
-  buffer = one_request()
-  with pytest.raises(ValueError, match="got request 'a' twice, expected unique ids"):
-    buffer.add("a", "h", prompt_tokens=1, max_tokens=1)
-
-
-@pytest.mark.parametrize(
-  "changes", [{"prompt_tokens": 0}, {"generated": 20}, {"generated": -1}, {"max_tokens": 0}]
-)
-def test_lengths_out_of_range_are_refused(changes):
-  with pytest.raises(ValueError, match=r"expected prompt_tokens >= 1 and 0 <= generated <"):
-    one_request(**changes)
-
-
-def test_an_unknown_request_is_refused():
-  with pytest.raises(ValueError, match="got the unknown request 'z', expected one of the 1"):
-    one_request().progress("z", 1)
-
-
-@pytest.mark.parametrize("instance, tokens", [(0, 0), (0, 21), (-1, 5)])
-def test_a_chunk_out_of_range_is_refused(instance, tokens):
-  with pytest.raises(ValueError, match="expected 1 to 20 tokens on an instance >= 0"):
-    one_request().begin_chunk("a", instance, tokens)
-
-
 @pytest.mark.parametrize("generated", [4, 11])
 def test_progress_out_of_the_chunk_is_refused(generated):
   buffer = one_request()
@@ -145,6 +121,18 @@ def test_calls_in_the_wrong_state_are_refused():
     buffer.lost_kv("a")
 
 
-def test_kv_that_is_nowhere_cannot_move():
-  with pytest.raises(ValueError, match=r"got moved\('a', 1\) with its KV at -1"):
-    one_request().moved("a", 1)
+@refusals.table(
+  (lambda: one_request().add("a", "h", prompt_tokens=1, max_tokens=1),
+   "got request 'a' twice, expected unique ids"),
+  (lambda: one_request(prompt_tokens=0), "expected prompt_tokens >= 1 and 0 <= generated <"),
+  (lambda: one_request(generated=20), "expected prompt_tokens >= 1 and 0 <= generated <"),
+  (lambda: one_request(generated=-1), "expected prompt_tokens >= 1 and 0 <= generated <"),
+  (lambda: one_request(max_tokens=0), "expected prompt_tokens >= 1 and 0 <= generated <"),
+  (lambda: one_request().progress("z", 1), "got the unknown request 'z', expected one of the 1"),
+  (lambda: one_request().begin_chunk("a", 0, 0), "expected 1 to 20 tokens on an instance >= 0"),
+  (lambda: one_request().begin_chunk("a", 0, 21), "expected 1 to 20 tokens on an instance >= 0"),
+  (lambda: one_request().begin_chunk("a", -1, 5), "expected 1 to 20 tokens on an instance >= 0"),
+  (lambda: one_request().moved("a", 1), "got moved('a', 1) with its KV at -1"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)

@@ -170,13 +170,6 @@ def test_tail_is_what_the_last_tenth_takes_alone():
   assert rollout.trace.tail_steps(1.0) == ends[-1] - ends[0]
 
 
-def test_a_busy_engine_is_refused():
-  engine = make_engine(1)
-  engine.submit(asked()[0])
-  with pytest.raises(ValueError, match=r"DividedRollout: got an engine with 1 unfinished requests"):
-    DividedRollout(engine, Divided())
-
-
 def test_a_bad_request_is_refused_before_anything_runs():
   engine = make_engine(1)
   bad = Request(request_id="bad", prompt=())

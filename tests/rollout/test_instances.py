@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hypothesis
 from hypothesis import strategies as st
-import pytest
 
 from seerjax.rollout.instances import Decision, Instances
 
@@ -30,11 +29,6 @@ def test_the_room_of_instances_is_kept_true(changes):
         instances.free_pages, instances.num_running, instances.max_running, strict=True
       )
     ]
-
-
-def test_instances_of_nothing_are_refused():
-  with pytest.raises(ValueError, match="page_size=0, num_pages=1, max_running=1, expected"):
-    Instances.empty(1, page_size=0, num_pages=1, max_running=1)
 
 
 def test_an_instance_that_comes_has_room_and_one_that_is_gone_has_none_again():

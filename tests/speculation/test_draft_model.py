@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 from absl import logging
 import drafting_models
 import numpy as np
 import pytest
+import refusals
 import tiny_model
 
 from seerjax.engine.drafting import Drafter, DraftQuery
@@ -130,39 +130,25 @@ def test_a_greedy_request_teaches_nothing_of_temperatures():
   assert drafter._temperatures._drafts == before and drafter.acceptance.num_accepted == 4
 
 
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: DraftModelConfig(length=17), "length: got 17, expected a whole number from 1 to 16"),
-    (lambda: DraftModelConfig(length=0), "length: got 0, expected a whole number from 1 to 16"),
-    (lambda: DraftModelConfig(width=9), "width: got 9, expected a whole number from 1 to 8"),
-    (lambda: DraftModelConfig(width=True), "width: got True, expected a whole number; write 1"),
-    (lambda: DraftModelConfig(num_slots=0), "num_slots: got 0, expected a whole number from 1"),
-    (
-      lambda: DraftModelConfig(row_buckets=(8, 4)),
-      "row_buckets: got (8, 4), expected ascending numbers of rows",
-    ),
-    (
-      lambda: DraftModelConfig(num_slots=64, row_buckets=(8,)),
-      "the last at least num_slots=64; (8, 64, 256) is usual",
-    ),
-    (
-      lambda: ModelDrafter(model(), context=5000),
-      "got a draft of 4096 positions for sequences of 5000, expected at least as many",
-    ),
-    (
-      lambda: ModelDrafter(model(shards=8), context=64),
-      "got a draft with 8 slabs, expected 1, because it runs on one",
-    ),
-    (
-      lambda: ModelDrafter(model(), context=64, program=program()),
-      "share a program only between drafters of the same sizes",
-    ),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=re.escape(message)):
-    call()
+@refusals.table(
+  (lambda: DraftModelConfig(length=17), "length: got 17, expected a whole number from 1 to 16"),
+  (lambda: DraftModelConfig(length=0), "length: got 0, expected a whole number from 1 to 16"),
+  (lambda: DraftModelConfig(width=9), "width: got 9, expected a whole number from 1 to 8"),
+  (lambda: DraftModelConfig(width=True), "width: got True, expected a whole number; write 1"),
+  (lambda: DraftModelConfig(num_slots=0), "num_slots: got 0, expected a whole number from 1"),
+  (lambda: DraftModelConfig(row_buckets=(8, 4)),
+   "row_buckets: got (8, 4), expected ascending numbers of rows"),
+  (lambda: DraftModelConfig(num_slots=64, row_buckets=(8,)),
+   "the last at least num_slots=64; (8, 64, 256) is usual"),
+  (lambda: ModelDrafter(model(), context=5000),
+   "got a draft of 4096 positions for sequences of 5000, expected at least as many"),
+  (lambda: ModelDrafter(model(shards=8), context=64),
+   "got a draft with 8 slabs, expected 1, because it runs on one"),
+  (lambda: ModelDrafter(model(), context=64, program=program()),
+   "share a program only between drafters of the same sizes"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)
 
 
 def model(shards: int = 1) -> Model:

@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 from made_drafters import JunkDrafter, OracleDrafter
 import numpy as np
 import pytest
+import refusals
 
 from seerjax.engine.drafting import DraftQuery, verify
 from seerjax.speculation import budget
@@ -216,16 +217,12 @@ def test_old_groups_are_forgotten_first():
   assert "11" not in drafter.group_ids
 
 
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: SuffixDrafter(SpeculationArgs(top_k=0), budget=None), "SpeculationArgs.top_k: got 0"),
-    (lambda: SuffixDrafter(budget=None).drop_group("g"), "group 'g': got an unknown group"),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
+@refusals.table(
+  (lambda: SuffixDrafter(SpeculationArgs(top_k=0), budget=None), "SpeculationArgs.top_k: got 0"),
+  (lambda: SuffixDrafter(budget=None).drop_group("g"), "group 'g': got an unknown group"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)
 
 
 def steps_of_groups(drafter: SuffixDrafter, texts, num_steps: int = 3) -> list[int]:

@@ -79,32 +79,3 @@ def test_an_engine_s_table():
     assert times.step(requests, rows) == pytest.approx(seconds)
   for requests, steps, seconds in times.visits:
     assert steps > 1 and seconds <= steps * times.step(requests, requests) * 1.0001
-
-
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: StepTimes(rows=(), seconds=()), "got rows=.* expected ascending counts"),
-    (lambda: StepTimes(rows=(2, 1), seconds=(1.0, 1.0)), "expected ascending counts"),
-    (lambda: StepTimes(rows=(1,), seconds=(0.0,)), "expected positive times"),
-    (
-      lambda: StepTimes(rows=(1,), seconds=(1.0,), drafting_seconds=-1.0),
-      "drafting_seconds=-1.0, .* expected positive times",
-    ),
-    (
-      lambda: StepTimes(rows=(1,), seconds=(1.0,), visits=((1, 8, float("nan")),)),
-      r"StepTimes.visits: got nan in \(\(1, 8, nan\),\), expected .*a finite number",
-    ),
-    (
-      lambda: StepTimes(rows=(1,), seconds=(1.0,), paths=((2, 1, 1.0),)),
-      "StepTimes.paths: got 2 requests with 1 rows, expected .* count the decode row, too",
-    ),
-    (
-      lambda: StepTimes(rows=(1,), seconds=(1.0,), visits=((1, 0, 1.0),)),
-      "StepTimes.visits: got 1 requests and 0 steps, expected at least 1 .* leave out",
-    ),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

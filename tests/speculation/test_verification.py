@@ -15,6 +15,7 @@ import hypothesis
 from hypothesis import given, strategies as st
 import numpy as np
 import pytest
+import refusals
 
 from seerjax.speculation import verification
 from seerjax.speculation.verification import KlGate, Outcome
@@ -404,61 +405,33 @@ def test_divergences_by_hand():
 P, Q = np.full((2, 2), 0.5), np.array([[1.0, 0.0]])
 
 
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: KlGate(kind="hard"), "got kind='hard' and rule='own_sample', expected one of"),
-    (lambda: KlGate(threshold=-1.0), "got -1.0, expected at least 0 nats; 0.1 is usual"),
-    (
-      lambda: KlGate(kind="block", rule="rejection"),
-      "got kind='block' with rule='rejection', expected 'own_sample'.*use kind='truncate'",
-    ),
-    (
-      lambda: KlGate(kind="fuzzy", learns=True),
-      "got kind='fuzzy', which is lossy, in a training run, expected an exact one.*truncate",
-    ),
-    (
-      lambda: verification.mss(P[0], P[0], np.array([0]), np.zeros(2), drawn="top_k"),
-      "mss: got children drawn as 'top_k', expected one of .*verify them with own_sample",
-    ),
-    (
-      lambda: verification.mss(P[0], Q[0], np.array([1]), np.zeros(2), drawn="iid"),
-      "mss: got child 1, which the draft never draws at position 0, expected draws iid",
-    ),
-    (
-      lambda: verification.rejection(P, Q, np.array([1]), np.zeros(2)),
-      "rejection: got token 1 at place 0, which q never draws, expected draws of q",
-    ),
-    (
-      lambda: verification.rejection(P, Q, np.array([2]), np.zeros(2)),
-      "got tokens 2 to 2, expected 0 to 1; draft with the target's vocabulary",
-    ),
-    (
-      lambda: verification.block(P, Q, np.array([0, 0]), np.zeros(2)),
-      r"block: got tokens of shape \(2,\) for 2 distributions of the target, expected 1: one",
-    ),
-    (
-      lambda: verification.block(P, Q, np.array([0]), np.zeros(3)),
-      r"block: uniforms: got shape \(3,\), expected \(2,\)",
-    ),
-    (
-      lambda: verification.own_sample(P * np.nan, np.array([0]), np.full((2, 2), 0.5)),
-      "own_sample: p: got probabilities with sums of nan to nan .* pass probabilities, not logits",
-    ),
-    (
-      lambda: verification.own_sample(P[0], np.array([0]), np.full((2, 2), 0.5)),
-      r"own_sample: p: got shape \(2,\), expected \[n, v\]",
-    ),
-    (
-      lambda: verification.gumbel_top_k(P[0], np.full(2, 0.5), 3),
-      "gumbel_top_k: got k=3 for 2 tokens, expected 1 to that; ask for fewer children",
-    ),
-    (
-      lambda: verification.fuzzy(P, Q, np.array([0]), np.zeros(2), gate=KlGate()),
-      "fuzzy: got a gate of kind='truncate', expected 'fuzzy'",
-    ),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()
+@refusals.table(
+  (lambda: KlGate(kind="hard"), "got kind='hard' and rule='own_sample', expected one of"),
+  (lambda: KlGate(threshold=-1.0), "got -1.0, expected at least 0 nats; 0.1 is usual"),
+  (lambda: KlGate(kind="block", rule="rejection"),
+   "got kind='block' with rule='rejection', expected 'own_sample'", "use kind='truncate'"),
+  (lambda: KlGate(kind="fuzzy", learns=True),
+   "got kind='fuzzy', which is lossy, in a training run, expected an exact one", "truncate"),
+  (lambda: verification.mss(P[0], P[0], np.array([0]), np.zeros(2), drawn="top_k"),
+   "mss: got children drawn as 'top_k', expected one of", "verify them with own_sample"),
+  (lambda: verification.mss(P[0], Q[0], np.array([1]), np.zeros(2), drawn="iid"),
+   "mss: got child 1, which the draft never draws at position 0, expected draws iid"),
+  (lambda: verification.rejection(P, Q, np.array([1]), np.zeros(2)),
+   "rejection: got token 1 at place 0, which q never draws, expected draws of q"),
+  (lambda: verification.rejection(P, Q, np.array([2]), np.zeros(2)),
+   "got tokens 2 to 2, expected 0 to 1; draft with the target's vocabulary"),
+  (lambda: verification.block(P, Q, np.array([0, 0]), np.zeros(2)),
+   "block: got tokens of shape (2,) for 2 distributions of the target, expected 1: one"),
+  (lambda: verification.block(P, Q, np.array([0]), np.zeros(3)),
+   "block: uniforms: got shape (3,), expected (2,)"),
+  (lambda: verification.own_sample(P * np.nan, np.array([0]), np.full((2, 2), 0.5)),
+   "own_sample: p: got probabilities with sums of nan to nan", "pass probabilities, not logits"),
+  (lambda: verification.own_sample(P[0], np.array([0]), np.full((2, 2), 0.5)),
+   "own_sample: p: got shape (2,), expected [n, v]"),
+  (lambda: verification.gumbel_top_k(P[0], np.full(2, 0.5), 3),
+   "gumbel_top_k: got k=3 for 2 tokens, expected 1 to that; ask for fewer children"),
+  (lambda: verification.fuzzy(P, Q, np.array([0]), np.zeros(2), gate=KlGate()),
+   "fuzzy: got a gate of kind='truncate', expected 'fuzzy'"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)

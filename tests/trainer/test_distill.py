@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 import tiny_model
 
 from seerjax import numerics as numerics_lib
@@ -68,27 +68,19 @@ def test_losses_are_cross_entropy_and_kl_by_hand():
   np.testing.assert_allclose(found, [[0.0, first, 0.0]], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "call, message",
-  [
-    (lambda: distill.answers_of([([1], [])]), "got no answers, expected at least one with a token"),
-    (
-      lambda: next(distill.batches(distill.answers_of([([1] * 9, [1] * 9)]), None, CONFIG)),
-      "got no answers, expected at least one",
-    ),
-    (
-      lambda: distill.likely_of({}, SHAPE, answers(), count=32),
-      "got count=32 likely tokens, expected 1 <= count < 32",
-    ),
-    (lambda: distill.DistillConfig(num_tokens=10), "got num_tokens=10, tokens_per_batch=3072"),
-    (lambda: distill.DistillConfig(lengths=(8, 4)), "lengths: got (8, 4), expected ascending"),
-    (lambda: distill.DistillConfig(learning_rate=0.0), "learning_rate: got 0.0, expected a pos"),
-    (lambda: distill.DistillConfig(prompt_weight=2.0), "prompt_weight: got 2.0, expected a num"),
-  ],
-)
-def test_refusals(call, message):
-  with pytest.raises(ValueError, match=re.escape(message)):
-    call()
+@refusals.table(
+  (lambda: distill.answers_of([([1], [])]), "got no answers, expected at least one with a token"),
+  (lambda: next(distill.batches(distill.answers_of([([1] * 9, [1] * 9)]), None, CONFIG)),
+   "got no answers, expected at least one"),
+  (lambda: distill.likely_of({}, SHAPE, answers(), count=32),
+   "got count=32 likely tokens, expected 1 <= count < 32"),
+  (lambda: distill.DistillConfig(num_tokens=10), "got num_tokens=10, tokens_per_batch=3072"),
+  (lambda: distill.DistillConfig(lengths=(8, 4)), "lengths: got (8, 4), expected ascending"),
+  (lambda: distill.DistillConfig(learning_rate=0.0), "learning_rate: got 0.0, expected a pos"),
+  (lambda: distill.DistillConfig(prompt_weight=2.0), "prompt_weight: got 2.0, expected a num"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)
 
 
 @pytest.mark.thorough

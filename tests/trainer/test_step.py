@@ -332,19 +332,6 @@ def test_the_gap_to_the_engine_is_zero_where_bits_are_equal_and_seen_where_one_i
 
 
 @pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(learning_rate=-1.0), "OptimizerConfig.learning_rate: got -1.0, expected a positive numb"),
-    (dict(warmup_steps=-1), "OptimizerConfig.warmup_steps: got -1, expected at least 0; 0 is none"),
-    (dict(max_gradient_norm=-1.0), "OptimizerConfig.max_gradient_norm: got -1.0, expected a pos"),
-  ],
-)
-def test_an_optimizer_that_cannot_be_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    step.OptimizerConfig(**changes)
-
-
-@pytest.mark.parametrize(
   ("warmup_steps", "rates"),
   [
     (4, [0.025, 0.05, 0.075, 0.1, 0.1]),
