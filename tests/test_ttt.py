@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import refusals
 import tiny_model
 import tiny_problem
 
@@ -97,19 +98,15 @@ TWO_STEPS = dict(num_steps=2)
 
 
 def discover(
-  directory, environment=None, *, config=CONFIG, resume=False, accept_new_data=False, say=None,
-  **changes,
-):  # fmt: skip
+  directory, environment=None, *, config=CONFIG, say=lambda line: None, compiled=programs, **changes
+):
+  """Runs with these changes of the config, and of how a run starts."""
+  starts = ("resume", "accept_new_data", "accept_new_numerics")
+  start = {name: changes.pop(name) for name in starts if name in changes}
   config = dataclasses.replace(config, **changes)
-  return ttt.discover(
-    config,
-    tiny_problem.Row() if environment is None else environment,
-    pathlib.Path(directory),
-    resume=resume,
-    accept_new_data=accept_new_data,
-    log=(lambda line: None) if say is None else say,
-    programs=programs(config.num_instances),
-  )
+  environment = tiny_problem.Row() if environment is None else environment
+  own = compiled and compiled(config.num_instances)
+  return ttt.discover(config, environment, pathlib.Path(directory), log=say, programs=own, **start)
 
 
 def rows_of(directory, *, without=TIMES):
@@ -958,130 +955,34 @@ def test_signs_there_and_back():
 
 # Errors.
 
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(hidden_size=60), "TinyConfig: got hidden_size=60, num_heads=8, num_layers=2, expected n"),
-    (
-      dict(num_heads=4),
-      "TinyConfig: got hidden_size=64, num_heads=4, .* expected num_heads to be a multiple",
-    ),
-    (
-      dict(num_heads=0),
-      "TinyConfig: got hidden_size=64, num_heads=0, .* expected num_heads to be a multiple",
-    ),
-    (
-      dict(num_layers=0),
-      "num_layers=0, expected num_heads .* and at least one layer; 64, 8 and 2 are usual",
-    ),
-    (dict(warm_sentences=-1), "TinyConfig: got warm_sentences=-1, warm_passes=2, expected at le"),
-    (dict(warm_passes=-1), "warm_passes=-1, expected at least 0; 0 starts from random weights"),
-  ],
-)
-def test_a_tiny_policy_that_cannot_be_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    TinyConfig(**changes)
+SHORT = dataclasses.replace(CONFIG.engine, max_context=8)
 
 
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(kind="best"), r"ObjectiveConfig.kind: got 'best', expected one of \('adaptive', 'const"),
-    (dict(kl_coefficient=-0.1), "ObjectiveConfig: got kl_coefficient=-0.1, max_advantage=0.0, exp"),
-    (dict(kl_coefficient=math.nan), "kl_coefficient: got nan, expected a finite number"),
-    (dict(max_advantage=-1.0), "max_advantage=-1.0, expected numbers of at least 0; 0 is off"),
-    (dict(kind="mean", max_advantage=2.0), "got kind='mean' with .*expected neither: they belong"),
-    (dict(max_advantage=math.inf), "max_advantage: got inf, expected a finite number"),
-    (dict(divergence=0.0), "ObjectiveConfig: got divergence=0.0, beta=2.0, expected"),
-    (dict(beta=-1.0), "ObjectiveConfig: got divergence=0.69.*, beta=-1.0, expected"),
-  ],
-)
-def test_an_objective_that_cannot_be_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    ObjectiveConfig(**changes)
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    (dict(num_steps=0), "DiscoverConfig.num_steps: got 0, expected at least 1; raise it"),
-    (dict(groups_per_step=0), "DiscoverConfig.groups_per_step: got 0, expected at least 1; raise"),
-    (dict(group_size=3), "DiscoverConfig.group_size: got 3, expected at least 4; raise it"),
-    (dict(seed=-1), "DiscoverConfig.seed: got -1, expected at least 0; raise it"),
-    (dict(seed=2**63), r"DiscoverConfig.seed: got 9223372036854775808, expected less than 2\*\*63"),
-    (dict(num_instances=0), "DiscoverConfig.num_instances: got 0, expected at least 1; raise it"),
-    (dict(checkpoint_every=0), "DiscoverConfig.checkpoint_every: got 0, expected at least 1"),
-    (
-      dict(groups_per_step=2, search=puct.SearchConfig(islands=3)),
-      "got search.islands=3 and groups_per_step=2, expected at least one group per island; raise",
-    ),
-    (dict(temperature=0.0), r"temperature: got 0.0, expected 0.0001 <= .* \(attempts of a gr"),
-    (dict(temperature=math.inf), "DiscoverConfig.temperature: got inf, expected a finite"),
-  ],
-)
-def test_a_run_that_cannot_be_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    DiscoverConfig(**changes)
-
-
-def test_a_problem_without_a_language_is_refused_before_any_file(tmp_path):
-  with pytest.raises(ValueError, match="digits: got a problem without an edit language, expect"):
-    discover(tmp_path / "run", tiny_problem.Row(language=None))
+@refusals.table(
+  (lambda run: discover(run, tiny_problem.Row(language=None)),
+   "digits: got a problem without an edit language, expect"),
+  (lambda run: discover(run, tiny_problem.Row(begin=(6,) * 6)),
+   "digits: got an invalid start (got the digit 6, expected 0 to 5), expected a valid one; fix"
+   " its `start`, and try --check_problem"),
+  (lambda run: discover(run, search=puct.SearchConfig(capacity=4)),
+   "got capacity=4 for 4 seeds, expected more"),
+  (lambda run: discover(run, num_workers=-1),
+   "DiscoverConfig.num_workers: got -1, expected at l"),
+  (lambda run: discover(run, optimizer=step_lib.OptimizerConfig(learning_rate=0.02)),
+   "discover.programs: got programs for a different config or model"),
+  (lambda run: discover(run, engine=SHORT, compiled=None),
+   "got a prompt of 6 ids and sentences of 3, expected a prom"),
+  (lambda run: discover(run, resume=True),
+   "got no checkpoint to resume, expected one under ", "check"),
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_any_file(row, tmp_path):
+  refusals.check(row, tmp_path / "run")
   assert not (tmp_path / "run").exists()
-
-
-def test_an_invalid_start_is_refused_before_any_file(tmp_path):
-  expected = (
-    r"digits: got an invalid start \(got the digit 6, expected 0 to 5\), expected a valid one; fix"
-    " its `start`, and try --check_problem"
-  )
-  with pytest.raises(ValueError, match=expected):
-    discover(tmp_path / "run", tiny_problem.Row(begin=(6,) * 6))
-  assert not (tmp_path / "run").exists()
-
-
-def test_an_archive_of_seeds_alone_is_refused_before_any_file(tmp_path):
-  with pytest.raises(ValueError, match="got capacity=4 for 4 seeds, expected more"):
-    discover(tmp_path / "run", search=puct.SearchConfig(capacity=4))
-  assert not (tmp_path / "run").exists()
-
-
-def test_a_negative_number_of_workers_is_refused_before_any_file(tmp_path):
-  with pytest.raises(ValueError, match="DiscoverConfig.num_workers: got -1, expected at l"):
-    discover(tmp_path / "run", num_workers=-1)
-  assert not (tmp_path / "run").exists()
-
-
-def test_programs_of_another_config_are_refused(tmp_path):
-  with pytest.raises(
-    ValueError, match="discover.programs: got programs for a different config or model"
-  ):
-    discover(tmp_path / "run", optimizer=step_lib.OptimizerConfig(learning_rate=0.02))
-  assert not (tmp_path / "run").exists()
-
-
-def test_a_model_that_writes_programs_needs_a_tokenizer():
-  environment = tiny_problem.Row()
-  config = dataclasses.replace(CONFIG, model="somewhere")
-  expected = "DiscoverConfig.model: got 'somewhere' and a policy without a tokenizer, expected one"
-  with (
-    pytest.raises(ValueError, match=expected),
-    setup_lib.writer_of(
-      config, environment, tiny_policy_lib.tiny_policy(CONFIG, environment), tiny_problem.Row
-    ),
-  ):
-    pass
 
 
 def test_the_directory_of_a_run_is_refused(whole):
   with pytest.raises(ValueError, match=r"got the directory of another run \(a checkpoint after st"):
     discover(whole[0])
-
-
-def test_nothing_to_resume_is_refused(tmp_path):
-  with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under .*check"):
-    discover(tmp_path / "run", resume=True)
 
 
 def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(crashed_copy):
@@ -1098,10 +999,8 @@ def test_other_settings_are_refused_with_both_values_and_nothing_is_touched(cras
 
 def test_a_model_of_another_size_is_refused_by_its_setting(crashed_copy):
   tiny = dataclasses.replace(CONFIG.tiny, hidden_size=48)
-  larger = dataclasses.replace(CONFIG, tiny=tiny)
-  expected = r"other settings \(tiny.hidden_size was 32 and is 48\)"
-  with pytest.raises(ValueError, match=expected):
-    ttt.discover(larger, tiny_problem.Row(), crashed_copy, resume=True)
+  with pytest.raises(ValueError, match=r"settings \(tiny.hidden_size was 32 and is 48\)"):
+    discover(crashed_copy, tiny=tiny, resume=True, compiled=None)
 
 
 def check_settings(before, now):
@@ -1176,11 +1075,8 @@ def test_the_best_of_another_run_is_refused_and_kept(whole, tmp_path):
 
 
 def test_a_verdict_that_is_taken_back_is_refused_and_writes_no_best(tmp_path):
-  with pytest.raises(
-    ValueError,
-    match=r"got an artefact that was valid before and is not now \(no"
-    r" more",
-  ):
+  message = r"got an artefact that was valid before and is not now \(no more"
+  with pytest.raises(ValueError, match=message):
     discover(tmp_path / "run", Fickle(), tiny=NO_WARM_START)
   assert not (tmp_path / "run" / "best.json").exists()
 
@@ -1223,31 +1119,14 @@ def test_a_step_without_anything_valid_is_remarked_on():
     assert numbers_lib.remark_on(writer, step_of((math.nan, 1.0), (math.nan,) * 2)) == ""
 
 
-def test_a_prompt_that_the_context_cannot_hold_is_refused_before_any_file(tmp_path):
-  engine = dataclasses.replace(CONFIG.engine, max_context=8)
-  with pytest.raises(ValueError, match="got a prompt of 6 ids and sentences of 3, expected a prom"):
-    ttt.discover(
-      dataclasses.replace(CONFIG, engine=engine),
-      tiny_problem.Row(),
-      tmp_path / "run",
-      log=lambda line: None,
-    )
-  assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.thorough
 def test_other_numerics_are_taken_if_that_is_said_and_refused_if_not(crashed_copy):
-  config = dataclasses.replace(
-    CONFIG,
-    numerics=dataclasses.replace(CONFIG.numerics, query_tile=2 * CONFIG.numerics.query_tile),
-    num_steps=3,
-  )
-  resumed = functools.partial(
-    ttt.discover, config, tiny_problem.Row(), crashed_copy, resume=True, log=lambda line: None
-  )
+  numerics = dataclasses.replace(CONFIG.numerics, query_tile=2 * CONFIG.numerics.query_tile)
+  other = dict(numerics=numerics, num_steps=3, resume=True, compiled=None)
   with pytest.raises(ValueError, match="query_tile"):
-    resumed()
-  assert resumed(accept_new_numerics=True).summary["optimizer_steps"] == 3
+    discover(crashed_copy, **other)
+  found = discover(crashed_copy, accept_new_numerics=True, **other)
+  assert found.summary["optimizer_steps"] == 3
 
 
 def test_settings_that_change_no_bit_are_free():

@@ -286,12 +286,7 @@ def run_cases(
   check()
 
 
-NUMERICS = {
-  "f32": tiny_model.NUMERICS,
-  "bf16": tiny_model.BFLOAT16,
-  "native f32": tiny_model.NATIVE,
-  "native bf16": tiny_model.NATIVE_BFLOAT16,
-}
+NUMERICS = tiny_model.BACKENDS
 
 
 # Everyday runs use a CPU's default; CI also uses the portable path.

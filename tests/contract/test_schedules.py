@@ -547,12 +547,7 @@ def run_schedules(
   check()
 
 
-NUMERICS = {
-  "f32": tiny_model.NUMERICS,
-  "bf16": tiny_model.BFLOAT16,
-  "native f32": tiny_model.NATIVE,
-  "native bf16": tiny_model.NATIVE_BFLOAT16,
-}
+NUMERICS = tiny_model.BACKENDS
 STEPS = (3, 8, 1)  # Maximum steps of a visit.
 # A second KV bucket where it costs one program, and visits of several steps where they cost one.
 QUICK = {
@@ -625,26 +620,6 @@ class FollowsTheBatch(engine_lib.Engine):
     return inputs._replace(seeds=inputs.seeds + crowded[:, None])
 
 
-@pytest.mark.thorough
-def test_an_engine_that_follows_the_batch_is_found_out(seed):
-  # The twin must fail, so nothing is saved to the database and nothing is shrunk.
-  settings = hypothesis.settings(
-    max_examples=6, phases=[hypothesis.Phase.generate], database=None, report_multiple_bugs=False
-  )
-  size, mesh, contexts, _ = QUICK["bf16"][1]
-  with pytest.raises(AssertionError, match="got Completion"):
-    run_schedules(
-      NUMERICS["bf16"],
-      size,
-      mesh,
-      contexts,
-      seed=seed,
-      settings=settings,
-      events=collections.Counter(),
-      kind=FollowsTheBatch,
-    )
-
-
 class TakesASlot(engine_lib.Engine):
   """Twin: background rows are written to the slots of foreground rows."""
 
@@ -681,26 +656,23 @@ class BeginsLate(engine_lib.Engine):
 
 
 @pytest.mark.thorough
-def test_an_engine_that_loses_its_place_in_a_visit_is_found_out(seed):
+@pytest.mark.parametrize(
+  "kind, dtype, place, num, steps",
+  [(FollowsTheBatch, "bf16", 1, 6, (1,)), (BeginsLate, "f32", 0, 2, (8, 3))],
+)
+def test_an_engine_that_breaks_the_contract_is_found_out(kind, dtype, place, num, steps, seed):
+  # The twin must fail, so nothing is saved to the database and nothing is shrunk.
+  explicit = [hypothesis.Phase.explicit] if kind is BeginsLate else []
   settings = hypothesis.settings(
-    max_examples=2,
-    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    max_examples=num,
+    phases=[*explicit, hypothesis.Phase.generate],
     database=None,
     report_multiple_bugs=False,
   )
-  size, mesh, contexts, _ = QUICK["f32"][0]
+  size, mesh, contexts, _ = QUICK[dtype][place]
+  given = dict(seed=seed, settings=settings, events=collections.Counter(), steps=steps, kind=kind)
   with pytest.raises(AssertionError, match="got Completion"):
-    run_schedules(
-      NUMERICS["f32"],
-      size,
-      mesh,
-      contexts,
-      seed=seed,
-      settings=settings,
-      events=collections.Counter(),
-      steps=(8, 3),
-      kind=BeginsLate,
-    )
+    run_schedules(NUMERICS[dtype], size, mesh, contexts, **given)
 
 
 @pytest.mark.long

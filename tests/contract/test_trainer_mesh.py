@@ -15,8 +15,8 @@ import sys
 
 import jax
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
+from kernel_arrays import needs_interpreter
 import mesh_cases
 import numpy as np
 import pytest
@@ -273,10 +273,7 @@ def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_
 # Errors.
 
 
-@pytest.mark.skipif(
-  not hasattr(plgpu, "InterpretGPUParams"),
-  reason="the GPU interpreter is public from JAX 0.11.1 on",
-)
+@needs_interpreter
 def test_kernels_do_not_learn_on_several_devices_of_the_model_axis():
   numerics = dataclasses.replace(
     tiny_model.BFLOAT16, implementation="pallas_interpreted", kv_split=64, reduction_shards=2

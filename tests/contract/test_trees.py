@@ -32,12 +32,7 @@ from seerjax.types import Request, SamplingParams
 BLOCKS = 21  # Of twelve cases, each with two sets of weights: more than 500 per backend.
 RARE = ("trees cut for pages", "trees cut for copies")  # May be missing in so few cases.
 SMALL_EVENTS = tuple(event for event in tree_cases.EVENTS if event not in RARE)
-NUMERICS = {
-  "f32": tiny_model.NUMERICS,
-  "bf16": tiny_model.BFLOAT16,
-  "native f32": tiny_model.NATIVE,
-  "native bf16": tiny_model.NATIVE_BFLOAT16,
-}
+NUMERICS = tiny_model.BACKENDS
 ALL = pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
 
 
@@ -72,7 +67,7 @@ def num_differing(
   """Runs a case's requests at once, some preempted; returns how many differ from those alone."""
   case = tree_cases.small(seed, number, tiny_model.NATIVE)
   alone = {
-    one.request_id: tiny_model.alone(tiny_model.NATIVE, one.prompt, one.sampling, one.seed)
+    one.request_id: tiny_model.answer(tiny_model.NATIVE, one)
     for one in drawn_models.requests_of(case)
   }
   engine, rng = daily_engine(kind), case.rng(5)
@@ -161,7 +156,7 @@ def test_a_tree_that_does_not_fit_loses_its_last_leaves_and_never_a_request(
   while engine.num_unfinished:
     engine.step()
   for found, one in zip(sorted(engine.poll(), key=lambda c: c.request_id), requests, strict=True):
-    alone = tiny_model.alone(tiny_model.NATIVE, one.prompt, one.sampling, one.seed)
+    alone = tiny_model.answer(tiny_model.NATIVE, one)
     assert tiny_model.same(found, alone)
   for page in held:
     pool.release(page)
