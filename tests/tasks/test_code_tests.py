@@ -157,29 +157,3 @@ def test_a_file_is_read_and_an_answer_judged(tmp_path):
   task.close()
   with pytest.raises(ValueError, match="got a call after close"):
     task.verdict(problem, "```python\nadd = 1\n```")
-
-
-@pytest.mark.parametrize(
-  ("row", "message"),
-  [
-    ({}, "code.jsonl, line 3: got tests=null, expected a text or a list of texts; write 'tests'"),
-    ({"tests": []}, "line 3: got no tests, expected at least one assertion"),
-    ({"tests": "  # none"}, "line 3: got no tests"),
-    ({"tests": [1]}, r"line 3: got tests=\[1\], expected a text or a list of texts"),
-    ({"tests": {"a": 1}}, 'line 3: got tests={"a": 1}, expected a text or a list of texts'),
-    ({"tests": "assert add("}, r"line 3: got tests that are not valid Python \('\(' was never"),
-    ({"prompt": 5, "tests": ADD}, "line 3: got prompt=5, expected a non-empty string"),
-  ],
-)
-def test_rows_that_cannot_be_used_are_refused_by_line(tmp_path, row, message):
-  path = tmp_path / "code.jsonl"
-  good = json.dumps({"prompt": "a", "tests": ADD})
-  path.write_text(f"{good}\n\n{json.dumps({'prompt': 'b', **row})}\n")
-  with pytest.raises(ValueError, match=message):
-    code_tests.load(path)
-
-
-def test_a_missing_file_of_a_directory_is_refused(tmp_path):
-  (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "a", "tests": ADD}))
-  with pytest.raises(FileNotFoundError, match="test.jsonl: got no such file, expected JSON lines"):
-    code_tests.load(tmp_path)

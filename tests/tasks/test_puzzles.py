@@ -160,16 +160,3 @@ def test_verdict_never_raises(words, pieces):
   for text in (words, f"#### {words}", f"#### {' '.join(pieces)}", f"{words}####{''.join(pieces)}"):
     verdict = TASK.verdict(GIVEN, text)
     assert verdict.well_formed or not verdict.correct
-
-
-@pytest.mark.parametrize("most", [1, 11])
-def test_too_few_and_too_many_people_are_refused(most):
-  with pytest.raises(ValueError, match=f"PuzzlesConfig.max_people: got {most}, expected 2 to 10"):
-    PuzzlesConfig(max_people=most)
-
-
-def test_unknown_splits_and_indices_are_refused():
-  with pytest.raises(ValueError, match="puzzles: got split 'test', expected one of"):
-    TASK.num_problems("test")
-  with pytest.raises(ValueError, match="got problem index -1 of split 'train'"):
-    TASK.problem("train", -1)

@@ -117,8 +117,6 @@ def test_bad_rows_are_refused_by_file_and_line(tmp_path: pathlib.Path, rows, mes
 
 
 def test_bad_folders_and_splits_are_refused(tmp_path: pathlib.Path):
-  with pytest.raises(FileNotFoundError, match="got a folder without .json files, expected GSM"):
-    stateful_files.load(tmp_path)
   (tmp_path / "a.json").write_text("{")
   with pytest.raises(ValueError, match=r"a\.json: got a file that is not JSON"):
     stateful_files.load(tmp_path)

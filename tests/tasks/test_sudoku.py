@@ -98,22 +98,3 @@ def test_verdict_never_raises(words, digits):
   for text in (words, f"#### {words}", f"#### {digits}", f"{words}####{digits}"):
     verdict = TASK.verdict(GIVEN, text)
     assert verdict.well_formed or not verdict.correct
-
-
-@pytest.mark.parametrize(
-  ("config", "message"),
-  [
-    (dict(size=5), r"SudokuConfig.size: got 5, expected one of \(4, 6, 8, 9\); 4 is the size"),
-    (dict(min_empty=0.7), "got min_empty=0.7, max_empty=0.6, expected 0 < min_empty <= max_empty"),
-  ],
-)
-def test_sizes_that_cannot_be_are_refused(config, message):
-  with pytest.raises(ValueError, match=message):
-    SudokuConfig(**config)
-
-
-def test_unknown_splits_and_indices_are_refused():
-  with pytest.raises(ValueError, match="sudoku: got split 'test', expected one of"):
-    TASK.num_problems("test")
-  with pytest.raises(ValueError, match="got problem index 30000 of split 'heldout'"):
-    TASK.problem("heldout", 30_000)

@@ -119,8 +119,6 @@ def test_nothing_of_the_repository_is_run(repository: pathlib.Path, tmp_path: pa
 
 
 def test_what_is_no_repository_is_refused(repository: pathlib.Path, tmp_path: pathlib.Path):
-  with pytest.raises(FileNotFoundError, match="nowhere: got no such folder, expected a git repos"):
-    swe_features.load(tmp_path / "nowhere")
   with pytest.raises(ValueError, match="from 'git rev-list', expected a repository with commits"):
     swe_features.load(tmp_path)
   git(tmp_path, "init", "-q")
@@ -152,17 +150,3 @@ def test_slow_loud_and_absent_programs_are_refused(tmp_path: pathlib.Path):
     ask(tmp_path, [*loud, *filler], 60.0, b"")
   with pytest.raises(FileNotFoundError, match="got no 'no-such-git' on this machine"):
     ask(tmp_path, ["no-such-git"], 1.0, b"")
-
-
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    (dict(min_files=0), "SWEConfig.min_files: got 0, expected at least 1; raise it."),
-    (dict(num_questions=0), "SWEConfig.num_questions: got 0, expected at least 1"),
-    (dict(max_files=2), "SWEConfig.max_files: got 2, expected at least min_files = 3"),
-    (dict(timeout_seconds=0.0), "timeout_seconds=0.0, expected at least 0, and more than 0"),
-  ],
-)
-def test_bad_settings_are_refused(fields, message: str):
-  with pytest.raises(ValueError, match=re.escape(message)):
-    SWEConfig(**fields)

@@ -193,24 +193,3 @@ def test_verdict_never_raises(text):
     text * 30,
   ):
     TASK.verdict(problem, said)
-
-
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    (dict(max_operand=3), "max_operand: got 3, expected at least 4"),
-    (dict(max_total=79), r"max_total: got 79, expected at least 2 \* max_operand = 80"),
-  ],
-)
-def test_impossible_knobs_are_refused(change, message):
-  with pytest.raises(ValueError, match=message):
-    word_problems.WordProblemsConfig(**change)
-
-
-def test_unknown_splits_and_indices_are_refused():
-  with pytest.raises(ValueError, match="word_problems: got split 'test', expected one of"):
-    TASK.problem("test", 0)
-  with pytest.raises(ValueError, match="got problem index -1 of split 'train', expected 0 <="):
-    TASK.problem("train", -1)
-  with pytest.raises(ValueError, match="got problem index 100000 of split 'train'"):
-    TASK.questions("train", 100_000)
