@@ -140,12 +140,6 @@ def test_what_makes_no_drafter_is_refused():
     make_drafter(config, run)
 
 
-@pytest.mark.parametrize("name", ["", "module", "module:", ":function", "module:a-b"])
-def test_a_name_of_another_form_is_refused(name):
-  with pytest.raises(ValueError, match="expected 'my_module:make_drafter'"):
-    SpeculationConfig(drafter=name)
-
-
 def test_the_record_of_drafts_begins_anew_when_it_is_taken():
   record = Acceptance()
   record.add(3, 2)

@@ -145,19 +145,6 @@ def test_rewards_stand_with_their_texts():
   assert not carried.groups and not carried.beginnings
 
 
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    (dict(steps_ahead=2), "got steps_ahead=2, begun=1.0, expected 0 or 1, and 1 to 16"),
-    (dict(begun=0.5), "got steps_ahead=0, begun=0.5, expected 0 or 1, and 1 to 16"),
-    (dict(steps_ahead=1, begun=2.0), "got steps_ahead=1 and begun=2.0, expected at most one"),
-  ],
-)
-def test_what_is_no_rival_is_refused(fields, message):
-  with pytest.raises(ValueError, match=f"StaleConfig: {message}"):
-    off_policy.StaleConfig(**fields)
-
-
 @pytest.mark.thorough
 def test_one_step_off_learns_from_the_weights_before(tmp_path):
   task = Vowels()

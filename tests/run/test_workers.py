@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 
 import jax
 import pytest
@@ -18,9 +17,7 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import journal as journal_lib
-from seerjax.run import off_policy, workers as workers_lib
-from seerjax.speculation.config import SpeculationConfig
-from seerjax.speculation.draft_model import DraftModelConfig
+from seerjax.run import workers as workers_lib
 from seerjax.types import Request, SamplingParams
 
 TWO = ClusterConfig(workers=2, address="local")
@@ -101,34 +98,3 @@ def test_a_twin_that_takes_them_says_other_things(tmp_path):
     found = {one.request_id: one for one in rollout.run(REQUESTS)}
   wanted = own.generate(REQUESTS)
   assert not any(found[one.request_id].has_bits_of(one) for one in wanted)
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    (dict(stale=off_policy.StaleConfig(begun=2.0)), "workers: got 2 with StaleConfig, expected"),
-    (
-      dict(
-        speculation=SpeculationConfig(draft_name="d", draft=DraftModelConfig(learn=True)),
-      ),
-      "workers: got 2 with DraftModelConfig.learn, expected at most one",
-    ),
-  ],
-)
-def test_what_workers_do_not_do_is_refused(changes, message):
-  with pytest.raises(ValueError, match=message):
-    dataclasses.replace(small_run.CONFIG, cluster=TWO, **changes)
-
-
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    (dict(workers=-1), "ClusterConfig: got workers=-1, patience_seconds=600.0, expected at least"),
-    (dict(patience_seconds=0.0), "got workers=0, patience_seconds=0.0, expected"),
-    (dict(address="somewhere"), "address: got 'somewhere', expected 'host:port' of a Ray cluster"),
-    (dict(address="host:port"), "address: got 'host:port', expected 'host:port' of a Ray cluster"),
-  ],
-)
-def test_a_cluster_that_cannot_be_is_refused(fields, message):
-  with pytest.raises(ValueError, match=message):
-    ClusterConfig(**fields)
