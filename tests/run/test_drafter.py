@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-import dataclasses
 import itertools
 import json
-import pathlib
-import zlib
 
-import jax
 import pytest
-import tiny_model
+from small_run import assert_equal_bits, records_of, train
 
-from seerjax import numerics as numerics_lib, rl
 from seerjax.engine.drafting import DraftQuery
-from seerjax.engine.sizes import EngineConfig
-from seerjax.models import parameters, tokenizer
-from seerjax.rollout import journal, trace
-from seerjax.rollout.groups import RolloutConfig
-from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.rollout import trace
+from seerjax.run.config import RunConfig
 from seerjax.run.drafter import RunDrafts
-from seerjax.run.evaluation import EvaluationConfig
-from seerjax.run.policy import Policy
-from seerjax.run.programs import make_programs
 from seerjax.speculation.config import DraftedRun, SpeculationConfig, make_drafter
 from seerjax.speculation.statistics import Acceptance
-from seerjax.types import Problem, Verdict
-
-NANO = pathlib.Path(parameters.__file__).parent / "nano"
-# A model with nano's vocabulary.
-MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 
 
 class DraftModel:
@@ -61,57 +45,17 @@ def no_drafter(config: SpeculationConfig, run: DraftedRun) -> str:
 NUMBER = 7
 
 
-class Vowels:
-  """Rewards vowels."""
-
-  name = "vowels"
-
-  def num_problems(self, split: str) -> int:
-    return 3
-
-  def problem(self, split: str, index: int) -> Problem:
-    return Problem(problem_id=f"{split}-{index}", prompt=f"{index}?")
-
-  def verdict(self, problem: Problem, text: str) -> Verdict:
-    return Verdict(reward=zlib.crc32(text.encode()) % 3 / 2, correct=False, well_formed=True)
-
-
-def config_of(speculation: SpeculationConfig) -> RunConfig:
-  return RunConfig(
-    model="tiny",
-    task="vowels",
-    num_steps=2,
-    numerics=tiny_model.ONE_SLAB,
-    engine=EngineConfig(
-      page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
-    ),
-    rollout=RolloutConfig(groups_per_step=2, group_size=2, max_tokens=8),
-    trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
-    speculation=speculation,
-    evaluation=EvaluationConfig(num_problems=2),
-  )
-
-
-def records_of(directory: pathlib.Path) -> list[dict]:
-  lines = (directory / journal.FILE_NAME).read_text().splitlines()
-  return [json.loads(line)["record"] for line in lines]
-
-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("programs_on_disk")
 def test_a_draft_model_of_ones_own_is_named_and_changes_no_bit(tmp_path):
-  master = parameters.init(numerics_lib.key(0), MODEL, tiny_model.ONE_SLAB)
-  policy = Policy(MODEL, master, tokenizer.load(NANO))
   configs = {
-    "own": config_of(SpeculationConfig(drafter=f"{__name__}:DraftModel")),
-    "default": config_of(SpeculationConfig()),
-  }
-  programs = make_programs(configs["own"], MODEL)
+    "own": SpeculationConfig(drafter=f"{__name__}:DraftModel"), "default": SpeculationConfig(),
+  }  # fmt: skip
   own, default = (
-    rl.train(config, policy, Vowels(), tmp_path / name, programs=programs)
+    train(tmp_path / name, num_steps=2, scheduler=RunConfig().scheduler, speculation=config)
     for name, config in configs.items()
   )
-  assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), own.state, default.state))
+  assert_equal_bits(own.state, default.state)
   assert records_of(tmp_path / "own") == records_of(tmp_path / "default")
   # It was called, and its calls are in the report.
   done = trace.read(tmp_path / "own" / trace.FILE_NAME)
