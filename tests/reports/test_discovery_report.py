@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html.parser
 import json
 import pathlib
 import re
@@ -11,6 +10,7 @@ from typing import Any
 import xml.etree.ElementTree as xml
 
 from matplotlib import figure
+from page_tags import Tags
 import pytest
 
 from seerjax import metrics
@@ -144,22 +144,6 @@ def make_summary(directory: pathlib.Path, **more: Any) -> None:
     numerics={"digest": "db13"},
   )
   metrics.write_summary(directory / "summary.json", numbers | more)
-
-
-class Tags(html.parser.HTMLParser):
-  """Collects what a browser would see of a page."""
-
-  def __init__(self, page: str):
-    super().__init__()
-    self.tags: list[tuple[str, dict[str, str | None]]] = []
-    self.text = ""
-    self.feed(page)
-
-  def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-    self.tags.append((tag, dict(attrs)))
-
-  def handle_data(self, data: str) -> None:
-    self.text += data
 
 
 def rendered(directory: pathlib.Path, environment: environment_lib.Environment) -> str:

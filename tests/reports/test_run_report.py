@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html.parser
+import html
 import json
 import os
 import pathlib
@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import numpy as np
+from page_tags import Tags
 import pytest
 
 from seerjax import metrics
@@ -105,22 +106,6 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
             ),
             prompt_text=text or "Mira has 12 pencils. She gives 5 away and buys 9. How many now?",
           )
-
-
-class Tags(html.parser.HTMLParser):
-  """Collects what a browser would see of a page."""
-
-  def __init__(self, page: str):
-    super().__init__()
-    self.tags: list[tuple[str, dict]] = []
-    self.text = ""
-    self.feed(page)
-
-  def handle_starttag(self, tag, attrs):
-    self.tags.append((tag, dict(attrs)))
-
-  def handle_data(self, data):
-    self.text += data
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -16,6 +18,14 @@ from seerjax.run import config as config_lib, directory as directory_lib
 from seerjax.run.config import RunConfig, TrainerConfig
 
 pytestmark = pytest.mark.usefixtures("programs_on_disk")
+
+
+def save(directory: pathlib.Path, step: int, sizes: dict[str, Any]) -> None:
+  """Writes a checkpoint of a run that was begun with these sizes."""
+  checkpoint.save(
+    directory / "checkpoints", step, {"w": jnp.zeros(1)}, host_state={"sizes": sizes},
+    fingerprint=numerics_lib.fingerprint(NUMERICS),
+  )  # fmt: skip
 
 
 @pytest.mark.thorough
@@ -32,13 +42,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   assert config_lib.for_model(found, nano) == found and config_lib.chosen(found, found) == ""
   chosen = config_lib.chosen_sizes(found)
   sizes = chosen | {"sequences_per_micro_batch": 16, "row_buckets": [32, 256]}
-  checkpoint.save(
-    tmp_path / "checkpoints",
-    0,
-    {"w": jnp.zeros(1)},
-    host_state={"sizes": sizes},
-    fingerprint=numerics_lib.fingerprint(NUMERICS),
-  )
+  save(tmp_path, 0, sizes)
   resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
   assert resumed.trainer.sequences_per_micro_batch == 16
   assert resumed.engine.row_buckets == (32, 256)
@@ -54,26 +58,14 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   # A run started before this setting existed was tiled, and stays tiled.
   assert resumed.numerics.implementation == "native"
   del sizes["implementation"]
-  checkpoint.save(
-    tmp_path / "checkpoints",
-    1,
-    {"w": jnp.zeros(1)},
-    host_state={"sizes": sizes},
-    fingerprint=numerics_lib.fingerprint(NUMERICS),
-  )
+  save(tmp_path, 1, sizes)
   older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
   assert older.numerics.implementation == "tiled"
   # Its learning rate was not a setting either.
   adapters = dataclasses.replace(open_config, lora_rank=4)
   assert config_lib.for_model(adapters, nano).optimizer.learning_rate == 2e-4
   del sizes["learning_rate"]
-  checkpoint.save(
-    tmp_path / "checkpoints",
-    2,
-    {"w": jnp.zeros(1)},
-    host_state={"sizes": sizes},
-    fingerprint=numerics_lib.fingerprint(NUMERICS),
-  )
+  save(tmp_path, 2, sizes)
   older = config_lib.for_model(directory_lib.as_begun(adapters, tmp_path), nano)
   assert older.optimizer.learning_rate == 1e-4
 

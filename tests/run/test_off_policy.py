@@ -74,6 +74,25 @@ def test_what_sampling_raises_is_raised_where_it_is_waited_for():
   ahead.close()
 
 
+def sample(
+  carried: off_policy.Carried, rollout_of, *, step: int = 0, num_begun: int = 2, kept=None
+):
+  """Samples one step of `Counts`; keeps the ids of whole rollouts in `kept`."""
+  kept = [] if kept is None else kept
+  return off_policy.sample_partial(
+    carried,
+    CONFIG,
+    num_begun=num_begun,
+    step=step,
+    pose=lambda position: Counts().problem("train", position),
+    task=Counts(),
+    tokenizer=word_engine.TOKENIZER,
+    seed=0,
+    rollout_of=rollout_of,
+    on_rollout=lambda problem, rollout: kept.append(rollout.request.request_id),
+  )
+
+
 @pytest.mark.thorough
 def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
   engine = word_engine.make_engine()
@@ -90,18 +109,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
       return DividedRollout(engine, Divided(chunk_tokens=6), resume_from=renewed)
 
     engine.set_params(word_engine.params(step), policy_version=step)
-    groups, old = off_policy.sample_partial(
-      carried,
-      CONFIG,
-      num_begun=4,
-      step=step,
-      pose=lambda position: Counts().problem("train", position),
-      task=Counts(),
-      tokenizer=word_engine.TOKENIZER,
-      seed=0,
-      rollout_of=rollout_of,
-      on_rollout=lambda problem, rollout: kept.append(rollout.request.request_id),
-    )
+    groups, old = sample(carried, rollout_of, step=step, num_begun=4, kept=kept)
     assert engine.num_unfinished == 0 and engine.free_pages(0) == 8
     assert [group.group_index for group in groups] == [0, 1] and len(carried.groups) == 2
     expected_old = 0
@@ -127,18 +135,8 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
 @pytest.mark.thorough
 def test_rewards_stand_with_their_texts():
   carried = off_policy.Carried()
-  groups, _ = off_policy.sample_partial(
-    carried,
-    CONFIG,
-    num_begun=2,
-    step=0,
-    pose=lambda position: Counts().problem("train", position),
-    task=Counts(),
-    tokenizer=word_engine.TOKENIZER,
-    seed=0,
-    rollout_of=lambda old: DividedRollout(word_engine.make_engine(), Divided(), resume_from=old),
-    on_rollout=lambda problem, rollout: None,
-  )
+  rollout_of = lambda old: DividedRollout(word_engine.make_engine(), Divided(), resume_from=old)
+  groups, _ = sample(carried, rollout_of)
   for group in groups:
     texts = [rollout.completion.text for rollout in group.rollouts]
     np.testing.assert_array_equal(group.rewards, [len(text) % 2 for text in texts])

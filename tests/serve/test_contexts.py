@@ -17,6 +17,8 @@ import openai
 import pytest
 from served_process import Process
 import serving
+import sleep_prompts
+from sleep_prompts import user
 import word_engine
 
 import seerjax
@@ -31,7 +33,6 @@ from seerjax.serve.sleeping import Sleeping
 from seerjax.sleep import contexts as contexts_lib, prompts as prompts_lib, runner as runner_lib
 from seerjax.sleep.contexts import Contexts, Identity
 from seerjax.sleep.planner import PlannerConfig
-from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.times import StepTimes
@@ -46,20 +47,7 @@ KEYS = {"tok-a": "ana", "tok-b": "bo"}
 SECRET = ServeConfig(port=0, token="tok-server", tenants=KEYS)
 
 
-def user(text: str):
-  return ({"role": "user", "content": text},)
-
-
-PROMPTS = Prompts(
-  sleep=lambda context, notes, number: user(f"{context.text}{notes}"),
-  read=lambda reply, notes: (notes + reply, bool(notes)),
-  wake=lambda question, context, rewritten, verbosity: user(f"{context}{rewritten} {question}"),
-  leak=lambda context, verbosity: user(context),
-  joined=lambda texts: " ".join(texts)[:12],
-  rule=lambda context: "",
-  facts=lambda context: "",
-  num_verbosities=1,
-)
+PROMPTS = dataclasses.replace(sleep_prompts.PROMPTS, joined=lambda texts: " ".join(texts)[:12])
 
 
 @contextlib.contextmanager

@@ -80,31 +80,6 @@ def test_a_trace_is_read(tmp_path: pathlib.Path):
   np.testing.assert_array_equal(lengths_lib.read_trace(path), [[3, 4], [5, 6]])
 
 
-@pytest.mark.parametrize(
-  "line",
-  ['{"output": [1, 0]}', '{"output": [1, 2.5]}', '{"output": []}', '{"input": 1}', "no", "[1, 2]"],
-)
-def test_a_line_that_is_no_prompt_is_refused(tmp_path: pathlib.Path, line: str):
-  path = tmp_path / "trace.jsonl"
-  path.write_text('{"output": [5, 6]}\n' + line)
-  with pytest.raises(ValueError, match=r"in line 2, expected JSON with a list 'output' of posit"):
-    lengths_lib.read_trace(path)
-
-
-def test_a_prompt_with_another_number_of_lengths_is_refused(tmp_path: pathlib.Path):
-  path = tmp_path / "trace.jsonl"
-  path.write_text('{"output": [5, 6]}\n{"output": [1]}')
-  with pytest.raises(ValueError, match="got 1 lengths for the prompt that starts in line 2, exp"):
-    lengths_lib.read_trace(path)
-
-
-def test_an_empty_trace_is_refused(tmp_path: pathlib.Path):
-  path = tmp_path / "trace.jsonl"
-  path.write_text("\n")
-  with pytest.raises(ValueError, match="got no line, expected one per prompt"):
-    lengths_lib.read_trace(path)
-
-
 def turns(group: object, *tokens: object, validate: bool = False, step: int = 0) -> str:
   said = [dict(turn=i, completion_tokens=count, cached_tokens=7) for i, count in enumerate(tokens)]
   return json.dumps(dict(step=step, prompt_group_id=group, validate=validate, turns=said))
@@ -125,21 +100,26 @@ def test_a_trace_of_several_turns_is_read_group_by_group(tmp_path: pathlib.Path)
   np.testing.assert_array_equal(lengths_lib.read_trace(path), [[171, 8], [29, 10], [9, 10]])
 
 
-@pytest.mark.parametrize(
-  "line",
-  [turns(0, 0), turns(0, -1, 3), turns("a", 3), turns(0, 2.5), turns(0), '{"output": [5]}'],
-)
-def test_a_line_that_is_no_request_of_several_turns_is_refused(tmp_path: pathlib.Path, line: str):
-  path = tmp_path / "turns.jsonl"
-  path.write_text(turns(0, 3) + "\n" + line)
-  with pytest.raises(
-    ValueError, match="in line 2, expected JSON .*all lines in the same form; fix or"
-  ):
-    lengths_lib.read_trace(path)
+GOOD = '{"output": [5, 6]}'
+# Lines of a trace, and what is said of them.
+BAD = [
+  *(([GOOD, line], r"in line 2, expected JSON with a list 'output' of posit")
+    for line in ('{"output": [1, 0]}', '{"output": [1, 2.5]}', '{"output": []}', '{"input": 1}',
+                 "no", "[1, 2]")),
+  ([GOOD, '{"output": [1]}'], "got 1 lengths for the prompt that starts in line 2, exp"),
+  ([""], "got no line, expected one per prompt"),
+  *(([turns(0, 3), line], "in line 2, expected JSON .*all lines in the same form; fix or")
+    for line in (turns(0, 0), turns(0, -1, 3), turns("a", 3), turns(0, 2.5), turns(0),
+                 '{"output": [5]}')),
+  # Groups that are cut off.
+  ([turns(0, 3), turns(0, 4), turns(1, 5)],
+   "got 1 lengths for the prompt that starts in line 3, exp"),
+]  # fmt: skip
 
 
-def test_a_trace_of_several_turns_with_groups_cut_off_is_refused(tmp_path: pathlib.Path):
-  path = tmp_path / "turns.jsonl"
-  path.write_text("\n".join([turns(0, 3), turns(0, 4), turns(1, 5)]))
-  with pytest.raises(ValueError, match="got 1 lengths for the prompt that starts in line 3, exp"):
+@pytest.mark.parametrize("lines, message", BAD)
+def test_a_trace_of_another_form_is_refused(tmp_path: pathlib.Path, lines, message: str):
+  path = tmp_path / "trace.jsonl"
+  path.write_text("\n".join(lines))
+  with pytest.raises(ValueError, match=message):
     lengths_lib.read_trace(path)

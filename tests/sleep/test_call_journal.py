@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
 
 import pytest
+import small_files
 
 from seerjax.rollout import journal as rollouts
 from seerjax.sleep import thinkers
@@ -79,7 +79,7 @@ def test_a_kill_loses_at_most_the_call_in_work(tmp_path: pathlib.Path):
   path = tmp_path / "calls.jsonl"
   program = f"""
 import os, signal, sys
-sys.path.insert(0, {str(ROOT / "tests" / "sleep")!r})
+sys.path[:0] = [{str(ROOT / "tests" / "sleep")!r}, {str(ROOT / "tests" / "support")!r}]
 from test_call_journal import *
 journal = CallJournal({str(path)!r}, settings=WHO)
 for number in range(10):
@@ -126,16 +126,10 @@ def test_a_closed_journal_and_a_full_disk_are_refused(tmp_path: pathlib.Path):
   journal = CallJournal(path, settings=WHO)
   journal.append(call(), SAID)
   size = path.stat().st_size
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
-  try:
-    with pytest.raises(OSError, match="expected room for them; free some") as found:
-      journal.append(call("more"), SAID)
-    assert found.value.errno == errno.EFBIG
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
+  full = pytest.raises(OSError, match="expected room for them; free some")
+  with small_files.bounded(size + 20), full as found:
+    journal.append(call("more"), SAID)
+  assert found.value.errno == errno.EFBIG
   assert os.path.getsize(path) == size
   journal.append(call("more"), SAID)
   journal.close()

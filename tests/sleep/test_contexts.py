@@ -9,13 +9,13 @@ import os
 import pathlib
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import small_files
 
 from seerjax.sleep import contexts as contexts_lib
 from seerjax.sleep.contexts import Context, Contexts, Dropped, Identity, Rewrite
@@ -263,7 +263,7 @@ def test_nothing_stale_is_served_in_a_thousand_drawn_events(tmp_path: pathlib.Pa
 
 KILLED = f"""
 import sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests" / "sleep")!r}]
+sys.path[:0] = [{str(ROOT)!r}, *({str(ROOT / "tests")!r} + at for at in ("/sleep", "/support"))]
 from test_contexts import *
 directory = pathlib.Path(sys.argv[1])
 with Contexts(directory, identity=NANO) as registry:
@@ -361,19 +361,13 @@ def test_a_full_disk_is_refused_and_leaves_what_was_there(tmp_path: pathlib.Path
   registry = Contexts(tmp_path, identity=NANO)
   context = registered(registry, "a")
   kept = registry.keep("mine", "c", rewrite_of(context, "r"), step=0)
-  before = resource.getrlimit(resource.RLIMIT_FSIZE)
-  ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
   size = os.path.getsize(registry.path)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, before[1]))
-  try:
+  with small_files.bounded(size + 20):
     with pytest.raises(OSError, match="free some space and resume") as found:
       registry.keep("mine", "c", rewrite_of(context, "small", job=1), step=0)
     with pytest.raises(OSError, match="expected enough disk space; free some and sleep again"):
       registry.keep("mine", "c", rewrite_of(context, "large" * size, job=1), step=0)
-    assert found.value.errno == errno.EFBIG
-  finally:
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, ignored)
+  assert found.value.errno == errno.EFBIG
   assert registry.rewrites("mine", "c", step=0) == (kept,)
   assert registry.keep("mine", "c", rewrite_of(context, "s", job=1), step=0) is not None
   registry.close()

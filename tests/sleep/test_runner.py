@@ -7,6 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from sleep_prompts import PROMPTS
 from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
 
 from seerjax.engine.drafting import DraftQuery
@@ -14,7 +15,6 @@ from seerjax.engine.engine import Engine
 from seerjax.sleep import planner, runner as runner_lib
 from seerjax.sleep.contexts import Contexts, Identity
 from seerjax.sleep.planner import PlannerConfig
-from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.times import StepTimes
@@ -27,33 +27,19 @@ TEXTS = {"a": "Ana has 2.", "b": "Bo has 19.", "c": "Cy has 5."}
 STEPS = 1
 
 
-def user(text: str):
-  return ({"role": "user", "content": text},)
-
-
-# Two calls per job; the second reads what the first wrote.
-PROMPTS = Prompts(
-  sleep=lambda context, notes, number: user(f"{context.text}{notes}"),
-  read=lambda reply, notes: (notes + reply, bool(notes)),
-  wake=lambda question, context, rewritten, verbosity: user(f"{context}{rewritten} {question}"),
-  leak=lambda context, verbosity: user(context),
-  joined="\n".join,
-  rule=lambda context: "",
-  facts=lambda context: "",
-  num_verbosities=1,
-)
-
-
 class Sleeping:
   """A registry in a directory, an engine, and a runner over both."""
 
   def __init__(
-    self, directory: pathlib.Path, *, kind: type[Runner] = Runner, texts=TEXTS, **others
-  ):
+    self, directory: pathlib.Path, *, kind: type[Runner] = Runner, texts=TEXTS, prompts=PROMPTS,
+    config=CONFIG, planner_config=EAGER, **others,
+  ):  # fmt: skip
     self.registry = Contexts(directory, identity=NANO, on_drop=lambda d: self.runner.dropped(d))
     self.engine: Engine = make_engine(dataclasses.replace(SIZES, pinned_pages=4), **others)
     self.engine.step_times = FLAT
-    self.runner = kind(self.engine, self.registry, PROMPTS, config=CONFIG, planner_config=EAGER)
+    self.runner = kind(
+      self.engine, self.registry, prompts, config=config, planner_config=planner_config
+    )
     for name, text in texts.items():
       self.register(name, text)
 
@@ -213,10 +199,13 @@ def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_pa
 def test_anticipated_answers_are_drafts_of_the_questions_that_come(tmp_path):
   expected = {}
   for number in (1, 0):
-    drafter = SuffixDrafter(budget=None)
-    case = Sleeping(tmp_path / str(number), drafter=drafter, texts={"a": TEXTS["a"]})
-    case.runner._prompts = dataclasses.replace(PROMPTS, anticipated=lambda notes: ("Who?", "Now?"))
-    case.runner._config = dataclasses.replace(CONFIG, num_anticipated=number, answer_tokens=12)
+    case = Sleeping(
+      tmp_path / str(number),
+      drafter=SuffixDrafter(budget=None),
+      texts={"a": TEXTS["a"]},
+      prompts=dataclasses.replace(PROMPTS, anticipated=lambda notes: ("Who?", "Now?")),
+      config=dataclasses.replace(CONFIG, num_anticipated=number, answer_tokens=12),
+    )
     case.sleep()
     assert case.runner.jobs.anticipated == number and case.runner.jobs.kept == 2
     context = case.registry.get("mine", "a", step=STEPS)
@@ -279,8 +268,8 @@ def test_a_restart_prepares_what_was_kept(tmp_path):
 
 
 def test_a_context_that_does_not_pay_is_left_alone(tmp_path):
-  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
-  case.runner._planner_config = PlannerConfig(num_trials=1, latency_price=1.0)
+  worth = PlannerConfig(num_trials=1, latency_price=1.0)
+  case = Sleeping(tmp_path, texts={"a": TEXTS["a"]}, planner_config=worth)
   kind = planner.kind_of(4)
   seen = planner.saw_sleep(planner.Seen(), kind, 500)
   seen = planner.saw_answer(seen, kind, 10, has_slept=True)
