@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 
+import launch_scripts
+from launch_scripts import ROOT
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
 # Replaces the benchmark: writes its arguments, and exits as a file next to it specifies.
 BENCH = """
 import pathlib, sys, time
@@ -28,8 +27,7 @@ sys.exit(pathlib.Path(__file__).with_name("status").exists())
 @pytest.fixture
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
   """A checkout with a bench of a few lines, in a path with spaces."""
-  root = tmp_path / "a checkout"
-  shutil.copytree(ROOT / "launch", root / "launch")
+  root = launch_scripts.copied(tmp_path / "a checkout")
   (root / "pallas_kernels" / "bench").mkdir(parents=True)
   (root / "pallas_kernels" / "__init__.py").write_text("")
   (root / "pallas_kernels" / "bench" / "__main__.py").write_text(BENCH)
@@ -37,16 +35,8 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[int, str]:
-  """Runs gpu_check.sh with this Python; returns its exit status and all that it wrote."""
-  done = subprocess.run(
-    ["bash", str(checkout / "launch" / "gpu_check.sh"), *arguments],
-    env=os.environ | {"SEERJAX_PYTHON": sys.executable, "JAX_PLATFORMS": "cpu"} | environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    check=False,
-  )
-  return done.returncode, done.stdout
+  environment = {"JAX_PLATFORMS": "cpu"} | environment
+  return launch_scripts.run("gpu_check", *arguments, root=checkout, **environment)
 
 
 def test_help_names_every_part(checkout: pathlib.Path):

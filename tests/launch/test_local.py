@@ -5,22 +5,20 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import shutil
-import subprocess
 import sys
 import tomllib
 
+import launch_scripts
+from launch_scripts import ROOT
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
 MINOR = "{}.{}".format(*sys.version_info[:2])
 
 
 @pytest.fixture
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
   """A checkout with two experiments, in a path with spaces."""
-  root = tmp_path / "a checkout"
-  shutil.copytree(ROOT / "launch", root / "launch")
+  root = launch_scripts.copied(tmp_path / "a checkout")
   (root / "experiments").mkdir()
   for name in ("grpo", "other"):
     (root / "experiments" / f"{name}.py").write_text(f'"""Claim: one.\nCommand: {name}\n"""\n')
@@ -29,16 +27,7 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[int, str]:
-  """Runs local.sh with this Python; returns its exit status and all that it wrote."""
-  done = subprocess.run(
-    ["bash", str(checkout / "launch" / "local.sh"), *arguments],
-    env=os.environ | {"SEERJAX_PYTHON": sys.executable} | environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    check=False,
-  )
-  return done.returncode, done.stdout
+  return launch_scripts.run("local", *arguments, root=checkout, **environment)
 
 
 def test_help_lists_the_experiments(checkout: pathlib.Path):

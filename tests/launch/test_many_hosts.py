@@ -13,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import launch_scripts
 import launched
 import pytest
 import yaml
@@ -251,21 +252,10 @@ def test_a_rayjobs_workers_are_those_of_the_run(tmp_path):
   assert "--resume" in subprocess.run(entrypoint, **run).stdout
 
 
-def tpu(*arguments: str, **environment: str) -> tuple[int, str]:
-  done = subprocess.run(
-    ["bash", str(LAUNCH / "tpu_pod.sh"), *arguments],
-    env=os.environ | environment,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-  return done.returncode, done.stdout
-
-
 def test_every_host_of_a_tpu_runs_one_command(tmp_path):
   tool(tmp_path / "gcloud", '#!/bin/sh\nfor word; do echo "<$word>"; done\n')
   asked = ("--tpu=pod", "--zone=a", "--hosts=4", "experiments.grpo", "--workdir=/gcs/my run")
-  status, text = tpu(*asked, PATH=f"{tmp_path}:{os.environ['PATH']}")
+  status, text = launch_scripts.run("tpu_pod", *asked, PATH=f"{tmp_path}:{os.environ['PATH']}")
   assert status == 0
   command = (
     "cd seerjax && exec bash launch/local.sh --platform=tpu experiments.grpo"
@@ -274,8 +264,8 @@ def test_every_host_of_a_tpu_runs_one_command(tmp_path):
   words = re.findall(r"<(.*)>", text)
   assert words[:5] == ["compute", "tpus", "tpu-vm", "ssh", "pod"]
   assert words[5:] == ["--zone=a", "--worker=all", f"--command={command}"]
-  assert tpu(*asked, "--dry-run")[1] == f"on every host: {command}\n"
-  assert "has never run on a TPU" in tpu("--help")[1]
+  assert launch_scripts.run("tpu_pod", *asked, "--dry-run")[1] == f"on every host: {command}\n"
+  assert "has never run on a TPU" in launch_scripts.run("tpu_pod", "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +277,7 @@ def test_every_host_of_a_tpu_runs_one_command(tmp_path):
   ],
 )
 def test_a_tpu_that_is_not_named_is_refused(arguments, message):
-  status, text = tpu(*arguments)
+  status, text = launch_scripts.run("tpu_pod", *arguments)
   assert status == 1 and message in text
 
 
@@ -295,5 +285,5 @@ def test_without_gcloud_it_is_named(tmp_path):
   for name in ("bash", "dirname", "tr"):
     (tmp_path / name).symlink_to(subprocess.getoutput(f"command -v {name}"))
   asked = ("--tpu=pod", "--zone=a", "--hosts=4")
-  status, text = tpu(*asked, PATH=str(tmp_path))
+  status, text = launch_scripts.run("tpu_pod", *asked, PATH=str(tmp_path))
   assert status == 1 and "got no gcloud, expected Google Cloud's command line; install it" in text

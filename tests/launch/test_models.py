@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import pathlib
 import shutil
@@ -12,9 +11,10 @@ import sys
 import types
 import zipfile
 
+import launch_scripts
+from launch_scripts import ROOT
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
 NAMES = ("smollm2", "qwen25-coder-0.5b")
 PARTS = ("one/a.bin", "two/b.bin")
 WHEELS = ("one_model-1.0-py3-none-any.whl", "two_model-1.0-py3-none-any.whl")
@@ -23,12 +23,7 @@ WHEELS = ("one_model-1.0-py3-none-any.whl", "two_model-1.0-py3-none-any.whl")
 @pytest.fixture(scope="module")
 def models() -> types.ModuleType:
   """The script as a module."""
-  spec = importlib.util.spec_from_file_location("models", ROOT / "launch" / "models.py")
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  sys.modules["models"] = module  # Where its dataclass looks its annotations up.
-  spec.loader.exec_module(module)
-  return module
+  return launch_scripts.module("models")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-import importlib.util
 import os
 import pathlib
 import platform
@@ -13,9 +12,10 @@ import sys
 import time
 import types
 
+import launch_scripts
+from launch_scripts import ROOT
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
 LOCK = "jax==0.12.0.1\njaxlib==0.12.0\nnumba==0.66.0\n"
 CPUINFO = """processor : 0
 vendor_id\t: AuthenticAMD
@@ -30,11 +30,7 @@ flags\t\t: fpu avx2 avx512f
 @pytest.fixture(scope="module")
 def programs() -> types.ModuleType:
   """The script as a module."""
-  spec = importlib.util.spec_from_file_location("programs", ROOT / "launch" / "programs.py")
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return launch_scripts.module("programs")
 
 
 def test_a_folder_says_whose_programs_it_holds(programs: types.ModuleType):
