@@ -9,7 +9,7 @@ import pickle
 import re
 
 import cluster_cases
-from cluster_cases import Case, Halting, Mortal, alone, asked, make_engine, on_store
+from cluster_cases import Case, Halting, Mortal, alone, asked, assert_said, make_engine, on_store
 import pytest
 import tiny_model
 
@@ -199,12 +199,6 @@ def halting(late: int = 6) -> Halting:
 
 def run(rollout: ClusterRollout, requests: list[Request]) -> dict:
   return {one.request_id: one for one in rollout.run(requests)}
-
-
-def assert_said(found: dict, seed: int = 7) -> None:
-  wanted = alone(NATIVE, seed)
-  assert found.keys() == wanted.keys()
-  assert all(found[name].has_bits_of(wanted[name]) for name in found)
 
 
 def test_a_late_answer_is_dropped_by_its_chunk_number():

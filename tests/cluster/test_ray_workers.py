@@ -16,7 +16,7 @@ import threading
 import time
 
 import cluster_cases
-from cluster_cases import alone, asked
+from cluster_cases import asked, assert_said
 import faults
 import pytest
 import tiny_model
@@ -43,12 +43,6 @@ def workers() -> Iterator[RayWorkers]:
   made = RayWorkers(make_worker, count=2, patience=120)
   yield made
   made.close()
-
-
-def assert_said(found: dict) -> None:
-  wanted = alone(tiny_model.NATIVE, 7)
-  assert found.keys() == wanted.keys()
-  assert all(found[name].has_bits_of(wanted[name]) for name in found)
 
 
 @pytest.mark.long

@@ -24,21 +24,23 @@ from seerjax.cluster.records import Answered, Event, Lost
 from seerjax.cluster.worker import EngineWorker
 from seerjax.rollout.policies import ByRoom, Divided
 
+Befall = Callable[[Sequence[pathlib.Path], int], None]
+
 
 class Losing(LocalWorkers):
   """Loses a worker after one of its responses with pages, when the store is damaged.
 
   Attributes:
     answers: responses with pages until then.
-    fault: damages the store.
+    befall: damages the store's files, in a way that depends on the moment.
     lost: lost workers.
   """
 
-  answers = 0
-  lost: tuple[int, ...] = ()
-
-  def fault(self) -> None:
-    """Damages the store; overridden."""
+  def __init__(self, workers, *, befall: Befall, directory: pathlib.Path, moment: int):
+    super().__init__(workers)
+    self.answers = self.moment = moment
+    self.befall, self.directory = befall, directory
+    self.lost: tuple[int, ...] = ()
 
   def events(self, *, blocks: bool) -> Sequence[Event]:
     found = list(super().events(blocks=blocks))
@@ -46,7 +48,7 @@ class Losing(LocalWorkers):
       if isinstance(event, Answered) and any(result.kv for result in event.results):
         self.answers -= 1
         if self.answers == 0:
-          self.fault()
+          self.befall(sorted(self.directory.glob("*/*.kv")), self.moment)
           self.lost += (event.worker,)
           found.append(Lost(worker=event.worker, reason="lost on purpose"))
     return found
@@ -84,7 +86,7 @@ def do_nothing(files: Sequence[pathlib.Path], moment: int) -> None:
   ],
 )
 def test_a_store_that_loses_or_changes_pages_costs_no_bit(
-  befall: Callable[[Sequence[pathlib.Path], int], None],
+  befall: Befall,
   counted: tuple[str, ...],
   tmp_path,
   seed,
@@ -97,11 +99,12 @@ def test_a_store_that_loses_or_changes_pages_costs_no_bit(
       make_engine(tiny_model.NATIVE, kv_pool=on_store(directory), num_pages=pages)
       for pages, _ in cluster_cases.SIZES
     ]
-    workers = Losing([EngineWorker(engine) for engine in engines])
-    workers.answers = moment
-    workers.fault = lambda moment=moment, directory=directory: befall(
-      sorted(directory.glob("*/*.kv")), moment
-    )  # type: ignore[method-assign]
+    workers = Losing(
+      [EngineWorker(engine) for engine in engines],
+      befall=befall,
+      directory=directory,
+      moment=moment,
+    )
     rollout = ClusterRollout(workers, Divided(chunk_tokens=2, routing=ByRoom()))
     found = list(rollout.run(asked()))
     wanted = alone(tiny_model.NATIVE, 7)

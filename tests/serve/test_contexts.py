@@ -419,23 +419,6 @@ def test_a_server_without_contexts_says_so():
       assert "which has no contexts, expected one of none" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    (dict(tenants={"a": "x"}), "got 1 tenants, and an empty token, the server's own token"),
-    (dict(token="a", tenants={"a": "x"}), "got 1 tenants, and an empty token"),
-    (dict(token="t", tenants={"a": ""}), "tenants: got the name '', expected printable text; ren"),
-    (
-      dict(token="t", tenants={"\n": "x"}),
-      "got a token that does not fit in a header, expected printable",
-    ),
-  ],
-)
-def test_tenants_without_a_token_of_their_own_are_refused(fields, message):
-  with pytest.raises(ValueError, match=message):
-    ServeConfig(**fields)
-
-
 def test_a_file_of_tenants_is_read_by_line(tmp_path):
   path = tmp_path / "tenants"
   path.write_text("ana tok-a\n\nbo  tok-b\n")

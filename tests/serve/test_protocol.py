@@ -7,6 +7,7 @@ import json
 
 from hypothesis import given, strategies as st
 import pytest
+from serving import refusal
 
 from seerjax.serve import protocol
 from seerjax.serve.refusals import Refusal, shown
@@ -20,12 +21,6 @@ def chat(**fields) -> protocol.Asked:
 
 def complete(**fields) -> protocol.Asked:
   return protocol.completion({"prompt": "one", **fields})
-
-
-def refusal(ask, *arguments, **fields) -> Refusal:
-  with pytest.raises(Refusal) as caught:
-    ask(*arguments, **fields)
-  return caught.value
 
 
 def test_what_is_not_named_is_left_open():

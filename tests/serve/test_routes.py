@@ -501,8 +501,14 @@ def test_a_wrong_token_is_refused_in_one_way_and_a_body_that_is_too_long():
     ({"max_waiting": 0}, "ServeConfig.max_waiting: got 0, expected a whole number of at least 1"),
     ({"grace_seconds": 0}, "expected more than 0 seconds; raise it."),
     ({"token": "é"}, "got a token that does not fit in a header"),
+    ({"tenants": {"a": "x"}}, "got 1 tenants, and an empty token, the server's own token"),
+    ({"token": "a", "tenants": {"a": "x"}}, "got 1 tenants, and an empty token"),
+    ({"token": "t", "tenants": {"a": ""}},
+     "tenants: got the name '', expected printable text; ren"),
+    ({"token": "t", "tenants": {"\n": "x"}},
+     "got a token that does not fit in a header, expected printable"),
   ],
-)
+)  # fmt: skip
 def test_a_wrong_bound_is_refused(fields, expected: str):
   with pytest.raises(ValueError, match=expected):
     ServeConfig(**fields)

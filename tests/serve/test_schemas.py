@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import serving
 import word_engine
 
 from seerjax.serve import bodies, grammar, protocol, schemas
@@ -37,11 +38,10 @@ def asked(schema: str, **fields) -> protocol.Asked:
   ],
 )  # fmt: skip
 def test_a_number_that_would_be_another_is_refused_at_any_depth(schema: str, number: str):
-  with pytest.raises(Refusal) as refused:
-    asked(schema % number)
-  assert refused.value.param == "response_format.json_schema.schema"
-  assert refused.value.code == "inexact_number" and len(refused.value.message) < 300
-  assert f"got the number {number[:60]}" in refused.value.message
+  found = serving.refusal(asked, schema % number)
+  assert found.param == "response_format.json_schema.schema"
+  assert found.code == "inexact_number" and len(found.message) < 300
+  assert f"got the number {number[:60]}" in found.message
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,6 @@ def test_who_need_not_call_has_no_grammar(fields):
   ],
 )  # fmt: skip
 def test_a_choice_of_tools_that_is_none_is_refused_by_name(fields, param, message):
-  with pytest.raises(Refusal) as refused:
-    protocol.chat({"messages": MESSAGES, "tools": TOOLS, **fields})
-  assert refused.value.param == param
-  assert refused.value.message.startswith(f"{param}: {message}"), refused.value.message
+  found = serving.refusal(protocol.chat, {"messages": MESSAGES, "tools": TOOLS, **fields})
+  assert found.param == param
+  assert found.message.startswith(f"{param}: {message}"), found.message

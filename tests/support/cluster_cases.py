@@ -6,7 +6,7 @@ A seed draws a case: workers of several sizes, a policy, and the faults with the
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import pathlib
 
@@ -77,6 +77,13 @@ def asked(seed: int = 7, num_groups: int = 3, members: int = 3) -> list[Request]
 def alone(numerics: NumericsConfig, seed: int) -> dict[str, Completion]:
   """Returns the completions of `asked` from a single engine."""
   return {one.request_id: one for one in make_engine(numerics).generate(asked(seed))}
+
+
+def assert_said(found: Mapping[str, Completion], seed: int = 7) -> None:
+  """Asserts that native completions are those of `asked` from a single engine."""
+  wanted = alone(tiny_model.NATIVE, seed)
+  assert found.keys() == wanted.keys()
+  assert all(found[name].has_bits_of(wanted[name]) for name in found)
 
 
 def on_store(directory: pathlib.Path, host_pages: int = 64) -> KVPool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 import json
 from typing import Any
 
 import httpx2
+import pytest
 import word_engine
 
 from seerjax.engine.engine import Engine, EngineConfig
@@ -16,6 +17,7 @@ from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
+from seerjax.serve.refusals import Refusal
 from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.serve.service import Service
@@ -73,6 +75,13 @@ def pieces(text: str) -> list[dict[str, Any]]:
   lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
   assert lines[-1] == "[DONE]", lines[-1]
   return [json.loads(line) for line in lines[:-1]]
+
+
+def refusal(ask: Callable[..., Any], *arguments: Any, **fields: Any) -> Refusal:
+  """Returns the refusal of a call, which has to be refused."""
+  with pytest.raises(Refusal) as caught:
+    ask(*arguments, **fields)
+  return caught.value
 
 
 def engine_alone() -> Engine:
