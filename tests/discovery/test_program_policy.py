@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import dataclasses
 import pathlib
 
-import numpy as np
+import made_rollouts
 import pytest
 import tiny_problem
 
@@ -34,17 +34,9 @@ CONFIG = ProgramConfig(thinking_tokens=20, answer_tokens=30, seconds=2.0)
 
 def completion(request: Request, text: str) -> Completion:
   """Returns the completion of a model that produced this text."""
-  tokens = tuple(TOKENIZER.encode(text))[: request.sampling.max_tokens]
-  nothing = np.zeros(len(tokens), np.float32)
-  return Completion(
-    request_id=request.request_id,
-    tokens=tokens,
-    behaviour_logprobs=nothing,
-    raw_logprobs=nothing,
-    text=text,
-    finish_reason="length" if len(tokens) == request.sampling.max_tokens else "stop",
-    policy_version=0,
-  )
+  tokens = TOKENIZER.encode(text)[: request.sampling.max_tokens]
+  reason = "length" if len(tokens) == request.sampling.max_tokens else "stop"
+  return made_rollouts.completion(request.request_id, tokens, text=text, finish_reason=reason)
 
 
 @pytest.fixture(scope="module")

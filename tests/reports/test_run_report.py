@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 
+import made_rollouts
 import numpy as np
 from page_tags import Tags
 import pytest
@@ -20,7 +21,7 @@ from seerjax.reports import charts, run_report
 from seerjax.rollout import journal, trace as trace_lib
 from seerjax.rollout.trace import Span, Trace
 from seerjax.speculation.statistics import Acceptance
-from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
+from seerjax.types import Verdict
 
 NUM_STEPS = 60
 EVIL = "</pre><script>alert('pwned')</script><img src=x onerror=alert(1)>\ud800 & 3 < 4"
@@ -81,28 +82,19 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
       for group in range(6):
         for member in range(4):
           count = int(np.clip(rng.lognormal(np.log(mean), 0.5), 5, 400))
-          logprobs = -rng.random(count).astype(np.float32)
+          verdict = Verdict(
+            reward=float((group + step) % 3 > 0),
+            correct=(group + step) % 3 > 0,
+            well_formed=True,
+            answer=text or "16",
+          )
+          said = text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16."
           book.append(
             step,
             group,
             member,
-            Rollout(
-              request=Request(request_id="r", prompt=(1, 2), sampling=SamplingParams()),
-              completion=Completion(
-                request_id="r",
-                tokens=tuple(range(count)),
-                behaviour_logprobs=logprobs,
-                raw_logprobs=logprobs,
-                policy_version=step,
-                finish_reason="stop",
-                text=text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16.",
-              ),
-              verdict=Verdict(
-                reward=float((group + step) % 3 > 0),
-                correct=(group + step) % 3 > 0,
-                well_formed=True,
-                answer=text or "16",
-              ),
+            made_rollouts.rollout(
+              (1, 2), range(count), verdict=verdict, text=said, policy_version=step
             ),
             prompt_text=text or "Mira has 12 pencils. She gives 5 away and buys 9. How many now?",
           )

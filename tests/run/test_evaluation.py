@@ -6,12 +6,13 @@ import itertools
 import pathlib
 from typing import Any
 
+import made_rollouts
 import numpy as np
 import pytest
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.run import evaluation
-from seerjax.types import Completion, Problem, Verdict
+from seerjax.types import Problem, Verdict
 
 TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 # (text, number of tokens, why it ended) of the first request, the second, and so on.
@@ -50,15 +51,7 @@ def evaluate(
     if seen is not None:
       seen.extend(requests)
     completions = [
-      Completion(
-        request_id=request.request_id,
-        tokens=(1,) * length,
-        behaviour_logprobs=np.zeros(length, np.float32),
-        raw_logprobs=np.zeros(length, np.float32),
-        text=text,
-        finish_reason=reason,
-        policy_version=0,
-      )
+      made_rollouts.completion(request.request_id, (1,) * length, text=text, finish_reason=reason)
       for request, (text, length, reason) in zip(requests, ANSWERS)
     ]
     return completions[::-1] if is_reversed else completions

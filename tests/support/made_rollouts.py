@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,6 +13,26 @@ PLAIN = types.SamplingParams()
 NOTHING = types.Verdict(reward=0.0, correct=False, well_formed=False)
 
 
+def completion(
+  name: str,
+  tokens: Sequence[int],
+  *,
+  text: str = "",
+  finish_reason: str = "stop",
+  policy_version: int = 0,
+) -> types.Completion:
+  """Returns a completion whose log-probabilities follow from its tokens."""
+  return types.Completion(
+    request_id=name,
+    tokens=tuple(tokens),
+    behaviour_logprobs=-np.asarray(tokens, np.float32) / 16,
+    raw_logprobs=-np.asarray(tokens, np.float32) / 8,
+    text=text,
+    finish_reason=finish_reason,
+    policy_version=policy_version,
+  )
+
+
 def rollout(
   prompt: Sequence[int],
   tokens: Sequence[int],
@@ -19,20 +40,12 @@ def rollout(
   name: str = "r",
   sampling: types.SamplingParams = PLAIN,
   verdict: types.Verdict = NOTHING,
-  finish_reason: str = "stop",
+  **others: Any,
 ) -> types.Rollout:
-  """Returns a rollout whose log-probabilities follow from its tokens."""
+  """Returns a rollout of a completion as above."""
   return types.Rollout(
     request=types.Request(request_id=name, prompt=tuple(prompt), sampling=sampling),
-    completion=types.Completion(
-      request_id=name,
-      tokens=tuple(tokens),
-      behaviour_logprobs=-np.asarray(tokens, np.float32) / 16,
-      raw_logprobs=-np.asarray(tokens, np.float32) / 8,
-      text="",
-      finish_reason=finish_reason,
-      policy_version=0,
-    ),
+    completion=completion(name, tokens, **others),
     verdict=verdict,
   )
 
