@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from seerjax.discovery import problem_check, problem_file
-from seerjax.discovery.environment import Environment, Published
+from seerjax.discovery.environment import Environment, Published, Score
 
 # Maximise the product of numbers in 0..1 whose sum is at most 1: a fully sound problem.
 SOUND = """
@@ -47,6 +47,8 @@ def picture(artefact):
   return Figure()
 """
 
+VALUE = "return artefact[0] * artefact[1] * artefact[2]"
+FRACTIONS = ("import random", "import random\nimport numpy as np\nfrom fractions import Fraction")
 LANGUAGE = """
 class Language:
   vocab_size = 8
@@ -80,6 +82,12 @@ def written(tmp_path: pathlib.Path):
     return path
 
   return write
+
+
+def scored(written, returned: str, *changes: tuple[str, str], more: str = "") -> Score:
+  """Returns the score of three numbers by a file whose `verify` returns this."""
+  path = written((VALUE, f"return {returned}"), *changes, more=more)
+  return problem_file.load(path).verify([0.1, 0.3, 0.1])
 
 
 def levels(findings: list[problem_check.Finding]) -> list[str]:
@@ -189,11 +197,7 @@ def test_a_missing_file_and_one_of_another_kind_are_refused(written, tmp_path):
   ],
 )
 def test_verify_may_return_a_number_in_several_forms(written, returned, value, certificate):
-  path = written(
-    ("import random", "import random\nimport numpy as np\nfrom fractions import Fraction"),
-    ("return artefact[0] * artefact[1] * artefact[2]", f"return {returned}"),
-  )
-  score = problem_file.load(path).verify([0.1, 0.1, 0.1])
+  score = scored(written, returned, FRACTIONS)
   assert (score.is_valid, score.value, score.certificate) == (True, value, certificate)
 
 
@@ -220,8 +224,7 @@ def test_verify_may_return_a_number_in_several_forms(written, returned, value, c
   ],
 )
 def test_whatever_else_verify_does_makes_the_artefact_invalid(written, returned, reason):
-  path = written(("return artefact[0] * artefact[1] * artefact[2]", f"return {returned}"))
-  score = problem_file.load(path).verify([0.1, 0.1, 0.1])
+  score = scored(written, returned)
   assert not score.is_valid
   assert score.reason.startswith(reason)
 
@@ -237,11 +240,8 @@ def test_whatever_else_verify_does_makes_the_artefact_invalid(written, returned,
   ],
 )
 def test_a_reward_that_is_none_makes_the_artefact_invalid(written, body, reason):
-  path = written(
-    ("return artefact[0] * artefact[1] * artefact[2]", "return 0.25"),
-    more=f"def reward(value):\n  {body}\n",
-  )
-  assert problem_file.load(path).verify([0.1, 0.1, 0.1]).reason.startswith(reason)
+  score = scored(written, "0.25", more=f"def reward(value):\n  {body}\n")
+  assert score.reason.startswith(reason)
 
 
 @hypothesis.given(st.floats(-1e300, 1e300), st.floats(-1e300, 1e300), st.booleans())
@@ -326,7 +326,6 @@ START = "return [draws.uniform(0.1, 0.3) for _ in range(3)]"
 CHECK = """    if type(x) not in (int, float) or not 0 < x <= 1:
       return None, "expected numbers in 0..1"
 """
-VALUE = "return artefact[0] * artefact[1] * artefact[2]"
 
 
 @pytest.mark.parametrize(
@@ -514,30 +513,19 @@ def test_a_sentence_ends_with_the_stop_token(written):
 
 
 def test_a_value_as_a_fraction_is_exact(written):
-  path = written(
-    ("import random", "from fractions import Fraction\nimport random"),
-    (VALUE, "return Fraction(artefact[0]) * Fraction(artefact[1])"),
-  )
-  score = problem_file.load(path).verify([0.1, 0.3, 0.1])
+  score = scored(written, "Fraction(artefact[0]) * Fraction(artefact[1])", FRACTIONS)
   assert Fraction(score.certificate) == Fraction(0.1) * Fraction(0.3) != Fraction(score.value)
 
 
 def test_a_fraction_of_thousands_of_digits_is_exact(written):
   # Python refuses to print this many decimals.
-  path = written(
-    ("import random", "from fractions import Fraction\nimport random"),
-    (VALUE, "return Fraction(10**5000 + 1, 10**5000)"),
-  )
-  score = problem_file.load(path).verify([0.1, 0.3, 0.1])
+  score = scored(written, "Fraction(10**5000 + 1, 10**5000)", FRACTIONS)
   assert (score.is_valid, score.value) == (True, 1.0)
   top, bottom = (int(text, 16) for text in score.certificate.split("/"))
   assert Fraction(top, bottom) == Fraction(10**5000 + 1, 10**5000)
 
 
 def test_a_number_that_is_no_float_is_a_defect(written):
-  path = written(
-    ("import random", "import random\nclass Odd(int):\n  def __float__(self): raise KeyError(1)"),
-    (VALUE, "return Odd(3)"),
-  )
-  score = problem_file.load(path).verify([0.1, 0.3, 0.1])
+  odd = "import random\nclass Odd(int):\n  def __float__(self): raise KeyError(1)"
+  score = scored(written, "Odd(3)", ("import random", odd))
   assert score.reason == "verify returned a number that raised KeyError"
