@@ -130,9 +130,9 @@ def test_response_formats_are_grammars():
   assert chat(response_format={"type": "text"}).grammar is None
 
 
-@pytest.mark.parametrize(
-  "fields, param, expected",
-  [
+# By the routes that refuse them: (fields, the field that is named, what is said of it).
+WRONG = {
+  (chat, complete): [
     ({"audio": {}}, "audio", "got a field that is not supported, expected one of model,"),
     ({"n_best": 1}, "n_best", "leave it out."),
     ({"temperature": "hot"}, "temperature", "got 'hot' (text), expected a number, 0 or"),
@@ -162,58 +162,29 @@ def test_response_formats_are_grammars():
     ({"regex": ""}, "regex", "got an empty expression"),
     ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "leave one out"),
     ({"response_format": {"type": "yaml"}}, "response_format.type", "got 'yaml', expected text,"),
-    (
-      {"response_format": {"type": "json_schema", "json_schema": {}}},
-      "response_format.json_schema.schema",
-      "got nothing, expected a value; send the schema as an object.",
-    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}},
+     "response_format.json_schema.schema",
+     "got nothing, expected a value; send the schema as an object."),
     ({"user": 3}, "user", "write it in quotes."),
   ],
-)
-def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: str):
-  for ask in (chat, complete):
-    found = refusal(ask, **fields)
-    assert (found.status, found.kind, found.param) == (400, "invalid_request_error", param)
-    assert expected in found.message
-
-
-@pytest.mark.parametrize(
-  "fields, param, expected",
-  [
+  (chat,): [
     ({"messages": []}, "messages", "got no messages, expected at least one"),
     ({"messages": None}, "messages", "got nothing, expected a value"),
     ({"messages": [{"role": "god", "content": "x"}]}, "messages[0].role", "got 'god', expected"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages[0].content", "send some text"),
     ({"messages": [{"role": "user", "images": 1}]}, "messages[0].images", "leave it out"),
-    (
-      {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
-      "messages[0].tool_calls",
-      "got calls in a message of role user, expected calls in assistant messages",
-    ),
-    (
-      {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
-      "messages[0].tool_calls[0].function.name",
-      "name the function that was called",
-    ),
-    (
-      {
-        "messages": [
-          {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}
-        ]
-      },
-      "messages[0].tool_calls[0].function.arguments",
-      "got '[]', expected a JSON object as text; send the arguments as they were returned.",
-    ),
-    (
-      {"messages": [{"role": "assistant", "tool_calls": [{"type": "code"}]}]},
-      "messages[0].tool_calls[0].type",
-      "describe a call of a function",
-    ),
-    (
-      {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-      "messages[0].content[0].type",
-      "send text only",
-    ),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls",
+     "got calls in a message of role user, expected calls in assistant messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+     "messages[0].tool_calls[0].function.name", "name the function that was called"),
+    ({"messages": [{"role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
+     "messages[0].tool_calls[0].function.arguments",
+     "got '[]', expected a JSON object as text; send the arguments as they were returned."),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "code"}]}]},
+     "messages[0].tool_calls[0].type", "describe a call of a function"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[0].content[0].type", "send text only"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "leave one out"),
     ({"top_logprobs": 2}, "top_logprobs", "expected logprobs to be true"),
     ({"logprobs": True, "top_logprobs": 17}, "top_logprobs", "got 17, expected 0 to 16"),
@@ -221,16 +192,7 @@ def test_a_wrong_field_of_either_route_is_named(fields, param: str, expected: st
     ({"tool_choice": "required"}, "tool_choice", "send them as tools"),
     ({"prompt": "x"}, "prompt", "got a field that is not supported"),
   ],
-)
-def test_a_wrong_field_of_a_chat_is_named(fields, param: str, expected: str):
-  found = refusal(chat, **fields)
-  assert found.param == param
-  assert expected in found.message
-
-
-@pytest.mark.parametrize(
-  "fields, param, expected",
-  [
+  (complete,): [
     ({"prompt": None}, "prompt", "got nothing, expected a value; send text, or token ids."),
     ({"prompt": []}, "prompt", "got no prompt, expected at least one"),
     ({"prompt": ""}, "prompt", "got an empty prompt"),
@@ -240,11 +202,18 @@ def test_a_wrong_field_of_a_chat_is_named(fields, param: str, expected: str):
     ({"suffix": "x"}, "suffix", 'expected "", since other values are not supported'),
     ({"best_of": 2}, "best_of", "expected 1, since other values are not supported"),
   ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "routes, fields, param, expected",
+  [(routes, *row) for routes, rows in WRONG.items() for row in rows],
 )
-def test_a_wrong_field_of_a_completion_is_named(fields, param: str, expected: str):
-  found = refusal(complete, **fields)
-  assert found.param == param
-  assert expected in found.message
+def test_a_wrong_field_is_named(routes, fields, param: str, expected: str):
+  for ask in routes:
+    found = refusal(ask, **fields)
+    assert (found.status, found.kind, found.param) == (400, "invalid_request_error", param)
+    assert expected in found.message
 
 
 def test_a_message_quotes_little_of_what_it_got():

@@ -164,39 +164,22 @@ def test_who_need_not_call_has_no_grammar(fields):
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "got {'type': 'allowed_tools'}"),
     ({"tool_choice": "required", "tools": None}, "tool_choice", "got \"required\" without tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "got \"required\" without tools"),
-    (
-      {"tool_choice": {"type": "function", "function": {"name": "h"}}},
-      "tool_choice.function.name", "got 'h', expected one of the 2 functions in tools, such as 'f'",
-    ),
-    (
-      {"tool_choice": NAMED, "tools": None},
-      "tool_choice.function.name", "got 'g', expected one of the 0 functions in tools",
-    ),
+    ({"tool_choice": {"type": "function", "function": {"name": "h"}}},
+     "tool_choice.function.name", "got 'h', expected one of the 2 functions in tools, such as 'f'"),
+    ({"tool_choice": NAMED, "tools": None},
+     "tool_choice.function.name", "got 'g', expected one of the 0 functions in tools"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", "got nothing, expected a"),
-    (
-      {"tool_choice": {"type": "function", "function": {"name": "g"}, "a": 1}},
-      "tool_choice.a", "got a field that is not supported",
-    ),
-    (
-      {"parallel_tool_calls": False}, "parallel_tool_calls",
-      "got false when calls are optional",
-    ),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}, "a": 1}},
+     "tool_choice.a", "got a field that is not supported"),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", "got false when calls are optional"),
     ({"tool_choice": NAMED, "regex": "a"}, "tool_choice", "got required calls together with regex"),
-    (
-      {"tool_choice": "required", "response_format": {"type": "json_object"}},
-      "tool_choice", "got required calls together with response_format",
-    ),
-    (
-      {"tools": [{"type": "function", "function": {"name": ""}}]},
-      "tools[0].function.name", "got nothing, expected a name",
-    ),
-    (
-      {"tools": [tool("f", 3)]}, "tools[0].function.parameters", "got 3 (a whole number), expected",
-    ),
-    (
-      {"tool_choice": "required", "tools": [tool("f", {"const": 2**53 + 1})]},
-      "tools", "got the number 9007199254740993",
-    ),
+    ({"tool_choice": "required", "response_format": {"type": "json_object"}},
+     "tool_choice", "got required calls together with response_format"),
+    ({"tools": [{"type": "function", "function": {"name": ""}}]},
+     "tools[0].function.name", "got nothing, expected a name"),
+    ({"tools": [tool("f", 3)]}, "tools[0].function.parameters", "got 3 (a whole number), expected"),
+    ({"tool_choice": "required", "tools": [tool("f", {"const": 2**53 + 1})]},
+     "tools", "got the number 9007199254740993"),
   ],
 )  # fmt: skip
 def test_a_choice_of_tools_that_is_none_is_refused_by_name(fields, param, message):
