@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-import re
 import sys
 
 import pytest
@@ -92,35 +91,29 @@ def test_a_name_of_another_form_is_refused(name):
     loading.check_name(name)
 
 
-@pytest.mark.parametrize("number", ["-1", "2.5", "x", " 3", "", "٣", "²"])
-def test_what_is_no_number_is_refused(number):
-  expected = (
-    f"problem: got 'tiny_problem:Row:{number}', expected a number after the second colon; leave it"
-    " out, or write tiny_problem:Row:26"
-  )
-  with pytest.raises(ValueError, match=re.escape(expected)):
-    loading.load(f"tiny_problem:Row:{number}")
-
-
+@pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
-  "attribute, message",
+  "name, message",
   [
-    ("Missing", "has no 'Missing', expected a problem; it has"),
-    ("NOTHING", r"without \['name', .*'picture'\], expected a problem with name, is_maximised"),
-    ("Bare", r"without \['is_maximised', .*'picture'\], expected a problem with name"),
-    ("raises", r"problem: got KeyError: 'no' from raises\(\), expected a problem; fix it"),
-    ("refuses:4", "^refuses: got 4"),
+    *((f"tiny_problem:Row:{number}",
+       f"problem: got 'tiny_problem:Row:{number}', expected a number after the second colon; leave"
+       " it out, or write tiny_problem:Row:26")
+      for number in ("-1", "2.5", "x", " 3", "", "٣", "²")),
+    ("made_problems:Missing", "has no 'Missing', expected a problem; it has"),
+    ("made_problems:NOTHING",
+     r"without \['name', .*'picture'\], expected a problem with name, is_maximised"),
+    ("made_problems:Bare",
+     r"without \['is_maximised', .*'picture'\], expected a problem with name"),
+    ("made_problems:raises",
+     r"problem: got KeyError: 'no' from raises\(\), expected a problem; fix it"),
+    ("made_problems:refuses:4", "^refuses: got 4"),
+    ("no_such:Row",
+     r"problem: got 'no_such:Row', whose module 'no_such' cannot be imported \(No module"),
   ],
-)
-def test_what_gives_no_problem_is_refused(module, attribute, message):
+)  # fmt: skip
+def test_what_gives_no_problem_is_refused(name: str, message: str):
   with pytest.raises(ValueError, match=message):
-    loading.load(f"{module}:{attribute}")
-
-
-def test_a_module_that_cannot_be_imported_is_refused():
-  expected = "problem: got 'no_such:Row', whose module 'no_such' cannot be imported (No module"
-  with pytest.raises(ValueError, match=re.escape(expected)):
-    loading.load("no_such:Row")
+    loading.load(name)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
