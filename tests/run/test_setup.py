@@ -57,31 +57,6 @@ class Empty(Vowels):
     return 0 if split == "heldout" else 7
 
 
-@pytest.mark.parametrize(
-  ("task", "changes", "message"),
-  [
-    (Empty(), {}, r"vowels: got 0 problems in split 'heldout', expected at least 1"),
-    (
-      Vowels(),
-      dict(engine=dataclasses.replace(CONFIG.engine, page_size=3)),
-      r"got page_size=3, expected a divisor of NumericsConfig.kv_split=16",
-    ),
-    (Vowels(), dict(num_instances=99), r"make_mesh: got num_instances=99 x model_shards=1 = 99"),
-    (
-      Vowels(),
-      # Refused by the engine, the last check.
-      dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=2)),
-      r"NumericsConfig.reduction_shards: got 2, expected a divisor of num_kv_heads=1",
-    ),
-    (Vowels(), dict(lora_rank=17), r"lora rank: got 17, expected 1 <= rank <= 16"),
-  ],
-)
-def test_what_cannot_work_is_refused_before_the_journal_begins(tmp_path, task, changes, message):
-  with pytest.raises(ValueError, match=message):
-    rl.train(dataclasses.replace(CONFIG, **changes), policy(), task, tmp_path / "run")
-  assert task.num_verdicts == 0 and not (tmp_path / "run").exists()
-
-
 class Wordy(Vowels):
   """A task whose prompts exceed the context."""
 
@@ -91,11 +66,28 @@ class Wordy(Vowels):
     return Problem(problem_id=f"{split}-{index}", prompt="1 " * 60)
 
 
-def test_a_further_set_of_long_prompts_is_refused_before_the_journal_begins(tmp_path):
-  task, sets = Vowels(), {"long": Wordy()}
-  message = r"wordy: got a prompt of \d+ tokens .* and max_tokens 6, expected a sum of at most 48"
+@pytest.mark.parametrize(
+  ("task", "sets", "changes", "message"),
+  [
+    (Empty(), {}, {}, r"vowels: got 0 problems in split 'heldout', expected at least 1"),
+    (Vowels(), {}, dict(engine=dataclasses.replace(CONFIG.engine, page_size=3)),
+     r"got page_size=3, expected a divisor of NumericsConfig.kv_split=16"),
+    (Vowels(), {}, dict(num_instances=99),
+     r"make_mesh: got num_instances=99 x model_shards=1 = 99"),
+    # Refused by the engine, the last check.
+    (Vowels(), {}, dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=2)),
+     r"NumericsConfig.reduction_shards: got 2, expected a divisor of num_kv_heads=1"),
+    (Vowels(), {}, dict(lora_rank=17), r"lora rank: got 17, expected 1 <= rank <= 16"),
+    (Vowels(), {"long": Wordy()}, {},
+     r"wordy: got a prompt of \d+ tokens .* and max_tokens 6, expected a sum of at most 48"),
+  ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_before_the_journal_begins(
+  tmp_path, task, sets, changes, message
+):
+  config = dataclasses.replace(CONFIG, **changes)
   with pytest.raises(ValueError, match=message):
-    rl.train(CONFIG, policy(), task, tmp_path / "run", evaluation_sets=sets)
+    rl.train(config, policy(), task, tmp_path / "run", evaluation_sets=sets)
   assert task.num_verdicts == 0 and not (tmp_path / "run").exists()
 
 
