@@ -9,10 +9,11 @@ import time
 import hypothesis
 from hypothesis import strategies as st
 import pytest
+import tiny_problem
 
 from seerjax.discovery import environment, programs
 from seerjax.discovery.attempts import Attempt
-from seerjax.discovery.environment import Artefact, EditLanguage, Score
+from seerjax.discovery.environment import Artefact, Score
 from seerjax.sandbox.sandbox import Limits, Sandbox
 
 GOOD = "def improve(artefact, seconds, seed):\n  return artefact\n"
@@ -23,13 +24,10 @@ def fenced(source: str, mark: str = "python") -> str:
   return f"```{mark}\n{source}```\n"
 
 
-class Product:
+class Product(tiny_problem.Row):
   """Three numbers in 0..1 with a sum of at most 1; the value is their product."""
 
   name = "product"
-  is_maximised = True
-  published = ()
-  language: EditLanguage | None = None
 
   def start(self, seed: int) -> Artefact:
     return [0.5, 0.25, 0.125]
@@ -45,9 +43,6 @@ class Product:
       return environment.invalid("expected numbers in 0..1 with a sum of at most 1")
     value = math.prod(numbers)
     return Score(is_valid=True, value=value, reward=1 + value)
-
-  def picture(self, artefact: Artefact) -> None:
-    return None
 
 
 @pytest.fixture(scope="module")

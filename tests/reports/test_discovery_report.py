@@ -12,6 +12,7 @@ import xml.etree.ElementTree as xml
 from matplotlib import figure
 from page_tags import Tags
 import pytest
+import tiny_problem
 
 from seerjax import metrics
 from seerjax.discovery import environment as environment_lib
@@ -25,23 +26,12 @@ OTHERS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stairs:
-  """A problem whose artefact is a list of heights; its value is their sum."""
+@dataclasses.dataclass(frozen=True)
+class Stairs(tiny_problem.Row):
+  """A problem whose artefact is a list of heights, of which it draws a picture."""
 
   name: str = "stairs_3"
-  is_maximised: bool = True
   published: tuple[environment_lib.Published, ...] = OTHERS
-  language: environment_lib.EditLanguage | None = None
-
-  def start(self, seed: int) -> environment_lib.Artefact:
-    return [0.0]
-
-  def describe(self, artefact: environment_lib.Artefact, score: environment_lib.Score) -> str:
-    return str(artefact)
-
-  def verify(self, artefact: environment_lib.Artefact) -> environment_lib.Score:
-    return environment_lib.invalid("nobody asks")
 
   def picture(self, artefact: environment_lib.Artefact) -> Any:
     drawing = figure.Figure(figsize=(3, 2))

@@ -14,24 +14,17 @@ from seerjax.rollout import groups as groups_lib, journal as journal_lib
 from seerjax.rollout.divided import DividedRollout
 from seerjax.rollout.policies import Divided, LongestGroupFirst
 from seerjax.run import off_policy
-from seerjax.types import Problem, Verdict
 
 CONFIG = groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=20)
 
 
-class Counts:
-  """Poses numbers and rewards even lengths."""
+class Counts(Vowels):
+  """Poses numbers and rewards odd lengths."""
 
   name = "counts"
 
-  def num_problems(self, split: str) -> int:
-    return 100
-
-  def problem(self, split: str, index: int) -> Problem:
-    return Problem(problem_id=str(index), prompt=f"{index}?")
-
-  def verdict(self, problem: Problem, text: str) -> Verdict:
-    return Verdict(reward=float(len(text) % 2), correct=True, well_formed=True)
+  def reward(self, text: str) -> float:
+    return float(len(text) % 2)
 
 
 def test_the_next_step_is_sampled_while_this_one_learns_and_weights_wait_for_it():
