@@ -1170,7 +1170,7 @@ ROWS = [
       "got groups of 1 rewards",
       "expected at least 4, because advant", "set RolloutConfig.group_size to 8"),
   Row("a rollout on a busy engine", lambda d: divided.DividedRollout(d.running(), ours()),
-      "got an engine with 1 unfinished requests",
+      "DividedRollout: got an engine with 1 unfinished requests",
       "expected none (the scheduler needs all", "finish or cancel them"),
   Row("a rollout of what cannot be", lambda d: rolled(d.engine, request(prompt=(9999,))),
       "got token ids from 9999 to 9999", *NO_ID),
@@ -1192,10 +1192,11 @@ def field_rows() -> Iterator[Row]:
 
 def places_of(made_by: Callable[..., Any], field: str, value: Any) -> list[tuple[str, ...]]:
   """Returns what the message names: one text of each tuple."""
-  is_plain = isinstance(value, int | float | str)
-  shown = f"{value!r}" if is_plain else ""
+  is_plain = isinstance(value, int | float | str | tuple)
+  parts = [value, *value] if isinstance(value, tuple) else [value]
+  shown = [f"{part!r}" for part in parts] if is_plain else [""]
   owners = [(made_by.__name__, "SamplingParams")] if isinstance(made_by, type) else []
-  return [*owners, (f"{field}: got {shown}", f"{field}={shown}")]
+  return [*owners, tuple(f"{field}{how}{text}" for how in (": got ", "=") for text in shown)]
 
 
 ALL = [*field_rows(), *ROWS]
