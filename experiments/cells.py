@@ -1,28 +1,21 @@
 """Runs the cells of a long experiment and stores each finished cell as a line of JSON.
 
 Finished cells are not run again.
-Claim: none; used by `ttt_ablation` and `ttt_rivals`.
+Claim: none; experiments of several cells use it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import functools
 import json
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 import rich.progress
 
-from experiments import grpo
-from experiments.problems import names as names_lib
-from seerjax import metrics, ttt
-from seerjax.discovery import tiny_policy as tiny_policy_lib
-from seerjax.discovery.config import DiscoverConfig
-from seerjax.discovery.environment import Environment
-from seerjax.run import programs as programs_lib, stops
+from seerjax import metrics
+from seerjax.run import stops
 from seerjax.run.programs import Programs
 
 FILE_NAME = "cells.jsonl"
@@ -130,49 +123,3 @@ def completed(
     status = stop.status if isinstance(stop, stops.Interrupted) else stops.status_of(stop)
     raise stops.Interrupted(f"stopped {kept}", status) from None
   return [found[cell] for cell in cells]
-
-
-def check_problems(problems: Sequence[str]) -> None:
-  """Rejects problems for which the tiny policy cannot write edits, before any cell runs.
-
-  Raises:
-    ValueError: naming the first such problem.
-  """
-  for name in problems:
-    if names_lib.load(name).language is None:
-      raise ValueError(
-        f"{name}: got a problem without an edit language, expected one; choose another."
-      )
-
-
-def discovered(
-  config: DiscoverConfig, environment: Environment, programs: dict[Any, Programs]
-) -> tuple[ttt.Discovery, list[dict[str, Any]]]:
-  """Runs the tiny policy; returns the discovery and its metrics by step.
-
-  For a model shape that is new in `programs`, it first checks batch invariance on this machine.
-
-  Args:
-    config: the run.
-    environment: the problem.
-    programs: compiled programs of earlier runs, by shape; this run's are added.
-
-  Raises:
-    ValueError: if results of a new shape depend on the rest of the batch.
-  """
-  policy, run = tiny_policy_lib.tiny_policy(config, environment), config.run(environment)
-  shape = (policy.model, run.rollout.max_tokens)
-  if shape not in programs:
-    programs[shape] = programs_lib.make_programs(run, policy.model)
-    grpo.check_model(run, policy, programs[shape])
-  with tempfile.TemporaryDirectory() as directory:
-    found = ttt.discover(
-      config,
-      environment,
-      pathlib.Path(directory),
-      factory=functools.partial(names_lib.load, config.problem),
-      policy=policy,
-      log=lambda _: None,
-      programs=programs[shape],
-    )
-    return found, metrics.read(pathlib.Path(directory) / metrics.FILE_NAME)

@@ -1,14 +1,11 @@
 r"""Compares digests of one training run on several meshes, process counts and clusters.
 
 Claim: weights, optimiser, tokens and both log-probabilities of a GRPO run are bit-identical on
-meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, for a run
-that starts on a cluster and continues as a slice, and for one in which at least 40 faults hit
-processes, workers and pages (experiments/outside_faults.py).
+meshes of 1 and 8 devices, in 1, 2 and 4 processes, on clusters of 1, 2 and 3 workers, and for a
+run that starts on a cluster and continues as a slice.
 Command: bash launch/local.sh experiments.cluster_digests --workdir=runs/cluster_digests
   some of them:          --cells=1x1,2x4
   workers by Ray:        --config.cluster.address= (needs the extra seerjax[cluster])
-  processes killed:      --cells=1x1,3_workers_with_faults (needs it too, or is left out)
-  other faults:          --fault_seed=2
   the portable path:     --config.numerics.implementation=tiled --workdir=runs/digests_tiled
 Hardware: 2 CPU cores, some minutes a cell. Numbers: docs/results/cluster.md
 
@@ -18,7 +15,7 @@ last checkpoint. The output of each process is in the cell's directory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
@@ -34,21 +31,18 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import cells as cells_lib, configuration, outside_faults
+from experiments import cells as cells_lib, configuration
 from seerjax import agreement, checkpoint, metrics, parallel, rl
 from seerjax.array_typing import Array
-from seerjax.cluster import config as cluster_config, ray_workers
+from seerjax.cluster import config as cluster_config
 from seerjax.engine import engine as engine_lib
-from seerjax.rollout import groups, journal as journal_lib, record_lines
+from seerjax.rollout import groups, journal as journal_lib
 from seerjax.run import command_line, policy as policy_lib, presets, slices
 from seerjax.run.config import RunConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.tasks import loading
 
 DIGEST_FILE = "digest.json"
-PAGES = "pages"  # Directory of the workers' shared KV store, inside that of a cell with faults.
-# In cells with faults: how long a worker may take to respond, and how long a process stays stopped.
-PATIENCE_SECONDS, STOP_SECONDS = 90.0, 120.0
 
 
 class Phase(NamedTuple):
@@ -60,7 +54,6 @@ class Phase(NamedTuple):
     model_shards: model shards of the mesh.
     workers: cluster workers that sample instead of the run's own engine.
     share: fraction of all steps after which the phase ends.
-    has_faults: whether workers are Ray processes and `outside_faults` injects faults.
   """
 
   num_processes: int = 1
@@ -68,10 +61,8 @@ class Phase(NamedTuple):
   model_shards: int = 1
   workers: int = 0
   share: float = 1.0
-  has_faults: bool = False
 
 
-WITH_FAULTS = "3_workers_with_faults"
 PHASES: dict[str, tuple[Phase, ...]] = {
   "1x1": (Phase(),),
   "8x1": (Phase(num_instances=8),),
@@ -83,7 +74,6 @@ PHASES: dict[str, tuple[Phase, ...]] = {
   "1_worker": (Phase(workers=1),),
   "2_workers": (Phase(workers=2),),
   "3_workers": (Phase(workers=3),),
-  WITH_FAULTS: (Phase(workers=3, has_faults=True),),
   "2x4_resumed_on_8x1": (Phase(1, 2, 4, share=0.5), Phase(num_instances=8)),
   "2_workers_resumed_in_2_processes_2x4": (Phase(workers=2, share=0.5), Phase(2, 2, 4)),
 }
@@ -111,17 +101,8 @@ def default() -> RunConfig:
   )
 
 
-def config_of(config: RunConfig, phase: Phase, directory: pathlib.Path) -> RunConfig:
-  """Returns the configuration of a phase in a cell's directory."""
-  if phase.has_faults:
-    config = dataclasses.replace(
-      config,
-      checkpoint_every=1,
-      cluster=cluster_config.ClusterConfig(patience_seconds=PATIENCE_SECONDS),
-      # Short chunks: pages follow a request to the worker that continues it.
-      scheduler=dataclasses.replace(config.scheduler, chunk_tokens=8),
-      kv_pool=dataclasses.replace(config.kv_pool, disk=str((directory / PAGES).resolve())),
-    )
+def config_of(config: RunConfig, phase: Phase) -> RunConfig:
+  """Returns the configuration of a phase."""
   return dataclasses.replace(
     config,
     num_steps=max(round(config.num_steps * phase.share), 1),
@@ -186,33 +167,23 @@ def commands(name: str, index: int, phase: Phase, arguments: Sequence[str]) -> l
 
 
 def run_cell(
-  name: str,
-  config: RunConfig,
-  arguments: Sequence[str],
-  directory: pathlib.Path,
-  fault_seed: int = 0,
+  name: str, config: RunConfig, arguments: Sequence[str], directory: pathlib.Path
 ) -> dict[str, Any]:
   """Runs a cell in separate processes; continues an interrupted one.
 
   Raises:
     RuntimeError: if a process fails; the message has the end of its output.
-    AssertionError: if the cell ended before enough faults occurred.
   """
   own = directory / name
   if own.is_dir() and checkpoint.latest_step(own / slices.CHECKPOINTS) is None:
     shutil.rmtree(own)  # It was interrupted before its first checkpoint.
   own.mkdir(parents=True, exist_ok=True)
-  faults: dict[str, int] = {}
   for index, phase in enumerate(PHASES[name]):
     done = checkpoint.latest_step(own / slices.CHECKPOINTS) or 0
     is_last = phase is PHASES[name][-1]
-    if not is_last and done >= config_of(config, phase, own).num_steps:
+    if not is_last and done >= config_of(config, phase).num_steps:
       continue
-    runs = commands(name, index, phase, [*arguments, f"--workdir={own}"])
-    if phase.has_faults:
-      faults = _run_with_faults(own, runs[0], config, fault_seed)
-    else:
-      _run_phase(own, runs)
+    _run_phase(own, commands(name, index, phase, [*arguments, f"--workdir={own}"]))
   rollouts, num_tokens = rollouts_digest(own / journal_lib.FILE_NAME)
   rows = [row for row in metrics.read(own / metrics.FILE_NAME) if "contract/kl" in row]
   return {
@@ -224,62 +195,7 @@ def run_cell(
     "steps": len(rows),
     "updates_with_gradient": sum(row["train/grad_norm"] > 0 for row in rows),
     "kl_max": max((abs(row["contract/kl"]) for row in rows), default=0.0),
-    "faults": faults,
   }
-
-
-def _run_with_faults(
-  own: pathlib.Path, command: list[str], config: RunConfig, fault_seed: int
-) -> dict[str, int]:
-  """Restarts a phase until it finishes by itself; returns the number of faults by kind.
-
-  When an interrupted cell is continued, faults are drawn anew and counted from zero.
-  """
-  rollouts = config.num_steps * config.rollout.groups_per_step * config.rollout.group_size
-  journal = own / journal_lib.FILE_NAME
-
-  read, found = 0, 0
-
-  def num_rollouts() -> int:
-    nonlocal read, found
-    if journal.is_file():
-      with journal.open("rb") as file:
-        file.seek(read)
-        lines = file.read().rpartition(b"\n")[0]  # Complete lines only.
-      found += lines.count(b'"kind":"rollout"')
-      read += len(lines)
-    return found
-
-  outsider = outside_faults.Outsider(
-    outside_faults.drawn(fault_seed, rollouts),
-    seed=fault_seed,
-    pages=own / PAGES,
-    stop_seconds=STOP_SECONDS,
-    num_rollouts=num_rollouts,
-    is_resumable=lambda: checkpoint.latest_step(own / slices.CHECKPOINTS) is not None,
-  )
-  log, status = own / "process_0.log", None
-  while status is None:
-    with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
-      try:
-        status = outsider.accompany(process)
-      finally:
-        process.kill()
-  if status:
-    raise _failure(status, log)
-  met = {kind: outsider.met[kind] for kind in outside_faults.COUNTS}
-  assert sum(met.values()) >= outside_faults.LEAST and all(met.values()), (
-    f"{own.name}: got the faults {met}, expected {outside_faults.LEAST} and some of each kind; take"
-    " more steps, or another --fault_seed, in another --workdir."
-  )
-  kinds = [record["event"]["event"] for record in _events(journal)]
-  counted = {f"{kind} by the driver": kinds.count(kind) for kind in ("lost", "again", "late")}
-  return {**outsider.met, **counted}
-
-
-def _events(journal: pathlib.Path) -> Iterator[dict[str, Any]]:
-  """Yields the event records of a cluster's driver."""
-  return (record for _, _, record in record_lines.scan(journal) if record["kind"] == "event")
 
 
 def _run_phase(own: pathlib.Path, runs: list[list[str]]) -> None:
@@ -312,25 +228,17 @@ def settings_of(config: RunConfig) -> dict[str, Any]:
 
 
 def chosen(names: Sequence[str]) -> list[str]:
-  """Returns the requested cells in the table's order; by default all that can run here.
+  """Returns the requested cells in the table's order; by default all.
 
   Raises:
     ValueError: naming an unknown cell.
-    ImportError: if a requested cell needs Ray, which is not installed.
   """
-  has_ray = ray_workers.is_installed()
-  if WITH_FAULTS in names and not has_ray:
-    raise ImportError(
-      f"--cells: got {WITH_FAULTS!r} without Ray, whose processes are killed there, expected it;"
-      " install seerjax[cluster], or leave that cell out."
-    )
   for name in names:
     if name not in PHASES:
       raise ValueError(
         f"--cells: got {name!r}, expected some of {[*PHASES]}; leave it out for all."
       )
-  able = [name for name in PHASES if has_ray or name != WITH_FAULTS]
-  return [name for name in able if not names or name in names]
+  return [name for name in PHASES if not names or name in names]
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
@@ -340,8 +248,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     "|---|---|---|---:|---:|---:|",
   ]
   for one in records:
-    faults = sum(one.get("faults", {}).get(kind, 0) for kind in outside_faults.COUNTS)
-    name = one["name"].replace("_with_faults", f", {faults} faults").replace("_", " ")
+    name = one["name"].replace("_", " ")
     lines.append(
       f"| {name} | `{one['learnt'][:16]}` | `{one['rollouts'][:16]}` | {one['tokens']:,} |"
       f" {one['steps']} | {one['kl_max']} |"
@@ -354,7 +261,6 @@ def run(
   names: Sequence[str],
   arguments: Sequence[str],
   directory: pathlib.Path,
-  fault_seed: int = 0,
 ) -> list[dict[str, Any]]:
   """Runs the missing cells; writes table.md.
 
@@ -363,17 +269,16 @@ def run(
     names: the cells.
     arguments: command-line arguments that turn the default config into this one.
     directory: the output directory.
-    fault_seed: seed of the injected faults.
 
   Raises:
-    AssertionError: if a bit differs, or too few faults occurred.
+    AssertionError: if a bit differs.
     RuntimeError: if a process fails.
   """
   records = cells_lib.completed(
     [Cell(name) for name in names],
     directory,
     settings_of(config),
-    lambda cell, *_: run_cell(cell.name, config, arguments, directory, fault_seed),
+    lambda cell, *_: run_cell(cell.name, config, arguments, directory),
   )
   (directory / "table.md").write_text(table(records) + "\n")
   for part in ("learnt", "rollouts"):
@@ -391,17 +296,14 @@ def main(argv: list[str]) -> None:
     directory = pathlib.Path(args.workdir)
     if args.phase >= 0:
       phase = PHASES[args.cells[0]][args.phase]
-      config = config_of(config, phase, directory)
+      config = config_of(config, phase)
       num_devices = config.num_instances * config.model_shards
       parallel.start(configuration.slice_of_flags(), num_devices=num_devices)
       return learn(config, directory)
     names = chosen(args.cells)
     arguments = [one for one in sys.argv[1:] if one.lstrip("-").startswith("config.")]
-    records = run(config, names, arguments, directory, args.fault_seed)
+    records = run(config, names, arguments, directory)
   print(table(records))
-  for one in records:
-    if one.get("faults"):
-      print(f"{one['name']}: {', '.join(f'{n} {kind}' for kind, n in one['faults'].items())}")
   print(f"equal bits: {len(records)} systems learnt one thing from the same answers")
 
 
@@ -411,6 +313,5 @@ if __name__ == "__main__":
   flags.DEFINE_list(
     "cells", [], f"Lines of the table to compute, all by default: {', '.join(PHASES)}."
   )
-  flags.DEFINE_integer("fault_seed", 0, "Seed of the times and kinds of faults.")
   flags.DEFINE_integer("phase", -1, "Internal: phase of a subprocess.")
   app.run(main)

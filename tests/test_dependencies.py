@@ -73,7 +73,6 @@ HOST_ONLY = (
   "speculation/history.py",
   "speculation/sources.py",
   "speculation/times.py",
-  "speculation/verification.py",
 )
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}
 HOST_ONLY_ROOMS = {"compiled", "fields", "types", "rollout", "sleep", "speculation"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import pathlib
@@ -12,11 +11,8 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
-import small_discovery
-import tiny_problem
 
 from experiments import cells
-from experiments.problems import names
 from seerjax.run import stops
 
 
@@ -122,21 +118,3 @@ def test_a_cell_is_one_line_of_json(tmp_path: pathlib.Path):
   cells.append(tmp_path / "new" / cells.FILE_NAME, {"settings": SETTINGS, "value": float("nan")})
   (line,) = (tmp_path / "new" / cells.FILE_NAME).read_text().splitlines()
   assert json.loads(line)["settings"] == SETTINGS
-
-
-@pytest.mark.long
-def test_a_new_shape_is_asked_before_its_first_cell_and_untiled_is_refused(capsys):
-  environment = names.load(str(tiny_problem.__file__))
-  programs = {}
-  config = dataclasses.replace(small_discovery.RUN, num_steps=1)
-  cells.discovered(config, environment, programs)
-  said = capsys.readouterr().out
-  assert said.startswith("model of this run: rows are invariant: 0 of ")
-  cells.discovered(config, environment, programs)  # Of the same shape.
-  assert "model of this run" not in capsys.readouterr().out and len(programs) == 1
-
-  untiled = dataclasses.replace(
-    config, numerics=dataclasses.replace(config.numerics, implementation="untiled")
-  )
-  with pytest.raises(ValueError, match="self_test: got a model where, in untiled float32"):
-    cells.discovered(untiled, environment, {})

@@ -16,7 +16,6 @@ import small_run
 import tiny_model
 
 from experiments import cluster_digests
-from seerjax.cluster import ray_workers
 from seerjax.models import huggingface, parameters
 from seerjax.rollout import journal as journal_lib
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
@@ -78,39 +77,16 @@ def test_a_digest_is_of_every_bit(tmp_path):
 
 
 def test_cells_come_in_the_order_of_the_table_and_another_is_refused():
-  able = [*cluster_digests.PHASES]
-  if not ray_workers.is_installed():
-    able.remove(cluster_digests.WITH_FAULTS)
-  assert cluster_digests.chosen([]) == able
+  assert cluster_digests.chosen([]) == [*cluster_digests.PHASES]
   assert cluster_digests.chosen(["2_workers", "1x1"]) == ["1x1", "2_workers"]
   with pytest.raises(ValueError, match=r"--cells: got '3x3', expected some of \['1x1', '8x1'"):
     cluster_digests.chosen(["3x3"])
 
 
-def test_a_cell_whose_processes_are_killed_needs_ray():
-  if ray_workers.is_installed():
-    assert cluster_digests.chosen([cluster_digests.WITH_FAULTS]) == [cluster_digests.WITH_FAULTS]
-    pytest.skip("Ray is installed")
-  with pytest.raises(ImportError, match="got '3_workers_with_faults' without Ray"):
-    cluster_digests.chosen([cluster_digests.WITH_FAULTS])
-
-
-def test_a_phase_with_faults_has_workers_in_processes_that_share_pages(tmp_path):
-  [phase] = cluster_digests.PHASES[cluster_digests.WITH_FAULTS]
-  config = cluster_digests.config_of(cluster_digests.default(), phase, tmp_path)
-  assert config.cluster.workers == 3 and not config.cluster.address
-  assert config.kv_pool.disk == str(tmp_path / "pages")
-  assert config.cluster.patience_seconds < cluster_digests.STOP_SECONDS
-
-
-def test_the_table_says_how_many_faults_a_system_met():
+def test_a_table_by_hand():
   one = dict(learnt="1" * 64, rollouts="2" * 64, tokens=1234, steps=20, kl_max=0.0)
-  met = {"kill": 30, "driver": 11, "page sets damaged": 7, "lost by the driver": 9}
-  found = cluster_digests.table(
-    [{**one, "name": "1x1"}, {**one, "name": cluster_digests.WITH_FAULTS, "faults": met}]
-  )
+  found = cluster_digests.table([{**one, "name": "1x1"}])
   assert found.splitlines()[2].startswith(f"| 1x1 | `{'1' * 16}` | `{'2' * 16}` | 1,234 | 20 |")
-  assert found.splitlines()[3].startswith("| 3 workers, 41 faults | `1111")
 
 
 def test_each_process_of_a_cell_is_told_who_it_is():
