@@ -27,17 +27,17 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments import cells as cells_lib, configuration
+from experiments import cells as cells_lib, configuration, measure
 from seerjax import agreement, checkpoint, metrics, parallel, rl
 from seerjax.array_typing import Array
 from seerjax.cluster import config as cluster_config
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups, journal as journal_lib
-from seerjax.run import command_line, policy as policy_lib, presets, slices
+from seerjax.run import policy as policy_lib, presets, slices
 from seerjax.run.config import RunConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.tasks import loading
@@ -243,17 +243,12 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
   """Returns the table of docs/results/cluster.md."""
-  lines = [
-    "| system | weights and moments | tokens and log-probabilities | tokens | steps | KL |",
-    "|---|---|---|---:|---:|---:|",
-  ]
-  for one in records:
-    name = one["name"].replace("_", " ")
-    lines.append(
-      f"| {name} | `{one['learnt'][:16]}` | `{one['rollouts'][:16]}` | {one['tokens']:,} |"
-      f" {one['steps']} | {one['kl_max']} |"
-    )
-  return "\n".join(lines)
+  names = ("system", "weights and moments", "tokens and log-probabilities", "tokens", "steps", "KL")
+  return measure.table(names, (
+    (one["name"].replace("_", " "), f"`{one['learnt'][:16]}`", f"`{one['rollouts'][:16]}`",
+     f"{one['tokens']:,}", one["steps"], one["kl_max"])
+    for one in records
+  ))  # fmt: skip
 
 
 def run(
@@ -287,22 +282,19 @@ def run(
   return records
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    config = configuration.from_flags(RunConfig, args.config)
-    directory = pathlib.Path(args.workdir)
-    if args.phase >= 0:
-      phase = PHASES[args.cells[0]][args.phase]
-      config = config_of(config, phase)
-      num_devices = config.num_instances * config.model_shards
-      parallel.start(configuration.slice_of_flags(), num_devices=num_devices)
-      return learn(config, directory)
-    names = chosen(args.cells)
-    arguments = [one for one in sys.argv[1:] if one.lstrip("-").startswith("config.")]
-    records = run(config, names, arguments, directory)
+  config = configuration.from_flags(RunConfig, args.config)
+  directory = pathlib.Path(args.workdir)
+  if args.phase >= 0:
+    phase = PHASES[args.cells[0]][args.phase]
+    config = config_of(config, phase)
+    num_devices = config.num_instances * config.model_shards
+    parallel.start(configuration.slice_of_flags(), num_devices=num_devices)
+    return learn(config, directory)
+  names = chosen(args.cells)
+  arguments = [one for one in sys.argv[1:] if one.lstrip("-").startswith("config.")]
+  records = run(config, names, arguments, directory)
   print(table(records))
   print(f"equal bits: {len(records)} systems learnt one thing from the same answers")
 
@@ -314,4 +306,4 @@ if __name__ == "__main__":
     "cells", [], f"Lines of the table to compute, all by default: {', '.join(PHASES)}."
   )
   flags.DEFINE_integer("phase", -1, "Internal: phase of a subprocess.")
-  app.run(main)
+  measure.command(main)

@@ -26,9 +26,9 @@ import signal
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from experiments import configuration
+from experiments import configuration, measure
 from seerjax import metrics
 from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
@@ -41,7 +41,6 @@ from seerjax.numerics import NumericsConfig
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
-from seerjax.run import command_line
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.tasks import loading
 from seerjax.types import Completion, Request, SamplingParams
@@ -232,7 +231,7 @@ def _drafted(
 ) -> str:
   """Runs the rollout with drafts on 1, 2 and 3 workers; returns the table of tokens per step."""
   policy = policies.LongestGroupFirst(chunk_tokens=config.chunk_tokens, routing=policies.ByRoom())
-  lines = ["| system | tokens per step | of one worker's | bytes of deltas |", "|---|---|---|---|"]
+  rows = []
   first = 0.0
   for count, kind in ((1, EngineWorker), (2, EngineWorker), (3, EngineWorker), (2, Deaf)):
     for engine in engines:
@@ -251,10 +250,10 @@ def _drafted(
     told = 0 if kind is Deaf else 4 * rollout.counts["told"]
     name = f"{count} workers that draft" + (", without deltas" if kind is Deaf else "")
     note(name, completions, begin, tokens_a_step=per_step, delta_bytes=told, **counts_of(rollout))
-    lines.append(f"| {name} | {per_step:.3f} | {per_step / first:.2f} | {told} |")
+    rows.append((name, f"{per_step:.3f}", f"{per_step / first:.2f}", told))
   for engine in engines:
     engine.drafter = None
-  return "\n".join(lines)
+  return measure.table(("system", "tokens per step", "of one worker's", "bytes of deltas"), rows)
 
 
 def _with_processes(
@@ -281,27 +280,24 @@ def _with_processes(
 
 def table(results: dict[str, dict[str, Any]]) -> str:
   """Returns the table of docs/results/cluster.md."""
-  lines = [
-    "| system | digest | tokens | chunks | moved | lost workers | run again | driver's share |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  rows = []
   for name, one in results.items():
     share = f"{one['driver_share']:.1%}" if "driver_share" in one else ""
-    cells = [str(one.get(key, "")) for key in ("tokens", "chunks", "moved", "lost", "again")]
-    lines.append(f"| {name} | `{one['digest'][:16]}` | {' | '.join(cells)} | {share} |")
-  return "\n".join(lines)
+    cells = (one.get(key, "") for key in ("tokens", "chunks", "moved", "lost", "again"))
+    rows.append((name, f"`{one['digest'][:16]}`", *cells, share))
+  names = (
+    "system", "digest", "tokens", "chunks", "moved", "lost workers", "run again", "driver's share",
+  )  # fmt: skip
+  return measure.table(names, rows)
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    config = configuration.from_flags(ClusterRolloutConfig, args.config)
-    results = run(config, pathlib.Path(args.workdir))
+def main(args: flags.FlagValues) -> None:
+  config = configuration.from_flags(ClusterRolloutConfig, args.config)
+  results = run(config, pathlib.Path(args.workdir))
   print(table(results))
   print("equal bits: every system sampled the same tokens with the same log-probabilities")
 
 
 if __name__ == "__main__":
   configuration.define_flags(ClusterRolloutConfig(), "runs/cluster_rollout")
-  app.run(main)
+  measure.command(main)

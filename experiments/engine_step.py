@@ -22,18 +22,17 @@ import statistics
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 import jax
 import jax.numpy as jnp
 
-from experiments import decoding_step
+from experiments import decoding_step, measure
 from pallas_kernels import program
 from pallas_kernels.bench import timing
 from seerjax import numerics as numerics_lib
 from seerjax.models import config as model_config, parameters, presets
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
-from seerjax.run import command_line
 
 TURNS = 5
 # The model of a dry run: the smallest that the kernels support.
@@ -170,41 +169,38 @@ def timed(
   )
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    model, name, context, steps = presets.get(args.preset), args.preset, args.context, args.steps
-    # Any: the flag is a string, which NumericsConfig validates.
-    implementation: Any = args.implementation
-    turns = TURNS
-    if args.dry_run:
-      model, name, steps, turns = SMALL, "a small model (dry run)", 1, 1
-      context = decoding_step.PAGE_SIZE
-      implementation = "pallas_interpreted" if implementation == "pallas" else implementation
-    elif args.layers:
-      model = dataclasses.replace(model, num_layers=args.layers)
-      name += f" of {args.layers} layers"
-    numerics = model_config.numerics_for(
-      model,
-      NumericsConfig(
-        implementation=implementation,
-        compute_dtype="bfloat16",
-        reduction_shards=0,
-        row_tile=args.row_tile,
-      ),
+def main(args: flags.FlagValues) -> None:
+  model, name, context, steps = presets.get(args.preset), args.preset, args.context, args.steps
+  # Any: the flag is a string, which NumericsConfig validates.
+  implementation: Any = args.implementation
+  turns = TURNS
+  if args.dry_run:
+    model, name, steps, turns = SMALL, "a small model (dry run)", 1, 1
+    context = decoding_step.PAGE_SIZE
+    implementation = "pallas_interpreted" if implementation == "pallas" else implementation
+  elif args.layers:
+    model = dataclasses.replace(model, num_layers=args.layers)
+    name += f" of {args.layers} layers"
+  numerics = model_config.numerics_for(
+    model,
+    NumericsConfig(
+      implementation=implementation,
+      compute_dtype="bfloat16",
+      reduction_shards=0,
+      row_tile=args.row_tile,
+    ),
+  )
+  bandwidth = 0.0 if args.dry_run else timing.measure_machine().copy_bandwidth
+  params = random_weights(model, numerics)
+  out = pathlib.Path(args.out)
+  out.parent.mkdir(parents=True, exist_ok=True)
+  for rows in args.rows:
+    found = timed(
+      name, model, numerics, params, int(rows), context=context, steps=steps, turns=turns
     )
-    bandwidth = 0.0 if args.dry_run else timing.measure_machine().copy_bandwidth
-    params = random_weights(model, numerics)
-    out = pathlib.Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for rows in args.rows:
-      found = timed(
-        name, model, numerics, params, int(rows), context=context, steps=steps, turns=turns
-      )
-      print(found.line(bandwidth), flush=True)
-      with out.open("a") as file:  # Written at once, because a later measurement may hang.
-        file.write(json.dumps({"copy_bandwidth": bandwidth, **dataclasses.asdict(found)}) + "\n")
+    print(found.line(bandwidth), flush=True)
+    with out.open("a") as file:  # Written at once, because a later measurement may hang.
+      file.write(json.dumps({"copy_bandwidth": bandwidth, **dataclasses.asdict(found)}) + "\n")
 
 
 if __name__ == "__main__":
@@ -221,4 +217,4 @@ if __name__ == "__main__":
     "dry_run", False, "Whether to run only one step of a small model, on any machine."
   )
   flags.DEFINE_string("out", "runs/engine_step.jsonl", "Output file, one line per number of rows.")
-  app.run(main)
+  measure.command(main)

@@ -19,26 +19,19 @@ every thread of a process; on a busy machine they are more informative than wall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 import dataclasses
 import json
-import os
 import pathlib
-import re
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
-from experiments import llama_cpp, peer_models
-from seerjax.run import command_line, policy as policy_lib, presets as run_presets
-
-ROOT = pathlib.Path(__file__).parents[1]
+from experiments import llama_cpp, measure, peer_models, peer_process
+from seerjax.run import policy as policy_lib, presets as run_presets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +118,6 @@ BASELINE = "hf-static"
 # AIMED has to reach this multiple of each peer's useful tokens/s.
 AIMED = "native-k"
 AIMS = {"tiled-8": 4.0, "hf-static": 10.0, "hf-sorted-32": 4.0, "llama-cpp": 3.0}
-# Additional packages by kind.
-PACKAGES = {"transformers": ("torch", "transformers"), "llama.cpp": (llama_cpp.PACKAGE,)}
 
 
 def forced_lengths(workload: Workload) -> np.ndarray:
@@ -310,107 +301,25 @@ def llama_answer(
 BUILDERS = {"ours": our_answer, "transformers": their_answer, "llama.cpp": llama_answer}
 
 
-def peak_memory() -> int:
-  """Returns the peak resident memory of this process since exec, in bytes.
-
-  On Linux `ru_maxrss` is inherited through fork and exec, so a small child of a large parent would
-  seem as large. VmHWM starts anew with each program.
-  """
-  status = pathlib.Path("/proc/self/status")
-  if not status.exists():  # macOS, where `ru_maxrss` is in bytes.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-  (kibibytes,) = re.findall(r"^VmHWM:\s+(\d+) kB$", status.read_text(), re.MULTILINE)
-  return int(kibibytes) * 1024
-
-
-def serve(name: str, workload: Workload, texts: list[tuple[int, ...]]) -> None:
-  """Runs a peer in this process: for each line on stdin, runs once and prints one JSON line."""
-  lengths = forced_lengths(workload)
+def answers(
+  name: str, workload: Workload, texts: list[tuple[int, ...]]
+) -> Iterator[dict[str, Any]]:
+  """Runs a peer in this process: yields the record of a run for each line on stdin."""
   peer = PEERS[name]
-  reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
-  try:
-    answer = BUILDERS[peer.kind](workload, texts, lengths, peer)
-    for _ in sys.stdin:
-      begin, cpu_begin = time.perf_counter(), time.process_time()
-      num_tokens = answer()
-      cpu_seconds, seconds = time.process_time() - cpu_begin, time.perf_counter() - begin
-      record = dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=num_tokens, peak=peak_memory())
-      print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # A peer's failure is a result, reported under its name.
-    print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
-    raise
+  answer = BUILDERS[peer.kind](workload, texts, forced_lengths(workload), peer)
+  for _ in sys.stdin:
+    num_tokens, took = measure.clocked(answer)
+    yield dict(tokens=num_tokens, peak=peer_process.peak_memory(), **took._asdict())
 
 
-class Process:
-  """A peer in a separate process."""
-
-  def __init__(
-    self,
-    name: str,
-    workload: Workload,
-    texts: list[tuple[int, ...]],
-    python: str = sys.executable,
-  ):
-    arguments = json.dumps([name, dataclasses.asdict(workload), texts])
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
-    self._process = subprocess.Popen(
-      [python, "-P", "-m", "experiments.engine_throughput", "--serve"],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-      env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-    )
-    assert self._process.stdin is not None
-    print(arguments, file=self._process.stdin, flush=True)
-
-  def answer(self) -> dict[str, Any]:
-    """Runs the workload once and returns the record; {"error": ...} if the peer fails."""
-    assert self._process.stdin is not None
-    assert self._process.stdout is not None
-    try:
-      print("go", file=self._process.stdin, flush=True)
-      line = self._process.stdout.readline()
-    except BrokenPipeError:
-      line = ""
-    return json.loads(line) if line else dict(error="its process ended")
-
-  def close(self) -> None:
-    """Ends the process."""
-    assert self._process.stdin is not None
-    assert self._process.stdout is not None
-    self._process.stdin.close()
-    self._process.wait()
-    self._process.stdout.close()
-
-
-def missing_packages(kind: str, python: str) -> list[str]:
-  """Returns the packages of a kind of peer that a Python interpreter lacks."""
-  return missing_of(PACKAGES.get(kind, ()), python)
-
-
-def missing_of(packages: Sequence[str], python: str) -> list[str]:
-  """Returns the packages that a Python interpreter lacks."""
-  program = (
-    "import importlib.util, sys;"
-    " print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name) is None])"
-  )
-  command = [python, "-P", "-c", program, *packages]
-  return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-
-
-def pythons(torch_python: str) -> dict[str, str]:
-  """Returns the Python interpreter of each kind of peer.
-
-  Args:
-    torch_python: interpreter for transformers; if empty, this one if it has torch, else that of
-      .venv-3.11 if it exists (torch's CPU build is only locked for Python 3.11).
-  """
-  beside = ROOT / ".venv-3.11" / "bin" / "python"
-  if not torch_python:
-    is_here = not missing_packages("transformers", sys.executable)
-    torch_python = str(beside) if beside.exists() and not is_here else sys.executable
-  return dict.fromkeys(BUILDERS, sys.executable) | {"transformers": torch_python}
+def start(
+  name: str, workload: Workload, texts: list[tuple[int, ...]], python: str = sys.executable
+) -> peer_process.Process:
+  """Starts a peer in a separate process."""
+  what = json.dumps([name, dataclasses.asdict(workload), texts])
+  process = peer_process.Process("experiments.engine_throughput", "--serve", python=python)
+  process.send(what)
+  return process
 
 
 def fault(reply: dict[str, Any], num_tokens: int) -> str:
@@ -422,7 +331,7 @@ def fault(reply: dict[str, Any], num_tokens: int) -> str:
   return ""
 
 
-def measure(
+def measured(
   names: list[str],
   workload: Workload,
   repetitions: int,
@@ -433,10 +342,10 @@ def measure(
   texts = prompts(workload)
   useful = int(forced_lengths(workload).sum())
   results: dict[str, Any] = {}
-  processes: dict[str, Process] = {}
+  processes: dict[str, peer_process.Process] = {}
 
   def answer(name: str) -> dict[str, Any] | None:
-    reply = processes[name].answer()
+    reply = processes[name].ask()
     if not (why := fault(reply, useful)):
       return reply
     say(f"{PEERS[name].label}: does not run here ({why})")
@@ -446,13 +355,12 @@ def measure(
 
   try:
     for name in names:
-      processes[name] = Process(name, workload, texts, interpreters[PEERS[name].kind])
+      processes[name] = start(name, workload, texts, interpreters[PEERS[name].kind])
       if first := answer(name):
         say(f"{PEERS[name].label}: warmed up in {first['seconds']:.1f} s")
         results[name] = dict(seconds=[], cpu_seconds=[], warmup_seconds=first["seconds"])
     for repetition in range(repetitions):
-      # Alternates the order, so that other load on the machine affects all peers alike.
-      for name in list(processes)[:: 1 if repetition % 2 == 0 else -1]:
+      for name in measure.in_turn(processes, repetition):
         if reply := answer(name):
           results[name]["seconds"].append(reply["seconds"])
           results[name]["cpu_seconds"].append(reply["cpu_seconds"])
@@ -479,24 +387,26 @@ def measure(
 def table(results: dict[str, Any]) -> str:
   """Returns the results as Markdown, with ratios to the static batch."""
   baseline = results.get(BASELINE, {}).get("tokens_per_second")
-  lines = [
-    "| engine | useful tokens/s, median (range) | times static batch | useful tokens per CPU second"
-    " | wall s | CPU s | peak memory, MiB |",
-    "|---|---|---|---|---|---|---|",
-  ]
+  rows = []
   for name, result in results.items():
     label = PEERS[name].label
     if "error" in result:
-      lines.append(f"| {label} | does not run here: {result['error']} | | | | | |")
+      rows.append((label, f"does not run here: {result['error']}", *[""] * 5))
       continue
-    ratio = f"{result['tokens_per_second'] / baseline:.1f}" if baseline else "not measured"
-    lines.append(
-      f"| {label} | {result['tokens_per_second']:,.0f} ({result['lowest']:,.0f} to"
-      f" {result['highest']:,.0f}) | {ratio} | {result['tokens_per_cpu_second']:,.0f} |"
-      f" {np.median(result['seconds']):.2f} | {np.median(result['cpu_seconds']):.2f} |"
-      f" {result['peak'] / 2**20:,.0f} |"
-    )
-  return "\n".join(lines)
+    rows.append((
+      label,
+      f"{result['tokens_per_second']:,.0f} ({result['lowest']:,.0f} to {result['highest']:,.0f})",
+      f"{result['tokens_per_second'] / baseline:.1f}" if baseline else "not measured",
+      f"{result['tokens_per_cpu_second']:,.0f}",
+      f"{np.median(result['seconds']):.2f}",
+      f"{np.median(result['cpu_seconds']):.2f}",
+      f"{result['peak'] / 2**20:,.0f}",
+    ))  # fmt: skip
+  names = (
+    "engine", "useful tokens/s, median (range)", "times static batch",
+    "useful tokens per CPU second", "wall s", "CPU s", "peak memory, MiB",
+  )  # fmt: skip
+  return measure.table(names, rows)
 
 
 def aims(results: dict[str, Any]) -> str:
@@ -504,21 +414,20 @@ def aims(results: dict[str, Any]) -> str:
   ours = results.get(AIMED, {})
   if "tokens_per_second" not in ours:
     return f"{PEERS[AIMED].label} was not measured, so no aim is checked."
-  lines = [
-    f"| useful tokens of {PEERS[AIMED].label}, times those of | aimed at | per wall second | per"
-    " CPU second | holds (wall) |",
-    "|---|---|---|---|---|",
-  ]
+  rows = []
   for name, aim in AIMS.items():
     label, theirs = PEERS[name].label, results.get(name, {})
     if "tokens_per_second" not in theirs:
-      lines.append(f"| {label} | {aim:g} | not measured | | |")
+      rows.append((label, f"{aim:g}", "not measured", "", ""))
       continue
     ratio = ours["tokens_per_second"] / theirs["tokens_per_second"]
     by_cpu = ours["tokens_per_cpu_second"] / theirs["tokens_per_cpu_second"]
-    holds = "yes" if ratio >= aim else "**no**"
-    lines.append(f"| {label} | {aim:g} | {ratio:.1f} | {by_cpu:.1f} | {holds} |")
-  return "\n".join(lines)
+    rows.append((label, f"{aim:g}", f"{ratio:.1f}", f"{by_cpu:.1f}", measure.holds(ratio >= aim)))
+  names = (
+    f"useful tokens of {PEERS[AIMED].label}, times those of", "aimed at", "per wall second",
+    "per CPU second", "holds (wall)",
+  )  # fmt: skip
+  return measure.table(names, rows)
 
 
 def costs(results: dict[str, Any]) -> str:
@@ -574,18 +483,12 @@ def chosen_peers(
   Raises:
     ValueError: if a name is unknown.
   """
-  if unknown := [name for name in names if name not in PEERS]:
-    raise ValueError(
-      f"--peers: got {', '.join(unknown)}, expected some of {', '.join(PEERS)}; correct the name."
-    )
+  peer_process.check_names("--peers", names, PEERS)
   names = names or list(PEERS)
   for kind, packages in missing.items():
     left_out = [name for name in names if PEERS[name].kind == kind and packages]
     if left_out:
-      say(
-        f"{' and '.join(packages)} not installed: {', '.join(left_out)} left out (`bash"
-        " launch/peers.sh` installs what this experiment compares with)"
-      )
+      say(peer_process.left_out(left_out, packages))
     names = [name for name in names if name not in left_out]
   return names
 
@@ -599,15 +502,17 @@ def run(
   torch_python: str = "",
 ) -> dict[str, Any]:
   """Measures, prints, and writes results.json, table.md and throughput.png."""
-  interpreters = pythons(torch_python)
-  missing = {kind: missing_packages(kind, interpreters[kind]) for kind in PACKAGES}
+  interpreters = peer_process.pythons(torch_python)
+  missing = {
+    kind: peer_process.missing_of(kind, interpreters[kind]) for kind in peer_process.PACKAGES
+  }
   names = chosen_peers(names, missing, say)
   lengths = forced_lengths(workload)
   say(
     f"{lengths.size} requests in {len(lengths)} groups, answers of {lengths.mean():.0f} tokens on"
     f" average, {lengths.max()} at most, {lengths.sum():,} together"
   )
-  results = measure(names, workload, repetitions, say, interpreters)
+  results = measured(names, workload, repetitions, say, interpreters)
   directory.mkdir(parents=True, exist_ok=True)
   record = dict(workload=dataclasses.asdict(workload), repetitions=repetitions, results=results)
   (directory / "results.json").write_text(json.dumps(record, indent=1) + "\n")
@@ -618,31 +523,22 @@ def run(
   return results
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   if args.serve:
     name, workload, texts = json.loads(sys.stdin.readline())
     if PEERS[name].kind == "ours":
       import jax
 
       jax.config.update("jax_num_cpu_devices", workload["num_instances"])
-    serve(name, Workload(**workload), [tuple(text) for text in texts])
+    peer_process.serve(answers(name, Workload(**workload), [tuple(text) for text in texts]))
     return
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    workload = Workload(
-      model=peer_models.as_directory(args.model, pathlib.Path(args.workdir)),
-      max_tokens=args.max_tokens,
-      num_prompts=args.num_prompts,
-    )
-    run(
-      workload,
-      args.peers,
-      args.repetitions,
-      pathlib.Path(args.workdir),
-      lambda line: print(line, flush=True),
-      args.torch_python,
-    )
+  directory = pathlib.Path(args.workdir)
+  workload = Workload(
+    model=peer_models.as_directory(args.model, directory),
+    max_tokens=args.max_tokens,
+    num_prompts=args.num_prompts,
+  )
+  run(workload, args.peers, args.repetitions, directory, measure.say, args.torch_python)
 
 
 if __name__ == "__main__":
@@ -658,4 +554,4 @@ if __name__ == "__main__":
     "workdir", "runs/engine_throughput", "Output directory for numbers, table and plot."
   )
   flags.DEFINE_bool("serve", False, "Internal: run the peer named on stdin.")
-  app.run(main)
+  measure.command(main)

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments import decoding_step
+from experiments import decoding_step, measure
 from pallas_kernels import compile_report, program, roofline, sass
 from seerjax import numerics as numerics_lib, types
 from seerjax.models import config as model_config, presets
@@ -228,11 +228,6 @@ def result_of(step: Step) -> compile_report.Result:
 # ----- the tables
 
 
-def table(header: Sequence[str], lines: Iterator[Sequence[Any]]) -> str:
-  rows = [header, ["---"] * len(header), *lines]
-  return "".join(f"| {' | '.join(str(cell) for cell in row)} |\n" for row in rows)
-
-
 def steps_table(steps: Sequence[Step]) -> str:
   """Returns a table of the launches of each step and of where the host waits."""
   header = (
@@ -256,7 +251,7 @@ def steps_table(steps: Sequence[Step]) -> str:
         f"{step.compile_seconds:.1f}",
       )
 
-  return table(header, lines())
+  return measure.table(header, lines()) + "\n"
 
 
 def works(steps: Sequence[Step], num_rows: int) -> list[tuple[roofline.Work, int]]:
@@ -329,7 +324,7 @@ def roofline_table(launches: Sequence[tuple[roofline.Work, int]], least_seconds:
     count = sum(number for _, number in launches)
     yield "**all**", "", count, "", "", "", "", f"**{total * 1e6:,.0f}**"
 
-  return table(header, lines())
+  return measure.table(header, lines()) + "\n"
 
 
 def markdown(steps: Sequence[Step]) -> str:
@@ -340,7 +335,8 @@ def markdown(steps: Sequence[Step]) -> str:
     layer = of_layer(steps, num_rows)
     if layer:
       lines.append((f"{num_rows:,}", *layer))
-  text += "A layer of the engine's step:\n\n" + table(("rows", "ours", "others"), iter(lines))
+  text += "A layer of the engine's step:\n\n"
+  text += measure.table(("rows", "ours", "others"), lines) + "\n"
   text += "\n## Paper roofline: computed, not measured\n"
   for num_rows in ROOFLINE_ROWS:
     ours = works(steps, num_rows)

@@ -24,18 +24,17 @@ import pathlib
 import time
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments import grpo
+from experiments import grpo, measure
 from seerjax import generate, metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups
 from seerjax.run import (
-  command_line,
   directory as directory_lib,
   policy as policy_lib,
   presets as run_presets,
@@ -479,34 +478,29 @@ def tables(results: dict[str, Any]) -> str:
   for part, title in (("a", "(a) temperature 0"), ("b", "(b) sampled, one seed")):
     if part not in results:
       continue
-    lines = [
-      f"**{title}: one prompt inside random batches**\n",
-      "| path | completions | distinct completions | first differing token | distinct bit patterns"
-      " of the log-probabilities | first differing bits at token |",
-      "|---|---|---|---|---|---|",
-    ]
-    for name, row in results[part].items():
-      lines.append(
-        f"| {name} | {row['completions']:,} | {row['distinct_tokens']:,} |"
-        f" {_place(row['first_divergence'])} | {row['distinct_bits']:,} |"
-        f" {_place(row['first_bit_divergence'])} |"
-      )
-    sections.append("\n".join(lines))
+    names = (
+      "path", "completions", "distinct completions", "first differing token",
+      "distinct bit patterns of the log-probabilities", "first differing bits at token",
+    )  # fmt: skip
+    rows = (
+      (name, f"{row['completions']:,}", f"{row['distinct_tokens']:,}",
+       _place(row["first_divergence"]), f"{row['distinct_bits']:,}",
+       _place(row["first_bit_divergence"]))
+      for name, row in results[part].items()
+    )  # fmt: skip
+    sections.append(
+      f"**{title}: one prompt inside random batches**\n\n{measure.table(names, rows)}"
+    )
   if "c" in results:
-    names = list(results["c"])
-    lines = [
-      "**(c) on-policy training: KL(rollout, trainer) before each step, nats**\n",
-      "| step | " + " | ".join(f"{name}: KL | {name}: largest gap" for name in names) + " |",
-      "|---|" + "---|---|" * len(names),
-    ]
-    for step in range(len(results["c"][names[0]]["kl"])):
-      cells = [
-        f"{results['c'][name][key][step]:.3g}"
-        for name in names
-        for key in ("kl", "max_abs_logprob_gap")
-      ]
-      lines.append(f"| {step + 1} | " + " | ".join(cells) + " |")
-    sections.append("\n".join(lines))
+    found = results["c"]
+    columns = [(name, key) for name in found for key in ("kl", "max_abs_logprob_gap")]
+    head = [f"{name}: {'KL' if key == 'kl' else 'largest gap'}" for name, key in columns]
+    rows = (
+      (step + 1, *(f"{found[name][key][step]:.3g}" for name, key in columns))
+      for step in range(len(next(iter(found.values()))["kl"]))
+    )
+    title = "**(c) on-policy training: KL(rollout, trainer) before each step, nats**"
+    sections.append(f"{title}\n\n{measure.table(('step', *head), rows)}")
   if "d" in results:
     sections += [price_table(results["d"]), aims(results["d"])]
   return "\n\n".join(sections) + "\n"
@@ -516,33 +510,31 @@ def price_table(results: dict[str, Any]) -> str:
   """Returns part (d) as Markdown."""
   names = list(results)
   ratios = (*((name, "untiled") for name in names if name != "untiled"), ("native", "tiled"))
-  lines = [
-    "**(d) the price: decoded tokens/s, median (range); one device**\n",
-    "The row bucket is the batch, since untiled computes its whole bucket.\n",
-    "| batch | " + " | ".join([*names, *(f"{name} / {other}" for name, other in ratios)]) + " |",
-    "|---|" + "---|" * (len(names) + len(ratios)),
-  ]
+  lines = []
   for size in results[names[0]]:
     rows = {name: results[name][size] for name in names}
-    cells = [
+    rates = (
       f"{row['median']:,.0f} ({row['lowest']:,.0f} to {row['highest']:,.0f})"
       for row in rows.values()
-    ]
-    cells += [f"{rows[name]['median'] / rows[other]['median']:.2f}" for name, other in ratios]
-    lines.append(f"| {size} | " + " | ".join(cells) + " |")
-  return "\n".join(lines)
+    )
+    times = (f"{rows[name]['median'] / rows[other]['median']:.2f}" for name, other in ratios)
+    lines.append((size, *rates, *times))
+  head = ("batch", *names, *(f"{name} / {other}" for name, other in ratios))
+  return (
+    "**(d) the price: decoded tokens/s, median (range); one device**\n\nThe row bucket is the"
+    f" batch, since untiled computes its whole bucket.\n\n{measure.table(head, lines)}"
+  )
 
 
 def aims(results: dict[str, Any]) -> str:
   """Returns the targets of native at each timed batch size, and whether they are met."""
-  lines = ["| native, times | batch | aimed at | measured | holds |", "|---|---|---|---|---|"]
+  rows = []
   for other, aim_of in (("untiled", UNTILED_AIMS), ("tiled", TILED_AIMS)):
     for size in results["native"]:
       if aim := aim_of.get(size, LEAST_OF_UNTILED if other == "untiled" else 0.0):
         ratio = results["native"][size]["median"] / results[other][size]["median"]
-        holds = "yes" if ratio >= aim else "**no**"
-        lines.append(f"| {other} | {size} | {aim:g} | {ratio:.2f} | {holds} |")
-  return "\n".join(lines)
+        rows.append((other, size, f"{aim:g}", f"{ratio:.2f}", measure.holds(ratio >= aim)))
+  return measure.table(("native, times", "batch", "aimed at", "measured", "holds"), rows)
 
 
 def _place(index: int | None) -> str:
@@ -631,27 +623,19 @@ def run(
   return results
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs every file.
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    config = InvarianceConfig(
-      model=args.model,
-      prompt=args.prompt,
-      completions=args.completions,
-      max_tokens=args.max_tokens,
-      rl_steps=args.rl_steps,
-      repetitions=args.repetitions,
-      batch_sizes=tuple(map(int, args.batch_sizes)),
-      seed=args.seed,
-    )
-    run(
-      config,
-      tuple(args.part),
-      pathlib.Path(args.workdir),
-      lambda line: print(line, flush=True),
-    )
+  config = InvarianceConfig(
+    model=args.model,
+    prompt=args.prompt,
+    completions=args.completions,
+    max_tokens=args.max_tokens,
+    rl_steps=args.rl_steps,
+    repetitions=args.repetitions,
+    batch_sizes=tuple(map(int, args.batch_sizes)),
+    seed=args.seed,
+  )
+  run(config, tuple(args.part), pathlib.Path(args.workdir), measure.say)
 
 
 if __name__ == "__main__":
@@ -675,4 +659,4 @@ if __name__ == "__main__":
   flags.DEFINE_string(
     "workdir", "runs/invariance", "Output directory for numbers, tables and the plot."
   )
-  app.run(main)
+  measure.command(main)

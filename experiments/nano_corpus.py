@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import json
 import pathlib
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from experiments import measure
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.run import command_line
 from seerjax.tasks import countdown, word_problems
 from seerjax.tasks.draws import Draws
 
@@ -129,11 +129,9 @@ def lengths(
   return np.asarray(prompts), np.asarray(solutions)
 
 
-def main(argv: list[str]) -> None:
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    tokenizer = train_tokenizer(flags.FLAGS.workdir)
-  print(f"{tokenizer.vocab_size} tokens in {flags.FLAGS.workdir}")
+def main(args: flags.FlagValues) -> None:
+  tokenizer = train_tokenizer(args.workdir)
+  print(f"{tokenizer.vocab_size} tokens in {args.workdir}")
   for split in ("train", "heldout"):
     for name, values in zip(("prompt", "solution"), lengths(tokenizer, split), strict=True):
       print(
@@ -144,4 +142,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_string("workdir", "runs/tokenizer", "Output directory for the tokenizer.")
-  app.run(main)
+  measure.command(main)

@@ -33,20 +33,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import functools
-import math
 import pathlib
 import re
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import pretrain_nano
+from experiments import measure, pretrain_nano
 from seerjax import checkpoint, rl
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import huggingface, loading, presets, tokenizer as tokenizer_lib
 from seerjax.rollout import groups
-from seerjax.run import command_line, policy as policy_lib, presets as run_presets
+from seerjax.run import policy as policy_lib, presets as run_presets
 from seerjax.run.config import RunConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.sleep.engine_thinker import EngineThinker
@@ -352,43 +351,39 @@ def compare(warm: str, after: str, split: str, num_contexts: int, seed: int) -> 
   """Returns one line: correct facts before and after RL, and the paired difference."""
   found = [stated(model, split, num_contexts, seed) for model in (warm, after)]
   first, last = map(right_facts, found)
-  gain = 100 * (last - first)
-  error = 1.96 * gain.std(ddof=1) / math.sqrt(len(gain))
+  gain = measure.mean(100 * (last - first))
   probe = [
     right for facts in found[1] for person, right in facts.items() if person not in LEARNT_NAMES
   ]
   return (
-    f"{split}: right facts at temperature 1, {len(gain)} contexts: {100 * first.mean():.1f} % warm,"
-    f" {100 * last.mean():.1f} % reinforced, gain {gain.mean():.1f} ± {error:.1f} points (95 %);"
+    f"{split}: right facts at temperature 1, {len(first)} contexts: {100 * first.mean():.1f} %"
+    f" warm, {100 * last.mean():.1f} % reinforced, gain {gain.value:.1f} ±"
+    f" {gain.high - gain.value:.1f} points (95 %);"
     f" {100 * np.mean(probe):.1f} % of the {len(probe)} of people without documents"
   )
 
 
-def main(argv: list[str]) -> None:
+def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    directory = pathlib.Path(args.workdir)
-    warm, last = directory / "warm", directory / "rl"
-    if not (warm / "model").exists():
-      config = pretrain_nano.PretrainConfig(
-        num_tokens=args.num_tokens,
-        tokens_per_batch=1024,
-        learning_rate=args.learning_rate,
-        prompt_weight=0.0,
-        keeps_embeddings=args.keeps_embeddings,
-        keeps_unseen=True,
-        seed=args.seed,
-      )
-      warm_start(args.start, warm, config)
-    if not (last / "model").exists():
-      config = reinforcement(str(warm / "model"), num_steps=args.num_steps, seed=args.seed)
-      reinforce(config, last)
+  directory = pathlib.Path(args.workdir)
+  warm, last = directory / "warm", directory / "rl"
+  if not (warm / "model").exists():
+    config = pretrain_nano.PretrainConfig(
+      num_tokens=args.num_tokens,
+      tokens_per_batch=1024,
+      learning_rate=args.learning_rate,
+      prompt_weight=0.0,
+      keeps_embeddings=args.keeps_embeddings,
+      keeps_unseen=True,
+      seed=args.seed,
+    )
+    warm_start(args.start, warm, config)
+  if not (last / "model").exists():
+    config = reinforcement(str(warm / "model"), num_steps=args.num_steps, seed=args.seed)
+    reinforce(config, last)
   for split in ("heldout", "test"):
-    print(
-      compare(str(warm / "model"), str(last / "model"), split, args.num_contexts, args.seed),
-      flush=True,
+    measure.say(
+      compare(str(warm / "model"), str(last / "model"), split, args.num_contexts, args.seed)
     )
   print(f"wrote {last / 'model'}")
 
@@ -406,4 +401,4 @@ if __name__ == "__main__":
     "num_contexts", 300, "Number of contexts per split for the final evaluation of facts.", 2
   )
   flags.DEFINE_integer("seed", 0, "Seed of documents and rollouts.")
-  app.run(main)
+  measure.command(main)

@@ -23,14 +23,14 @@ import pathlib
 import time
 from typing import cast
 
-from absl import app, flags
+from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.progress
 
-from experiments import nano_corpus
+from experiments import measure, nano_corpus
 from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
@@ -42,7 +42,6 @@ from seerjax.models import (
   presets,
   tokenizer as tokenizer_lib,
 )
-from seerjax.run import command_line
 
 STEPS_PER_CHECKPOINT = 25
 STEPS_PER_LINE = 10
@@ -265,24 +264,21 @@ def pretrain(
   print(f"wrote {directory / 'model'} after {seen:,} tokens in {seconds:,.0f} s")
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    config = PretrainConfig(
-      num_tokens=args.num_tokens,
-      learning_rate=args.learning_rate,
-      brief_rate=args.brief_rate,
-      large_rate=args.large_rate,
-      seed=args.seed,
-    )
-    pretrain(
-      config,
-      presets.get(args.preset),
-      args.start,
-      pathlib.Path(args.workdir),
-      grow_from=args.grow_from,
-    )
+def main(args: flags.FlagValues) -> None:
+  config = PretrainConfig(
+    num_tokens=args.num_tokens,
+    learning_rate=args.learning_rate,
+    brief_rate=args.brief_rate,
+    large_rate=args.large_rate,
+    seed=args.seed,
+  )
+  pretrain(
+    config,
+    presets.get(args.preset),
+    args.start,
+    pathlib.Path(args.workdir),
+    grow_from=args.grow_from,
+  )
 
 
 if __name__ == "__main__":
@@ -308,4 +304,4 @@ if __name__ == "__main__":
   flags.DEFINE_string("start", "", "Model directory to continue from, with a new schedule.")
   flags.DEFINE_string("grow_from", "", "Smaller model to grow to --preset as the initial model.")
   flags.DEFINE_integer("seed", 0, "Seed of weights and documents.")
-  app.run(main)
+  measure.command(main)

@@ -20,22 +20,19 @@ while the process computes further gradients, minus what it holds between two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
-from experiments import cells as cells_lib, engine_throughput
+from experiments import cells as cells_lib, measure, peer_process
 from seerjax import host_memory
-from seerjax.run import command_line
 
 DTYPES = ("float32", "bfloat16")
 # Target: ratio of our rows per second to torch's, each with its better setting.
@@ -190,41 +187,27 @@ def their_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient
 BUILDERS = {"ours": our_gradient, "transformers": their_gradient}
 
 
-def serve(side: str, dtype: str, config: Config) -> None:
-  """Runs a side: prints one line of JSON when ready, then one for each line on stdin."""
-  reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # Output of libraries must not be mistaken for the reply.
-  try:
-    gradient, forget, plan = BUILDERS[SIDES[side].kind](config, dtype, SIDES[side].is_again)
-    loss, leaves = gradient()
-    norm = float(np.sqrt(sum(float(np.vdot(leaf, leaf)) for leaf in map(np.asarray, leaves))))
-    del leaves
-    forget()
-    held = int(host_memory.resident_bytes())
-    # Resets the peak, so that it excludes memory used by compilation.
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    print(json.dumps(dict(loss=loss, norm=norm, held=held, plan=plan)), file=reply, flush=True)
-    for _ in sys.stdin:
-      begin, cpu_begin = time.perf_counter(), time.process_time()
-      gradient()
-      seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
-      record = dict(seconds=seconds, cpu=cpu, peak=engine_throughput.peak_memory())
-      print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # A peer's failure is a result, reported under its name.
-    print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
-    raise
+def answers(side: str, dtype: str, config: Config) -> Iterator[dict[str, Any]]:
+  """Runs a side: yields a record when ready, then one for each line on stdin."""
+  gradient, forget, plan = BUILDERS[SIDES[side].kind](config, dtype, SIDES[side].is_again)
+  loss, leaves = gradient()
+  norm = float(np.sqrt(sum(float(np.vdot(leaf, leaf)) for leaf in map(np.asarray, leaves))))
+  del leaves
+  forget()
+  held = int(host_memory.resident_bytes())
+  # Resets the peak, so that it excludes memory used by compilation.
+  pathlib.Path("/proc/self/clear_refs").write_text("5")
+  yield dict(loss=loss, norm=norm, held=held, plan=plan)
+  for _ in sys.stdin:
+    _, took = measure.clocked(lambda: gradient()[0])  # The gradient itself is dropped at once.
+    yield dict(seconds=took.seconds, cpu=took.cpu_seconds, peak=peer_process.peak_memory())
 
 
-class Process:
+class Process(peer_process.Process):
   """A side in a separate process, which is ready when the constructor returns."""
 
   def __init__(self, side: str, dtype: str, config: Config, python: str):
-    path = os.pathsep.join([str(engine_throughput.ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [python, "-P", "-m", "experiments.real_gradient", "--serve"]
-    self._process = subprocess.Popen(
-      command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-      env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
+    super().__init__("experiments.real_gradient", "--serve", python=python)
     self.ready = self.ask(json.dumps([side, dtype, dataclasses.asdict(config)]))
 
   def ask(self, line: str = "go") -> dict[str, Any]:
@@ -233,26 +216,14 @@ class Process:
     Raises:
       RuntimeError: if the side reports an error, or its process ended.
     """
-    assert self._process.stdin is not None and self._process.stdout is not None
-    print(line, file=self._process.stdin, flush=True)
-    text = self._process.stdout.readline()
-    found = json.loads(text) if text else dict(error="its process ended")
-    if "error" in found:
+    if "error" in (found := super().ask(line)):
       raise RuntimeError(f"a side does not run here: {found['error']}")
     return found
-
-  def close(self) -> None:
-    """Ends the process."""
-    self._process.kill()
-    self._process.communicate()
 
 
 def table(records: Sequence[dict[str, Any]], config: Config) -> str:
   """Returns medians by dtype and side, and the targets, as Markdown."""
-  lines = [
-    "| dtype | side | rounds | seconds (range) | CPU seconds | rows/s | peak, MiB | planned, MiB |",
-    "|---|---|---|---|---|---|---|---|",
-  ]
+  rows, aims = [], []
   best: dict[tuple[str, str], float] = {}
   within = []
   for dtype in DTYPES:
@@ -267,25 +238,24 @@ def table(records: Sequence[dict[str, Any]], config: Config) -> str:
       peak, plan = max(record["peak"] - record["held"] for record in own), own[0]["plan"]
       if plan:
         within.append(f"{peak / plan:.2f}")
-      lines.append(
-        f"| {dtype}, {config.rows(dtype):,} rows | {side.label} | {len(own)} |"
-        f" {np.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f}) |"
-        f" {np.median([record['cpu'] for record in own]):.2f} | {rate:.1f} | {peak / 2**20:,.0f} |"
-        f" {f'{plan / 2**20:,.0f}' if plan else '-'} |"
-      )
-  lines += ["\n| aim | measured | holds |", "|---|---|---|"]
+      rows.append((
+        f"{dtype}, {config.rows(dtype):,} rows", side.label, len(own),
+        measure.spread(seconds, ".2f"), f"{np.median([record['cpu'] for record in own]):.2f}",
+        f"{rate:.1f}", f"{peak / 2**20:,.0f}", f"{plan / 2**20:,.0f}" if plan else "-",
+      ))  # fmt: skip
   for dtype in DTYPES:
     if (dtype, "ours") in best and (dtype, "transformers") in best:
       ratio = best[dtype, "ours"] / best[dtype, "transformers"]
-      holds = "yes" if ratio >= LEAST_OF_TORCH else "**no**"
-      lines.append(
-        f"| {dtype}: at least {LEAST_OF_TORCH:g} of torch's rows/s, each at its best |"
-        f" {ratio:.2f} | {holds} |"
-      )
+      aim = f"{dtype}: at least {LEAST_OF_TORCH:g} of torch's rows/s, each at its best"
+      aims.append((aim, f"{ratio:.2f}", measure.holds(ratio >= LEAST_OF_TORCH)))
   if within:
-    holds = "yes" if max(map(float, within)) <= 1 else "**no**"
-    lines.append(f"| peak at most as planned | {', '.join(within)} of it | {holds} |")
-  return "\n".join(lines) + "\n"
+    is_within = max(map(float, within)) <= 1
+    aims.append(("peak at most as planned", f"{', '.join(within)} of it", measure.holds(is_within)))
+  names = (
+    "dtype", "side", "rounds", "seconds (range)", "CPU seconds", "rows/s", "peak, MiB",
+    "planned, MiB",
+  )  # fmt: skip
+  return f"{measure.table(names, rows)}\n\n{measure.table(('aim', 'measured', 'holds'), aims)}\n"
 
 
 def differing(ready: dict[tuple[str, str], dict[str, Any]]) -> str:
@@ -317,12 +287,9 @@ def run(
   Raises:
     ValueError: if a name is unknown, or two sides compute different gradients.
   """
-  for flag, names, known in (("--sides", sides, tuple(SIDES)), ("--dtypes", dtypes, DTYPES)):
-    if unknown := [name for name in names if name not in known]:
-      raise ValueError(
-        f"{flag}: got {', '.join(unknown)}, expected some of {', '.join(known)}; correct the name."
-      )
-  interpreters = engine_throughput.pythons(torch_python)
+  peer_process.check_names("--sides", sides, SIDES)
+  peer_process.check_names("--dtypes", dtypes, DTYPES)
+  interpreters = peer_process.pythons(torch_python)
   path, settings = directory / cells_lib.FILE_NAME, dataclasses.asdict(config)
   settings.pop("model")
   begin = time.monotonic()
@@ -359,23 +326,20 @@ def run(
   return records
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   if args.serve:
     side, dtype, config = json.loads(sys.stdin.readline())
-    serve(side, dtype, Config(**config))
+    peer_process.serve(answers(side, dtype, Config(**config)))
     return
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    config = Config(
-      model=args.model,
-      lengths=dict(zip(DTYPES, map(int, args.lengths), strict=True)),
-      sequences=dict(zip(DTYPES, map(int, args.sequences), strict=True)),
-    )
-    run(
-      config, args.sides, args.dtypes, args.rounds, pathlib.Path(args.workdir),
-      lambda line: print(line, flush=True), torch_python=args.torch_python, seconds=args.seconds,
-    )  # fmt: skip
+  config = Config(
+    model=args.model,
+    lengths=dict(zip(DTYPES, map(int, args.lengths), strict=True)),
+    sequences=dict(zip(DTYPES, map(int, args.sequences), strict=True)),
+  )
+  run(
+    config, args.sides, args.dtypes, args.rounds, pathlib.Path(args.workdir), measure.say,
+    torch_python=args.torch_python, seconds=args.seconds,
+  )  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -395,4 +359,4 @@ if __name__ == "__main__":
   )
   flags.DEFINE_string("workdir", "runs/real_gradient", "Output directory for numbers and table.")
   flags.DEFINE_bool("serve", False, "Internal: run the side named on stdin.")
-  app.run(main)
+  measure.command(main)

@@ -25,20 +25,18 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import json
-import os
 import pathlib
-import subprocess
 import sys
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import flags, logging
 import numpy as np
 
-from experiments import cells as cells_lib, invariance
+from experiments import cells as cells_lib, invariance, measure as measure_lib, peer_process
 from seerjax import generate, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.run import command_line, policy as policy_lib
+from seerjax.run import policy as policy_lib
 from seerjax.types import Completion
 
 OURS = ("native", "untiled")
@@ -48,7 +46,6 @@ BLOCK = 20  # Completions of a cell.
 SEEDS = 5  # Seeds of sampled completions, used in turn.
 # (maximum sequences, row buckets), drawn for each batch: low load and high load.
 ENGINES = ((4, (1, 4, 64)), (16, (1, 4, 16, 64)))
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,13 +182,7 @@ def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
     batches=peer_batches(rng, question, policy.require_tokenizer().vocab_size),
   )
   python = peers.python if cell.path == "transformers" else sys.executable
-  done = subprocess.run(
-    [python, "-P", str(ROOT / "experiments" / "invariance_peers.py")],
-    input=json.dumps(request), capture_output=True, text=True, check=False,
-    env=os.environ | {"PYTHONPATH": str(ROOT)},
-  )  # fmt: skip
-  if done.returncode:
-    raise RuntimeError(f"{cell.path}: got status {done.returncode}: {done.stderr[-2000:]}")
+  found = peer_process.answer(cell.path, python, "invariance_peers.py", request)
   return [
     Completion(
       request_id=f"probe/{place}",
@@ -202,7 +193,7 @@ def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
       finish_reason="stop",
       policy_version=0,
     )
-    for place, one in enumerate(json.loads(done.stdout.splitlines()[-1]))
+    for place, one in enumerate(found)
   ]
 
 
@@ -323,21 +314,20 @@ def rows_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def table(records: Sequence[dict[str, Any]]) -> str:
   """Returns all rows as Markdown."""
-  lines = [
-    "| path | dtype | temperature | questions x seeds | completions | tokens each | distinct texts"
-    " | first token that differs | distinct patterns of bits | first bits that differ at token |"
-    " seconds |",
-    "|---|---|---|---|---|---|---|---|---|---|---|",
-  ]
   place = lambda index: "none" if index is None else str(index)
-  lines += [
-    f"| {row['path']} | {row['dtype']} | {row['temperature']:g} | {row['seeds']} |"
-    f" {row['completions']:,} | {row['length']:.0f} | {row['distinct_tokens']:,} |"
-    f" {place(row['first_divergence'])} | {row['distinct_bits']:,} |"
-    f" {place(row['first_bit_divergence'])} | {row['seconds']:,.0f} |"
+  rows = (
+    (row["path"], row["dtype"], f"{row['temperature']:g}", row["seeds"],
+     f"{row['completions']:,}", f"{row['length']:.0f}", f"{row['distinct_tokens']:,}",
+     place(row["first_divergence"]), f"{row['distinct_bits']:,}",
+     place(row["first_bit_divergence"]), f"{row['seconds']:,.0f}")
     for row in rows_of(records)
-  ]
-  return "\n".join(lines) + "\n"
+  )  # fmt: skip
+  names = (
+    "path", "dtype", "temperature", "questions x seeds", "completions", "tokens each",
+    "distinct texts", "first token that differs", "distinct patterns of bits",
+    "first bits that differ at token", "seconds",
+  )  # fmt: skip
+  return measure_lib.table(names, rows) + "\n"
 
 
 def run(
@@ -375,18 +365,15 @@ def check(paths: Sequence[str], dtypes: Sequence[str]) -> None:
       )
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    check(args.paths, args.dtypes)
-    temperatures = tuple(map(float, args.temperatures))
-    wanted = cells_of(args.paths, args.dtypes, temperatures, args.completions)
-    say = lambda line: print(line, flush=True)
-    settings = Settings(model=args.model, prompt=args.prompt, max_tokens=args.max_tokens)
-    peers = Peers(args.python, args.gguf)
-    say("\n" + run(settings, wanted, pathlib.Path(args.workdir), peers=peers, say=say))
+  check(args.paths, args.dtypes)
+  temperatures = tuple(map(float, args.temperatures))
+  wanted = cells_of(args.paths, args.dtypes, temperatures, args.completions)
+  say = measure_lib.say
+  settings = Settings(model=args.model, prompt=args.prompt, max_tokens=args.max_tokens)
+  peers = Peers(args.python, args.gguf)
+  say("\n" + run(settings, wanted, pathlib.Path(args.workdir), peers=peers, say=say))
 
 
 if __name__ == "__main__":
@@ -406,4 +393,4 @@ if __name__ == "__main__":
   flags.DEFINE_string(
     "workdir", "runs/real_invariance", "Output directory for cells and the table."
   )
-  app.run(main)
+  measure_lib.command(main)

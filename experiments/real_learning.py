@@ -19,18 +19,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 import pathlib
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import flags, logging
 import numpy as np
 
-from experiments import cells as cells_lib, grpo
+from experiments import cells as cells_lib, grpo, measure as measure_lib
 from seerjax import checkpoint, metrics, numerics as numerics_lib, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups
-from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.tasks import loading
@@ -47,7 +46,6 @@ GENERATORS = {
   ),
   "products": dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1),
 }  # fmt: skip
-Z = 1.96
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,36 +155,28 @@ def found_in(place: pathlib.Path) -> dict[str, Any]:
   )
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-  """Returns the 95 % Wilson interval for a share of `count`."""
-  centre = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
-  half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
-  return centre - half, centre + half
-
-
 def table(records: Sequence[dict[str, Any]]) -> str:
   """Returns a Markdown table of runs, including unfinished ones."""
-  lines = [
-    "| task | what learns | seed | steps | held-out before | after | mean reward of the first and"
-    " last 5 steps | largest KL | largest gap |",
-    "|---|---|---|---|---|---|---|---|---|",
-  ]
+  rows = []
   for record in records:
     count = record["settings"]["heldout"]
 
     def share(place: int, record=record, count=count) -> str:
       step, value = record["heldout"][place]
-      low, high = wilson(value, count)
+      _, low, high = measure_lib.share(value, count)
       return f"{value:.1%} ({low:.1%} to {high:.1%}), step {step}"
 
     rewards = record["rewards"]
-    lines.append(
-      f"| {record['generator']} | {record['arm']} | {record['seed']} | {len(record['steps'])} |"
-      f" {share(0)} | {share(-1)} |"
-      f" {np.mean(rewards[:5]):.2f}, {np.mean(rewards[-5:]):.2f} | {max(record['kl'])} |"
-      f" {max(record['gap'])} |"
-    )
-  return "\n".join(lines) + "\n"
+    rows.append((
+      record["generator"], record["arm"], record["seed"], len(record["steps"]), share(0), share(-1),
+      f"{np.mean(rewards[:5]):.2f}, {np.mean(rewards[-5:]):.2f}", max(record["kl"]),
+      max(record["gap"]),
+    ))  # fmt: skip
+  names = (
+    "task", "what learns", "seed", "steps", "held-out before", "after",
+    "mean reward of the first and last 5 steps", "largest KL", "largest gap",
+  )  # fmt: skip
+  return measure_lib.table(names, rows) + "\n"
 
 
 def picture(records: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
@@ -206,10 +196,10 @@ def picture(records: Sequence[dict[str, Any]], path: pathlib.Path) -> None:
       colour = f"C{place}"
       axes.plot(record["steps"], record["rewards"], color=colour, alpha=0.35)
       steps, values = zip(*record["heldout"], strict=True)
-      bounds = [wilson(value, record["settings"]["heldout"]) for value in values]
+      bounds = [measure_lib.share(value, record["settings"]["heldout"]) for value in values]
       errors = [
-        [value - low for value, (low, _) in zip(values, bounds, strict=True)],
-        [high - value for value, (_, high) in zip(values, bounds, strict=True)],
+        [value - low for value, low, _ in bounds],
+        [high - value for value, _, high in bounds],
       ]
       axes.errorbar(
         steps, values, yerr=errors, color=colour, marker="o", capsize=3,
@@ -247,34 +237,31 @@ def write(settings: Settings, directory: pathlib.Path) -> str:
   return text
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    unknown = [arm for arm in args.arms if arm not in ARMS]
-    if unknown or not args.arms:
-      raise ValueError(
-        f"--arms: got {', '.join(unknown) or 'none'}, expected some of {', '.join(ARMS)};"
-        " --arms=full runs one."
-      )
-    if args.generator not in GENERATORS:
-      raise ValueError(
-        f"--generator: got {args.generator!r}, expected one of {', '.join(GENERATORS)}."
-      )
-    directory = pathlib.Path(args.workdir)
-    settings = Settings(
-      model=args.model, num_steps=args.num_steps, max_tokens=args.max_tokens,
-      heldout=args.heldout, every=args.every, compute_dtype=args.dtype,
-    )  # fmt: skip
-    if args.steps:
-      wanted = [Cell(args.generator, arm, int(seed)) for seed in args.seeds for arm in args.arms]
-      run = functools.partial(measure, settings, directory)
-      try:
-        cells_lib.completed(wanted, directory, dataclasses.asdict(settings), run)
-      finally:
-        write(settings, directory)
-    print(write(settings, directory))
+  unknown = [arm for arm in args.arms if arm not in ARMS]
+  if unknown or not args.arms:
+    raise ValueError(
+      f"--arms: got {', '.join(unknown) or 'none'}, expected some of {', '.join(ARMS)};"
+      " --arms=full runs one."
+    )
+  if args.generator not in GENERATORS:
+    raise ValueError(
+      f"--generator: got {args.generator!r}, expected one of {', '.join(GENERATORS)}."
+    )
+  directory = pathlib.Path(args.workdir)
+  settings = Settings(
+    model=args.model, num_steps=args.num_steps, max_tokens=args.max_tokens,
+    heldout=args.heldout, every=args.every, compute_dtype=args.dtype,
+  )  # fmt: skip
+  if args.steps:
+    wanted = [Cell(args.generator, arm, int(seed)) for seed in args.seeds for arm in args.arms]
+    run = functools.partial(measure, settings, directory)
+    try:
+      cells_lib.completed(wanted, directory, dataclasses.asdict(settings), run)
+    finally:
+      write(settings, directory)
+  print(write(settings, directory))
 
 
 if __name__ == "__main__":
@@ -296,4 +283,4 @@ if __name__ == "__main__":
   flags.DEFINE_string(
     "workdir", "runs/real_learning", "Output directory for cells, table and curves."
   )
-  app.run(main)
+  measure_lib.command(main)

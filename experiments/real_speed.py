@@ -5,6 +5,7 @@ the same type, and at least 0.6 of the memory limit; 8 and 32 sequences are 2.5 
 llama.cpp in float32 and 1.5 times as fast as transformers in both types; prefill of 512 tokens is
 1.2 times as fast as either; and two cores are 1.7 times as fast as one.
 Command: bash launch/local.sh experiments.real_speed --model=DIR --workdir=runs/real_speed
+  without --model: random weights in the shape of Qwen3-0.6B, 1.2 GB, created once in --workdir
   peers need additional packages (`bash launch/peers.sh`); the script names missing ones
   --seconds=200 ends after the cell that is running then; the same command continues
 Hardware: 2 CPU cores, 12 GiB; about 25 minutes. Numbers: docs/results/real/speed.md
@@ -19,33 +20,27 @@ written) and its dot product (bytes read), on both cores, measured in the same r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 import dataclasses
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import time
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
-from experiments import (
-  cells as cells_lib,
-  decode_speed,
-  engine_throughput,
-  llama_cpp,
-  peer_models,
-)
-from seerjax.run import command_line
+from experiments import cells as cells_lib, llama_cpp, measure, peer_models, peer_process
 
 PROMPT_TOKENS, PREFILL_TOKENS = 16, 512
 # Timed tokens per sequence, by batch size.
 DECODED = {1: 32, 8: 16, 32: 8}
 KINDS = ("decode 1", "decode 8", "decode 32", "prefill")
 DTYPES = ("float32", "bfloat16")
+BUFFER_BYTES = 2**29  # Size of each array of a bandwidth test: larger than any cache.
 MOST = 32
 
 Say = Callable[[str], None]
@@ -143,10 +138,15 @@ def our_answer(directory: pathlib.Path, dtype: str) -> Answer:
   return answer
 
 
+def gguf_file(directory: pathlib.Path, kind: str) -> pathlib.Path:
+  """Returns the path of the GGUF file of a type, next to a model's directory."""
+  return directory.with_name(f"{directory.name}-{kind.lower()}.gguf")
+
+
 def llama_answer(directory: pathlib.Path, dtype: str) -> Answer:
   """Returns llama.cpp on a GGUF file of this type, created once next to the directory."""
   kind = {"float32": "F32", "bfloat16": "BF16"}[dtype]
-  file = directory.with_name(f"{directory.name}-{kind.lower()}.gguf")
+  file = gguf_file(directory, kind)
   if not file.exists():
     partial = file.with_name(f"{file.stem}.partial.gguf")
     partial.unlink(missing_ok=True)  # Of a run that was killed.
@@ -220,69 +220,87 @@ def tokens_of(kind: str) -> int:
   return batch * counted if counted else length
 
 
-def serve(kind: str, directory: pathlib.Path, dtype: str) -> None:
-  """Runs a side: prints a line of JSON for each line [kind, cores] on stdin."""
-  reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
-  try:
-    answer = BUILDERS[kind](directory, dtype)
-    for line in sys.stdin:
-      timed, cores = json.loads(line)
-      set_cores(cores)
-      seconds = seconds_of(answer, timed)
-      record = dict(seconds=seconds, peak=engine_throughput.peak_memory())
-      print(json.dumps(record), file=reply, flush=True)
-  except Exception as error:  # A peer's failure is a result, reported under its name.
-    print(json.dumps(dict(error=f"{type(error).__name__}: {error}")), file=reply, flush=True)
-    raise
+def answers(kind: str, directory: pathlib.Path, dtype: str) -> Iterator[dict[str, Any]]:
+  """Runs a side: yields a record for each line [kind, cores] on stdin."""
+  answer = BUILDERS[kind](directory, dtype)
+  for line in sys.stdin:
+    timed, cores = json.loads(line)
+    set_cores(cores)
+    yield dict(seconds=seconds_of(answer, timed), peak=peer_process.peak_memory())
 
 
-class Process:
+class Process(peer_process.Process):
   """A side in a separate process."""
 
   def __init__(self, kind: str, directory: pathlib.Path, dtype: str, python: str):
-    path = [str(decode_speed.ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
-    self._process = subprocess.Popen(
-      [python, "-P", "-m", "experiments.real_speed", f"--serve={kind}", f"--model={directory}",
-       f"--dtypes={dtype}"],
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-      env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "JAX_PLATFORMS": "cpu"},
+    super().__init__(
+      "experiments.real_speed", f"--serve={kind}", f"--model={directory}", f"--dtypes={dtype}",
+      python=python,
     )  # fmt: skip
 
   def time(self, timed: str, cores: int) -> dict[str, Any]:
     """Returns the seconds of a kind and the peak memory, or {"error": ...}."""
-    assert self._process.stdin is not None
-    assert self._process.stdout is not None
-    try:
-      print(json.dumps([timed, cores]), file=self._process.stdin, flush=True)
-      line = self._process.stdout.readline()
-    except BrokenPipeError:
-      line = ""
-    return json.loads(line) if line else dict(error="its process ended")
-
-  def close(self) -> None:
-    """Ends the process."""
-    assert self._process.stdin is not None
-    assert self._process.stdout is not None
-    self._process.stdin.close()
-    self._process.wait()
-    self._process.stdout.close()
+    return self.ask(json.dumps([timed, cores]))
 
 
-def read_bandwidth(num_threads: int, *, num_bytes: int = 2**29, rounds: int = 5) -> float:
-  """Returns bytes/s of the fastest of several dot products of a large array with itself."""
-  from concurrent import futures
+def write_random(directory: pathlib.Path, model: Any) -> None:
+  """Writes random bfloat16 weights with nano's tokenizer, whose ids are the vocabulary's first.
 
-  parts = np.array_split(np.ones(num_bytes // 4, np.float32), num_threads)
+  Args:
+    directory: the directory to create.
+    model: a `TransformerConfig`.
+  """
+  import jax
+  import jax.numpy as jnp
+
+  from seerjax.models import (
+    config as model_config,
+    huggingface,
+    loading,
+    parameters,
+    tokenizer as tokenizer_lib,
+  )
+  from seerjax.run import presets
+
+  numerics = model_config.numerics_for(model, presets.main_job().numerics)
+  random = np.random.default_rng(0)
+
+  def leaf(path: Any, shape: Any) -> jax.Array:
+    values = np.ones(shape.shape, np.float32)
+    if not path[-1].key.endswith("norm"):
+      values = 0.02 * random.standard_normal(shape.shape, np.float32)
+    return jnp.asarray(values, jnp.bfloat16)
+
+  shapes = parameters.shapes(model, numerics.reduction_shards)
+  params = jax.tree_util.tree_map_with_path(leaf, shapes)
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(loading.NANO))
+
+
+def bandwidth_of(
+  move: Callable[[Any], Any], parts: Sequence[Any], num_bytes: int, rounds: int
+) -> float:
+  """Returns bytes/s of the fastest of several rounds, in which each part has a thread."""
   fastest = np.inf
-  with futures.ThreadPoolExecutor(num_threads) as pool:
+  with futures.ThreadPoolExecutor(len(parts)) as pool:
     for _ in range(rounds):
-      begin = time.perf_counter()
-      list(pool.map(lambda part: np.dot(part, part), parts))
-      fastest = min(fastest, time.perf_counter() - begin)
+      _, took = measure.clocked(lambda: list(pool.map(move, parts)))
+      fastest = min(fastest, took.seconds)
   return num_bytes / fastest
+
+
+def copy_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES, rounds: int = 5) -> float:
+  """Returns bytes/s, read plus written, of copies of an array."""
+  source = np.ones(num_bytes // 8, np.float64)
+  target = np.zeros_like(source)
+  parts = list(zip(np.array_split(source, num_threads), np.array_split(target, num_threads)))
+  copy = lambda part: np.copyto(part[1], part[0])
+  return bandwidth_of(copy, parts, 2 * source.nbytes, rounds)
+
+
+def read_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES, rounds: int = 5) -> float:
+  """Returns bytes/s of dot products of an array with itself."""
+  parts = np.array_split(np.ones(num_bytes // 4, np.float32), num_threads)
+  return bandwidth_of(lambda part: np.dot(part, part), parts, num_bytes, rounds)
 
 
 def bytes_per_step(directory: pathlib.Path, dtype: str) -> int:
@@ -322,9 +340,7 @@ def measured(
 
 def middle(values: Sequence[float]) -> str:
   """Returns the median and range as text."""
-  if not values:
-    return "-"
-  return f"{np.median(values):.1f} ({min(values):.1f}–{max(values):.1f})"
+  return measure.spread(values, ".1f") if values else "-"
 
 
 def ratio(record: dict[str, Any], rival: str, allowed: float) -> float | None:
@@ -341,26 +357,25 @@ def table(
   """Returns tokens/s, and the targets with the measured ratios, as Markdown."""
   said = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in bandwidth.items())
   most = max(bandwidth.values())
-  lines = [
-    f"Bandwidth: {said}. Tokens/s, median and range of the rounds:",
-    "",
-    "| weights | | " + " | ".join(SIDES[name].label for name in names) + " |",
-    "|---|---|" + "---|" * len(names),
-  ]
+  rates, aims = [], []
   for record in records:
     found = [record["faults"].get(name) or middle(record["rates"][name]) for name in names]
-    lines.append(f"| {record['dtype']} | {record['kind']} | " + " | ".join(found) + " |")
-  lines += ["", "| aim | | at least | found | |", "|---|---|---|---|---|"]
+    rates.append((record["dtype"], record["kind"], *found))
   for aim in AIMS:
     for record in records:
       if record["kind"] not in aim.kinds or record["dtype"] not in aim.dtypes:
         continue
       found = ratio(record, aim.rival, most / weights[record["dtype"]])
       if found is not None:
-        holds = "yes" if found >= aim.least else "**no**"
         of = f"{record['dtype']}, {record['kind']}"
-        lines.append(f"| {aim.label} | {of} | {aim.least:g} | {found:.2f} | {holds} |")
-  return "\n".join(lines) + "\n"
+        holds = measure.holds(found >= aim.least)
+        aims.append((aim.label, of, f"{aim.least:g}", f"{found:.2f}", holds))
+  labels = (SIDES[name].label for name in names)
+  return (
+    f"Bandwidth: {said}. Tokens/s, median and range of the rounds:\n\n"
+    f"{measure.table(('weights', '', *labels), rates)}\n\n"
+    f"{measure.table(('aim', '', 'at least', 'found', ''), aims)}\n"
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -385,29 +400,25 @@ class Config:
 
   def __post_init__(self):
     for field, known in (("names", [*SIDES]), ("dtypes", DTYPES), ("kinds", KINDS)):
-      if unknown := [value for value in getattr(self, field) if value not in known]:
-        raise ValueError(
-          f"real_speed: {field}: got {', '.join(unknown)}, expected some of {', '.join(known)};"
-          " correct the name."
-        )
+      peer_process.check_names(f"real_speed: {field}", getattr(self, field), known)
 
 
 def run(config: Config, directory: pathlib.Path, say: Say, torch_python: str = "") -> str:
   """Measures missing cells until the time is over; writes and returns the table."""
   begin = time.monotonic()
-  interpreters = engine_throughput.pythons(torch_python)
+  interpreters = peer_process.pythons(torch_python)
   names = []
   for name in config.names:
     kind = SIDES[name].kind
-    if missing := engine_throughput.missing_packages(kind, interpreters[kind]):
-      say(f"{' and '.join(missing)} not installed: {name} left out (`bash launch/peers.sh`)")
+    if missing := peer_process.missing_of(kind, interpreters[kind]):
+      say(peer_process.left_out([name], missing))
     else:
       names.append(name)
   settings = dict(model=str(config.model), rounds=config.rounds)
   path = directory / cells_lib.FILE_NAME
   records = {(r["dtype"], r["kind"]): r for r in cells_lib.read(path, settings)}
   say(f"load {os.getloadavg()[0]:.2f}")
-  bandwidth = {"copy": decode_speed.copy_bandwidth(2), "read": read_bandwidth(2)}
+  bandwidth = {"copy": copy_bandwidth(2), "read": read_bandwidth(2)}
   for dtype in config.dtypes:
     cells = [Cell(dtype, kind) for kind in config.kinds if (dtype, kind) not in records]
     if not cells or time.monotonic() - begin > config.seconds:
@@ -436,26 +447,32 @@ def run(config: Config, directory: pathlib.Path, say: Say, torch_python: str = "
   return text
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   if args.serve:
-    serve(args.serve, pathlib.Path(args.model), args.dtypes[0])
+    peer_process.serve(answers(args.serve, pathlib.Path(args.model), args.dtypes[0]))
     return
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    config = Config(
-      model=pathlib.Path(args.model),
-      names=tuple(args.sides),
-      dtypes=tuple(args.dtypes),
-      kinds=tuple(args.kinds),
-      rounds=args.rounds,
-      seconds=args.seconds,
-    )
-    run(config, pathlib.Path(args.workdir), lambda line: print(line, flush=True), args.torch_python)
+  directory = pathlib.Path(args.workdir)
+  model = pathlib.Path(args.model) if args.model else directory / "qwen3-0.6b"
+  config = Config(
+    model=model,
+    names=tuple(args.sides),
+    dtypes=tuple(args.dtypes),
+    kinds=tuple(args.kinds),
+    rounds=args.rounds,
+    seconds=args.seconds,
+  )
+  if not args.model and not (model / "config.json").exists():
+    from seerjax.models import presets
+
+    measure.say(f"writing random weights to {model}")
+    write_random(model, presets.get("qwen3-0.6b"))
+  run(config, directory, measure.say, args.torch_python)
 
 
 if __name__ == "__main__":
-  flags.DEFINE_string("model", None, "Hugging Face directory of the model.", required=True)
+  flags.DEFINE_string(
+    "model", "", "Hugging Face directory of the model; '' is a random Qwen3-0.6B in --workdir."
+  )
   flags.DEFINE_list("sides", list(SIDES), f"Sides to measure, from {', '.join(SIDES)}.")
   flags.DEFINE_list("dtypes", list(DTYPES), f"Data types to measure, from {', '.join(DTYPES)}.")
   flags.DEFINE_list("kinds", list(KINDS), f"Kinds to measure, from {', '.join(KINDS)}.")
@@ -470,4 +487,4 @@ if __name__ == "__main__":
     "workdir", "runs/real_speed", "Output directory for cells.jsonl and table.md."
   )
   flags.DEFINE_string("serve", "", "Internal: run this side.")
-  app.run(main)
+  measure.command(main)

@@ -20,26 +20,22 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import re
 import resource
-import subprocess
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import flags, logging
 import numpy as np
 
-from experiments import cells as cells_lib, real_learning
+from experiments import cells as cells_lib, measure as measure_lib, peer_process, real_learning
 from seerjax import metrics, rl
-from seerjax.run import command_line
 from seerjax.tasks import jsonl, loading
 
 SIDES = ("ours", "trl")
 GENERATOR = "basic_arithmetic"
 NUM_PROBLEMS = 1000
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Cell(NamedTuple):
@@ -118,14 +114,7 @@ def of_trl(settings: real_learning.Settings, problems: pathlib.Path, python: str
   request = dataclasses.asdict(settings) | dict(
     dtype=settings.compute_dtype, learning_rate=rate, seed=0, rows=jsonl.read_rows(problems, ())
   )
-  done = subprocess.run(
-    [python, "-P", str(ROOT / "experiments" / "trl_peer.py")],
-    input=json.dumps(request), capture_output=True, text=True, check=False,
-    env=os.environ | {"HF_HUB_OFFLINE": "1"},
-  )  # fmt: skip
-  if done.returncode:
-    raise RuntimeError(f"trl: got status {done.returncode}: {done.stderr[-2000:]}")
-  return json.loads(done.stdout.splitlines()[-1])
+  return peer_process.answer("trl", python, "trl_peer.py", request)
 
 
 def measure(
@@ -147,11 +136,7 @@ def measure(
 
 def table(records: Sequence[dict[str, Any]]) -> str:
   """Returns medians by side, over all steps but the first of each record, as Markdown."""
-  lines = [
-    "| side | steps | seconds per step, median (range) | sampling | learning | tokens per step | ms"
-    " per sampled token | largest gap of a log-probability | peak GiB |",
-    "|---|---|---|---|---|---|---|---|---|",
-  ]
+  rows = []
   medians = {}
   for side in SIDES:
     mine = [record for record in records if record["side"] == side]
@@ -161,43 +146,46 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     median = lambda name, steps=steps: float(np.median([step[name] for step in steps]))
     whole = [step["seconds"] - step.get("recording", 0.0) for step in steps]
     medians[side] = float(np.median(whole)) / median("tokens")
-    lines.append(
-      f"| {side} | {len(steps)} | {np.median(whole):.1f} ({min(whole):.1f} to {max(whole):.1f}) |"
-      f" {median('generate'):.1f} | {median('learn'):.1f} | {median('tokens'):.0f} |"
-      f" {1000 * medians[side]:.1f} | {max(step['max_gap'] for step in steps):.3g} |"
-      f" {max(record['peak_bytes'] for record in mine) / 2**30:.2f} |"
-    )
+    rows.append((
+      side, len(steps), measure_lib.spread(whole, ".1f"), f"{median('generate'):.1f}",
+      f"{median('learn'):.1f}", f"{median('tokens'):.0f}", f"{1000 * medians[side]:.1f}",
+      f"{max(step['max_gap'] for step in steps):.3g}",
+      f"{max(record['peak_bytes'] for record in mine) / 2**30:.2f}",
+    ))  # fmt: skip
+  names = (
+    "side", "steps", "seconds per step, median (range)", "sampling", "learning", "tokens per step",
+    "ms per sampled token", "largest gap of a log-probability", "peak GiB",
+  )  # fmt: skip
+  text = measure_lib.table(names, rows) + "\n"
   if len(medians) == len(SIDES):
-    lines.append(f"\nSeconds by sampled token, TRL / ours: {medians['trl'] / medians['ours']:.2f}")
-  return "\n".join(lines) + "\n"
+    ratio = medians["trl"] / medians["ours"]
+    text += f"\nSeconds by sampled token, TRL / ours: {ratio:.2f}\n"
+  return text
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    unknown = [side for side in args.sides if side not in SIDES]
-    if unknown or not args.sides:
-      raise ValueError(
-        f"--sides: got {', '.join(unknown) or 'none'}, expected some of {', '.join(SIDES)}."
-      )
-    directory = pathlib.Path(args.workdir)
-    settings = real_learning.Settings(
-      model=args.model, num_steps=args.num_steps, max_tokens=args.max_tokens,
-      compute_dtype=args.dtype, every=0,
-    )  # fmt: skip
-    problems = directory / "problems.jsonl"
-    write_problems(problems)
-    wanted = [Cell(side, place) for place in range(args.rounds) for side in args.sides]
-    run = functools.partial(measure, settings, problems, args.python)
-    kept = dataclasses.asdict(settings)
-    try:
-      cells_lib.completed(wanted, directory, kept, run)
-    finally:
-      text = table(cells_lib.read(directory / cells_lib.FILE_NAME, kept))
-      (directory / "table.md").write_text(text)
-    print(text)
+  unknown = [side for side in args.sides if side not in SIDES]
+  if unknown or not args.sides:
+    raise ValueError(
+      f"--sides: got {', '.join(unknown) or 'none'}, expected some of {', '.join(SIDES)}."
+    )
+  directory = pathlib.Path(args.workdir)
+  settings = real_learning.Settings(
+    model=args.model, num_steps=args.num_steps, max_tokens=args.max_tokens,
+    compute_dtype=args.dtype, every=0,
+  )  # fmt: skip
+  problems = directory / "problems.jsonl"
+  write_problems(problems)
+  wanted = [Cell(side, place) for place in range(args.rounds) for side in args.sides]
+  run = functools.partial(measure, settings, problems, args.python)
+  kept = dataclasses.asdict(settings)
+  try:
+    cells_lib.completed(wanted, directory, kept, run)
+  finally:
+    text = table(cells_lib.read(directory / cells_lib.FILE_NAME, kept))
+    (directory / "table.md").write_text(text)
+  print(text)
 
 
 if __name__ == "__main__":
@@ -210,4 +198,4 @@ if __name__ == "__main__":
   flags.DEFINE_string("dtype", usual.compute_dtype, "Compute data type, float32 or bfloat16.")
   flags.DEFINE_string("python", "", "Python that has TRL.")
   flags.DEFINE_string("workdir", "runs/real_step", "Output directory for cells and the table.")
-  app.run(main)
+  measure_lib.command(main)

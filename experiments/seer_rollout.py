@@ -22,11 +22,11 @@ import pathlib
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 import jax
 import numpy as np
 
-from experiments import configuration
+from experiments import configuration, measure
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.kv.pool import KVPool, KVPoolConfig
@@ -35,7 +35,7 @@ from seerjax.models.loading import Model
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
-from seerjax.run import command_line, policy as policy_lib, self_test
+from seerjax.run import policy as policy_lib, self_test
 from seerjax.run.policy import Policy
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
@@ -197,19 +197,18 @@ def run_system(
 def table(results: dict[str, dict[str, Any]]) -> str:
   """Returns the results as Markdown."""
   baseline = results["groups, preempting"]
-  lines = [
-    "| system | steps | of the first | tail steps | of the first | preemptions per request | rows |"
-    " MB moved | tokens per step | seconds |",
-    "|---|---|---|---|---|---|---|---|---|---|",
-  ]
-  for name, row in results.items():
-    lines.append(
-      f"| {name} | {row['steps']:,} | {row['steps'] / baseline['steps']:.2f} |"
-      f" {row['tail_steps']:,} | {row['tail_steps'] / max(baseline['tail_steps'], 1):.2f} |"
-      f" {row['preemptions_a_request']:.2f} | {row['rows']:,} | {row['moved_bytes'] / 1e6:.0f} |"
-      f" {row['tokens_a_step_and_request']:.2f} | {row['seconds']:.1f} |"
-    )
-  return "\n".join(lines)
+  rows = [
+    (name, f"{row['steps']:,}", f"{row['steps'] / baseline['steps']:.2f}",
+     f"{row['tail_steps']:,}", f"{row['tail_steps'] / max(baseline['tail_steps'], 1):.2f}",
+     f"{row['preemptions_a_request']:.2f}", f"{row['rows']:,}", f"{row['moved_bytes'] / 1e6:.0f}",
+     f"{row['tokens_a_step_and_request']:.2f}", f"{row['seconds']:.1f}")
+    for name, row in results.items()
+  ]  # fmt: skip
+  names = (
+    "system", "steps", "of the first", "tail steps", "of the first", "preemptions per request",
+    "rows", "MB moved", "tokens per step", "seconds",
+  )  # fmt: skip
+  return measure.table(names, rows)
 
 
 def rollouts_page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
@@ -296,13 +295,10 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   return results
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    workload = configuration.from_flags(Workload, args.config)
-    jax.config.update("jax_num_cpu_devices", workload.num_instances)
-    results = run(workload, pathlib.Path(args.workdir))
+def main(args: flags.FlagValues) -> None:
+  workload = configuration.from_flags(Workload, args.config)
+  jax.config.update("jax_num_cpu_devices", workload.num_instances)
+  results = run(workload, pathlib.Path(args.workdir))
   print(table(results))
   print("equal bits: every system sampled the same tokens with the same log-probabilities")
   print(f"charts   {pathlib.Path(args.workdir) / 'rollouts.html'}")
@@ -310,4 +306,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
   configuration.define_flags(Workload(), "runs/seer_rollout")
-  app.run(main)
+  measure.command(main)

@@ -21,16 +21,16 @@ import random
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
+from experiments import measure
 from seerjax.rollout import (
   buffer as buffer_lib,
   instances as instances_lib,
   policies,
   scheduler,
 )
-from seerjax.run import command_line
 from seerjax.simulate import (
   baselines,
   calibration,
@@ -314,18 +314,13 @@ def paper_tables(found: dict[str, Any]) -> str:
   Args:
     found: the result of `paper`.
   """
-  lines = [
-    "| workload | column | published | simulated | ratio | within 10 % |",
-    "|---|---|---:|---:|---:|---|",
-  ]
+  lines = []
 
   def row(name: str, column: str, published: float, simulated: float, digits: int) -> None:
     ratio = simulated / published
-    inside = "yes" if 0.9 <= ratio <= 1.1 else "**no**"
-    lines.append(
-      f"| {name} | {column} | {published:,.{digits}f} | {simulated:,.{digits}f} | {ratio:.2f} |"
-      f" {inside} |"
-    )
+    values = (f"{value:,.{digits}f}" for value in (published, simulated))
+    holds = measure.holds(0.9 <= ratio <= 1.1)
+    lines.append((name, column, *values, f"{ratio:.2f}", holds))
 
   for workload in workloads.WORKLOADS:
     rows, published = found[workload.name], workload.published
@@ -347,62 +342,56 @@ def paper_tables(found: dict[str, Any]) -> str:
       rows["+ drafts"]["accepted"],
       2,
     )
-  return "\n".join(lines)
+  names = ("workload", "column", "published", "simulated", "ratio", "within 10 %")
+  return measure.table(names, lines)
 
 
 def policy_table(found: dict[str, Any]) -> str:
   """Returns Markdown: every policy on the three workloads."""
   lines = [
-    "| workload | policy | s | gain | tail, s | preemptions | idle | tokens per step | moved, TB |",
-    "|---|---|---:|---:|---:|---:|---:|---:|---:|",
-  ]
-  for name, rows in found.items():
-    for policy, row in rows.items():
-      lines.append(
-        f"| {name} | {policy} | {row['seconds']:,.0f} |"
-        f" {rows['baseline']['seconds'] / row['seconds']:.2f} | {row['tail_seconds']:,.0f} |"
-        f" {row['preemptions']:.2f} | {100 * row['idle_share']:.0f} % | {row['accepted']:.2f} |"
-        f" {row['moved_terabytes']:.1f} |"
-      )
-  return "\n".join(lines)
+    (name, policy, f"{row['seconds']:,.0f}", f"{rows['baseline']['seconds'] / row['seconds']:.2f}",
+     f"{row['tail_seconds']:,.0f}", f"{row['preemptions']:.2f}",
+     f"{100 * row['idle_share']:.0f} %", f"{row['accepted']:.2f}", f"{row['moved_terabytes']:.1f}")
+    for name, rows in found.items()
+    for policy, row in rows.items()
+  ]  # fmt: skip
+  names = (
+    "workload", "policy", "s", "gain", "tail, s", "preemptions", "idle", "tokens per step",
+    "moved, TB",
+  )  # fmt: skip
+  return measure.table(names, lines)
 
 
 def chunk_table(found: dict[str, Any]) -> str:
   """Returns Markdown: gains over the baseline by chunk length."""
   names = list(next(iter(next(iter(found.values())).values())))
-  lines = [f"| workload | chunk | {' | '.join(names)} |", "|---|---:|" + "---:|" * len(names)]
-  for workload, rows in found.items():
-    for chunk, gains in rows.items():
-      cells = " | ".join(f"{gains[name]:.2f}" for name in names)
-      lines.append(f"| {workload} | {chunk} | {cells} |")
-  return "\n".join(lines)
+  lines = [
+    (workload, chunk, *(f"{gains[name]:.2f}" for name in names))
+    for workload, rows in found.items()
+    for chunk, gains in rows.items()
+  ]
+  return measure.table(("workload", "chunk", *names), lines)
 
 
 def sweep_table(found: list[dict[str, Any]]) -> str:
   """Returns Markdown: the sweep, with ours relative to the oracle and to plain divided rollout."""
   names = list(found[0]["gains"])
-  lines = [
-    f"| what binds | group | rho | {' | '.join(names)} | ours / oracle, by room | ours / divided |",
-    "|---|---:|---:|" + "---:|" * (len(names) + 2),
-  ]
+  lines = []
   for row in found:
     gains = row["gains"]
-    cells = " | ".join(f"{gains[name]:.2f}" for name in names)
-    lines.append(
-      f"| {'KV' if row['kv_bound'] else 'places'} | {row['group_size']} | {row['rho']} | {cells} |"
-      f" {100 * gains['ours'] / gains['oracle, by room']:.1f} % |"
-      f" {gains['ours'] / gains['divided']:.2f} |"
-    )
-  return "\n".join(lines)
+    lines.append((
+      "KV" if row["kv_bound"] else "places", row["group_size"], row["rho"],
+      *(f"{gains[name]:.2f}" for name in names),
+      f"{100 * gains['ours'] / gains['oracle, by room']:.1f} %",
+      f"{gains['ours'] / gains['divided']:.2f}",
+    ))  # fmt: skip
+  head = ("what binds", "group", "rho", *names, "ours / oracle, by room", "ours / divided")
+  return measure.table(head, lines)
 
 
 def drawn_table(found: list[dict[str, Any]]) -> str:
   """Returns Markdown: ours relative to plain divided rollout by kind, and every missed target."""
-  lines = [
-    "| what binds | rho | workloads | mean | least workload | workloads < 0.99 | replays | least"
-    " replay | replays < 0.99 | replays > 1.01 |",
-    "|---|---|" + "---:|" * 8,
-  ]
+  lines = []
   for scarce in ("KV", "places"):
     for low, high in LIKENESS:
       rows = [row for row in found if row["scarce"] == scarce and low <= row["rho"] < high]
@@ -410,35 +399,35 @@ def drawn_table(found: list[dict[str, Any]]) -> str:
         continue
       means = np.array([np.mean(row["ours"]) for row in rows])
       replays = np.concatenate([row["ours"] for row in rows])
-      lines.append(
-        f"| {scarce} | {low} to {high} | {len(rows)} | {means.mean():.3f} | {means.min():.3f} |"
-        f" {(means < 0.99).sum()} | {len(replays)} | {replays.min():.3f} |"
-        f" {(replays < 0.99).sum()} | {(replays > 1.01).sum()} |"
-      )
+      lines.append((
+        scarce, f"{low} to {high}", len(rows), f"{means.mean():.3f}", f"{means.min():.3f}",
+        (means < 0.99).sum(), len(replays), f"{replays.min():.3f}", (replays < 0.99).sum(),
+        (replays > 1.01).sum(),
+      ))  # fmt: skip
   misses = [row for row in found if min(row["ours"]) < 0.99]
-  lines += ["", f"{len(misses)} workloads with a replay below 0.99:", ""]
-  return "\n".join(lines + [f"- {_drawn_line(row)}" for row in misses])
+  names = (
+    "what binds", "rho", "workloads", "mean", "least workload", "workloads < 0.99", "replays",
+    "least replay", "replays < 0.99", "replays > 1.01",
+  )  # fmt: skip
+  text = f"{measure.table(names, lines)}\n\n{len(misses)} workloads with a replay below 0.99:\n"
+  return "\n".join([text, *(f"- {_drawn_line(row)}" for row in misses)])
 
 
 def baseline_table(found: dict[str, Any]) -> str:
   """Returns Markdown: the cost of a step and the age of its data."""
   lines = [
-    "| workload | loop | s per step | stale tokens | mean length |",
-    "|---|---|---:|---:|---:|",
-  ]
-  for name, rows in found.items():
-    for loop, row in rows.items():
-      lines.append(
-        f"| {name} | {loop} | {row['seconds']:,.0f} | {100 * row['stale_share']:.0f} % |"
-        f" {row['mean_tokens']:,.0f} |"
-      )
-  return "\n".join(lines)
+    (name, loop, f"{row['seconds']:,.0f}", f"{100 * row['stale_share']:.0f} %",
+     f"{row['mean_tokens']:,.0f}")
+    for name, rows in found.items()
+    for loop, row in rows.items()
+  ]  # fmt: skip
+  return measure.table(("workload", "loop", "s per step", "stale tokens", "mean length"), lines)
 
 
 def decision_table(found: dict[str, float]) -> str:
   """Returns Markdown: microseconds per decision."""
-  lines = ["| policy | us a decision |", "|---|---:|"]
-  return "\n".join(lines + [f"| {name} | {value:.1f} |" for name, value in found.items()])
+  rows = ((name, f"{value:.1f}") for name, value in found.items())
+  return measure.table(("policy", "us a decision"), rows)
 
 
 def picture(found: dict[str, Any], path: pathlib.Path) -> None:
@@ -525,18 +514,15 @@ def fit(seeds: Sequence[int], report: Report) -> None:
     report(f"{workload.name}: {best.fitted}, published {calibration.targets(workload)}")
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   directory = pathlib.Path(args.workdir)
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    report = lambda line: print(line, flush=True)
-    if args.trace:
-      gains = trace(args.trace, report)["gains"]
-      print("\n".join(f"{name}: {gain:.2f}x the baseline" for name, gain in gains.items()))
-      return
-    run(args.parts, args.num_seeds, directory, report)
-    print((directory / "tables.md").read_text())
+  report = measure.say
+  if args.trace:
+    gains = trace(args.trace, report)["gains"]
+    print("\n".join(f"{name}: {gain:.2f}x the baseline" for name, gain in gains.items()))
+    return
+  run(args.parts, args.num_seeds, directory, report)
+  print((directory / "tables.md").read_text())
 
 
 if __name__ == "__main__":
@@ -546,4 +532,4 @@ if __name__ == "__main__":
   flags.DEFINE_string(
     "trace", "", "JSON lines with a list `output` or `turns` each; runs only this trace."
   )
-  app.run(main)
+  measure.command(main)

@@ -26,45 +26,84 @@ import functools
 import json
 import pathlib
 import random
-import signal
 import struct
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
+import numpy as np
 import rich.progress
 
 from experiments import (
   cells as cells_lib,
-  engine_throughput,
   http_load,
+  measure,
   peer_models,
+  peer_process,
   serving_peers,
 )
-from experiments.serving_peers import PACKAGES, PEERS, EngineAlone, Peer, Server, quantiles
-from experiments.serving_questions import (
+from experiments.serving_peers import (
   CONTEXT,
+  PACKAGES,
+  PEERS,
+  EngineAlone,
+  Peer,
   Question,
+  Server,
   Settings,
   body,
+  quantiles,
   same_questions,
   timed_questions,
 )
-from experiments.serving_tables import (
-  CLIENTS,
-  Same,
-  Timed,
-  aims,
-  picture,
-  same_table,
-  timed_table,
-)
 from seerjax import metrics
-from seerjax.run import command_line
 
 PATH = "/v1/completions"
 MOST_AT_ONCE = 32
+CLIENTS = (1, 8, 64)
+# (peer, peer to compare with, number of clients, minimum ratio).
+AIMS = (
+  ("ours", "engine", 64, 0.9),
+  ("ours", "llama-cpp", 8, 1.0),
+  ("ours", "llama-cpp", 64, 1.0),
+)
+
+
+class Timed(NamedTuple):
+  """A cell of part (b)."""
+
+  repetition: int
+  peer: str
+  clients: int
+  is_streamed: bool
+
+
+class Same(NamedTuple):
+  """A cell of part (a)."""
+
+  peer: str
+  temperature: float
+
+
+class Summary(NamedTuple):
+  """Results of a peer with a number of clients, over all repetitions.
+
+  Attributes:
+    rate: median tokens/s.
+    lowest: minimum over repetitions.
+    highest: maximum over repetitions.
+    by_cpu: median tokens per second of its own CPU time.
+    first: seconds to the first token, median and 95th percentile; None if it is not observable.
+    whole: seconds to the whole completion, median and 95th percentile.
+  """
+
+  rate: float
+  lowest: float
+  highest: float
+  by_cpu: float
+  first: tuple[float, float] | None
+  whole: tuple[float, float]
 
 
 async def same(
@@ -239,8 +278,7 @@ def all_cells(names: Sequence[str], repetitions: int) -> Iterator[Same | Timed]:
         yield Same(name, temperature)
   for repetition in range(repetitions):
     for clients in CLIENTS:
-      # Alternates the order, so that other load on the machine affects all peers alike.
-      for name in list(names)[:: 1 if repetition % 2 == 0 else -1]:
+      for name in measure.in_turn(names, repetition):
         if PEERS[name].is_timed:
           yield Timed(repetition, name, clients, False)
           if PEERS[name].kind != "engine":
@@ -253,7 +291,7 @@ def key_of(record: dict[str, Any]) -> Same | Timed:
   return kind(*(record[field] for field in kind._fields))
 
 
-def measure(
+def measured(
   names: Sequence[str],
   settings: Settings,
   repetitions: int,
@@ -278,20 +316,20 @@ def measure(
       peer = PEERS[cell.peer]
       if isinstance(cell, Same):
         asking = progress.add_task(peer.label, total=settings.askings)
-        measured = fleet.same(cell, functools.partial(progress.advance, asking))
+        found_here = fleet.same(cell, functools.partial(progress.advance, asking))
         progress.remove_task(asking)
-        line = f"temperature {cell.temperature:g}: {measured['answers']} distinct answers"
-        if measured["patterns"] is not None:
-          line += f", {measured['patterns']} bit patterns"
+        line = f"temperature {cell.temperature:g}: {found_here['answers']} distinct answers"
+        if found_here["patterns"] is not None:
+          line += f", {found_here['patterns']} bit patterns"
         if peer.kind in ("transformers", "llama.cpp"):  # Fixed slots or sampling settings.
           fleet.stop(cell.peer)
       else:
-        measured = fleet.timed(cell)
-        rate = measured["tokens"] / measured["seconds"]
+        found_here = fleet.timed(cell)
+        rate = found_here["tokens"] / found_here["seconds"]
         how = "streamed" if cell.is_streamed else "whole"
         line = f"{cell.clients} clients, {how}: {rate:,.0f} tokens/s"
       progress.console.print(f"{peer.label}: {line}", highlight=False)
-      record = metrics.encode(dict(settings=kept, **cell._asdict(), **measured))
+      record = metrics.encode(dict(settings=kept, **cell._asdict(), **found_here))
       cells_lib.append(path, record)
       found[cell] = record
       progress.advance(total)
@@ -304,18 +342,134 @@ def chosen(names: Sequence[str], interpreters: dict[str, str]) -> tuple[list[str
   Raises:
     ValueError: if a name is unknown.
   """
-  if unknown := [name for name in names if name not in PEERS]:
-    raise ValueError(
-      f"--peers: got {', '.join(unknown)}, expected some of {', '.join(PEERS)}; correct the name."
-    )
+  peer_process.check_names("--peers", names, PEERS)
   missing = {}
   for name in names or PEERS:
     kind = PEERS[name].kind
-    if kind in PACKAGES:
-      found = engine_throughput.missing_of(PACKAGES[kind], interpreters[kind])
-      if found:
-        missing[name] = ", ".join(found)
+    if found := peer_process.missing_packages(PACKAGES.get(kind, ()), interpreters[kind]):
+      missing[name] = ", ".join(found)
   return [name for name in names or PEERS if name not in missing], missing
+
+
+def summary(
+  found: dict[Same | Timed, dict[str, Any]], name: str, clients: int, is_streamed: bool
+) -> Summary | None:
+  """Returns the results of a peer; None if it was not measured."""
+  records = [
+    record
+    for cell, record in found.items()
+    if isinstance(cell, Timed) and cell[1:] == (name, clients, is_streamed)
+  ]
+  if not records:
+    return None
+  rates = [record["tokens"] / record["seconds"] for record in records]
+  middle = lambda field: tuple(np.median([record[field] for record in records], axis=0).tolist())
+  return Summary(
+    rate=float(np.median(rates)),
+    lowest=min(rates),
+    highest=max(rates),
+    by_cpu=float(np.median([one["tokens"] / one["cpu_seconds"] for one in records])),
+    first=middle("first") if records[0]["first"] is not None else None,
+    whole=middle("whole"),
+  )
+
+
+def same_table(found: dict[Same | Timed, dict[str, Any]], missing: dict[str, str]) -> str:
+  """Returns part (a) as Markdown."""
+  rows = []
+  for cell, record in found.items():
+    if isinstance(cell, Same):
+      rows.append((
+        PEERS[cell.peer].label, f"{cell.temperature:g}",
+        *(f"{record[field]:,}" for field in ("asked", "others", "answers", "commonest")),
+        "it has none" if record["patterns"] is None else f"{record['patterns']:,}",
+      ))  # fmt: skip
+  for name, why in missing.items():
+    rows.append((PEERS[name].label, f"not installed here: {why}", *[""] * 5))
+  names = (
+    "server", "temperature", "requests", "among others", "distinct responses", "most common",
+    "distinct bit patterns of log-probabilities",
+  )  # fmt: skip
+  return measure.table(names, rows)
+
+
+def timed_table(found: dict[Same | Timed, dict[str, Any]]) -> str:
+  """Returns part (b) as Markdown."""
+  rows = []
+  for clients in CLIENTS:
+    alone = summary(found, "engine", clients, False)
+    for name, peer in PEERS.items():
+      for is_streamed in (False, True):
+        one = summary(found, name, clients, is_streamed)
+        if one is None:
+          continue
+        rows.append((
+          clients, peer.label,
+          "no server" if peer.kind == "engine" else "streamed" if is_streamed else "whole",
+          f"{one.rate:,.0f} ({one.lowest:,.0f} to {one.highest:,.0f})",
+          f"{one.rate / alone.rate:.2f}" if alone else "not measured",
+          f"{one.by_cpu:,.0f}", _pair(one.first), _pair(one.whole),
+        ))  # fmt: skip
+  names = (
+    "clients", "who", "responses", "tokens/s, median (range)", "times the engine alone",
+    "tokens per CPU second", "first token, ms, median (95 %)", "whole response, ms, median (95 %)",
+  )  # fmt: skip
+  return measure.table(names, rows)
+
+
+def _pair(seconds: tuple[float, float] | None) -> str:
+  if seconds is None:
+    return ""
+  return f"{seconds[0] * 1e3:,.0f} ({seconds[1] * 1e3:,.0f})"
+
+
+def aims(found: dict[Same | Timed, dict[str, Any]]) -> str:
+  """Returns the targets as Markdown, and which of them are met."""
+  rows = []
+  for name, other, clients, aim in AIMS:
+    label = PEERS[other].label
+    one, two = (summary(found, who, clients, False) for who in (name, other))
+    if one is None or two is None:
+      rows.append((label, clients, f"{aim:g}", "not measured", "", ""))
+      continue
+    ratio, by_cpu = one.rate / two.rate, one.by_cpu / two.by_cpu
+    holds = measure.holds(ratio >= aim)
+    rows.append((label, clients, f"{aim:g}", f"{ratio:.2f}", f"{by_cpu:.2f}", holds))
+  names = (
+    "tokens/s of our server, whole responses, times those of", "clients", "aimed at",
+    "per wall second", "per second of their CPU", "holds (wall)",
+  )  # fmt: skip
+  return measure.table(names, rows)
+
+
+def picture(found: dict[Same | Timed, dict[str, Any]], path: pathlib.Path) -> None:
+  """Draws tokens/s by peer and number of clients."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  rows = [
+    (clients, name, is_streamed, one)
+    for clients in CLIENTS
+    for name in PEERS
+    for is_streamed in (False, True)
+    if (one := summary(found, name, clients, is_streamed)) is not None
+  ]
+  figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.3 * len(rows)))
+  colors = {"ours": "tab:blue", "engine": "tab:green"}
+  labels = []
+  for place, (clients, name, is_streamed, one) in enumerate(reversed(rows)):
+    color = colors.get(PEERS[name].kind, "tab:gray")
+    axes.barh(place, one.rate, color=color, alpha=0.5 if is_streamed else 1.0)
+    axes.text(one.rate, place, f" {one.rate:,.0f}", va="center", fontsize=8)
+    labels.append(f"{clients}: {PEERS[name].label}{', streamed' if is_streamed else ''}")
+  axes.set_yticks(range(len(rows)), labels, fontsize=8)
+  axes.set_xlabel("tokens/s by number of clients")
+  axes.margins(x=0.15)
+  figure.tight_layout()
+  figure.savefig(path, dpi=90)
+  pyplot.close(figure)
 
 
 def run(
@@ -327,12 +481,11 @@ def run(
   torch_python: str = "",
 ) -> None:
   """Measures, prints, and writes cells.jsonl, table.md and serving.png."""
-  found = engine_throughput.pythons(torch_python)
-  interpreters = {"engine": sys.executable, **found}
+  interpreters = {"engine": sys.executable, **peer_process.pythons(torch_python)}
   names, missing = chosen(names, interpreters)
   for name, why in missing.items():
     say(f"{why} not installed: {name} left out (`bash launch/peers.sh` installs it)")
-  results = measure(names, settings, repetitions, directory, interpreters, say)
+  results = measured(names, settings, repetitions, directory, interpreters, say)
   text = f"{same_table(results, missing)}\n\n{timed_table(results)}\n\n{aims(results)}\n"
   (directory / "table.md").write_text(text)
   if any(isinstance(cell, Timed) for cell in results):
@@ -340,8 +493,7 @@ def run(
   say(f"\n{text}\nwritten to {directory}")
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: flags.FlagValues) -> None:
   for written, be in (
     (args.serve_llama, serving_peers.serve_llama),
     (args.serve_engine, serving_peers.serve_engine),
@@ -350,24 +502,15 @@ def main(argv: list[str]) -> None:
       settings, slots = json.loads(written)
       be(Settings(**settings), slots)
       return
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # Exits normally, stopping servers.
-    settings = Settings(
-      model=peer_models.as_directory(args.model, pathlib.Path(args.workdir)),
-      askings=args.askings,
-      requests_per_client=args.requests_per_client,
-      max_tokens=args.max_tokens,
-      num_threads=args.num_threads,
-    )
-    run(
-      settings,
-      args.peers,
-      args.repetitions,
-      pathlib.Path(args.workdir),
-      lambda line: print(line, flush=True),
-      args.torch_python,
-    )
+  directory = pathlib.Path(args.workdir)
+  settings = Settings(
+    model=peer_models.as_directory(args.model, directory),
+    askings=args.askings,
+    requests_per_client=args.requests_per_client,
+    max_tokens=args.max_tokens,
+    num_threads=args.num_threads,
+  )
+  run(settings, args.peers, args.repetitions, directory, measure.say, args.torch_python)
 
 
 if __name__ == "__main__":
@@ -394,4 +537,4 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", "runs/serving", "Output directory for numbers, tables and plot.")
   flags.DEFINE_string("serve_llama", "", "Internal: run llama.cpp's server.")
   flags.DEFINE_string("serve_engine", "", "Internal: run only the engine.")
-  app.run(main)
+  measure.command(main)

@@ -1,15 +1,17 @@
-"""The servers that `experiments.serving` compares, each in a separate process."""
+"""The servers that `experiments.serving` compares, each in a separate process, and its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import pathlib
+import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -19,17 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments import llama_cpp, peer_models
-from experiments.serving_questions import (
-  CONTEXT,
-  NO_END,
-  Settings,
-  directory_of,
-  timed_questions,
-)
+from experiments import engine_throughput, llama_cpp, peer_models, peer_process
 
-ROOT = pathlib.Path(__file__).parents[1]
 START_SECONDS = 600
+CONTEXT = 768  # Positions of prompt and completion.
+NO_END = -1e6  # A bias that excludes a token.
 
 
 class Peer(NamedTuple):
@@ -58,9 +54,142 @@ PEERS = {
 }
 # Additional packages by kind.
 PACKAGES = {
-  "llama.cpp": (llama_cpp.PACKAGE,),
-  "transformers": ("torch", "transformers", "fastapi", "openai"),
+  **peer_process.PACKAGES,
+  "transformers": (*peer_process.PACKAGES["transformers"], "fastapi", "openai"),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """The workload.
+
+  Attributes:
+    model: "nano" or a Hugging Face directory.
+    askings: repetitions of the prompt of part (a).
+    requests_per_client: requests per client in part (b), at least 8 in all.
+    max_tokens: maximum length.
+    seed: seed of all draws.
+    num_threads: threads of llama.cpp.
+  """
+
+  model: str = "nano"
+  askings: int = 1000
+  requests_per_client: int = 4
+  max_tokens: int = 384
+  seed: int = 0
+  num_threads: int = 2
+
+
+class Question(NamedTuple):
+  """One request.
+
+  Attributes:
+    prompt: token ids.
+    text: the same as text.
+    max_tokens: maximum tokens of the completion.
+    temperature: 0 is greedy.
+    seed: sampling seed.
+  """
+
+  prompt: tuple[int, ...]
+  text: str
+  max_tokens: int
+  temperature: float
+  seed: int
+
+
+def prompts(settings: Settings, count: int) -> list[tuple[tuple[int, ...], str]]:
+  """Returns prompts as ids and as text: word problems as user turns."""
+  from seerjax.models import loading, tokenizer as tokenizer_lib
+
+  workload = engine_throughput.Workload(model=settings.model, num_prompts=count, seed=settings.seed)
+  tokenizer = tokenizer_lib.load(loading.path_of(settings.model))
+  found = [tuple(ids) for ids in engine_throughput.prompts(workload)]
+  return [(ids, tokenizer.decode(ids, skip_special_tokens=False)) for ids in found]
+
+
+def timed_questions(settings: Settings, clients: int) -> list[Question]:
+  """Returns the requests of `clients` clients."""
+  count = max(8, settings.requests_per_client * clients)
+  rng = np.random.default_rng([settings.seed, clients])
+  lengths = np.clip(np.rint(np.exp(rng.normal(4.35, 0.88, count))), 1, settings.max_tokens)
+  return [
+    Question(ids, text, int(length), 1.0, seed)
+    for seed, ((ids, text), length) in enumerate(
+      zip(prompts(settings, count), lengths, strict=True)
+    )
+  ]
+
+
+def body(
+  kind: str,
+  question: Question,
+  *,
+  model: str,
+  is_streamed: bool,
+  is_forced: bool,
+  ends: Sequence[int],
+) -> bytes:
+  """Returns the body of an equivalent request for each kind of server.
+
+  Args:
+    kind: kind of the peer.
+    question: the request.
+    model: "nano" or a Hugging Face directory.
+    is_streamed: whether to stream the response.
+    is_forced: whether the completion has a forced length and no log-probabilities; else it may stop
+      by itself and has them.
+    ends: ids that end a completion.
+  """
+  fields: dict[str, Any] = dict(
+    max_tokens=question.max_tokens, temperature=question.temperature, seed=question.seed
+  )
+  if is_streamed:
+    fields["stream"] = True
+  if kind == "ours":
+    fields |= dict(prompt=question.prompt)
+    if is_forced:
+      fields["logit_bias"] = {str(token): NO_END for token in ends}
+    else:
+      fields["logprobs"] = 0
+    if is_streamed:
+      fields["stream_options"] = {"include_usage": True}
+  elif kind == "llama.cpp":
+    # Turns off the filters that llama.cpp applies by default.
+    fields |= dict(
+      prompt=question.prompt, top_k=0, top_p=1, min_p=0, samplers=["temperature"],
+      ignore_eos=is_forced,
+    )  # fmt: skip
+    if not is_forced:
+      fields["logprobs"] = 1
+  else:  # transformers: takes only text, and sampling settings in its own configuration.
+    is_sampled = question.temperature > 0
+    how = dict(do_sample=is_sampled, max_new_tokens=question.max_tokens, eos_token_id=[*ends])
+    if is_sampled:
+      how |= dict(temperature=question.temperature, top_k=0)
+    fields |= dict(
+      prompt=question.text, model=directory_of(model), generation_config=json.dumps(how)
+    )
+  return json.dumps(fields).encode()
+
+
+def directory_of(model: str) -> str:
+  """Returns the directory of a model."""
+  from seerjax.models import loading
+
+  return str(loading.path_of(model))
+
+
+def same_questions(settings: Settings, temperature: float) -> tuple[Question, list[Question]]:
+  """Returns the repeated request of part (a), and the other requests."""
+  found = prompts(settings, 65)
+  rng = random.Random(settings.seed)
+  others = [
+    Question(ids, text, rng.randint(4, 96), rng.choice((0.0, 0.7, 1.0)), 0)
+    for ids, text in found[1:]
+  ]
+  ids, text = found[0]
+  return Question(ids, text, 48, temperature, 7), others
 
 
 class Server:
@@ -82,11 +211,10 @@ class Server:
       RuntimeError: if it ends or does not listen in time; with the end of its output.
     """
     self._log = log
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     with log.open("wb") as out:
       self._process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
+        env=peer_process.environment(),
       )  # fmt: skip
     try:
       self.url = self._wait(url)
@@ -172,6 +300,7 @@ def serve_llama(settings: Settings, slots: int) -> None:
   Flash attention and the cache's dtype are the fastest settings found by
   `experiments.engine_throughput`.
   """
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)  # An orderly exit would wait for its threads.
   library: Any = importlib.import_module(llama_cpp.PACKAGE)
   with tempfile.TemporaryDirectory() as directory:
     file = pathlib.Path(directory, "model.gguf")
@@ -190,19 +319,13 @@ def serve_llama(settings: Settings, slots: int) -> None:
       time.sleep(3600)
 
 
-class EngineAlone:
+class EngineAlone(peer_process.Process):
   """Our engine without a server, in a separate process."""
 
   def __init__(self, settings: Settings, slots: int, log: pathlib.Path):
-    self._settings, self._log = settings, log
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     what = json.dumps([dataclasses.asdict(settings), slots])
-    with log.open("wb") as out:
-      self._process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "experiments.serving", f"--serve_engine={what}"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True,
-        env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-      )  # fmt: skip
+    super().__init__("experiments.serving", f"--serve_engine={what}", log=log)
+    self._log = log
 
   def answer(self, clients: int) -> dict[str, Any]:
     """Runs the requests of `clients` clients; returns the record.
@@ -210,33 +333,24 @@ class EngineAlone:
     Raises:
       RuntimeError: if the process ends.
     """
-    assert self._process.stdin is not None and self._process.stdout is not None
-    try:
-      print(clients, file=self._process.stdin, flush=True)
-      line = self._process.stdout.readline()
-    except BrokenPipeError:
-      line = ""
-    if not line:
-      raise RuntimeError(f"{self._log}: got an engine that ended, expected answers; read it.")
-    return json.loads(line)
-
-  def close(self) -> None:
-    """Ends the process."""
-    assert self._process.stdin is not None and self._process.stdout is not None
-    self._process.stdin.close()
-    self._process.wait()
-    self._process.stdout.close()
+    if "error" in (record := self.ask(str(clients))):
+      raise RuntimeError(
+        f"{self._log}: got an engine that ended ({record['error']}), expected answers; read it."
+      )
+    return record
 
 
 def serve_engine(settings: Settings, slots: int) -> None:
   """Runs the engine alone: for each number of clients on stdin, prints one line of results."""
+  peer_process.serve(_engine_answers(settings, slots))
+
+
+def _engine_answers(settings: Settings, slots: int) -> Iterator[dict[str, Any]]:
   from seerjax import numerics as numerics_lib
   from seerjax.engine.engine import Engine, EngineConfig
   from seerjax.models import loading
   from seerjax.types import Request, SamplingParams
 
-  reply = os.fdopen(os.dup(1), "w")
-  os.dup2(2, 1)  # Output of libraries must not be mistaken for a reply.
   model = loading.load_model(settings.model)
   assert model.tokenizer is not None
   bias = tuple((token, NO_END) for token in model.tokenizer.eos_ids)
@@ -258,7 +372,7 @@ def serve_engine(settings: Settings, slots: int) -> None:
       )
       for place, one in enumerate(timed_questions(settings, int(line)))
     ]  # fmt: skip
-    print(json.dumps(in_turn(engine, requests, int(line))), file=reply, flush=True)
+    yield in_turn(engine, requests, int(line))
 
 
 def in_turn(engine: Any, requests: Sequence[Any], clients: int) -> dict[str, Any]:

@@ -32,10 +32,10 @@ import math
 import pathlib
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
-from experiments import cells as cells_lib, configuration, speculation_pays
+from experiments import cells as cells_lib, configuration, measure, speculation_pays
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.drafting import Drafter, DraftQuery
@@ -43,7 +43,7 @@ from seerjax.models import loading as models
 from seerjax.reports import draft_report
 from seerjax.reports.draft_report import Drafted
 from seerjax.rollout import groups as groups_lib
-from seerjax.run import command_line, energy, presets as run_presets, self_test
+from seerjax.run import energy, presets as run_presets, self_test
 from seerjax.simulate import speculation as theory
 from seerjax.speculation import draft_loading, sources, step_times
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
@@ -119,9 +119,9 @@ class Workload:
         f"Workload: got batches={self.batches}, turns={self.turns}, expected batches of at least 1"
         " and at least 2 turns; an interval needs two."
       )
-    if self.clock not in speculation_pays.CLOCKS:
+    if self.clock not in measure.CLOCKS:
       raise ValueError(
-        f"Workload.clock: got {self.clock!r}, expected one of {tuple(speculation_pays.CLOCKS)};"
+        f"Workload.clock: got {self.clock!r}, expected one of {tuple(measure.CLOCKS)};"
         " 'cpu' where others use the machine."
       )
 
@@ -201,7 +201,7 @@ class Pair:
       FileNotFoundError: if a model does not exist, or is a shape without weights.
       ValueError: if the draft does not fit the target, or the target is not batch-invariant.
     """
-    self.workload, self._clock = workload, speculation_pays.CLOCKS[workload.clock]
+    self.workload, self._clock = workload, measure.CLOCKS[workload.clock]
     implementation: Any = workload.implementation  # Validated by NumericsConfig.
     numerics = dataclasses.replace(run_presets.main_job().numerics, implementation=implementation)
     self.model = model = models.load_model(target, numerics)
@@ -311,7 +311,7 @@ def measured(workload: Workload, pair: Pair, task: Task, cell: Cell) -> dict[str
   Raises:
     ValueError: if drafts change a bit.
   """
-  clock = speculation_pays.CLOCKS[workload.clock]
+  clock = measure.CLOCKS[workload.clock]
   model = pair.drafter(cell.width)
   drafter: ModelDrafter | HybridDrafter = model
   if cell.length == BUDGET:
@@ -497,32 +497,32 @@ def _cells_table(records: Sequence[dict[str, Any]], price_per_hour: float) -> st
     head += ["joules per token, plain", "with drafts"]
   if price_per_hour:
     head += ["price of 1,000 answers, plain", "with drafts"]
-  rows = [head, ["---"] * len(head)]
+  rows = []
   for record in records:
     cell = cell_of(record)
     plain, drafted, tokens = np.asarray(record["turns"]).T
-    ratio = speculation_pays.bound(plain / drafted)
+    ratio = measure.ratio(plain / drafted)
     row = [
       str(cell.batch),
       cell.shape,
       f"{np.median(tokens / plain):,.0f}",
       f"{np.median(tokens / drafted):,.0f}",
-      f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+      ratio.text(digits=2),
       _or_none(record["num_steps"], 1 + sum(record["accepted_at"]) / max(record["num_steps"], 1)),
       f"{record['draft_seconds'] / drafted.sum():.0%}",
       *_foretold(cell, record),
     ]
     if has_untiled:
       rates = np.asarray(record["untiled"])
-      ratio = speculation_pays.bound(tokens / drafted / rates)
-      row += [f"{np.median(rates):,.0f}", f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"]
+      ratio = measure.ratio(tokens / drafted / rates)
+      row += [f"{np.median(rates):,.0f}", ratio.text(digits=2)]
     if has_joules:
       row += [f"{value:.4f}" for value in record["joules"] or ()] or ["-", "-"]
     if price_per_hour:
       per_second = price_per_hour / 3600 * 1000 / record["num_answers"]
       row += [f"{per_second * seconds.sum():.3g}" for seconds in (plain, drafted)]
     rows.append(row)
-  return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+  return measure.table(head, rows)
 
 
 def _foretold(cell: Cell, record: dict[str, Any]) -> list[str]:
@@ -551,12 +551,12 @@ def _positions_table(records: Sequence[dict[str, Any]]) -> str:
     totals.setdefault(cell.shape, Acceptance()).include(one)
   most = max((len(total.drafted_at) for total in totals.values()), default=0)
   places = [str(place) for place in range(1, most + 1)]
-  rows = [["draft", "steps", "tokens per step", *places], ["---"] * (3 + most)]
+  rows = []
   for shape, total in totals.items():
     held = [f"{rate:.3f} ({n:,})" for rate, n in zip(total.rate_at, total.drafted_at)]
     length = _or_none(total.num_steps, total.length)
     rows.append([shape, f"{total.num_steps:,}", length, *held, *[""] * (most - len(held))])
-  return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+  return measure.table(["draft", "steps", "tokens per step", *places], rows)
 
 
 def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0) -> str:
@@ -586,12 +586,9 @@ def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0
   return text
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    workload = configuration.from_flags(Workload, args.config)
-    text = run(workload, pathlib.Path(args.workdir), args.price_per_hour)
+def main(args: flags.FlagValues) -> None:
+  workload = configuration.from_flags(Workload, args.config)
+  text = run(workload, pathlib.Path(args.workdir), args.price_per_hour)
   print(f"\n{text}\n\nwritten to {args.workdir}")
 
 
@@ -603,4 +600,4 @@ if __name__ == "__main__":
     "Price of the machine per hour, in any currency; 0 reports no price.",
     lower_bound=0.0,
   )
-  app.run(main)
+  measure.command(main)

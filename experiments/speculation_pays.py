@@ -27,22 +27,19 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import json
 import pathlib
-import time
 from typing import Any, NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 import rich.progress
-from scipy import stats
 
-from experiments import configuration
+from experiments import configuration, measure
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import (
-  command_line,
   config as config_lib,
   drafter as drafter_lib,
   policy as policy_lib,
@@ -57,7 +54,6 @@ ROW_BUCKETS = (64, 512)
 UNTILED_ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Steps per engine call of plain XLA, which host work between steps would slow down like native.
 UNTILED_STEPS = 8
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,10 +94,10 @@ class Workload:
         f" tail_batches={self.tail_batches}, tail_groups={self.tail_groups}, expected at least 2"
         " pairs and batches and groups of at least 1; an interval needs two."
       )
-    if self.clock not in CLOCKS:
+    if self.clock not in measure.CLOCKS:
       raise ValueError(
-        f"Workload.clock: got {self.clock!r}, expected one of {tuple(CLOCKS)}; 'cpu' where others"
-        " use the machine."
+        f"Workload.clock: got {self.clock!r}, expected one of {tuple(measure.CLOCKS)}; 'cpu' where"
+        " others use the machine."
       )
 
   def groups_of(self, batch: int) -> int:
@@ -139,22 +135,6 @@ class Turn(NamedTuple):
 
   pairs: list[Pair]
   tail: list[TailRates]
-
-
-class Bound(NamedTuple):
-  """Geometric mean of paired speed ratios, and the bounds of its 95 % interval."""
-
-  mean: float
-  low: float
-  high: float
-
-
-def bound(ratios: Sequence[float] | np.ndarray) -> Bound:
-  """Returns Student's t interval of the mean logarithm, as ratios."""
-  logs = np.log(ratios)
-  middle = float(logs.mean())
-  half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
-  return Bound(*(float(np.exp(x)) for x in (middle, middle - half, middle + half)))
 
 
 class Comparison:
@@ -238,7 +218,7 @@ class Comparison:
     requests = [request for group in groups for request in group][: workload.requests_of(batch)]
     engines = [self.plain, self.drafting]
     plain, drafted = answers(
-      engines, requests, batch, backwards=drafts_first, clock=CLOCKS[workload.clock]
+      engines, requests, batch, backwards=drafts_first, clock=measure.CLOCKS[workload.clock]
     )
     check_same(plain.completions, drafted.completions, f"batch {batch}")
     return Pair(plain.seconds, drafted.seconds, plain.num_tokens)
@@ -248,7 +228,7 @@ class Comparison:
     groups = self._groups(workload.tail_groups, num_known + len(workload.tail_batches))
     engines = [self.plain, self.untiled, self.drafting]
     known = [request for group in groups for request in group[:num_known]]
-    clock = CLOCKS[workload.clock]
+    clock = measure.CLOCKS[workload.clock]
     # Only the drafting engine runs the siblings; the others do not need them.
     answers([self.drafting], known, self._job.engine.max_sequences, clock=clock)
     found = []
@@ -334,35 +314,26 @@ def check_same(expected: Sequence[Completion], found: Sequence[Completion], what
 
 def tables(workload: Workload, turns: Sequence[Turn]) -> str:
   """Returns both parts as Markdown."""
-  lines = [
-    "| batch | plain, tokens/s | with drafts | ratio | 95 % interval |",
-    "|---|---|---|---|---|",
-  ]
+  pairs, tail = [], []
   for place, batch in enumerate(workload.batches):
     plain, drafts, tokens = np.asarray([turn.pairs[place] for turn in turns]).T
-    ratio = bound(plain / drafts)
-    lines.append(
-      f"| {batch} | {np.median(tokens / plain):,.0f} | {np.median(tokens / drafts):,.0f} |"
-      f" {ratio.mean:.2f} | {ratio.low:.2f} to {ratio.high:.2f} |"
-    )
-  buckets = ", ".join(map(str, UNTILED_ROW_BUCKETS))
-  lines += [
-    "",
-    f"Untiled computes its whole row bucket ({buckets} rows), {UNTILED_STEPS} steps per visit.",
-    "",
-    "| batch in the tail | plain | plain, untiled | with drafts | against plain (95 %) |"
-    " against untiled (95 %) |",
-    "|---|---|---|---|---|---|",
-  ]
+    ratio = measure.ratio(plain / drafts)
+    rates = (f"{np.median(tokens / seconds):,.0f}" for seconds in (plain, drafts))
+    pairs.append((batch, *rates, f"{ratio.value:.2f}", f"{ratio.low:.2f} to {ratio.high:.2f}"))
   for place, batch in enumerate(workload.tail_batches):
-    plain, untiled, drafts = np.asarray([turn.tail[place] for turn in turns]).T
-    ratios = [bound(drafts / other) for other in (plain, untiled)]
-    cells = " | ".join(f"{one.mean:.2f} ({one.low:.2f} to {one.high:.2f})" for one in ratios)
-    lines.append(
-      f"| {batch} | {np.median(plain):,.0f} | {np.median(untiled):,.0f} |"
-      f" {np.median(drafts):,.0f} | {cells} |"
-    )
-  return "\n".join(lines)
+    plain, untiled, drafts = found = np.asarray([turn.tail[place] for turn in turns]).T
+    ratios = (measure.ratio(drafts / other).text(digits=2) for other in (plain, untiled))
+    tail.append((batch, *(f"{np.median(rates):,.0f}" for rates in found), *ratios))
+  buckets = ", ".join(map(str, UNTILED_ROW_BUCKETS))
+  of_pairs = ("batch", "plain, tokens/s", "with drafts", "ratio", "95 % interval")
+  of_tail = (
+    "batch in the tail", "plain", "plain, untiled", "with drafts", "against plain (95 %)",
+    "against untiled (95 %)",
+  )  # fmt: skip
+  return (
+    f"{measure.table(of_pairs, pairs)}\n\nUntiled computes its whole row bucket ({buckets} rows),"
+    f" {UNTILED_STEPS} steps per visit.\n\n{measure.table(of_tail, tail)}"
+  )
 
 
 def measured(workload: Workload, path: pathlib.Path) -> list[Turn]:
@@ -406,18 +377,15 @@ def run(workload: Workload, directory: pathlib.Path) -> str:
   return text
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    workload = configuration.from_flags(Workload, args.config)
-    usual, implementation = run_presets.main_job().numerics, workload.implementation
-    numerics = dataclasses.replace(usual, implementation=implementation)
-    print(self_test.describe(numerics), flush=True)
-    text = run(workload, pathlib.Path(args.workdir))
+def main(args: flags.FlagValues) -> None:
+  workload = configuration.from_flags(Workload, args.config)
+  usual, implementation = run_presets.main_job().numerics, workload.implementation
+  numerics = dataclasses.replace(usual, implementation=implementation)
+  print(self_test.describe(numerics), flush=True)
+  text = run(workload, pathlib.Path(args.workdir))
   print(f"\n{text}\n\nwritten to {args.workdir}")
 
 
 if __name__ == "__main__":
   configuration.define_flags(Workload(), "runs/speculation_pays")
-  app.run(main)
+  measure.command(main)

@@ -31,13 +31,13 @@ import sys
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 import jax
 from jax.experimental import topologies
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import hlo
+from experiments import hlo, measure
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends.tiled import Tiled
 from seerjax.engine import batching, runner as runner_lib, sizes
@@ -52,7 +52,6 @@ from seerjax.models import (
   transformer,
 )
 from seerjax.ops import tiles
-from seerjax.run import command_line
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import SamplingRows, TokenBatch, TrainBatch
 
@@ -446,11 +445,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 
 def steps_table(records: Sequence[dict[str, Any]]) -> str:
   """Returns one line per step of engine and trainer; sizes are per chip."""
-  lines = [
-    "| step | model | chips | rows | arguments, MiB | temporaries, MiB | of the chip's memory |"
-    " loops (unknown) | FLOPs, each loop's body once | lowering + compiling, s |",
-    "|---|---|---|---|---|---|---|---|---|---|",
-  ]
+  rows = []
   for record in records:
     case = Case(**record["case"])
     if case.kind == "tile":
@@ -469,8 +464,13 @@ def steps_table(records: Sequence[dict[str, Any]]) -> str:
         f"{record['flops']:.3g}",
         f"{record['lower_seconds']:.0f} + {record['compile_seconds']:.0f}",
       ]
-    lines.append("| " + " | ".join(cells) + " |")
-  return "\n".join(lines) + "\n"
+    rows.append(cells)
+  names = (
+    "step", "model", "chips", "rows", "arguments, MiB", "temporaries, MiB",
+    "of the chip's memory", "loops (unknown)", "FLOPs, each loop's body once",
+    "lowering + compiling, s",
+  )  # fmt: skip
+  return measure.table(names, rows) + "\n"
 
 
 def verdict(record: dict[str, Any]) -> str:
@@ -482,35 +482,32 @@ def verdict(record: dict[str, Any]) -> str:
 
 def tiles_table(records: Sequence[dict[str, Any]]) -> str:
   """Returns the compiler's estimate of cycles by tile height, for steps of 64 and of 512 rows."""
-  lines = [
-    "| model | chip | tile | cycles of a tile | of 64 rows | of 512 rows | temporaries, MiB |",
-    "|---|---|---|---|---|---|---|",
-  ]
+  rows = []
   for record in records:
     case = Case(**record["case"])
     if case.kind != "tile" or "cycles" not in record:
       continue
     by_step = [f"{-(-rows // case.rows) * record['cycles']:,}" for rows in (64, 512)]
-    cells = [case.model, case.chip, f"{case.rows}", f"{record['cycles']:,}", *by_step]
-    lines.append("| " + " | ".join([*cells, f"{record['temporaries'] / 2**20:.1f}"]) + " |")
-  return "\n".join(lines) + "\n"
+    cells = (case.model, case.chip, case.rows, f"{record['cycles']:,}", *by_step)
+    rows.append((*cells, f"{record['temporaries'] / 2**20:.1f}"))
+  names = (
+    "model", "chip", "tile", "cycles of a tile", "of 64 rows", "of 512 rows", "temporaries, MiB",
+  )  # fmt: skip
+  return measure.table(names, rows) + "\n"
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    if args.only:
-      for name in args.only.split(","):
-        case = next(case for case in cases() if case.name == name)
-        print(json.dumps(compiled(case)), flush=True)
-      return
-    wanted = [case for case in cases() if args.cases in case.name]
-    if args.list:
-      print("\n".join(case.name for case in wanted))
-      return
-    require_compiler()
-    run(wanted, pathlib.Path(args.workdir), args.timeout_seconds, print)
+def main(args: flags.FlagValues) -> None:
+  if args.only:
+    for name in args.only.split(","):
+      case = next(case for case in cases() if case.name == name)
+      print(json.dumps(compiled(case)), flush=True)
+    return
+  wanted = [case for case in cases() if args.cases in case.name]
+  if args.list:
+    print("\n".join(case.name for case in wanted))
+    return
+  require_compiler()
+  run(wanted, pathlib.Path(args.workdir), args.timeout_seconds, print)
 
 
 if __name__ == "__main__":
@@ -521,4 +518,4 @@ if __name__ == "__main__":
   )
   flags.DEFINE_integer("timeout_seconds", 1800, "time limit per case", lower_bound=1)
   flags.DEFINE_string("only", "", "compile these cases in this process, and print their records")
-  app.run(main)
+  measure.command(main)

@@ -15,7 +15,7 @@ usage: bash launch/peers.sh
 
 Installs llama.cpp in .venv. If this machine has Python 3.11, also creates .venv-3.11 with
 transformers on a CPU build of torch, the packages of its server, and TRL. experiments.engine_throughput,
-experiments.decode_speed and experiments.serving find both; experiments.real_invariance and
+experiments.real_speed and experiments.serving find both; experiments.real_invariance and
 experiments.real_step take --python=.venv-3.11/bin/python.
 EOF
     exit 0

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments import engine_throughput
+from experiments import engine_throughput, peer_process
 from experiments.engine_throughput import Workload
 from seerjax.models import loading as model_loading, tokenizer as tokenizer_lib
 
@@ -37,7 +37,7 @@ RESULTS = {
   "hf-continuous": dict(error="OSError: no"),
 }
 # Every package that a peer needs, by kind.
-HERE = {kind: [] for kind in engine_throughput.PACKAGES}
+HERE = {kind: [] for kind in peer_process.PACKAGES}
 
 
 def test_lengths_are_grouped_and_long_tailed():
@@ -89,8 +89,8 @@ def test_peers_without_their_packages_are_left_out_and_named():
 
 
 def test_packages_are_looked_for_in_the_python_that_runs_the_peer():
-  assert engine_throughput.missing_packages("ours", sys.executable) == []
-  found = engine_throughput.pythons("/usr/bin/another")
+  assert peer_process.missing_of("ours", sys.executable) == []
+  found = peer_process.pythons("/usr/bin/another")
   assert found["transformers"] == "/usr/bin/another"
   assert found["ours"] == found["llama.cpp"] == sys.executable
 
@@ -124,7 +124,7 @@ def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib
   tokenizer_lib.load(model_loading.NANO).save(tmp_path / "model")
   workload = Workload(model=str(tmp_path / "model"), num_prompts=1, group_size=2, max_tokens=4)
   lines: list[str] = []
-  results = engine_throughput.measure(
+  results = engine_throughput.measured(
     ["tiled-8"], workload, 1, lines.append, {"ours": sys.executable}
   )
   assert "config.json: got no such file" in results["tiled-8"]["error"]
@@ -135,22 +135,20 @@ def test_a_peer_that_cannot_run_says_why_and_holds_up_no_other(tmp_path: pathlib
 def test_a_peers_peak_is_its_own_and_not_that_of_who_started_it():
   held = np.ones(2**27, np.float32)  # 512 MiB, more than an idle peer needs.
   program = (
-    "import resource; from experiments import engine_throughput as e;"
+    "import resource; from experiments import peer_process as e;"
     " print(e.peak_memory(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
   )
   command = [sys.executable, "-c", program]
-  done = subprocess.run(
-    command, check=True, capture_output=True, text=True, cwd=engine_throughput.ROOT
-  )
+  done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=peer_process.ROOT)
   own, with_parents = map(int, done.stdout.split())
   assert 2**22 < own < held.nbytes
   assert sys.platform != "linux" or with_parents >= held.nbytes  # The wrong measurement.
 
 
 def test_a_process_that_ended_is_an_error(tmp_path: pathlib.Path):
-  process = engine_throughput.Process("tiled-8", Workload(model=str(tmp_path / "none")), [(1,)])
+  process = engine_throughput.start("tiled-8", Workload(model=str(tmp_path / "none")), [(1,)])
   try:
-    assert "not a directory" in process.answer()["error"]
-    assert process.answer() == dict(error="its process ended")
+    assert "not a directory" in process.ask()["error"]
+    assert process.ask() == dict(error="its process ended")
   finally:
     process.close()

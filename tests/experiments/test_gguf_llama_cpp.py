@@ -12,7 +12,7 @@ from gguf_cases import Record, raw
 import numpy as np
 import pytest
 
-from experiments import decode_speed, engine_throughput, llama_cpp
+from experiments import engine_throughput, llama_cpp, real_speed
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import gguf_file, gguf_write, loading, tokenizer as tokenizer_lib
@@ -123,6 +123,5 @@ def test_experiments_give_llama_cpp_any_family(family, tmp_path):
     workload, [(5, 6, 7), (9, 8)], lengths, engine_throughput.PEERS["llama-cpp"]
   )
   assert answer() == lengths.sum()
-  config = decode_speed.Config(batches=(2,), decode_steps=3, num_threads=1)
-  decode_speed.llama_answer(directory, config, "llama-cpp")(2, 3)
-  assert gguf_file.File(tmp_path / "model.gguf").tensors["blk.1.ffn_up.weight"].kind == "BF16"
+  real_speed.llama_answer(directory, "bfloat16")(2, 8, 3)
+  assert gguf_file.File(tmp_path / "model-bf16.gguf").tensors["blk.1.ffn_up.weight"].kind == "BF16"

@@ -12,13 +12,6 @@ from experiments import cells as cells_lib, real_learning
 from experiments.real_learning import Cell, Settings
 
 
-def test_intervals_by_hand():
-  low, high = real_learning.wilson(0.5, 100)
-  assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
-  low, high = real_learning.wilson(0.0, 10)
-  assert round(low, 9) == 0.0 and round(high, 3) == 0.278
-
-
 def test_arms_differ_in_what_learns():
   settings = Settings(model="nano")
   full, lora = (

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from experiments import decode_speed
+from experiments import real_speed
 from seerjax.models import (
   huggingface,
   presets,
@@ -54,7 +54,7 @@ def planned_bytes(said: str) -> int:
 @pytest.mark.long
 def test_a_whole_step_of_28_layers_fits_24_gib_and_its_plan(tmp_path: pathlib.Path):
   model, workdir = tmp_path / "model", tmp_path / "run"
-  decode_speed.write_random(model, QWEN3)
+  real_speed.write_random(model, QWEN3)
   said, peak = one_step(model, workdir, tmp_path / "log")
   planned = planned_bytes(said)
   print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
@@ -67,5 +67,5 @@ def test_a_whole_step_of_28_layers_fits_24_gib_and_its_plan(tmp_path: pathlib.Pa
 
 def test_a_random_model_of_real_width_is_written_as_others_are(tmp_path: pathlib.Path):
   model = dataclasses.replace(QWEN3, num_layers=1, vocab_size=1024, intermediate_size=64)
-  decode_speed.write_random(tmp_path / "model", model)
+  real_speed.write_random(tmp_path / "model", model)
   assert huggingface.load_config(tmp_path / "model") == model

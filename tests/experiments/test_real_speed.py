@@ -60,7 +60,7 @@ def test_the_aims_by_hand():
     records, ["native", "llama-cpp"], dict(copy=10e9, read=20e9), {"float32": 10**9}
   )
   assert "copy 10.0 GB/s, read 20.0 GB/s" in text
-  assert "| float32 | decode 1 | 20.0 (10.0–30.0) | 18.0 (18.0–18.0) |" in text
+  assert "| float32 | decode 1 | 20.0 (10.0 to 30.0) | 18.0 (18.0 to 18.0) |" in text
   assert "| one sequence, against llama.cpp | float32, decode 1 | 1.1 | 1.11 | yes |" in text
   assert "| one sequence, of what memory allows | float32, decode 1 | 0.6 | 1.00 | yes |" in text
   assert "llama.cpp | float32, decode 8 | 2.5 | 2.00 | **no** |" in text
@@ -80,8 +80,26 @@ def test_an_unknown_name_is_refused(settings, message):
     Config(model=pathlib.Path("m"), **settings)
 
 
-def test_reading_has_a_bandwidth():
-  assert 1e7 < real_speed.read_bandwidth(2, num_bytes=2**22, rounds=2) < 1e13
+@pytest.mark.parametrize("bandwidth", [real_speed.read_bandwidth, real_speed.copy_bandwidth])
+def test_reading_and_copying_have_a_bandwidth(bandwidth):
+  assert 1e7 < bandwidth(2, num_bytes=2**22, rounds=2) < 1e13
+
+
+def test_models_whose_names_share_a_beginning_have_files_of_their_own():
+  places = [pathlib.Path("m", f"qwen3-{size}") for size in ("0.6b", "0.7b")]
+  assert [real_speed.gguf_file(place, "BF16") for place in places] == [
+    pathlib.Path("m/qwen3-0.6b-bf16.gguf"), pathlib.Path("m/qwen3-0.7b-bf16.gguf")
+  ]  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_a_process_that_cannot_run_says_why(tmp_path: pathlib.Path):
+  process = real_speed.Process("ours", tmp_path / "none", "bfloat16", sys.executable)
+  try:
+    error = process.time("decode 1", 1)["error"]
+  finally:
+    process.close()
+  assert "not a directory" in error or "config.json" in error
 
 
 @pytest.mark.long

@@ -11,12 +11,11 @@ import pytest
 import serving as served
 import word_engine
 
-from experiments import http_load, serving, serving_peers, serving_questions, serving_tables
-from experiments.serving_peers import PEERS
-from experiments.serving_questions import Question
-from experiments.serving_tables import Same, Timed
+from experiments import http_load, serving, serving_peers
+from experiments.serving import Same, Timed
+from experiments.serving_peers import PEERS, Question
 
-SETTINGS = serving_questions.Settings(askings=12)
+SETTINGS = serving_peers.Settings(askings=12)
 EOS = word_engine.TOKENIZER.eos_ids
 BODY = {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 3, "logprobs": 0}
 STREAMED = {**BODY, "stream": True, "stream_options": {"include_usage": True}}
@@ -82,10 +81,10 @@ def test_one_question_has_one_answer_and_a_server_that_forgets_its_seed_is_found
 
 def test_every_server_is_asked_for_the_same():
   read = lambda kind, **others: json.loads(
-    serving_questions.body(kind, question(), model="nano", ends=(2,), **others)
+    serving_peers.body(kind, question(), model="nano", ends=(2,), **others)
   )
   ours = read("ours", is_streamed=True, is_forced=True)
-  assert ours["logit_bias"] == {"2": serving_questions.NO_END} and ours["stream"]
+  assert ours["logit_bias"] == {"2": serving_peers.NO_END} and ours["stream"]
   assert read("ours", is_streamed=False, is_forced=False)["logprobs"] == 0
   assert read("llama.cpp", is_streamed=False, is_forced=True)["ignore_eos"]
   theirs = read("transformers", is_streamed=False, is_forced=False)
@@ -119,18 +118,18 @@ def test_tables_say_what_was_measured_and_what_was_not(tmp_path: pathlib.Path):
     Timed(0, "engine", 64, False): timed(1000, 0.5, [0.01, 0.02]),
     Timed(0, "llama-cpp", 64, False): timed(300, 1.0, None),
   }
-  table = serving_tables.same_table(found, {"llama-cpp": "xllamacpp"})
+  table = serving.same_table(found, {"llama-cpp": "xllamacpp"})
   assert "| SeerJAX's server | 1 | 12 | 9 | 1 | 12 | 1 |" in table
   assert "| 3 | 7 | it has none |" in table
   assert "| llama.cpp's server | not installed here: xllamacpp |" in table
-  table = serving_tables.timed_table(found)
+  table = serving.timed_table(found)
   assert "whole | 900 (450 to 1,800) | 0.45 | 1,800 |  | 500 (1,000) |" in table
   assert "streamed | 900 (900 to 900) | 0.45 | 1,800 | 20 (40) | 500 (1,000) |" in table
-  lines = serving_tables.aims(found).split("\n")[2:]
+  lines = serving.aims(found).split("\n")[2:]
   assert "| 64 | 0.9 | 0.45 | 0.45 | **no** |" in lines[0]
   assert "| 8 | 1 | not measured |" in lines[1]
   assert "| 64 | 1 | 3.00 | 3.00 | yes |" in lines[2]
-  serving_tables.picture(found, tmp_path / "serving.png")
+  serving.picture(found, tmp_path / "serving.png")
   assert (tmp_path / "serving.png").stat().st_size > 1000
 
 

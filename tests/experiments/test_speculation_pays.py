@@ -14,14 +14,6 @@ from experiments.speculation_pays import Pair, TailRates, Turn, Workload
 from seerjax.types import Completion
 
 
-def test_an_interval_by_hand():
-  # Logarithms -1, 0, 1: mean 0, deviation 1, Student's 4.303 with two degrees of freedom.
-  mean, low, high = speculation_pays.bound([np.exp(-1), 1.0, np.exp(1)])
-  assert mean == pytest.approx(1)
-  assert np.log(high) == pytest.approx(4.3027 / np.sqrt(3), abs=1e-3)
-  assert low == pytest.approx(1 / high)
-
-
 def test_a_table_by_hand():
   workload = Workload(batches=(4,), tail_batches=(1,))
   turn = Turn([Pair(2.0, 1.0, 100)], [TailRates(10.0, 20.0, 40.0)])
