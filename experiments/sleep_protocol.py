@@ -19,11 +19,12 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
+from experiments import measure
 import seerjax
-from seerjax.run import command_line, placement
+from seerjax.run import placement
 from seerjax.serve import identity
 from seerjax.sleep import prompts as prompts_lib, protocol, thinkers
 from seerjax.sleep.call_journal import CallJournal
@@ -114,13 +115,12 @@ def table(lines: Sequence[Line], latency_price: float) -> str:
     "arm", "verbosity", "rewrites", "limit", "questions", "marked", "right %", "test tokens",
     "sleep tokens", f"cost at t = {latency_price:g}",
   )  # fmt: skip
-  head = f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
-  return "\n".join([head, *(
-    f"| {one.arm} | {one.verbosity} | {one.num_parallel or ''} | {one.max_tokens} | {one.num_rows}"
-    f" | {one.num_marked or ''} | {100 * one.accuracy:.1f} ± {100 * one.error:.1f}"
-    f" | {one.num_tokens:.1f} | {one.num_sleep_tokens:.1f} | {one.cost:.0f} |"
+  return measure.table(names, (
+    (one.arm, one.verbosity, one.num_parallel or "", one.max_tokens, one.num_rows,
+     one.num_marked or "", f"{100 * one.accuracy:.1f} ± {100 * one.error:.1f}",
+     f"{one.num_tokens:.1f}", f"{one.num_sleep_tokens:.1f}", f"{one.cost:.0f}")
     for one in lines
-  )])  # fmt: skip
+  ))  # fmt: skip
 
 
 def load_task(name: str, config: StatefulConfig) -> StatefulTask:
@@ -175,48 +175,45 @@ def thinker_of(args: flags.FlagValues) -> tuple[Ask, dict[str, str]]:
   return EngineThinker(engine).ask, {"fingerprint": identity.fingerprint(model, key)}
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    if args.num_contexts < 1:
-      raise ValueError(
-        f"--num_contexts: got {args.num_contexts}, expected at least 1; 20 takes nano a minute."
-      )
-    steps = tuple(map(int, args.steps)) if args.steps else None
-    stories = StatefulConfig(
-      predictability=args.predictability,
-      num_questions=args.num_questions,
-      steps=(steps[0], steps[-1]) if steps else None,
+def main(args: flags.FlagValues) -> None:
+  if args.num_contexts < 1:
+    raise ValueError(
+      f"--num_contexts: got {args.num_contexts}, expected at least 1; 20 takes nano a minute."
     )
-    config = ProtocolConfig(
-      arms=tuple(args.arms),
-      verbosities=tuple(map(int, args.verbosities)),
-      parallel=tuple(map(int, args.parallel)),
-      cuts=tuple(map(int, args.cuts)),
-      wake_tokens=args.wake_tokens,
-      sleep_tokens=args.sleep_tokens,
-      seed=args.seed,
-    )
-    task = load_task(args.task, stories)
-    follows_orders = bool(args.endpoint) or args.model not in TAUGHT
-    prompts = prompts_for(task, follows_orders=follows_orders)
-    places = range(min(args.num_contexts, len(task.contexts(args.split))))
-    items = protocol.items(task, args.split, places)
-    ask, who = thinker_of(args)
-    rows: list[Row] = []
-    with contextlib.ExitStack() as stack:
-      if args.journal:
-        journal = stack.enter_context(CallJournal(args.journal, settings=who))
-        ask = journal.asking(ask)
-      found = protocol.run(items, prompts=prompts, verdict=task.verdict, ask=ask, config=config)
-      for number, of_context in enumerate(found, start=1):
-        rows += of_context
-        print(f"\r{number} of {len(items)} contexts", end="", flush=True)
-    print(f"\n\n{table(lines_of(rows, args.latency_price), args.latency_price)}")
-    marked = sorted({row.error for row in rows if row.error})
-    for error in marked[:5]:
-      print(f"marked: {error}")
+  steps = tuple(map(int, args.steps)) if args.steps else None
+  stories = StatefulConfig(
+    predictability=args.predictability,
+    num_questions=args.num_questions,
+    steps=(steps[0], steps[-1]) if steps else None,
+  )
+  config = ProtocolConfig(
+    arms=tuple(args.arms),
+    verbosities=tuple(map(int, args.verbosities)),
+    parallel=tuple(map(int, args.parallel)),
+    cuts=tuple(map(int, args.cuts)),
+    wake_tokens=args.wake_tokens,
+    sleep_tokens=args.sleep_tokens,
+    seed=args.seed,
+  )
+  task = load_task(args.task, stories)
+  follows_orders = bool(args.endpoint) or args.model not in TAUGHT
+  prompts = prompts_for(task, follows_orders=follows_orders)
+  places = range(min(args.num_contexts, len(task.contexts(args.split))))
+  items = protocol.items(task, args.split, places)
+  ask, who = thinker_of(args)
+  rows: list[Row] = []
+  with contextlib.ExitStack() as stack:
+    if args.journal:
+      journal = stack.enter_context(CallJournal(args.journal, settings=who))
+      ask = journal.asking(ask)
+    found = protocol.run(items, prompts=prompts, verdict=task.verdict, ask=ask, config=config)
+    for number, of_context in enumerate(found, start=1):
+      rows += of_context
+      print(f"\r{number} of {len(items)} contexts", end="", flush=True)
+  print(f"\n\n{table(lines_of(rows, args.latency_price), args.latency_price)}")
+  marked = sorted({row.error for row in rows if row.error})
+  for error in marked[:5]:
+    print(f"marked: {error}")
 
 
 def define_flags() -> None:
@@ -257,4 +254,4 @@ def define_flags() -> None:
 
 if __name__ == "__main__":
   define_flags()
-  app.run(main)
+  measure.command(main)

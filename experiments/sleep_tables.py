@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments import measure
+from experiments.measure import Interval
 from seerjax.sleep import planner
 from seerjax.sleep.planner import PlannerConfig, Seen
 from seerjax.sleep.protocol import Row
@@ -58,19 +60,6 @@ class Arm(NamedTuple):
 
 
 WAKE, TEST = Arm("wake", num_parallel=1), Arm("test")
-
-
-class Interval(NamedTuple):
-  """A number with its 95 % interval."""
-
-  value: float
-  low: float
-  high: float
-
-  def text(self, scale: float = 1.0, digits: int = 1) -> str:
-    """Returns text such as "1.2 (0.3 to 2.1)"."""
-    value, low, high = (f"{scale * one:.{digits}f}" for one in self)
-    return f"{value} ({low} to {high})"
 
 
 class Cells:
@@ -144,10 +133,9 @@ class Cells:
 def mean(cells: Cells, values: np.ndarray) -> Interval:
   """Returns the mean over questions, with an interval from the standard error of context means."""
   counts = np.diff([*cells.starts, len(values)])
-  means = cells.sums(values) / counts
-  value = float(values.mean())
-  error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
-  return Interval(value, value - 1.96 * error, value + 1.96 * error)
+  of_contexts = measure.mean(cells.sums(values) / counts)
+  value, half = float(values.mean()), of_contexts.high - of_contexts.value
+  return Interval(value, value - half, value + half)
 
 
 def bootstrap(

@@ -16,23 +16,21 @@ The models of --rivals only give whole answers, because they were not trained on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
 from typing import NamedTuple
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 import rich.progress
 
-from experiments import sleep_page, sleep_protocol, sleep_tables
-from experiments.sleep_page import Curve, Curves
+from experiments import measure, sleep_protocol, sleep_tables
 from experiments.sleep_tables import TEST, WAKE, About, Arm, Cells
 import seerjax
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models.tokenizer import Tokenizer
-from seerjax.run import command_line
 from seerjax.serve import identity
 from seerjax.serve.scoring import Scorer
 from seerjax.sleep import planner, prompts as prompts_lib, protocol
@@ -242,11 +240,6 @@ class Section(NamedTuple):
   text: str
 
 
-def _table(names: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-  head = f"| {' | '.join(names)} |\n|{'---|' * len(names)}"
-  return "\n".join([head, *(f"| {' | '.join(map(str, line))} |" for line in lines)])
-
-
 def percent(value: float) -> str:
   """Returns a share as a percentage, such as "53.3"."""
   return f"{100 * value:.1f}"
@@ -293,7 +286,7 @@ def of_seed(main: Main, seed: int) -> tuple[Cells, Cells]:
   return main.own.some(lambda one: one.seed == seed), main.base.some(lambda one: one.seed == seed)
 
 
-def ratio(own: Cells, base: Cells) -> sleep_tables.Interval:
+def ratio(own: Cells, base: Cells) -> measure.Interval:
   """Returns the ratio of test tokens with sleep to those without, with its interval."""
   columns = {"wake": own.tokens(WAKE), "test": base.tokens(TEST)}
   return sleep_tables.bootstrap(own, columns, lambda means: means["wake"] / means["test"])
@@ -328,7 +321,7 @@ def against(main: Main) -> Section:
     "instead of T_b(q, c')", "right %", "test tokens", "T_b(q, c') is ahead by, points (95 %)",
     "its share of the test tokens",
   )  # fmt: skip
-  return Section("T_b(q, c') against other ways to spend tokens", _table(names, found))
+  return Section("T_b(q, c') against other ways to spend tokens", measure.table(names, found))
 
 
 def budgets(main: Main) -> Section:
@@ -351,7 +344,7 @@ def budgets(main: Main) -> Section:
   found = [(name, gain.text(100)) for name, gain in rows]
   names = ("budgets of T_B(q, c)", "T_b(q, c') is ahead at as many test tokens, points (95 %)")
   title = f"Gain at equal test tokens, {len(own.starts)} contexts"
-  return Section(title, _table(names, found))
+  return Section(title, measure.table(names, found))
 
 
 def steps(main: Main) -> Section:
@@ -370,7 +363,7 @@ def steps(main: Main) -> Section:
     "of the", "steps", "questions", "T_B right %", "T_b right %", "T_B tokens", "T_b tokens",
     "ratio",
   )  # fmt: skip
-  return Section("By the number of steps", _table(names, found))
+  return Section("By the number of steps", measure.table(names, found))
 
 
 def prices(main: Main) -> Section:
@@ -385,7 +378,9 @@ def prices(main: Main) -> Section:
         f"{without / with_sleep:.2f}",
       ))  # fmt: skip
   names = ("t", "questions a context", "without sleep", "with", "times cheaper")
-  return Section("Price of a question, t b + S / N_q, in tokens of sleep", _table(names, found))
+  return Section(
+    "Price of a question, t b + S / N_q, in tokens of sleep", measure.table(names, found)
+  )
 
 
 def break_even(main: Main) -> Section:
@@ -412,7 +407,7 @@ def break_even(main: Main) -> Section:
       (f"{latency_price:g}", f"{predicted:.2f}", f"{seen:.2f}", percent(predicted / seen - 1))
     )
   names = ("t", "predicted from other contexts", "realised", "error %")
-  return Section("Break-even, questions a context", _table(names, found))
+  return Section("Break-even, questions a context", measure.table(names, found))
 
 
 def planning(main: Main) -> Section:
@@ -429,7 +424,9 @@ def planning(main: Main) -> Section:
     "t", "mean questions", "never", "always", "planner", "slept for", "dearer than the better %",
   )  # fmt: skip
   count = len(main.own.starts)
-  return Section(f"The planner over {count} contexts, tokens of sleep in all", _table(names, found))
+  return Section(
+    f"The planner over {count} contexts, tokens of sleep in all", measure.table(names, found)
+  )
 
 
 def predicted(main: Main, curves: Main | None) -> Section:
@@ -442,7 +439,7 @@ def predicted(main: Main, curves: Main | None) -> Section:
     edges = edges or ", ".join(f"{edge:.2f}" for edge in one.edges)
   names = ("length", "contexts", "1st", "2nd", "3rd", "4th", "5th", "slope, points a nat (95 %)")
   title = f"Gain of T_b(q, c') over T_B(q, c), points, by quintile of log p(q|c) ({edges})"
-  return Section(title, _table(names, found))
+  return Section(title, measure.table(names, found))
 
 
 def several(rows: Sequence[Row], about: Sequence[About]) -> Section:
@@ -461,7 +458,7 @@ def several(rows: Sequence[Row], about: Sequence[About]) -> Section:
     "c' side by side", "T_b(q, c') right %", "test tokens", "sleep tokens a context",
     "ahead of one, points (95 %)", "T_b(q, c, c') right %",
   )  # fmt: skip
-  return Section(f"Several rewrites, {len(cells.starts)} contexts", _table(names, found))
+  return Section(f"Several rewrites, {len(cells.starts)} contexts", measure.table(names, found))
 
 
 def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Section:
@@ -486,11 +483,40 @@ def knob(rows: Mapping[str, list[Row]], about: Mapping[str, list[About]]) -> Sec
     "gain at length 0, points (95 %)",
     "in whole answers",
   )
-  return Section("By the law of Zipf that questions follow", _table(names, found))
+  return Section("By the law of Zipf that questions follow", measure.table(names, found))
+
+
+class Curve(NamedTuple):
+  """A curve of a chart.
+
+  Attributes:
+    label: label of the curve.
+    x, y: f64[n] each, x ascending.
+  """
+
+  label: str
+  x: np.ndarray
+  y: np.ndarray
+
+
+class Curves(NamedTuple):
+  """A chart of up to three curves.
+
+  Attributes:
+    title: title of the chart.
+    x_label: label of the x axis.
+    curves: one to three curves.
+    is_percent: whether y is a share.
+  """
+
+  title: str
+  x_label: str
+  curves: tuple[Curve, ...]
+  is_percent: bool = False
 
 
 def curves(main: Main, short: Main) -> list[Curves]:
-  """Returns the charts of the page.
+  """Returns the charts of the picture.
 
   Args:
     main: the part whose prices are drawn.
@@ -510,26 +536,43 @@ def curves(main: Main, short: Main) -> list[Curves]:
   wake = of("T_b(q, c')", own, [Arm("wake", length, 1) for length in lengths])
   both = of("T_b(q, c, c')", own, [Arm("both", length, 1) for length in BOTH.verbosities])
   found = [
-    Curves("Right against test tokens, by requested length", "tokens", "nano-sleep, four lengths",
-           (without, wake, both), is_percent=True),
-    Curves("Right against test tokens, by hard cuts", "tokens", "a cut response counts as no"
-                                                                " answer",
+    Curves("Right against test tokens, by requested length", "tokens", (without, wake, both),
+           is_percent=True),
+    Curves("Right against test tokens, by hard cuts", "tokens",
            (of(f"T_B(q, c) of {main.base_name}", base, [Arm("test", cut=cut) for cut in cuts]),
             of("T_b(q, c')", own, [Arm("wake", WHOLE, 1, cut) for cut in cuts])), is_percent=True),
   ]  # fmt: skip
   counts = np.arange(1, sleep_tables.MAX_QUESTIONS + 1)
-  for latency_price in (10.0, 1.0):
-    pair = [
-      Curve(label, counts.astype(float), np.array([
-        sleep_tables.price(cells, arm, latency_price, int(count)) for count in counts
-      ]))
-      for label, cells, arm in (("without sleep", main.base, TEST), ("with", main.own, WAKE))
-    ]  # fmt: skip
-    note = f"t b + S / N, a token while a user waits costs {latency_price:g}"
-    found.append(
-      Curves(f"Price of a question, t = {latency_price:g}", "questions", note, tuple(pair))
-    )
-  return found
+  pair = [
+    Curve(label, counts.astype(float), np.array([
+      sleep_tables.price(cells, arm, 10.0, int(count)) for count in counts
+    ]))
+    for label, cells, arm in (("without sleep", main.base, TEST), ("with", main.own, WAKE))
+  ]  # fmt: skip
+  return [*found, Curves("Price of a question, t = 10", "questions", tuple(pair))]
+
+
+def draw(curves: Sequence[Curves], path: pathlib.Path) -> None:
+  """Draws the charts side by side into a picture."""
+  import matplotlib
+
+  matplotlib.use("Agg")
+  from matplotlib import pyplot
+
+  drawn, axes = pyplot.subplots(1, len(curves), figsize=(4.6 * len(curves), 3.4), squeeze=False)
+  for axis, one in zip(axes[0], curves, strict=True):
+    scale = 100 if one.is_percent else 1
+    for curve in one.curves:
+      axis.plot(curve.x, scale * curve.y, marker="o", markersize=4, label=curve.label)
+    axis.set_title(one.title, fontsize=10)
+    axis.set_xlabel(one.x_label)
+    axis.set_ylabel("%" if one.is_percent else "tokens of sleep")
+    axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+  drawn.tight_layout()
+  drawn.savefig(path, dpi=90)
+  pyplot.close(drawn)
 
 
 def report(
@@ -538,7 +581,7 @@ def report(
   about: Mapping[str, list[About]],
   workdir: pathlib.Path,
 ) -> None:
-  """Prints the tables, and writes tables, page and picture."""
+  """Prints the tables, and writes tables and picture."""
   main = main_of(model, rows, about["main"])
   sections = [
     Section(f"Arms of {name}", sleep_protocol.table(sleep_protocol.lines_of(found, 10), 10))
@@ -565,50 +608,43 @@ def report(
   text = "\n\n".join(f"## {one.title}\n\n{one.text}" for one in sections)
   (workdir / "tables.md").write_text(f"{text}\n")
   gain = sleep_tables.mean(main.own, main.own.right(WAKE) - main.base.right(TEST))
-  tiles = [
-    (gain.text(100), "points ahead of T_B(q, c)", f"95 %, against {main.base_name}"),
-    (f"{ratio(main.own, main.base).value:.2f}", "of its test tokens", "b / B"),
-    (str(len(main.own.starts)), "contexts", f"{len(main.own.about)} questions"),
-  ]
-  drawn = curves(main, short) if short else []
-  if drawn:
-    sleep_page.draw(drawn[:3], workdir / "sleep.png")
-  (workdir / "sleep.html").write_text(sleep_page.html(tiles, drawn, sections))
-  print(f"\n{text}\n\npage {workdir / 'sleep.html'}")
+  if short:
+    draw(curves(main, short), workdir / "sleep.png")
+  print(
+    f"\n{text}\n\n{gain.text(100)} points ahead of T_B(q, c) of {main.base_name} (95 %) with"
+    f" {ratio(main.own, main.base).value:.2f} of its test tokens; written to {workdir}"
+  )
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    seeds = sorted({int(seed) for seed in args.seeds})
-    if not 2 <= args.num_contexts <= MAX_CONTEXTS or not seeds or not 0 <= seeds[-1] < 5:
-      raise ValueError(
-        f"--num_contexts, --seeds: got {args.num_contexts} and {args.seeds}, expected 2 to"
-        f" {MAX_CONTEXTS} contexts of each seed, and seeds of 0 to 4; 100 and 0,1,2 are usual."
-      )
-    if args.model in args.rivals:
-      raise ValueError(
-        f"--rivals: got {args.rivals} with --model={args.model}, expected other models; drop it."
-      )
-    workdir = pathlib.Path(args.workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    counts = args.num_contexts, args.num_of_curves, args.num_of_several, args.num_of_knob
-    own = parts(seeds, *counts, is_taught=True, split=args.split)
-    plain = parts(seeds, *counts, is_taught=False, split=args.split)
+def main(args: flags.FlagValues) -> None:
+  seeds = sorted({int(seed) for seed in args.seeds})
+  if not 2 <= args.num_contexts <= MAX_CONTEXTS or not seeds or not 0 <= seeds[-1] < 5:
+    raise ValueError(
+      f"--num_contexts, --seeds: got {args.num_contexts} and {args.seeds}, expected 2 to"
+      f" {MAX_CONTEXTS} contexts of each seed, and seeds of 0 to 4; 100 and 0,1,2 are usual."
+    )
+  if args.model in args.rivals:
+    raise ValueError(
+      f"--rivals: got {args.rivals} with --model={args.model}, expected other models; drop it."
+    )
+  workdir = pathlib.Path(args.workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  counts = args.num_contexts, args.num_of_curves, args.num_of_several, args.num_of_knob
+  own = parts(seeds, *counts, is_taught=True, split=args.split)
+  plain = parts(seeds, *counts, is_taught=False, split=args.split)
 
-    def scorer_of() -> tuple[Scorer, Tokenizer]:
-      model = seerjax.load_model("nano")
-      assert model.tokenizer is not None
-      return Scorer(model, context=CONTEXT), model.tokenizer
+  def scorer_of() -> tuple[Scorer, Tokenizer]:
+    model = seerjax.load_model("nano")
+    assert model.tokenizer is not None
+    return Scorer(model, context=CONTEXT), model.tokenizer
 
-    columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[note]}")
-    with rich.progress.Progress(*columns) as progress:
-      rows = {name: asked(name, plain, workdir, progress) for name in args.rivals}
-      rows[args.model] = asked(args.model, own, workdir, progress)
-    # The contexts of these two parts are in "main" too.
-    scored = [part for part in own if part.name not in ("curves", "several")]
-    found = known(workdir / "questions.jsonl", scored, scorer_of)
+  columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[note]}")
+  with rich.progress.Progress(*columns) as progress:
+    rows = {name: asked(name, plain, workdir, progress) for name in args.rivals}
+    rows[args.model] = asked(args.model, own, workdir, progress)
+  # The contexts of these two parts are in "main" too.
+  scored = [part for part in own if part.name not in ("curves", "several")]
+  found = known(workdir / "questions.jsonl", scored, scorer_of)
   report(args.model, rows, found, workdir)
 
 
@@ -628,6 +664,6 @@ if __name__ == "__main__":
   )
   flags.DEFINE_integer("num_of_knob", 10, "Number of contexts per Zipf exponent; 0 for none.", 0)
   flags.DEFINE_string(
-    "workdir", "runs/sleep_time", "Output directory for journals, tables and the page."
+    "workdir", "runs/sleep_time", "Output directory for journals, tables and the picture."
   )
-  app.run(main)
+  measure.command(main)

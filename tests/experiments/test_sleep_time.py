@@ -1,11 +1,10 @@
-"""The statistics of sleep-time compute by hand, the report page, and errors."""
+"""The statistics of sleep-time compute by hand, a report, and errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import pathlib
-import re
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import reader
 
-from experiments import sleep_page, sleep_tables, sleep_time
+from experiments import sleep_tables, sleep_time
 from experiments.sleep_tables import TEST, WAKE, About, Arm, Cells
 from seerjax.sleep import prompts as prompts_lib, thinkers
 from seerjax.sleep.protocol import Row
@@ -203,16 +202,7 @@ def test_a_report_of_all_arms_has_every_table(tmp_path: pathlib.Path):
     "law of Zipf",
   ):  # fmt: skip
     assert title in text
-  page = (tmp_path / "sleep.html").read_text()
-  assert page.count("<svg") == 4 and "<table" in page
-  assert "http" not in re.sub("http-equiv", "", page)
   assert (tmp_path / "sleep.png").stat().st_size > 1000
-
-
-def test_a_chart_escapes_its_words():
-  curve = sleep_page.Curve("<b>", np.array([1.0, 2.0]), np.array([0.1, 0.9]))
-  text = sleep_page.figure(sleep_page.Curves("a<b", "x", "n", (curve,), is_percent=True))
-  assert "<b>" not in text and "a&lt;b" in text and "90 %" in text
 
 
 @pytest.mark.thorough
