@@ -22,7 +22,6 @@ import json
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments import cells as cells_lib, configuration, measure
+from experiments import cells as cells_lib, configuration, measure, peer_process
 from seerjax import agreement, checkpoint, metrics, parallel, rl
 from seerjax.array_typing import Array
 from seerjax.cluster import config as cluster_config
@@ -156,13 +155,10 @@ def rollouts_digest(path: pathlib.Path) -> tuple[str, int]:
 
 def commands(name: str, index: int, phase: Phase, arguments: Sequence[str]) -> list[list[str]]:
   """Returns the command of each process of a phase."""
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
   run = [sys.executable, "-m", "experiments.cluster_digests", *arguments]
   run += [f"--cells={name}", f"--phase={index}"]
   count = phase.num_processes
-  of_slice = [f"--num_processes={count}", f"--coordinator=127.0.0.1:{port}"]
+  of_slice = [f"--num_processes={count}", f"--coordinator=127.0.0.1:{peer_process.free_port()}"]
   return [[*run, *(of_slice if count > 1 else ()), f"--process_id={rank}"] for rank in range(count)]
 
 

@@ -450,24 +450,16 @@ def costs(results: dict[str, Any]) -> str:
 
 def picture(results: dict[str, Any], path: pathlib.Path) -> None:
   """Draws a bar of tokens/s for each peer."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
-  rows = {name: result for name, result in results.items() if "error" not in result}
-  figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.45 * len(rows)))
-  for place, (name, result) in enumerate(reversed(rows.items())):
-    color = "tab:blue" if PEERS[name].kind == "ours" else "tab:gray"
-    rate = result["tokens_per_second"]
-    axes.barh(place, rate, color=color)
-    axes.text(rate, place, f" {rate:,.0f}", va="center")
-  axes.set_yticks(range(len(rows)), [PEERS[name].label for name in reversed(rows)], fontsize=8)
-  axes.set_xlabel("useful tokens/s")
-  axes.margins(x=0.15)
-  figure.tight_layout()
-  figure.savefig(path, dpi=90)
-  pyplot.close(figure)
+  found = [
+    measure.Bar(
+      PEERS[name].label,
+      result["tokens_per_second"],
+      "tab:blue" if PEERS[name].kind == "ours" else "tab:gray",
+    )
+    for name, result in results.items()
+    if "error" not in result
+  ]
+  measure.bars(found, "useful tokens/s", path)
 
 
 def chosen_peers(

@@ -1,4 +1,4 @@
-"""Shared parts of measurements: intervals, clocks, turns, Markdown tables, and a command's frame.
+"""Shared parts of measurements: intervals, clocks, turns, tables, bars, and a command's frame.
 
 Claim: none; experiments use it.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 import math
+import pathlib
 import time
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,6 +98,30 @@ def spread(values: Sequence[float], form: str = ",.0f") -> str:
 def holds(is_met: bool) -> str:
   """Returns the last column of a table of aims."""
   return "yes" if is_met else "**no**"
+
+
+class Bar(NamedTuple):
+  """A bar of a picture."""
+
+  label: str
+  value: float
+  color: str
+  alpha: float = 1.0
+
+
+def bars(found: Sequence[Bar], x_label: str, path: pathlib.Path) -> None:
+  """Draws horizontal bars, the first on top."""
+  from matplotlib import figure
+
+  sheet = figure.Figure(figsize=(7, 0.6 + 0.3 * len(found)), layout="constrained")
+  axes = sheet.subplots()
+  for place, one in enumerate(reversed(found)):
+    axes.barh(place, one.value, color=one.color, alpha=one.alpha)
+    axes.text(one.value, place, f" {one.value:,.0f}", va="center", fontsize=8)
+  axes.set_yticks(range(len(found)), [one.label for one in reversed(found)], fontsize=8)
+  axes.set_xlabel(x_label)
+  axes.margins(x=0.15)
+  sheet.savefig(path, dpi=90)
 
 
 def say(line: str) -> None:

@@ -11,7 +11,8 @@ import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).parents[1]
+from experiments import peer_process
+
 # The llama.cpp pre-tokenizer to use if none splits text as the model's own does (nano's).
 NEAREST_CUT = "qwen2"
 
@@ -49,12 +50,11 @@ def as_directory(model: str, workdir: pathlib.Path) -> str:
 
 
 def _export(model: str | os.PathLike[str], out: pathlib.Path, *flags: str) -> None:
-  modules = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
   done = subprocess.run(
     [
       sys.executable, "-P", "-m", "experiments.export", f"--model={model}", f"--out={out}", *flags
     ],
-    env={**os.environ, "PYTHONPATH": modules, "JAX_PLATFORMS": "cpu"},
+    env=peer_process.environment(),
     capture_output=True,
     text=True,
   )  # fmt: skip

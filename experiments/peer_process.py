@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import resource
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -117,6 +118,13 @@ def answer(name: str, python: str, program: str, request: dict[str, Any]) -> Any
   if done.returncode:
     raise RuntimeError(f"{name}: got status {done.returncode}: {done.stderr[-2000:]}")
   return json.loads(done.stdout.splitlines()[-1])
+
+
+def free_port() -> int:
+  """Returns an unused port."""
+  with socket.socket() as found:
+    found.bind(("127.0.0.1", 0))
+    return found.getsockname()[1]
 
 
 def peak_memory() -> int:

@@ -444,32 +444,20 @@ def aims(found: dict[Same | Timed, dict[str, Any]]) -> str:
 
 def picture(found: dict[Same | Timed, dict[str, Any]], path: pathlib.Path) -> None:
   """Draws tokens/s by peer and number of clients."""
-  import matplotlib
-
-  matplotlib.use("Agg")
-  from matplotlib import pyplot
-
+  colors = {"ours": "tab:blue", "engine": "tab:green"}
   rows = [
-    (clients, name, is_streamed, one)
+    measure.Bar(
+      f"{clients}: {peer.label}{', streamed' if is_streamed else ''}",
+      one.rate,
+      colors.get(peer.kind, "tab:gray"),
+      0.5 if is_streamed else 1.0,
+    )
     for clients in CLIENTS
-    for name in PEERS
+    for name, peer in PEERS.items()
     for is_streamed in (False, True)
     if (one := summary(found, name, clients, is_streamed)) is not None
   ]
-  figure, axes = pyplot.subplots(figsize=(7, 0.6 + 0.3 * len(rows)))
-  colors = {"ours": "tab:blue", "engine": "tab:green"}
-  labels = []
-  for place, (clients, name, is_streamed, one) in enumerate(reversed(rows)):
-    color = colors.get(PEERS[name].kind, "tab:gray")
-    axes.barh(place, one.rate, color=color, alpha=0.5 if is_streamed else 1.0)
-    axes.text(one.rate, place, f" {one.rate:,.0f}", va="center", fontsize=8)
-    labels.append(f"{clients}: {PEERS[name].label}{', streamed' if is_streamed else ''}")
-  axes.set_yticks(range(len(rows)), labels, fontsize=8)
-  axes.set_xlabel("tokens/s by number of clients")
-  axes.margins(x=0.15)
-  figure.tight_layout()
-  figure.savefig(path, dpi=90)
-  pyplot.close(figure)
+  measure.bars(rows, "tokens/s by number of clients", path)
 
 
 def run(

@@ -253,13 +253,6 @@ class Server:
       self._process.wait()
 
 
-def free_port() -> int:
-  """Returns an unused port."""
-  with socket.socket() as found:
-    found.bind(("127.0.0.1", 0))
-    return found.getsockname()[1]
-
-
 def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: str) -> Server:
   """Starts a server.
 
@@ -281,7 +274,7 @@ def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: 
   if kind == "llama.cpp":
     what = json.dumps([dataclasses.asdict(settings), slots])
     return Server([python, "-P", "-m", "experiments.serving", f"--serve_llama={what}"], log)
-  port = free_port()
+  port = peer_process.free_port()
   program = "import sys; from transformers.cli.transformers import main; sys.exit(main())"
   return Server(
     [
