@@ -28,7 +28,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import configuration, measure
+from experiments import configuration, measure, seer_rollout
 from seerjax import metrics
 from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
@@ -39,10 +39,9 @@ from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import loading as model_loading
 from seerjax.numerics import NumericsConfig
 from seerjax.reports import gantt, page
-from seerjax.rollout import groups, policies
+from seerjax.rollout import policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.tasks import loading
 from seerjax.types import Completion, Request, SamplingParams
 
 
@@ -134,24 +133,16 @@ def make_engine(config: ClusterRolloutConfig, numerics: NumericsConfig | None = 
 
 def requests_of(config: ClusterRolloutConfig, engine: Engine) -> list[Request]:
   """Returns the requests of all groups."""
-  task, tokenizer = loading.load("word_problems"), engine.tokenizer
+  tokenizer = engine.tokenizer
   assert tokenizer is not None
-  sampling = SamplingParams(max_tokens=config.max_tokens, stop_token_ids=tuple(tokenizer.eos_ids))
-  found = []
-  for group in range(config.num_groups):
-    index = groups.problem_index(group, task.num_problems("train"), config.seed)
-    prompt = groups.prompt_tokens(task.problem("train", index), tokenizer)
-    for member in range(config.group_size):
-      found.append(
-        Request(
-          request_id=f"0/{group}/{member}",
-          prompt=prompt,
-          sampling=sampling,
-          seed=groups.request_seed(config.seed, 0, group, member),
-          group_id=f"0/{group}",
-        )
-      )
-  return found
+  stops = tuple(tokenizer.eos_ids)
+  return seer_rollout.requests(
+    config.num_groups,
+    config.group_size,
+    tokenizer=tokenizer,
+    sampling=SamplingParams(max_tokens=config.max_tokens, stop_token_ids=stops),
+    seed=config.seed,
+  )
 
 
 def digest_of(completions: Sequence[Completion]) -> str:

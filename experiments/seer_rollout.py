@@ -32,11 +32,11 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
 from seerjax.models.loading import Model
+from seerjax.models.tokenizer import Tokenizer
 from seerjax.reports import gantt, page
 from seerjax.rollout import groups, policies
 from seerjax.rollout.divided import DividedRollout
 from seerjax.run import policy as policy_lib, self_test
-from seerjax.run.policy import Policy
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.speculation.suffix_tree import SpeculationArgs
 from seerjax.tasks import loading
@@ -119,24 +119,22 @@ def lengths(workload: Workload) -> np.ndarray:
   return np.clip(np.exp(logs), 8, workload.max_tokens).astype(np.int64)
 
 
-def requests(workload: Workload, policy: Policy) -> list[Request]:
-  """Returns the requests of all groups; none can end by itself."""
+def requests(
+  num_groups: int, group_size: int, *, tokenizer: Tokenizer, sampling: SamplingParams, seed: int
+) -> list[Request]:
+  """Returns the requests of groups of word problems."""
   task = loading.load("word_problems")
-  sampling = SamplingParams(
-    max_tokens=workload.max_tokens,
-    logit_bias=tuple((token, FORBIDDEN) for token in policy.require_tokenizer().eos_ids),
-  )
   found = []
-  for group in range(workload.num_groups):
-    index = groups.problem_index(group, task.num_problems("train"), workload.seed)
-    prompt = groups.prompt_tokens(task.problem("train", index), policy.require_tokenizer())
-    for member in range(workload.group_size):
+  for group in range(num_groups):
+    index = groups.problem_index(group, task.num_problems("train"), seed)
+    prompt = groups.prompt_tokens(task.problem("train", index), tokenizer)
+    for member in range(group_size):
       found.append(
         Request(
           request_id=f"0/{group}/{member}",
           prompt=prompt,
           sampling=sampling,
-          seed=groups.request_seed(workload.seed, 0, group, member),
+          seed=groups.request_seed(seed, 0, group, member),
           group_id=f"0/{group}",
         )
       )
@@ -213,15 +211,10 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def rollouts_page(workload: Workload, rollouts: dict[str, DividedRollout]) -> str:
   """Returns the charts of all systems as one HTML page."""
-  sections = []
-  for name, rollout in rollouts.items():
-    body = gantt.section(0, rollout.trace, workload.num_pages - 1)
-    sections.append(f"<h1>{page.escape(name)}</h1>{body}")
-  return (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    f"<title>Rollouts · SeerJAX</title><style>{page.STYLE}</style></head>\n"
-    f"<body><main>{''.join(sections)}</main></body></html>\n"
-  )
+  return page.html_page("Rollouts", [
+    f"<h1>{page.escape(name)}</h1>{gantt.section(0, rollout.trace, workload.num_pages - 1)}"
+    for name, rollout in rollouts.items()
+  ])  # fmt: skip
 
 
 def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -233,7 +226,15 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   numerics = numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
   print(self_test.describe(numerics), flush=True)
   policy = policy_lib.load_policy(workload.model, numerics)
-  asked = requests(workload, policy)
+  tokenizer = policy.require_tokenizer()
+  bias = tuple((token, FORBIDDEN) for token in tokenizer.eos_ids)
+  asked = requests(
+    workload.num_groups,
+    workload.group_size,
+    tokenizer=tokenizer,
+    sampling=SamplingParams(max_tokens=workload.max_tokens, logit_bias=bias),
+    seed=workload.seed,
+  )
   told = dict(zip([one.request_id for one in asked], lengths(workload).ravel().tolist()))
   longest = max(len(one.prompt) for one in asked) + workload.max_tokens
   config = engine_lib.EngineConfig(
