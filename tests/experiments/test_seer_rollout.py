@@ -51,7 +51,7 @@ def test_a_small_rollout_says_the_same_in_every_system(tmp_path):
     "--config.chunk_tokens=16",
   )
   assert done.returncode == 0, done.stderr
-  assert "equal bits: every system said the same" in done.stdout
+  assert "equal bits: every system sampled the same tokens" in done.stdout
   results = json.loads((tmp_path / "results.json").read_text())["results"]
   assert results["groups, preempting"]["preemptions_a_request"] > 0
   for name, row in results.items():
