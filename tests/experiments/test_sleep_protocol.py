@@ -81,6 +81,6 @@ def test_the_command_prints_arms_and_asks_nothing_that_its_journal_has(tmp_path:
   size = journal.stat().st_size
   assert run().stdout == first.stdout and journal.stat().st_size == size
   other = run("--endpoint=http://127.0.0.1:9", "--model=m")
-  assert other.returncode == 2 and "got another thinker (endpoint was None" in other.stderr
+  assert other.returncode == 2 and "got a different thinker (endpoint was None" in other.stderr
   bad = run("--num_contexts=0")
   assert bad.returncode == 2 and "--num_contexts: got 0, expected at least 1" in bad.stderr
