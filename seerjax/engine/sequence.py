@@ -45,9 +45,11 @@ class ReadingState:
 class SequenceState(Holding):
   """A request, its response so far, and the memory it holds.
 
-  Its `tokens` are prompt and response; its name and owner are those of the request.
+  Its `tokens` are prompt and response.
 
   Attributes:
+    name: the request's id.
+    owner: owner of its keys and values, that of the request.
     request: the request.
     stream: detokenizer of the response, None without a tokenizer.
     sampling: sampling parameters as one row.
