@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import sys
 import typing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from absl import flags
 import ml_collections
@@ -69,6 +69,8 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
 def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequence[str]) -> None:
   """Adds flags for the entries of mapping fields that a command line sets.
 
+  A record that it sets to a text becomes a flag of text: the name of a record in some module.
+
   Raises:
     ValueError: for a value that is not a string, number, bool, or a tuple of these.
   """
@@ -82,6 +84,9 @@ def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequ
     for part in parts[1:-1]:
       at, inner = vars(at)[part], inner[part]
     if not isinstance(at, Mapping):
+      if text and dataclasses.is_dataclass(vars(at).get(parts[-1])):
+        with inner.unlocked(), inner.ignore_type():
+          inner[parts[-1]] = text
       continue
     value = command_line.literal(text)
     several = value if isinstance(value, tuple) else (value,)
@@ -180,13 +185,14 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
       " spelling."
     )
   arguments: dict[str, Any] = {}
+  defaults = {field.name: field.default for field in dataclasses.fields(cast(Any, kind))}
   for name, value in values.items():
-    hint = hints[name]
+    hint, default = hints[name], defaults[name]
     if isinstance(value, ml_collections.ConfigDict) and typing.get_origin(hint) is Mapping:
       arguments[name] = value.to_dict()
       continue
     if isinstance(value, ml_collections.ConfigDict):
-      arguments[name] = from_flags(_kind_of(hint, value), value)
+      arguments[name] = from_flags(_kind_of(hint, value, default), value)
       continue
     if hint in (float, float | None) and isinstance(value, str):
       value = float(value)
@@ -194,11 +200,15 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
   return kind(**arguments)
 
 
-def _kind_of(hint: Any, values: ml_collections.ConfigDict) -> Any:
-  """Returns the dataclass type of a nested field; of a union, the member with these field names."""
-  kinds = typing.get_args(hint) or (hint,)
+def _kind_of(hint: Any, values: ml_collections.ConfigDict, default: Any) -> Any:
+  """Returns the dataclass type of a nested field: that of the hint or default with these fields."""
+  kinds = [
+    kind
+    for kind in (*(typing.get_args(hint) or (hint,)), type(default))
+    if dataclasses.is_dataclass(kind)
+  ]
   names = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
-  return next((kind for kind, own in zip(kinds, names) if own == set(values)), kinds[0])
+  return next((kind for kind, own in zip(kinds, names) if own == set(values)), kinds[-1])
 
 
 def _flag_value(value: Any) -> Any:

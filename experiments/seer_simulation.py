@@ -51,7 +51,7 @@ DRAWN = range(1000, 1200)
 LIKENESS = ((0.0, 0.3), (0.3, 0.6), (0.6, 1.0))  # Ranges of rho in the table of drawn workloads.
 
 Report = Callable[[str], None]
-Policy = policies.SchedulerConfig
+Policy = policies.Policy
 
 
 def systems(chunk: int) -> dict[str, Policy]:

@@ -31,7 +31,7 @@ from seerjax import agreement, fields, metrics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
-from seerjax.rollout import divided, journal as journal_lib
+from seerjax.rollout import divided, journal as journal_lib, policy_loading
 from seerjax.run import (
   drafter as drafter_lib,
   evaluation,
@@ -296,7 +296,7 @@ def sample(
     if workers is not None:
       rollout = workers.rollout(journal)
     else:
-      rollout = divided.resumed(engine, config.scheduler, journal, requests)
+      rollout = divided.resumed(engine, policy_loading.load(config.scheduler), journal, requests)
     measure.traces.append(rollout.trace)
     num_tokens = lambda: counted().sampled_tokens
     details = str if workers is None else workers.text

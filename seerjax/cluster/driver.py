@@ -44,7 +44,7 @@ from seerjax.rollout import divided
 from seerjax.rollout.buffer import Buffer, State
 from seerjax.rollout.instances import Decision, Instances
 from seerjax.rollout.journal import Journal
-from seerjax.rollout.policies import Divided, SchedulerConfig
+from seerjax.rollout.policies import Policy
 from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
@@ -146,7 +146,7 @@ class ClusterRollout:
   def __init__(
     self,
     workers: Workers,
-    policy: SchedulerConfig,
+    policy: Policy,
     journal: Journal | None = None,
     *,
     resume_from: Mapping[str, Completion] | None = None,
@@ -166,7 +166,7 @@ class ClusterRollout:
     Raises:
       ValueError: for a policy that runs whole requests, which would restart with every lost worker.
     """
-    if not isinstance(policy, Divided):
+    if not policy.in_chunks:
       raise ValueError(
         f"ClusterRollout.policy: got {type(policy).__name__}, expected a policy that runs requests"
         " in chunks, so that a lost worker costs only a chunk; for example LongestGroupFirst()."

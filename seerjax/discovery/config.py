@@ -16,7 +16,7 @@ from seerjax.discovery.environment import Environment
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
 from seerjax.models import chat_template
-from seerjax.rollout import groups, policies
+from seerjax.rollout import groups, policies, policy_loading
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.tasks import digests
 from seerjax.trainer import entropic, losses, step as step_lib
@@ -135,7 +135,8 @@ class DiscoverConfig:
     objective: training objective.
     numerics: numerics, which determine results to the bit.
     engine: sizes of the engine.
-    scheduler: order and placement of chunks; does not affect results.
+    scheduler: policy of the order and placement of chunks: a record or "module:Policy"; does not
+      affect results.
     trainer: sizes of the gradient program.
     optimizer: the optax chain; a learning rate of 0 means `TINY_RATE` for the tiny policy, and the
       usual one for the model's size otherwise (`run.learning_rates.usual`).
@@ -166,12 +167,13 @@ class DiscoverConfig:
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig(
     page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
   )
-  scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
+  scheduler: policies.Policy | str = policies.LongestGroupFirst(chunk_tokens=128)
   trainer: TrainerConfig = TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=64)
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(b2=0.95, max_gradient_norm=1.0)
 
   def __post_init__(self):
     fields.check(self)
+    policy_loading.check_name(self.scheduler, "DiscoverConfig.scheduler")
     least = {
       "seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP,
       "num_instances": 1, "checkpoint_every": 1, "lora_rank": 0, "num_workers": 0,

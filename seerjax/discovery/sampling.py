@@ -8,7 +8,7 @@ from seerjax.discovery import attempts as attempts_lib
 from seerjax.discovery.attempts import Generate
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.engine import engine as engine_lib
-from seerjax.rollout import divided, groups, journal as journal_lib
+from seerjax.rollout import divided, groups, journal as journal_lib, policy_loading
 from seerjax.run import progress as progress_lib
 from seerjax.types import Completion, Request, Rollout
 
@@ -20,6 +20,7 @@ def sampler(
   progress: progress_lib.Progress,
 ) -> Generate:
   """Returns a sampling function; the completions of a language model are journalled."""
+  policy = policy_loading.load(config.scheduler)
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
     with progress.phase(
@@ -31,7 +32,7 @@ def sampler(
 
   def sampled(requests: Sequence[Request]) -> Iterator[Completion]:
     if journal is None:
-      yield from groups.whole(divided.DividedRollout(engine, config.scheduler).run(requests))
+      yield from groups.whole(divided.DividedRollout(engine, policy).run(requests))
       return
     missing: dict[str, Request] = {}
     for request in requests:
@@ -41,7 +42,7 @@ def sampler(
       else:
         yield entry.rollout.completion
     asked = list(missing.values())
-    answered = divided.resumed(engine, config.scheduler, journal, asked).run(asked)
+    answered = divided.resumed(engine, policy, journal, asked).run(asked)
     for completion in groups.whole(answered):
       rollout = Rollout(
         request=missing[completion.request_id], completion=completion, verdict=attempts_lib.UNJUDGED

@@ -22,7 +22,7 @@ from seerjax.rollout import groups
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
 from seerjax.rollout.instances import Decision, Instances
 from seerjax.rollout.journal import Chunk, Journal
-from seerjax.rollout.policies import GroupFCFS, SchedulerConfig
+from seerjax.rollout.policies import Policy
 from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace
 from seerjax.types import Completion, Request
@@ -53,7 +53,7 @@ class DividedRollout:
   def __init__(
     self,
     engine: Engine,
-    policy: SchedulerConfig,
+    policy: Policy,
     *,
     resume_from: Mapping[str, Completion] | None = None,
     on_chunk: Callable[[Request, Completion], None] = lambda request, so_far: None,
@@ -78,7 +78,7 @@ class DividedRollout:
     self.engine = engine
     self.buffer = Buffer()
     self.trace = Trace()
-    self._grows = isinstance(policy, GroupFCFS) and not policy.reserves
+    self._grows = policy.grows
     self._scheduler = Scheduler(policy, self.buffer)
     self._resume_from = dict(resume_from or {})
     self._on_chunk = on_chunk
@@ -314,7 +314,7 @@ class DividedRollout:
 
 
 def resumed(
-  engine: Engine, policy: SchedulerConfig, journal: Journal, requests: Sequence[Request]
+  engine: Engine, policy: Policy, journal: Journal, requests: Sequence[Request]
 ) -> DividedRollout:
   """Returns a rollout for `requests` that continues from a journal's chunks.
 

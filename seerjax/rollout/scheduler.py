@@ -3,18 +3,16 @@
     buffer (waiting requests) + instances (free resources) --next--> Decision, until None
 
 It uses no JAX, clock or randomness: equal calls give equal decisions on every process, and the
-simulator runs the same code. Each policy has its own queue, which orders the waiting requests;
-routing is shared.
+simulator runs the same code. The policy's queue orders the waiting requests.
 
 Source: arXiv 2511.14617v3, sections 3.2 and 3.3, algorithm 2; OSDI '26 for cache-aware routing.
 """
 
 from __future__ import annotations
 
-from seerjax.rollout import queues
 from seerjax.rollout.buffer import Buffer, Item
 from seerjax.rollout.instances import Decision, Instances, num_pages
-from seerjax.rollout.policies import SchedulerConfig
+from seerjax.rollout.policies import Policy
 
 
 class Scheduler:
@@ -25,11 +23,10 @@ class Scheduler:
     instances.admit(decision)
   """
 
-  def __init__(self, config: SchedulerConfig, buffer: Buffer):
-    self.config = config
+  def __init__(self, policy: Policy, buffer: Buffer):
     self.buffer = buffer
     self.num_decisions = 0
-    self._queue = queues.queue_of(config)
+    self._queue = policy.queue()
 
   def next(self, instances: Instances) -> Decision | None:
     """Returns the next decision, or None until a request ends or arrives.

@@ -16,7 +16,7 @@ from seerjax.cluster.config import ClusterConfig
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.kv import pool as kv_pool_lib
 from seerjax.models import chat_template, config as model_config, transformer
-from seerjax.rollout import groups as groups_lib, policies
+from seerjax.rollout import groups as groups_lib, policies, policy_loading
 from seerjax.run import learning_rates, off_policy
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import WeightsConfig
@@ -94,7 +94,8 @@ class RunConfig:
     engine: sizes of the engine.
     rollout: problems, group size and sampling of a step.
     chat: chat settings of every prompt, including evaluations.
-    scheduler: which request's next chunk runs, and where; does not affect results.
+    scheduler: policy of which request's next chunk runs, and where: a record or "module:Policy";
+      does not affect results.
     kv_pool: where KV pages of waiting requests are spilled; does not affect results.
     speculation: drafter and draft budget; does not affect results.
     cluster: workers that sample instead of the run's own engine; does not affect results.
@@ -122,7 +123,7 @@ class RunConfig:
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: groups_lib.RolloutConfig = groups_lib.RolloutConfig()
   chat: chat_template.ChatConfig = chat_template.ChatConfig()
-  scheduler: policies.LongestGroupFirst = policies.LongestGroupFirst(chunk_tokens=128)
+  scheduler: policies.Policy | str = policies.LongestGroupFirst(chunk_tokens=128)
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   speculation: SpeculationConfig = SpeculationConfig()
   cluster: ClusterConfig = ClusterConfig()
@@ -134,6 +135,7 @@ class RunConfig:
 
   def __post_init__(self):
     fields.check(self)
+    policy_loading.check_name(self.scheduler, "RunConfig.scheduler")
     if not 0 <= self.seed < 2**63:
       raise ValueError(
         f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."

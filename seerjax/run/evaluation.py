@@ -360,7 +360,7 @@ class Evaluator:
   engine: engine_lib.Engine
   tasks: Mapping[str, Task]
   rollout: groups.RolloutConfig
-  policy: policies.SchedulerConfig
+  policy: policies.Policy
   seed: int
   progress: progress_lib.Progress
 

@@ -116,7 +116,7 @@ class Partial:
     rollout: groups_lib.RolloutConfig,
     *,
     begun: float,
-    policy: policies.SchedulerConfig,
+    policy: policies.Policy,
     seed: int,
     progress: progress_lib.Progress,
     drafts: RunDrafts,

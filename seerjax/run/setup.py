@@ -15,7 +15,7 @@ from seerjax.engine import engine as engine_lib
 from seerjax.kv import pool as kv_pool_lib, stores
 from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
-from seerjax.rollout import groups as groups_lib, journal as journal_lib
+from seerjax.rollout import groups as groups_lib, journal as journal_lib, policy_loading
 from seerjax.run import (
   config as config_lib,
   directory as directory_lib,
@@ -224,7 +224,7 @@ def set_up(
     progress.say(line)
   asked = evaluation.Evaluator(
     config.evaluation, engine, evaluation.tasks_by_room(task, sets), config.rollout,
-    config.scheduler, config.seed, progress,
+    policy_loading.load(config.scheduler), config.seed, progress,
   )  # fmt: skip
   assert run.journal is not None
   workers = workers_lib.opened(
@@ -256,7 +256,8 @@ def ends(
   if config.stale.begun > 1:
     partial = off_policy.Partial(
       engine, task, ready.journal, config.rollout, begun=config.stale.begun,
-      policy=config.scheduler, seed=config.seed, progress=run.progress, drafts=ready.drafts,
+      policy=policy_loading.load(config.scheduler), seed=config.seed, progress=run.progress,
+      drafts=ready.drafts,
     )  # fmt: skip
     return partial.sample, publish
   if config.stale.steps_ahead:

@@ -26,6 +26,7 @@ from seerjax.kv import pool as kv_pool_lib, stores
 from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
+from seerjax.rollout import policy_loading
 from seerjax.rollout.journal import Journal
 from seerjax.run import (
   drafter as drafter_lib,
@@ -115,7 +116,10 @@ class RunWorkers:
     """Returns a rollout on the workers that continues from the journal."""
     self._before = self.counted()
     self._rollout = ClusterRollout(
-      self._workers, self._config.scheduler, journal, expected=self._engine.report()
+      self._workers,
+      policy_loading.load(self._config.scheduler),
+      journal,
+      expected=self._engine.report(),
     )
     return self._rollout
 

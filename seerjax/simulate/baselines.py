@@ -41,7 +41,7 @@ def training_seconds(workload: workloads.Workload) -> float:
   return workload.published.baseline_seconds * (1 - share) / share
 
 
-def synchronous(workload: workloads.Workload, policy: policies.SchedulerConfig, seed: int) -> Step:
+def synchronous(workload: workloads.Workload, policy: policies.Policy, seed: int) -> Step:
   """Returns a step of the synchronous loop."""
   lengths = workload.lengths(seed)
   result = cluster.Simulation(
@@ -56,7 +56,7 @@ def synchronous(workload: workloads.Workload, policy: policies.SchedulerConfig, 
 
 def one_step_off(
   workload: workloads.Workload,
-  policy: policies.SchedulerConfig,
+  policy: policies.Policy,
   seed: int,
   shares: Sequence[float] = (0.5, 0.625, 0.75, 0.875),
 ) -> Step:
@@ -77,7 +77,7 @@ def one_step_off(
 
 def partial(
   workload: workloads.Workload,
-  policy: policies.SchedulerConfig,
+  policy: policies.Policy,
   seeds: Sequence[int],
   begun: float = 2.0,
 ) -> list[Step]:

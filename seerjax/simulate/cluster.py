@@ -138,7 +138,7 @@ class Simulation:
   def __init__(
     self,
     cluster: ClusterConfig,
-    policy: policies.SchedulerConfig,
+    policy: policies.Policy,
     lengths: np.ndarray,
     *,
     max_tokens: int,
@@ -171,10 +171,9 @@ class Simulation:
     self._group_of = np.nonzero(is_left)[0]
     self._group_size = group_size
     self._stop_after = num_groups if stop_after_groups is None else stop_after_groups
-    if isinstance(policy, policies.Oracle):
-      by_id = {item.request_id: int(self._lengths[item.index]) for item in self._items}
-      policy = dataclasses.replace(policy, lengths=by_id)
-    self._preempts = isinstance(policy, policies.GroupFCFS) and not policy.reserves
+    by_id = {item.request_id: int(self._lengths[item.index]) for item in self._items}
+    policy = policy.knowing(by_id)
+    self._preempts = policy.grows
     self._scheduler = scheduler_lib.Scheduler(policy, self._buffer)
     self._view = instances_lib.Instances.empty(
       cluster.num_instances,

@@ -120,6 +120,16 @@ def test_entries_that_no_flag_can_hold_are_refused(argument, message):
     parsed(run_presets.main_job(), argument)
 
 
+def test_a_policy_is_set_by_its_fields_or_named():
+  job = run_presets.main_job()
+  assert parsed(job, "--config.scheduler.chunk_tokens=7").scheduler.chunk_tokens == 7
+  assert parsed(job, "--config.scheduler=my_module:Mine").scheduler == "my_module:Mine"
+  with pytest.raises(ValueError, match="RunConfig.scheduler: got 'Mine', expected 'my_module:My"):
+    parsed(job, "--config.scheduler=Mine")
+  with pytest.raises(ValueError, match="RunConfig.engine: got 'small', expected an EngineConfig"):
+    parsed(job, "--config.engine=small")
+
+
 def test_infinity_is_read_from_flags_and_from_json():
   job = parsed(run_presets.main_job(), "--config.loss.clip_high=inf")
   assert job.loss.clip_high == float("inf")

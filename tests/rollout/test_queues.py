@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import pytest
 from scheduled import end, filled, names, take
 
-from seerjax.rollout import policies, queues
+from seerjax.rollout import policies
 from seerjax.rollout.buffer import State
 from seerjax.rollout.instances import Instances
 from seerjax.rollout.policies import (
@@ -17,6 +17,7 @@ from seerjax.rollout.policies import (
   LongestGroupFirst,
   Oracle,
 )
+from seerjax.rollout.policies.waiting import Ranked
 from seerjax.rollout.scheduler import Scheduler
 
 
@@ -135,7 +136,7 @@ ALIKE = [[(11 * group) % 29 + 1] * 4 for group in range(28)]
 NOT_ALIKE = [[(7 * group + 12 * member) % 29 + 1 for member in range(4)] for group in range(28)]
 
 
-def order_of(policy: policies.SchedulerConfig, lengths: list[list[int]]) -> list[str]:
+def order_of(policy: policies.Policy, lengths: list[list[int]]) -> list[str]:
   """The requests in order of their start: one instance with 40 places."""
   instances = Instances.empty(1, page_size=4, num_pages=1000, max_running=40)
   planner = Scheduler(policy, filled([[0] * len(row) for row in lengths], max_tokens=30))
@@ -217,7 +218,7 @@ def test_the_first_that_arrived_goes_first_now_and_then():
 def test_what_waits_by_the_rank_of_its_group_is_as_if_all_were_sorted(changes):
   """Requests run and return, and groups change rank."""
   buffer = filled([[0] * 3] * 3)
-  items, ranks, waiting = list(buffer), [0, 0, 0], queues.Ranked()
+  items, ranks, waiting = list(buffer), [0, 0, 0], Ranked()
   for group in range(3):
     waiting.rank(group, 0)
   for item in items:

@@ -69,7 +69,7 @@ def cases(draw) -> Case:
   )
 
 
-def play(case: Case, policy: policies.SchedulerConfig) -> list[Decision]:
+def play(case: Case, policy: policies.Policy) -> list[Decision]:
   """Runs a whole rollout, checks the invariants at every decision, and returns the decisions."""
   if isinstance(policy, Oracle):
     lengths = {

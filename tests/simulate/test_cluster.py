@@ -19,7 +19,7 @@ from seerjax.rollout.policies import (
   GroupFCFS,
   LongestGroupFirst,
   Oracle,
-  SchedulerConfig,
+  Policy,
 )
 from seerjax.rollout.scheduler import Scheduler
 from seerjax.simulate import cluster as cluster_lib
@@ -76,7 +76,7 @@ class Naive:
   Everything that waits for KV joins when it has come, at the end of the step under way.
   """
 
-  def __init__(self, machines: ClusterConfig, policy: SchedulerConfig, lengths: np.ndarray):
+  def __init__(self, machines: ClusterConfig, policy: Policy, lengths: np.ndarray):
     self.machines, self.lengths = machines, lengths
     self.preempts = isinstance(policy, GroupFCFS) and not policy.reserves
     if isinstance(policy, Oracle):

@@ -28,9 +28,7 @@ NOT_ALIKE = drawn.DrawnWorkload(
 )
 
 
-def seconds(
-  workload: drawn.DrawnWorkload, policy: policies.SchedulerConfig, sample: int = 0
-) -> float:
+def seconds(workload: drawn.DrawnWorkload, policy: policies.Policy, sample: int = 0) -> float:
   lengths = workload.lengths(sample)
   run = cluster.Simulation(workload.cluster(), policy, lengths, max_tokens=workload.max_tokens)
   return run.run().total_seconds
