@@ -28,7 +28,7 @@ from typing import Any
 import warnings
 
 from seerjax.sandbox.sandbox import Limits, Sandbox
-from seerjax.tasks import code_blocks, jsonl, splits
+from seerjax.tasks import built_in, code_blocks, jsonl, splits
 from seerjax.types import Problem, Verdict
 
 MAX_PROGRAM = 65_536  # Characters.
@@ -231,3 +231,6 @@ def load(
     train, heldout = splits.split_rows(_read(path, instruction))
   sandbox = Sandbox(allow_weak=allow_weak_sandbox)
   return CodeTests(train=tuple(train), heldout=tuple(heldout), sandbox=sandbox, limits=limits)
+
+
+TASKS = {"code": built_in.Source(load, 'JSON lines with "prompt" and "tests"')}

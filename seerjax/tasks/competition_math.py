@@ -39,7 +39,7 @@ from typing import Any
 
 from absl import logging
 
-from seerjax.tasks import answers, jsonl, splits
+from seerjax.tasks import answers, built_in, jsonl, splits
 from seerjax.tasks.file_task import FileTask
 from seerjax.types import Problem, Verdict
 
@@ -290,3 +290,6 @@ def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Pr
     answer=reference,
     solution=solution,
   )
+
+
+TASKS = {"math": built_in.Source(load, "the published folders or JSON lines")}

@@ -14,7 +14,7 @@ import dataclasses
 from fractions import Fraction
 import re
 
-from seerjax.tasks import answers, splits
+from seerjax.tasks import answers, built_in, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
@@ -167,3 +167,6 @@ class Countdown:
       return Verdict(reward=0.0, correct=False, well_formed=False)
     correct = value == target
     return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
+
+
+TASKS = {"countdown": built_in.Source(Countdown)}

@@ -46,7 +46,7 @@ import os
 import pathlib
 import re
 
-from seerjax.tasks import answers, jsonl, splits
+from seerjax.tasks import answers, built_in, jsonl, splits
 from seerjax.types import Problem, Verdict
 
 MAX_READ = 20_000  # Characters at the end of a text that are searched for an answer.
@@ -250,3 +250,6 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Gsm
   else:
     train, heldout = splits.split_rows(_read(path, instruction))
   return Gsm8k(train=tuple(train), heldout=tuple(heldout))
+
+
+TASKS = {"gsm8k": built_in.Source(load, "the original JSON lines")}

@@ -12,17 +12,7 @@ import os
 import sys
 from typing import Any, cast
 
-from seerjax.tasks import (
-  code_tests,
-  competition_math,
-  countdown,
-  gsm8k,
-  multiple_choice,
-  puzzles,
-  reasoning_gym,
-  sudoku,
-  word_problems,
-)
+from seerjax.tasks import built_in, reasoning_gym
 from seerjax.tasks.function_task import FunctionTask, Reward, function_task
 from seerjax.types import Task
 
@@ -37,9 +27,9 @@ def load(
   """Returns a task by name.
 
   Args:
-    name: 'word_problems', 'countdown', 'sudoku' or 'puzzles', which generate problems;
-      'reasoning_gym.GENERATOR', which generates them with the package reasoning-gym; 'gsm8k',
-      'math', 'mmlu', 'commonsense_qa' or 'code', which need `path`; or 'my_module:attribute',
+    name: a task of this package (`built_in.sources`), such as 'word_problems', which generates its
+      problems, or 'gsm8k', which needs `path`; 'reasoning_gym.GENERATOR', which generates problems
+      with the package reasoning-gym; or 'my_module:attribute',
       imported from the Python path or the current directory (which is appended to `sys.path`). The
       attribute is a task, a task class (called with `path` if given, else without arguments), or a
       reward function reward(prompt, text) or reward(prompt, text, row) -> float, which needs
@@ -62,30 +52,16 @@ def load(
     return _with_prompts(name, path, reward)
   if ":" in name:
     return _outside_task(name, path)
-  match name:
-    case "word_problems":
-      return _drawn(name, path, word_problems.WordProblems())
-    case "countdown":
-      return _drawn(name, path, countdown.Countdown())
-    case "sudoku":
-      return _drawn(name, path, sudoku.Sudoku())
-    case "puzzles":
-      return _drawn(name, path, puzzles.Puzzles())
-    case "gsm8k":
-      return gsm8k.load(_needed(name, path, "the original JSON lines"))
-    case "math":
-      return competition_math.load(_needed(name, path, "the published folders or JSON lines"))
-    case "mmlu":
-      return multiple_choice.load_mmlu(_needed(name, path, "the published folders of CSV"))
-    case "commonsense_qa":
-      return multiple_choice.load_commonsense_qa(_needed(name, path, "the published JSON lines"))
-    case "code":
-      return code_tests.load(_needed(name, path, 'JSON lines with "prompt" and "tests"'))
-  raise ValueError(
-    f"tasks.load: got name {name!r}, expected 'word_problems', 'countdown', 'sudoku', 'puzzles',"
-    " 'reasoning_gym.GENERATOR', 'gsm8k', 'math', 'mmlu', 'commonsense_qa', 'code' or"
-    " 'my_module:MyTask'; check the spelling of --config.task."
-  )
+  sources = built_in.sources()
+  if name not in sources:
+    raise ValueError(
+      f"tasks.load: got name {name!r}, expected {', '.join(map(repr, sources))},"
+      " 'reasoning_gym.GENERATOR' or 'my_module:MyTask'; check the spelling of --config.task."
+    )
+  source = sources[name]
+  if source.files:
+    return source.make(_needed(name, path, source.files))
+  return _drawn(name, path, source.make())
 
 
 def load_set(text: str) -> Task:

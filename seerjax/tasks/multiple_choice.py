@@ -31,7 +31,7 @@ import pathlib
 import re
 from typing import Any
 
-from seerjax.tasks import answers, jsonl, splits
+from seerjax.tasks import answers, built_in, jsonl, splits
 from seerjax.tasks.file_task import FileTask
 from seerjax.types import Problem, Verdict
 
@@ -210,3 +210,9 @@ def _problem(
     answer=answer,
     solution=f"{answers.ANSWER_MARK} {answer}",
   )
+
+
+TASKS = {
+  "mmlu": built_in.Source(load_mmlu, "the published folders of CSV"),
+  "commonsense_qa": built_in.Source(load_commonsense_qa, "the published JSON lines"),
+}

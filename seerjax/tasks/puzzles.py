@@ -22,7 +22,7 @@ import itertools
 import re
 
 from seerjax import fields
-from seerjax.tasks import answers, splits
+from seerjax.tasks import answers, built_in, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
@@ -242,3 +242,6 @@ class Puzzles:
     correct = kinds in solutions(statements)
     answer = _kinds_text({one: kinds[one] for one in statements})
     return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
+
+
+TASKS = {"puzzles": built_in.Source(Puzzles)}

@@ -16,7 +16,7 @@ import functools
 import re
 
 from seerjax import fields
-from seerjax.tasks import answers, splits
+from seerjax.tasks import answers, built_in, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
@@ -223,3 +223,6 @@ class Sudoku:
     correct = is_solved(grid, givens, size)
     answer = rows_text(grid, size, " ")
     return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
+
+
+TASKS = {"sudoku": built_in.Source(Sudoku)}

@@ -18,7 +18,7 @@ import dataclasses
 from fractions import Fraction
 
 from seerjax import fields
-from seerjax.tasks import answers, splits, stories
+from seerjax.tasks import answers, built_in, splits, stories
 from seerjax.tasks.draws import Draws
 from seerjax.tasks.stories import Chain, Context, Teller
 from seerjax.types import Problem, Verdict
@@ -204,3 +204,6 @@ class WordProblems:
       num_steps=len(lines),
       solution="\n".join((*lines, f"{answers.ANSWER_MARK} {final}")),
     )
+
+
+TASKS = {"word_problems": built_in.Source(WordProblems)}

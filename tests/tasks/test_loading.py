@@ -5,11 +5,29 @@ from __future__ import annotations
 import pytest
 
 from seerjax import tasks
+from seerjax.tasks import built_in
 
 
 def test_own_tasks_load_by_name():
   assert tasks.load("word_problems").name == "word_problems"
   assert tasks.load("countdown").name == "countdown"
+
+
+def test_the_tasks_of_the_package_are_found_in_its_modules():
+  names = [
+    "code",
+    "math",
+    "countdown",
+    "gsm8k",
+    "mmlu",
+    "commonsense_qa",
+    "puzzles",
+    "sudoku",
+    "word_problems",
+  ]
+  assert list(built_in.sources()) == names
+  with pytest.raises(ValueError, match=f"expected {', '.join(map(repr, names))}, 'reasoning_gym."):
+    tasks.load("gsm")
 
 
 def test_tasks_load_from_the_current_directory(outside):
@@ -24,7 +42,7 @@ def test_tasks_load_from_the_current_directory(outside):
 @pytest.mark.parametrize(
   ("name", "message"),
   [
-    ("word_problem", "got name 'word_problem', expected 'word_problems', 'countdown', 'sudoku'"),
+    ("word_problem", "'word_problem', expected 'code', 'math', 'countdown', .*'reasoning_gym.GENE"),
     ("gsm8k", "gsm8k: got no path, expected the original JSON lines; set --config.task_path to"),
     ("math", "math: got no path, expected the published folders or JSON lines; set"),
     ("mmlu", "mmlu: got no path, expected the published folders of CSV"),
