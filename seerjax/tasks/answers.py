@@ -8,6 +8,7 @@ import re
 from seerjax.types import Problem, Verdict
 
 ANSWER_MARK = "####"  # Precedes the final answer, as in GSM8K.
+NO_ANSWER = Verdict(reward=0.0, correct=False, well_formed=False)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])[^\S\n]*")
 _FORMULA_END = re.compile(r"\$|\\[)\]]|\n")
 MAX_NUMBER_DIGITS = 40  # Longer numbers are invalid; Python itself refuses more than 4,300 digits.
@@ -80,8 +81,10 @@ def number_verdict(problem: Problem, text: str) -> Verdict:
   answer = marked_answer(text)
   value = None if answer is None else read_number(answer)
   if value is None:
-    return Verdict(reward=0.0, correct=False, well_formed=False)
-  correct = value == read_number(problem.answer)
-  return Verdict(
-    reward=float(correct), correct=correct, well_formed=True, answer=number_text(value)
-  )
+    return NO_ANSWER
+  return answered(number_text(value), value == read_number(problem.answer))
+
+
+def answered(answer: str, correct: bool) -> Verdict:
+  """Returns the verdict of a well-formed answer: reward 1 if it is correct, else 0."""
+  return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)

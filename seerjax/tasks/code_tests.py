@@ -28,7 +28,7 @@ from typing import Any
 import warnings
 
 from seerjax.sandbox.sandbox import Limits, Sandbox
-from seerjax.tasks import built_in, code_blocks, jsonl, splits
+from seerjax.tasks import answers, built_in, code_blocks, jsonl, splits
 from seerjax.types import Problem, Verdict
 
 MAX_PROGRAM = 65_536  # Characters.
@@ -153,9 +153,10 @@ class CodeTests(splits.Splits):
     """
     program = read_program(text)
     if program is None:
-      return Verdict(reward=0.0, correct=False, well_formed=False)
-    correct = UnitTests.read(problem.answer).hold(self.sandbox, program, self.limits)
-    return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=program)
+      return answers.NO_ANSWER
+    return answers.answered(
+      program, UnitTests.read(problem.answer).hold(self.sandbox, program, self.limits)
+    )
 
   def close(self) -> None:
     """Closes the sandbox."""
@@ -195,7 +196,7 @@ def _read(path: pathlib.Path, instruction: str) -> list[Problem]:
     problems.append(
       Problem(
         problem_id=f"code-{path.stem}-{number}",
-        prompt=f"{question}\n{instruction}" if instruction else question,
+        prompt=splits.with_instruction(question, instruction),
         question=question,
         answer=text,
         solution=solution if isinstance(solution, str) else "",
@@ -224,13 +225,8 @@ def load(
     FileNotFoundError: if a file is missing; names it.
     ValueError: if a line is invalid (names file and line), or this machine cannot isolate programs.
   """
-  path = pathlib.Path(path)
-  if path.is_dir():
-    train, heldout = (_read(path / f"{name}.jsonl", instruction) for name in ("train", "test"))
-  else:
-    train, heldout = splits.split_rows(_read(path, instruction))
-  sandbox = Sandbox(allow_weak=allow_weak_sandbox)
-  return CodeTests(train=tuple(train), heldout=tuple(heldout), sandbox=sandbox, limits=limits)
+  found = splits.of_files(path, lambda file: _read(file, instruction))
+  return CodeTests(**found, sandbox=Sandbox(allow_weak=allow_weak_sandbox), limits=limits)
 
 
 TASKS = {"code": built_in.Source(load, 'JSON lines with "prompt" and "tests"')}

@@ -43,6 +43,7 @@ from seerjax.tasks import answers, built_in, jsonl, splits
 from seerjax.tasks.file_task import FileTask
 from seerjax.types import Problem, Verdict
 
+FOLDERS = ("train", "test")
 INSTRUCTION = "Think step by step, and put the final answer into \\boxed{}."
 MAX_READ = 20_000  # Characters at the end of a text that are searched for an answer.
 MAX_ANSWER = 1_000  # Characters of an answer; longer ones are wrong.
@@ -176,9 +177,8 @@ def verdict(problem: Problem, text: str) -> Verdict:
   """Returns reward 1 if the text's last box equals the reference; well formed if it has a box."""
   boxed = answers.last_boxed(text[-MAX_READ:])
   if boxed is None or not boxed.strip():
-    return Verdict(reward=0.0, correct=False, well_formed=False)
-  correct = are_equal(boxed, problem.answer)
-  return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=boxed.strip())
+    return answers.NO_ANSWER
+  return answers.answered(boxed.strip(), are_equal(boxed, problem.answer))
 
 
 def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> FileTask:
@@ -192,19 +192,15 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Fil
     FileNotFoundError: if a file or folder is missing; names it.
     ValueError: if a line is invalid; names file and line.
   """
-  path = pathlib.Path(path)
-  if path.is_dir():
-    train, heldout = (_read_split(path, name, instruction) for name in ("train", "test"))
-  else:
-    train, heldout = splits.split_rows(_read_lines(path, instruction))
-  return FileTask(name="math", train=tuple(train), heldout=tuple(heldout), judge=verdict)
+  found = splits.of_files(path, lambda part: _read(part, instruction), FOLDERS)
+  return FileTask(name="math", **found, judge=verdict)
 
 
-def _read_split(directory: pathlib.Path, name: str, instruction: str) -> list[Problem]:
-  """Reads a split of a directory: a JSON-lines file, or a folder per subject."""
-  folder = directory / name
+def _read(folder: pathlib.Path, instruction: str) -> list[Problem]:
+  """Reads a folder with a folder per subject, else the JSON-lines file of that name."""
   if not folder.is_dir():
-    return _read_lines(directory / f"{name}.jsonl", instruction)
+    lines = folder.with_suffix(".jsonl") if folder.name in FOLDERS else folder
+    return _read_lines(lines, instruction)
   files = sorted(folder.glob("*/*.json"), key=lambda file: (file.parent.name, len(file.stem), file))
   if not files:
     raise FileNotFoundError(
@@ -285,7 +281,7 @@ def _problem(where: str, name: str, row: dict[str, Any], instruction: str) -> Pr
   question = asked.strip()
   return Problem(
     problem_id=name,
-    prompt=f"{question}\n{instruction}" if instruction else question,
+    prompt=splits.with_instruction(question, instruction),
     question=question,
     answer=reference,
     solution=solution,

@@ -18,13 +18,11 @@ from seerjax.tasks import answers, built_in, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
-SPLITS = ("train", "heldout", "pretrain")
 # Few and small numbers, so that a small model can learn the task.
 NUM_NUMBERS = (3, 4)
 MAX_NUMBER = 25  # In "train"; 1.5 times as large in "heldout".
 MAX_TARGET = 100  # Also bounds intermediate results.
 MAX_ATTEMPTS = 5  # Failed trials in a reference solution, which teach a model to keep trying.
-SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
 MAX_EXPRESSION = 128  # Characters; longer expressions are not parsed.
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]+", re.ASCII)
 
@@ -118,20 +116,13 @@ def _parts(answer: str) -> tuple[int, tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Countdown:
+class Countdown(splits.Drawn):
   """The task. Every problem has a solution, because its target is the result of a path."""
 
   name: str = "countdown"
 
-  def num_problems(self, split: str) -> int:
-    """Returns the number of problems in the split."""
-    if split not in SIZES:
-      raise splits.unknown_split(self.name, split, SPLITS)
-    return SIZES[split]
-
-  def problem(self, split: str, index: int) -> Problem:
+  def drawn(self, split: str, index: int) -> Problem:
     """Returns problem `index`; held-out problems contain a number larger than in other splits."""
-    splits.check_index(self.name, split, index, self.num_problems(split))
     draws = Draws(self.name, split, index)
     count = draws.between(*NUM_NUMBERS)
     numbers = [draws.between(2, MAX_NUMBER) for _ in range(count)]
@@ -164,9 +155,8 @@ class Countdown:
     target, numbers = _parts(problem.answer)
     value = None if answer is None else evaluate(answer, numbers)
     if answer is None or value is None:
-      return Verdict(reward=0.0, correct=False, well_formed=False)
-    correct = value == target
-    return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
+      return answers.NO_ANSWER
+    return answers.answered(answer, value == target)
 
 
 TASKS = {"countdown": built_in.Source(Countdown)}

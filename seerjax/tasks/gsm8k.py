@@ -195,11 +195,8 @@ class Gsm8k(splits.Splits):
     """Returns reward 1 if the answer equals the reference exactly; well formed with any answer."""
     value = extract(text)
     if value is None:
-      return Verdict(reward=0.0, correct=False, well_formed=False)
-    correct = value == Fraction(problem.answer)
-    return Verdict(
-      reward=float(correct), correct=correct, well_formed=True, answer=answers.number_text(value)
-    )
+      return answers.NO_ANSWER
+    return answers.answered(answers.number_text(value), value == Fraction(problem.answer))
 
 
 INSTRUCTION = (
@@ -220,7 +217,7 @@ def _read(path: pathlib.Path, instruction: str) -> list[Problem]:
     problems.append(
       Problem(
         problem_id=f"gsm8k-{path.stem}-{index}",
-        prompt=f"{question}\n{instruction}" if instruction else question,
+        prompt=splits.with_instruction(question, instruction),
         question=question,
         answer=answers.number_text(value),
         # The reference has a line per step, and a line with the answer.
@@ -243,13 +240,7 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Gsm
     FileNotFoundError: if a file is missing; names it.
     ValueError: if a line is invalid; names file and line.
   """
-  path = pathlib.Path(path)
-  if path.is_dir():
-    train = _read(path / "train.jsonl", instruction)
-    heldout = _read(path / "test.jsonl", instruction)
-  else:
-    train, heldout = splits.split_rows(_read(path, instruction))
-  return Gsm8k(train=tuple(train), heldout=tuple(heldout))
+  return Gsm8k(**splits.of_files(path, lambda file: _read(file, instruction)))
 
 
 TASKS = {"gsm8k": built_in.Source(load, "the original JSON lines")}

@@ -66,9 +66,8 @@ def verdict(problem: Problem, text: str) -> Verdict:
   """Returns reward 1 if the text's letter is correct; well formed if it gives a letter."""
   letter = extract(text)
   if letter is None:
-    return Verdict(reward=0.0, correct=False, well_formed=False)
-  correct = letter == problem.answer
-  return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=letter)
+    return answers.NO_ANSWER
+  return answers.answered(letter, letter == problem.answer)
 
 
 def load_mmlu(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> FileTask:
@@ -85,8 +84,7 @@ def load_mmlu(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -
   path = pathlib.Path(path)
   read = functools.partial(_read_mmlu, instruction=instruction)
   if not path.is_dir():
-    train, heldout = splits.split_rows(read(path))
-    return FileTask(name="mmlu", train=tuple(train), heldout=tuple(heldout), judge=verdict)
+    return FileTask(name="mmlu", **splits.of_files(path, read), judge=verdict)
   found = {
     folder: [problem for file in sorted((path / folder).glob("*.csv")) for problem in read(file)]
     for folder in (*MMLU_TRAIN, "test")
@@ -153,12 +151,8 @@ def load_commonsense_qa(
     FileNotFoundError: if a file is missing; names it.
     ValueError: if a line is invalid; names file and line.
   """
-  path = pathlib.Path(path)
-  if path.is_dir():
-    train, heldout = (_read_commonsense_qa(path / name, instruction) for name in CSQA_FILES)
-  else:
-    train, heldout = splits.split_rows(_read_commonsense_qa(path, instruction))
-  return FileTask(name="commonsense_qa", train=tuple(train), heldout=tuple(heldout), judge=verdict)
+  read = functools.partial(_read_commonsense_qa, instruction=instruction)
+  return FileTask(name="commonsense_qa", **splits.of_files(path, read, CSQA_FILES), judge=verdict)
 
 
 def _read_commonsense_qa(path: pathlib.Path, instruction: str) -> list[Problem]:
@@ -205,7 +199,7 @@ def _problem(
   asked = "\n".join((question, *lines))
   return Problem(
     problem_id=name,
-    prompt=f"{asked}\n{instruction}" if instruction else asked,
+    prompt=splits.with_instruction(asked, instruction),
     question=asked,
     answer=answer,
     solution=f"{answers.ANSWER_MARK} {answer}",

@@ -26,8 +26,6 @@ from seerjax.tasks import answers, built_in, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
-SPLITS = ("train", "heldout", "pretrain")
-SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
 NAMES = ("Ada", "Ben", "Cid", "Dan", "Eva", "Flo", "Gus", "Ida", "Jon", "Kim")
 LETTERS = {name[0]: name for name in NAMES}
 NUM_PEOPLE = (2, 3)  # Minimum and default maximum; `PuzzlesConfig` may raise the maximum.
@@ -189,21 +187,14 @@ def _statements(answer: str) -> dict[str, str]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Puzzles:
+class Puzzles(splits.Drawn):
   """The task."""
 
   config: PuzzlesConfig = PuzzlesConfig()
   name: str = "puzzles"
 
-  def num_problems(self, split: str) -> int:
-    """Returns the size of the split; with few people, problems repeat."""
-    if split not in SIZES:
-      raise splits.unknown_split(self.name, split, SPLITS)
-    return SIZES[split]
-
-  def problem(self, split: str, index: int) -> Problem:
+  def drawn(self, split: str, index: int) -> Problem:
     """Returns problem `index`."""
-    splits.check_index(self.name, split, index, self.num_problems(split))
     draws = Draws(self.name, self.config.max_people, split, index)
     count = draws.between(NUM_PEOPLE[0], self.config.max_people)
     letters = "".join(sorted(draws.sample(tuple(LETTERS), count)))
@@ -238,10 +229,9 @@ class Puzzles:
     answer = answers.marked_answer(text)
     kinds = None if answer is None else read_kinds(answer, "".join(statements))
     if kinds is None:
-      return Verdict(reward=0.0, correct=False, well_formed=False)
-    correct = kinds in solutions(statements)
+      return answers.NO_ANSWER
     answer = _kinds_text({one: kinds[one] for one in statements})
-    return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
+    return answers.answered(answer, kinds in solutions(statements))
 
 
 TASKS = {"puzzles": built_in.Source(Puzzles)}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+from collections.abc import Callable, Sequence
 import dataclasses
 import hashlib
+import os
+import pathlib
 from typing import TypeVar
 
 from seerjax.types import Problem
@@ -12,6 +15,8 @@ from seerjax.types import Problem
 T = TypeVar("T")
 
 HELDOUT_EVERY = 10  # In a single file, every tenth row is held out.
+# Generated problems by split: more than any run uses, and few enough for an index.
+SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}
 HELDOUT_SHARE = 8  # Of generated problems, one core in this many is in "heldout" only.
 
 
@@ -60,6 +65,40 @@ class Splits:
     return problems[index]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drawn(abc.ABC):
+  """Base of tasks that generate their problems; subclasses draw a problem and judge a text.
+
+  Attributes:
+    name: name of the task, for logs and messages.
+  """
+
+  name: str
+
+  def num_problems(self, split: str) -> int:
+    """Returns the number of problems in a split; they repeat if there are fewer different ones.
+
+    Raises:
+      ValueError: for an unknown split.
+    """
+    if split not in SIZES:
+      raise unknown_split(self.name, split, tuple(SIZES))
+    return SIZES[split]
+
+  def problem(self, split: str, index: int) -> Problem:
+    """Returns problem `index` of a split.
+
+    Raises:
+      ValueError: see `num_problems`; also if the index is out of range.
+    """
+    check_index(self.name, split, index, self.num_problems(split))
+    return self.drawn(split, index)
+
+  @abc.abstractmethod
+  def drawn(self, split: str, index: int) -> Problem:
+    """Returns a problem of an existing split and index."""
+
+
 def check_index(task: str, split: str, index: int, num_problems: int) -> None:
   """Raises ValueError if an index is out of range."""
   if not 0 <= index < num_problems:
@@ -96,3 +135,27 @@ def split_rows(rows: Sequence[T]) -> tuple[list[T], list[T]]:
   train = [row for row, held in zip(rows, is_heldout, strict=True) if not held]
   heldout = [row for row, held in zip(rows, is_heldout, strict=True) if held]
   return train, heldout
+
+
+def of_files(
+  path: str | os.PathLike[str],
+  read: Callable[[pathlib.Path], Sequence[Problem]],
+  names: tuple[str, str] = ("train.jsonl", "test.jsonl"),
+) -> dict[str, tuple[Problem, ...]]:
+  """Returns the arguments train and heldout of `Splits`.
+
+  Args:
+    path: a directory with two files or folders, or one file, which `split_rows` splits.
+    read: reads one of them.
+    names: their names in the directory.
+  """
+  path = pathlib.Path(path)
+  train, heldout = (
+    map(read, (path / name for name in names)) if path.is_dir() else split_rows(read(path))
+  )
+  return {"train": tuple(train), "heldout": tuple(heldout)}
+
+
+def with_instruction(question: str, instruction: str) -> str:
+  """Returns a prompt: the question, and the instruction on a separate line unless it is empty."""
+  return f"{question}\n{instruction}" if instruction else question

@@ -20,8 +20,6 @@ from seerjax.tasks import answers, built_in, splits
 from seerjax.tasks.draws import Draws
 from seerjax.types import Problem, Verdict
 
-SPLITS = ("train", "heldout", "pretrain")
-SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}  # Problems.
 BOXES = {4: (2, 2), 6: (2, 3), 8: (2, 4), 9: (3, 3)}  # Rows and columns of a box, by size.
 EMPTY = "."
 MAX_ANSWER = 400  # Characters after the mark; longer answers are invalid.
@@ -165,21 +163,14 @@ def read_grid(text: str, size: int) -> Grid | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sudoku:
+class Sudoku(splits.Drawn):
   """The task. The `answer` of a problem is its givens, row by row: "1..4 ..1. .1.. 4..1"."""
 
   config: SudokuConfig = SudokuConfig()
   name: str = "sudoku"
 
-  def num_problems(self, split: str) -> int:
-    """Returns the size of the split; for small grids, problems repeat."""
-    if split not in SIZES:
-      raise splits.unknown_split(self.name, split, SPLITS)
-    return SIZES[split]
-
-  def problem(self, split: str, index: int) -> Problem:
+  def drawn(self, split: str, index: int) -> Problem:
     """Returns problem `index`."""
-    splits.check_index(self.name, split, index, self.num_problems(split))
     size = self.config.size
     draws = Draws(self.name, size, split, index)
     while True:
@@ -217,12 +208,11 @@ class Sudoku:
     size, answer = self.config.size, answers.marked_answer(text)
     grid = None if answer is None else read_grid(answer, size)
     if grid is None:
-      return Verdict(reward=0.0, correct=False, well_formed=False)
+      return answers.NO_ANSWER
     given = "".join(problem.answer.split())
     givens = tuple(0 if sign == EMPTY else int(sign) for sign in given)
-    correct = is_solved(grid, givens, size)
     answer = rows_text(grid, size, " ")
-    return Verdict(reward=float(correct), correct=correct, well_formed=True, answer=answer)
+    return answers.answered(answer, is_solved(grid, givens, size))
 
 
 TASKS = {"sudoku": built_in.Source(Sudoku)}

@@ -23,10 +23,7 @@ from seerjax.tasks.draws import Draws
 from seerjax.tasks.stories import Chain, Context, Teller
 from seerjax.types import Problem, Verdict
 
-SPLITS = ("train", "heldout", "pretrain")
 QUESTIONS_PER_CONTEXT = 3
-# Problems of each split: more than any run uses, and few enough for an index.
-SIZES = {"train": 300_000, "heldout": 30_000, "pretrain": 30_000_000}
 HELDOUT_SCALE = 1.4  # Both limits of `WordProblemsConfig` are multiplied by this in "heldout".
 # Probability that a held-out sentence has an unseen form; kept, because removing its draw would
 # change the problems.
@@ -147,7 +144,7 @@ def _question(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WordProblems:
+class WordProblems(splits.Drawn):
   """The task. With c contexts, problem i of a split is question i // c about context i % c.
 
   So consecutive problems have different contexts; `questions` returns those of one context.
@@ -158,17 +155,10 @@ class WordProblems:
 
   def num_contexts(self, split: str) -> int:
     """Returns the number of contexts in the split."""
-    if split not in SIZES:
-      raise splits.unknown_split(self.name, split, SPLITS)
-    return SIZES[split] // QUESTIONS_PER_CONTEXT
+    return self.num_problems(split) // QUESTIONS_PER_CONTEXT
 
-  def num_problems(self, split: str) -> int:
-    """Returns the number of problems in the split: contexts times questions."""
-    return self.num_contexts(split) * QUESTIONS_PER_CONTEXT
-
-  def problem(self, split: str, index: int) -> Problem:
+  def drawn(self, split: str, index: int) -> Problem:
     """Returns problem `index` of the split."""
-    splits.check_index(self.name, split, index, self.num_problems(split))
     number, context = divmod(index, self.num_contexts(split))
     return self._problem(split, context, number)
 

@@ -11,7 +11,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from seerjax.tasks import countdown
+from seerjax.tasks import countdown, splits
 from seerjax.types import Problem
 
 TASK = countdown.Countdown()
@@ -24,7 +24,7 @@ def test_problems_are_the_same_on_every_machine():
     assert TASK.problem(entry["split"], entry["index"]) == Problem(**entry["problem"])
 
 
-@pytest.mark.parametrize("split", countdown.SPLITS)
+@pytest.mark.parametrize("split", splits.SIZES)
 def test_every_problem_has_a_solution_and_every_line_is_true(split):
   for index in range(250):
     problem = TASK.problem(split, index)

@@ -115,7 +115,7 @@ def test_verdict_by_hand(text, reward, well_formed):
 def test_every_problem_has_one_solution_by_every_assignment_judged(most):
   task = Puzzles(config=PuzzlesConfig(max_people=most))
   counts = set()
-  for split, index in itertools.product(puzzles.SPLITS, range(90 // most**2)):
+  for split, index in itertools.product(splits.SIZES, range(90 // most**2)):
     problem = task.problem(split, index)
     assert task.verdict(problem, problem.solution).correct
     names = [part.partition(":")[0] for part in problem.answer.split()]

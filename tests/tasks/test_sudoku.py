@@ -81,7 +81,7 @@ def test_solutions_agree_with_all_grids_tried():
 def test_every_problem_has_one_solution_and_its_steps_lead_there(size, count):
   task = Sudoku(config=SudokuConfig(size=size))
   num_empty = set()
-  for split, index in itertools.product(sudoku.SPLITS, range(count)):
+  for split, index in itertools.product(splits.SIZES, range(count)):
     problem = task.problem(split, index)
     givens = tuple(0 if sign == "." else int(sign) for sign in problem.answer.replace(" ", ""))
     (solved,) = sudoku.solutions(givens, size)

@@ -14,7 +14,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from seerjax.tasks import answers, stories, word_problems
+from seerjax.tasks import answers, splits, stories, word_problems
 from seerjax.types import Problem
 
 TASK = word_problems.WordProblems()
@@ -49,7 +49,7 @@ def test_problems_are_the_same_on_every_machine():
 
 @pytest.mark.thorough
 def test_every_solution_is_judged_correct_and_every_line_is_true():
-  for split in word_problems.SPLITS:
+  for split in splits.SIZES:
     for problem in problems(split, 1000):
       verdict = TASK.verdict(problem, problem.solution)
       assert verdict.correct and verdict.well_formed and verdict.answer == problem.answer
@@ -90,7 +90,7 @@ def test_a_story_told_by_hand():
 
 
 def test_context_and_question_make_the_prompt_and_contexts_are_shared():
-  for split in word_problems.SPLITS:
+  for split in splits.SIZES:
     for index in range(50):
       group = TASK.questions(split, index)
       assert len({problem.context for problem in group}) == 1
@@ -134,7 +134,7 @@ def test_heldout_forms_are_unseen_but_made_of_seen_words():
 
 
 def test_splits_are_disjoint():
-  prompts = {split: {p.prompt for p in problems(split, 1000)} for split in word_problems.SPLITS}
+  prompts = {split: {p.prompt for p in problems(split, 1000)} for split in splits.SIZES}
   assert all(len(found) > 950 for found in prompts.values())
   assert not prompts["heldout"] & (prompts["train"] | prompts["pretrain"])
   assert len(prompts["train"] & prompts["pretrain"]) < 3  # Very short ones may meet by chance.
@@ -166,7 +166,7 @@ def test_some_answers_are_fractions_but_few():
   assert 0.001 < share < 0.05
 
 
-@pytest.mark.parametrize("split", word_problems.SPLITS)
+@pytest.mark.parametrize("split", splits.SIZES)
 def test_knobs_at_their_limits_make_sound_problems(split):
   for config in (
     word_problems.WordProblemsConfig(max_operand=4, max_total=8),
