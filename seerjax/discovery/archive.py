@@ -281,12 +281,6 @@ def replant(archive: Archive, root: int, seed: Child, *, step: int) -> Archive:
 
   Nothing is evicted: until the next step, a full archive exceeds its capacity by one.
 
-  Args:
-    archive: archive after a step.
-    root: root of the tree to close.
-    seed: the new seed.
-    step: the last recorded step of the run.
-
   Raises:
     ValueError: if `root` is not the root of a growing tree, or the seed's artefact is not JSON.
   """

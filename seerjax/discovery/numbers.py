@@ -133,16 +133,7 @@ def of_run(
   totals: dict[str, float],
   num_steps: int,
 ) -> dict[str, Any]:
-  """Returns the summary of a run's search.
-
-  Args:
-    config: configuration of the run.
-    environment: the problem.
-    best: record of the best artefact.
-    score: score of that artefact.
-    totals: totals after the last step.
-    num_steps: steps taken.
-  """
+  """Returns the summary of a run's search."""
   return dict(
     problem=environment.name,
     best=score.value,

@@ -462,10 +462,6 @@ def hostile(artefact: Artefact, draws: random.Random) -> Iterator[tuple[str, Any
 
   The first ones are unrelated data; the others are the given artefact with one change, at up to
   eight numbers or texts and six lists or dicts.
-
-  Args:
-    artefact: valid plain data.
-    draws: selects the places.
   """
   kind = type(artefact)
   deep: list = []

@@ -86,11 +86,6 @@ def check_settings(
 ) -> None:
   """Raises if settings differ from those of the run to resume.
 
-  Args:
-    stored: settings of the run, from the checkpoint.
-    current: current settings, JSON.
-    free: names of settings that may differ.
-
   Raises:
     ValueError: naming each difference with both values.
   """
@@ -168,11 +163,6 @@ def best_step(directory: pathlib.Path, metric: str, step: int) -> tuple[int, flo
   """Returns the evaluated step with the highest `metric`, and its value (ties: the earliest).
 
   Only steps with a checkpoint count, and `step` itself.
-
-  Args:
-    directory: the run's directory.
-    metric: name in metrics.jsonl.
-    step: the last completed step.
 
   Returns:
     (step, value); None if no such step was evaluated.

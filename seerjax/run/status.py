@@ -69,10 +69,6 @@ class Status:
 def kept(directory: pathlib.Path, *, step: int = 0) -> Iterator[Status]:
   """Keeps status.json at "running" within the block; then writes how the run ended.
 
-  Args:
-    directory: the run's directory.
-    step: number of completed steps.
-
   Raises:
     ValueError: if another live process uses the same directory.
   """

@@ -65,10 +65,6 @@ class Reading(NamedTuple):
 def identity_of(model: Model, weights: str) -> Identity:
   """Returns the identity that a registry's contexts are bound to.
 
-  Args:
-    model: the model as it is served.
-    weights: digest of the weights.
-
   Raises:
     ValueError: if the model has no tokenizer.
   """

@@ -138,10 +138,6 @@ class Counts:
 def context_id(tokens: Sequence[int], identity: Identity) -> str:
   """Returns the digest of a context, 64 hexadecimal digits.
 
-  Args:
-    tokens: token ids of the text.
-    identity: digests of the model.
-
   Raises:
     ValueError: if there are no tokens.
   """

@@ -274,14 +274,7 @@ class Decision:
 
 
 def decide(seen: Seen, kind: Kind, num_asked: int, config: PlannerConfig) -> Decision:
-  """Returns whether to sleep on a context.
-
-  Args:
-    seen: statistics so far.
-    kind: kind of the context.
-    num_asked: questions that it has received.
-    config: price, prior and number of trials.
-  """
+  """Returns whether to sleep on a context."""
   to_come = expected_questions(seen, num_asked, config)
   expected = estimate(seen, kind, config)
   if expected is None:

@@ -320,12 +320,6 @@ def sleeping(
   """Runs the sleepers of one context: yields calls, takes answers, returns the results.
 
   A sleeper's seeds depend only on the context, the sleeper's number and the call's number.
-
-  Args:
-    context: the context to rewrite.
-    prompts: prompts for the model.
-    config: budgets and temperatures.
-    num_jobs: number of independent sleepers.
   """
   text = thinkers.number_of(context.text)
   slept = [Slept("", 0, 0)] * num_jobs

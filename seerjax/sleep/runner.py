@@ -96,14 +96,7 @@ class RunnerConfig:
 
 
 def job_seed(seed: int, context_id: str, job: int, number: int) -> int:
-  """Returns the seed of a sleeper's call.
-
-  Args:
-    seed: seed of the run.
-    context_id: digest of the context.
-    job: number of the sleeper.
-    number: number of the call.
-  """
+  """Returns the seed of a sleeper's call."""
   return groups.request_seed(seed, _SEEDS, thinkers.number_of(context_id), job, number)
 
 
@@ -246,12 +239,7 @@ class Runner:
     return len(self._working)
 
   def progress(self, context: Context, *, step: int) -> Progress:
-    """Returns the progress of a context.
-
-    Args:
-      context: a context in its current version.
-      step: step of the registry.
-    """
+    """Returns the progress of a context."""
     key = _key_of(context)
     account = self._accounts.get(key, _Account())
     kept = self._contexts.provenance(context.namespace, context.name, step=step)

@@ -52,11 +52,6 @@ def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
 def fitted(draft: Model, engine: Engine, *, name: str = "") -> Model:
   """Returns a draft without padding rows in its embedding.
 
-  Args:
-    draft: a model with one slab.
-    engine: the target engine.
-    name: name of the draft, for messages.
-
   Raises:
     ValueError: if its ids or its context do not match the engine's.
   """

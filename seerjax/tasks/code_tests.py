@@ -115,13 +115,7 @@ class UnitTests:
     return cls(text=text, values=tuple(values))
 
   def hold(self, sandbox: Sandbox, program: str, limits: Limits) -> bool:
-    """Returns whether a program passes.
-
-    Args:
-      sandbox: runs the program.
-      program: Python source.
-      limits: limits for all tests together.
-    """
+    """Returns whether a program passes."""
     source = program + _HARNESS
     if not self.values:
       found, _ = sandbox.run_python(source, _RUN, {"tests": self.text}, limits=limits)

@@ -109,11 +109,6 @@ def differences(stored: Mapping[str, str], current: Mapping[str, str]) -> list[s
 def require_same(stored: Mapping[str, str], current: Mapping[str, str], *, what: str) -> None:
   """Checks that data have not changed.
 
-  Args:
-    stored: digests at the start of the run.
-    current: digests now.
-    what: name of the run, for the message.
-
   Raises:
     ValueError: if a digest differs; names both values.
   """

@@ -110,11 +110,7 @@ def _refusal(formula: str, kinds: Kinds, what: str) -> str:
 
 
 def solutions(statements: Mapping[str, str]) -> list[dict[str, bool]]:
-  """Returns the assignments consistent with all statements, from the truth table.
-
-  Args:
-    statements: formula of each speaker, by letter.
-  """
+  """Returns the assignments consistent with all statements, from the truth table."""
   rows = (
     dict(zip(statements, row)) for row in itertools.product((True, False), repeat=len(statements))
   )

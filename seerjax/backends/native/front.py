@@ -95,12 +95,7 @@ def inlined(python: Callable[..., Any]) -> Any:
 
 
 def module_of(function: Function, signature: Any) -> llvm.ModuleRef:
-  """Returns a function and all its callees as one module that exports only the function.
-
-  Args:
-    function: function to compile.
-    signature: numba signature.
-  """
+  """Returns a function and all its callees as one module that exports only the function."""
   # Must come first: it loads numba's shared rules and sets up its runtime.
   function.targetdescr.usual.refresh()
   function.compile(signature)
