@@ -60,10 +60,12 @@ def grpo(
     ValueError: if the config asks for a part of `seerjax.train` that is not here.
   """
   plain = dict(num_mini_batches=1, max_rounds=1, overlong_buffer=0)
-  if config.keeps_base or config.trainer != dataclasses.replace(config.trainer, **plain):
+  is_elsewhere = config.stale.begun > 1 or config.stale.steps_ahead or config.cluster.workers
+  is_plain = config.trainer == dataclasses.replace(config.trainer, **plain)
+  if config.keeps_base or is_elsewhere or not is_plain:
     raise ValueError(
-      "grpo: got a RunConfig with adapters, a KL penalty, mini-batches, rounds or an overlong"
-      " buffer, expected none of them; call seerjax.train."
+      "grpo: got a RunConfig with adapters, a KL penalty, mini-batches, rounds, an overlong buffer,"
+      " stale samples or workers, expected none of them; call seerjax.train."
     )
   config = config_lib.for_model(config, model.config)  # Fills in what the model decides.
   policy = policy_lib.policy_of(model).with_chat(config.chat)

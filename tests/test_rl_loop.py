@@ -11,11 +11,13 @@ import small_run
 
 from examples import rl_loop
 from seerjax import load_model, metrics, rl
+from seerjax.cluster.config import ClusterConfig
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.run import programs as programs_lib
 from seerjax.run.config import TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
+from seerjax.run.off_policy import StaleConfig
 from seerjax.tasks.word_problems import WordProblems
 from seerjax.trainer import losses
 
@@ -69,9 +71,12 @@ def test_another_seed_is_seen():
   [
     dict(trainer=TrainerConfig(num_mini_batches=2)), dict(trainer=TrainerConfig(max_rounds=2)),
     dict(trainer=TrainerConfig(overlong_buffer=2)), dict(lora_rank=2),
-    dict(loss=losses.grpo(kl_coefficient=0.04)),
+    dict(loss=losses.grpo(kl_coefficient=0.04)), dict(stale=StaleConfig(begun=2.0)),
+    dict(stale=StaleConfig(steps_ahead=1), num_instances=2), dict(cluster=ClusterConfig(workers=1)),
   ],
-  ids=["mini_batches", "rounds", "overlong", "adapters", "kl_penalty"],
+  ids=[
+    "mini_batches", "rounds", "overlong", "adapters", "kl_penalty", "partial", "ahead", "workers",
+  ],
 )  # fmt: skip
 def test_the_loop_refuses_what_it_lacks(change):
   with pytest.raises(ValueError, match=r"expected none of them; call seerjax\.train\."):
