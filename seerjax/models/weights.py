@@ -42,7 +42,6 @@ def check(
   expected = parameters.shapes(model, model_config.numerics_for(model, numerics).reduction_shards)
   dtype = jnp.dtype(dtype)
   wanted = _described(expected, dtype)
-  params = _by_layer(params)
   found = _described(_one_by_one(params), None)
   for path, value in found.items():
     names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
@@ -73,19 +72,6 @@ def _one_by_one(params: Any) -> Any:
   most = max((leaf.shape[0] for leaf in jax.tree.leaves(layers) if leaf.ndim), default=0)
   parts = [jax.tree.map(lambda leaf, i=i: at(i, leaf), layers) for i in range(most)]
   return {**params, "layers": parts}
-
-
-def _by_layer(params: Any) -> Any:
-  """Returns stacked layers of equal length as a list of one layer's shapes; others unchanged."""
-  layers = params.get("layers") if isinstance(params, dict) else None
-  if not isinstance(layers, dict):
-    return params
-  leaves = jax.tree.leaves(layers)
-  counts = {leaf.shape[0] for leaf in leaves if hasattr(leaf, "dtype") and leaf.ndim}
-  if len(counts) != 1 or not all(hasattr(leaf, "dtype") and leaf.ndim for leaf in leaves):
-    return params
-  one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-  return {**params, "layers": [one] * counts.pop()}
 
 
 def _described(tree: Any, dtype: Any) -> dict[Any, Any]:
