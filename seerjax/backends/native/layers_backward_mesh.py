@@ -264,7 +264,7 @@ def _cost_of_mlp(arguments):
 
 @jit
 def _cost_of_projection(arguments):
-  """The products back through the projection."""
+  """The products back through the projection; unlike in `_cost_of_mlp`, nothing is recomputed."""
   rows = live_of_chunk(arguments, SIZES_AFTER, ZERO, ffi.dimension(arguments, 0, 0))
   return rows * weights_of(arguments, OUT)
 
