@@ -28,6 +28,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
     "host_memory",
     "object_store",
     "pallas_kernels",
+    "records",
     "xla_flags",
   ),
   ("numerics", "types"),

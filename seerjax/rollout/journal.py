@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seerjax import numerics
-from seerjax.rollout import record_lines
+from seerjax.records import lines
 from seerjax.tasks import digests
 from seerjax.types import PENALTIES, Completion, Request, Rollout, SamplingParams, Verdict
 
@@ -254,12 +254,12 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
       f"{path}: got no such file, expected a journal; pass the {FILE_NAME} of a run's directory."
     )
   header = _header(path)
-  epochs = [record for _, _, record in record_lines.scan(path) if record["kind"] == "epoch"]
+  epochs = [record for _, _, record in lines.scan(path) if record["kind"] == "epoch"]
   fingerprints = [header["fingerprint"]] + [epoch["fingerprint"] for epoch in epochs]
 
   def entries() -> Iterator[Entry]:
     epoch = 0
-    for _, _, record in record_lines.scan(path):
+    for _, _, record in lines.scan(path):
       epoch += record["kind"] == "epoch"
       if record["kind"] == "rollout":
         # A later epoch repeats all steps after its own.
@@ -270,10 +270,10 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
 
 
 def _header(path: pathlib.Path) -> dict[str, Any]:
-  _, _, record = next(record_lines.scan(path), (0, 0, {}))
+  _, _, record = next(lines.scan(path), (0, 0, {}))
   if record.get("kind") != "header" or record.get("format") != FORMAT:
     raise ValueError(
-      f"{path}: got {record_lines.short(record)} as the first record, expected a journal's header"
+      f"{path}: got {lines.short(record)} as the first record, expected a journal's header"
       f" of format {FORMAT}; choose another file, or start a new run directory."
     )
   return record
@@ -355,7 +355,7 @@ class Journal:
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
       # Before anything is read, because `_load` truncates a torn tail.
-      record_lines.lock(self._descriptor, self.path)
+      lines.lock(self._descriptor, self.path)
       self._load()
       if self._end == 0:
         # A kill during the header's write leaves only a torn header, never one with rollouts.
@@ -405,7 +405,7 @@ class Journal:
     finally:
       self._together = False
       if self._end > start and self._descriptor is not None:
-        record_lines.wait(self._descriptor, self.path, start, self._end)
+        lines.wait(self._descriptor, self.path, start, self._end)
 
   def append(
     self,
@@ -454,7 +454,7 @@ class Journal:
       stored = self._read(self._index[key][0])
       if differing := _first_difference(stored, record):
         where, *both = differing
-        was, now = map(record_lines.short, both)
+        was, now = map(lines.short, both)
         raise ValueError(
           f"{self.path}: got another rollout for step {step}, group {group}, member {member}:"
           f" {where} was {was} and is {now}, expected equal bits; the run was"
@@ -629,7 +629,7 @@ class Journal:
     self.fingerprints: list[dict[str, str]] = []
     # None for a journal from an earlier version, which has no data digests.
     self.data: dict[str, str] | None = None
-    for start, end, record in record_lines.scan(self.path):
+    for start, end, record in lines.scan(self.path):
       kind = record.get("kind")
       if not self.fingerprints:
         header = _header(self.path)
@@ -651,9 +651,9 @@ class Journal:
       self._end = end
     assert self._descriptor is not None
     size = os.fstat(self._descriptor).st_size
-    if self._end == 0 and size and not record_lines.may_be_torn_header(self.path):
+    if self._end == 0 and size and not lines.may_be_torn_header(self.path):
       _header(self.path)  # Raises: this is another kind of file, which must not be truncated.
-    self.truncated_bytes = record_lines.cut_tail(self._descriptor, self._end)
+    self.truncated_bytes = lines.cut_tail(self._descriptor, self._end)
 
   def _begin_epoch(self, record: Mapping[str, Any]) -> None:
     self.fingerprints.append(record["fingerprint"])
@@ -672,13 +672,11 @@ class Journal:
         " close."
       )
     start = self._end
-    self._end = record_lines.append(
-      self._descriptor, self.path, start, record, waits=not self._together
-    )
+    self._end = lines.append(self._descriptor, self.path, start, record, waits=not self._together)
     return start
 
   def _read(self, offset: int) -> dict[str, Any]:
-    return record_lines.read(self.path, offset)
+    return lines.read(self.path, offset)
 
 
 def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -700,7 +698,7 @@ def settings_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) 
       for name in sorted({*was, *now}):
         compare(was.get(name), now.get(name), f"{where}.{name}".strip("."))
     elif was != now:
-      found.append(f"{where} was {record_lines.short(was)} and is {record_lines.short(now)}")
+      found.append(f"{where} was {lines.short(was)} and is {lines.short(now)}")
 
   compare(stored, current, "")
   return found

@@ -1,6 +1,6 @@
 """Journal of thinker calls and answers on disk, so that a restarted run repeats no paid call.
 
-It has one record per call (`rollout.record_lines`): prompt digest, seed, limits, text, token counts
+It has one record per call (`records.lines`): prompt digest, seed, limits, text, token counts
 and finish reason. Failed calls are recorded, too, and repeated by the next run.
 """
 
@@ -12,7 +12,8 @@ import os
 import pathlib
 from typing import Any
 
-from seerjax.rollout import journal, record_lines
+from seerjax.records import lines
+from seerjax.rollout import journal
 from seerjax.sleep.thinkers import Answer, Ask, Call, Completed
 
 FORMAT = 1
@@ -61,7 +62,7 @@ class CallJournal:
     self.path.parent.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-      record_lines.lock(self._descriptor, self.path)
+      lines.lock(self._descriptor, self.path)
       found = self._load()
       if found is None:
         self._write({"kind": "calls", "format": FORMAT, "settings": settings})
@@ -78,7 +79,7 @@ class CallJournal:
     """Returns the journalled answer to a call, or None."""
     if call.key not in self._at:
       return None
-    record = record_lines.read(self.path, self._at[call.key])
+    record = lines.read(self.path, self._at[call.key])
     return Completed(
       text=record["text"],
       num_tokens=record["num_tokens"],
@@ -147,7 +148,7 @@ class CallJournal:
   def _load(self) -> dict[str, Any] | None:
     """Returns the settings in the journal's header; None for a new journal."""
     settings = None
-    for start, end, record in record_lines.scan(self.path):
+    for start, end, record in lines.scan(self.path):
       if settings is None:
         if record.get("kind") != "calls" or record.get("format") != FORMAT:
           raise self._stranger(record)
@@ -157,14 +158,14 @@ class CallJournal:
       self._end = end
     assert self._descriptor is not None
     if settings is None and os.fstat(self._descriptor).st_size:
-      if not record_lines.may_be_torn_header(self.path):
+      if not lines.may_be_torn_header(self.path):
         raise self._stranger({})
-    self.truncated_bytes = record_lines.cut_tail(self._descriptor, self._end)
+    self.truncated_bytes = lines.cut_tail(self._descriptor, self._end)
     return settings
 
   def _stranger(self, record: Mapping[str, Any]) -> ValueError:
     return ValueError(
-      f"{self.path}: got {record_lines.short(record)} as the first record, expected a journal of"
+      f"{self.path}: got {lines.short(record)} as the first record, expected a journal of"
       f" calls of format {FORMAT}; choose another file, or a new name."
     )
 
@@ -174,5 +175,5 @@ class CallJournal:
         f"{self.path}: got a call for a closed journal, expected an open one; append before close."
       )
     start = self._end
-    self._end = record_lines.append(self._descriptor, self.path, start, record)
+    self._end = lines.append(self._descriptor, self.path, start, record)
     return start

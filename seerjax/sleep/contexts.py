@@ -25,7 +25,7 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
-from seerjax.rollout import record_lines
+from seerjax.records import lines
 from seerjax.tasks import equations
 
 FORMAT = 1
@@ -215,7 +215,7 @@ class Contexts:
     self.directory.mkdir(parents=True, exist_ok=True)
     self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-      record_lines.lock(self._descriptor, self.path)
+      lines.lock(self._descriptor, self.path)
       self._load()
     except BaseException:
       self.close()
@@ -481,7 +481,7 @@ class Contexts:
 
   def _load(self) -> None:
     is_begun = False
-    for _, end, record in record_lines.scan(self.path):
+    for _, end, record in lines.scan(self.path):
       if not is_begun:
         self._check_header(record)
         is_begun = True
@@ -490,9 +490,9 @@ class Contexts:
       self._end = end
     assert self._descriptor is not None
     if not is_begun and os.fstat(self._descriptor).st_size:
-      if not record_lines.may_be_torn_header(self.path):
+      if not lines.may_be_torn_header(self.path):
         self._check_header({})
-    self.truncated_bytes = record_lines.cut_tail(self._descriptor, self._end)
+    self.truncated_bytes = lines.cut_tail(self._descriptor, self._end)
     if not is_begun:
       identity = dataclasses.asdict(self._identity)
       self._write({"kind": "contexts", "format": FORMAT, "identity": identity})
@@ -501,7 +501,7 @@ class Contexts:
   def _check_header(self, record: Mapping[str, Any]) -> None:
     if record.get("kind") != "contexts" or record.get("format") != FORMAT:
       raise ValueError(
-        f"{self.path}: got {record_lines.short(record)} as the first record, expected a registry of"
+        f"{self.path}: got {lines.short(record)} as the first record, expected a registry of"
         f" contexts of format {FORMAT}; choose another directory."
       )
     for field, ours in dataclasses.asdict(self._identity).items():
@@ -544,7 +544,7 @@ class Contexts:
       raise ValueError(
         f"{self.path}: got an event for a closed registry, expected an open one; open it again."
       )
-    self._end = record_lines.append(self._descriptor, self.path, self._end, record)
+    self._end = lines.append(self._descriptor, self.path, self._end, record)
 
   def _check_text(self, text: str, what: str) -> None:
     try:

@@ -23,7 +23,7 @@ import word_engine
 
 import seerjax
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.rollout import record_lines
+from seerjax.records import lines
 from seerjax.serve import __main__ as serve_main, protocol, served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.refusals import Refusal
@@ -365,12 +365,12 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
     finally:
       process.end(signal.SIGKILL)
     if not life:
-      _, _, header = next(record_lines.scan(directory / contexts_lib.EVENTS))
+      _, _, header = next(lines.scan(directory / contexts_lib.EVENTS))
       expected = _slept_alone(tmp_path / "alone", Identity(**header["identity"]), texts)
     assert told.items() <= expected.items()
     events["killed asleep"] += len(told) < len(expected)
   # No finished job has been repeated.
-  kinds = [record["kind"] for _, _, record in record_lines.scan(directory / contexts_lib.EVENTS)]
+  kinds = [record["kind"] for _, _, record in lines.scan(directory / contexts_lib.EVENTS)]
   assert kinds.count("rewrite") == len(expected)
   assert told == expected and last < first
   events |= {"rewrites": len(told), "tokens before sleep": first, "tokens after it": last}

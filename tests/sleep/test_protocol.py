@@ -14,7 +14,7 @@ import pytest
 import reader
 from reader import Reader
 
-from seerjax.rollout import record_lines
+from seerjax.records import lines
 from seerjax.sleep import prompts as prompts_lib, protocol, thinkers
 from seerjax.sleep.call_journal import CallJournal
 from seerjax.sleep.prompts import Prompts
@@ -244,10 +244,10 @@ def test_one_token_changed_in_the_journal_is_seen(tmp_path: pathlib.Path):
   found = []
   for is_changed in (False, True):
     if is_changed:
-      records = [record for _, _, record in record_lines.scan(path)]
+      records = [record for _, _, record in lines.scan(path)]
       slept = next(one for one in records if " has " in one.get("text", ""))
       slept["text"] = slept["text"].replace(" has ", " has 1", 1)
-      path.write_bytes(b"".join(map(record_lines.line, records)))
+      path.write_bytes(b"".join(map(lines.line, records)))
     with CallJournal(path, settings={}) as journal:
       found.append(rows_of(None, config, ask=journal.asking(thinkers.asking(Reader()))))
   assert found[0] == rows_of(Reader(), config) != found[1]

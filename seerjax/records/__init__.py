@@ -1,0 +1,1 @@
+"""Files of checksummed records: lines, and an open file with one writer."""
