@@ -1131,7 +1131,7 @@ ROWS = [
       "expected strings, finite numbers, lists", "convert them first"),
   Row("a directory as a journal", lambda d: journal.Journal(d.folder, fingerprint={}, settings={}),
       "got a directory",
-      "expected the journal's file, or no file", "add a name such as journal.jsonl"),
+      "expected the journal's file, or none yet", "add a name such as journal.jsonl"),
   Row("no journal", lambda d: journal.read(d.folder / "no.jsonl"),
       "got no such file",
       "expected a journal", "pass the journal.jsonl of a run's", FileNotFoundError),

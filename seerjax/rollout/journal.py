@@ -22,9 +22,7 @@ from __future__ import annotations
 import base64
 import collections
 from collections.abc import Iterator, Mapping, Sequence
-import contextlib
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -33,12 +31,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from seerjax import numerics
-from seerjax.records import lines
+from seerjax.records import file, lines
 from seerjax.tasks import digests
 from seerjax.types import PENALTIES, Completion, Request, Rollout, SamplingParams, Verdict
 
 FILE_NAME = "journal.jsonl"
 FORMAT = 1
+_KIND = file.Kind(
+  "header", FORMAT, "journal", "a journal's header",
+  "choose another file, or start a new run directory",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +255,8 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
     raise FileNotFoundError(
       f"{path}: got no such file, expected a journal; pass the {FILE_NAME} of a run's directory."
     )
-  header = _header(path)
+  _, _, header = next(lines.scan(path), (0, 0, {}))
+  _KIND.check(path, header)
   epochs = [record for _, _, record in lines.scan(path) if record["kind"] == "epoch"]
   fingerprints = [header["fingerprint"]] + [epoch["fingerprint"] for epoch in epochs]
 
@@ -267,16 +270,6 @@ def read(path: str | os.PathLike) -> tuple[Header, Iterator[Entry]]:
           yield _entry(record, epoch)
 
   return Header(header["settings"], tuple(fingerprints)), entries()
-
-
-def _header(path: pathlib.Path) -> dict[str, Any]:
-  _, _, record = next(lines.scan(path), (0, 0, {}))
-  if record.get("kind") != "header" or record.get("format") != FORMAT:
-    raise ValueError(
-      f"{path}: got {lines.short(record)} as the first record, expected a journal's header"
-      f" of format {FORMAT}; choose another file, or start a new run directory."
-    )
-  return record
 
 
 def _entry(record: Mapping[str, Any], epoch: int) -> Entry:
@@ -294,11 +287,8 @@ def _entry(record: Mapping[str, Any], epoch: int) -> Entry:
 # The journal.
 
 
-class Journal:
-  """An open journal: append, and look up by (step, group, member).
-
-  It has one writer at a time: a second one raises an error until the first closes the journal or
-  its process ends. Readers (`read`) need not wait.
+class Journal(file.RecordFile):
+  """An open journal: append, and look up by (step, group, member); `read` is for readers.
 
   Memory holds one file offset per record; records are read on demand.
 
@@ -335,77 +325,40 @@ class Journal:
         if the settings are not JSON.
       OSError: if the file is not writable.
     """
-    self.path = pathlib.Path(path)
     self._index: dict[tuple[int, int, int], tuple[int, int]] = {}
     self._chunks: dict[tuple[int, int, int], list[int]] = {}
     self._attempts: dict[tuple[int, int, int], int] = {}
     self._events: list[int] = []
     self._known: collections.Counter[tuple[int, int, int]] = collections.Counter()
-    self._together = False  # Whether records wait for the disk together.
-    self._end = 0
-    self.truncated_bytes = 0
-    settings = _plain_settings(settings)
+    self.fingerprints: list[dict[str, str]] = []
+    # None for a journal from an earlier version, which has no data digests.
+    self.data: dict[str, str] | None = None
+    settings = file.plain_settings(settings, "journal")
+    self._settings = settings  # Those of the header, once there is one.
     fingerprint, data = dict(fingerprint), dict(data or {})
-    if self.path.is_dir():
-      raise ValueError(
-        f"{self.path}: got a directory, expected the journal's file, or no file; add a name such as"
-        f" {FILE_NAME}."
-      )
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-      # Before anything is read, because `_load` truncates a torn tail.
-      lines.lock(self._descriptor, self.path)
-      self._load()
-      if self._end == 0:
+    super().__init__(path, _KIND)
+    with self._closing_on_error():
+      if not self.fingerprints:
         # A kill during the header's write leaves only a torn header, never one with rollouts.
-        self._write(
-          {
-            "kind": "header", "format": FORMAT, "settings": settings, "fingerprint": fingerprint,
-            "data": data,
-          }
-        )  # fmt: skip
+        self._begin({"settings": settings, "fingerprint": fingerprint, "data": data})
         self.fingerprints, self.data = [fingerprint], data
-      else:
-        header = _header(self.path)
-        if differing := settings_differences(header["settings"], settings):
-          raise ValueError(
-            f"{self.path}: got other run settings ({'; '.join(differing)}), expected those at the"
-            " start of the journal; restore them, or start a new run directory."
-          )
-        self.data = data if self.data is None else self.data
-        if self.fingerprints[-1] != fingerprint or self.data != data:
-          if not accept_new_numerics:
-            numerics.require_same(self.fingerprints[-1], fingerprint, what=str(self.path))
-          if not accept_new_data:
-            digests.require_same(self.data, data, what=str(self.path))
-          epoch = {
-            "kind": "epoch", "step": int(resume_step), "fingerprint": fingerprint, "data": data
-          }  # fmt: skip
-          self._write(epoch)
-          self._begin_epoch(epoch)
-    except BaseException:
-      self.close()
-      raise
-
-  @contextlib.contextmanager
-  def together(self) -> Iterator[None]:
-    """Appends within the block wait for the disk only once, at the end of the block.
-
-    Raises:
-      OSError: if the disk is full. The file then has some of the records, each complete, and the
-        run must end and be resumed.
-    """
-    if self._together:  # The outer block waits.
-      yield
-      return
-    start, self._together = self._end, True
-    try:
-      yield
-    finally:
-      self._together = False
-      if self._end > start and self._descriptor is not None:
-        lines.wait(self._descriptor, self.path, start, self._end)
+        return
+      if differing := file.differences(self._settings, settings):
+        raise ValueError(
+          f"{self.path}: got other run settings ({'; '.join(differing)}), expected those at the"
+          " start of the journal; restore them, or start a new run directory."
+        )
+      self.data = data if self.data is None else self.data
+      if self.fingerprints[-1] != fingerprint or self.data != data:
+        if not accept_new_numerics:
+          numerics.require_same(self.fingerprints[-1], fingerprint, what=str(self.path))
+        if not accept_new_data:
+          digests.require_same(self.data, data, what=str(self.path))
+        epoch = {
+          "kind": "epoch", "step": int(resume_step), "fingerprint": fingerprint, "data": data
+        }  # fmt: skip
+        self._write(epoch)
+        self._begin_epoch(epoch)
 
   def append(
     self,
@@ -613,47 +566,28 @@ class Journal:
     """Returns (step, group, member) of every finished rollout, ascending."""
     return tuple(sorted(self._index))
 
-  def close(self) -> None:
-    """Closes the file; may be called twice."""
-    if self._descriptor is not None:
-      os.close(self._descriptor)
-      self._descriptor = None
-
   def __enter__(self) -> Journal:
     return self
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _load(self) -> None:
-    self.fingerprints: list[dict[str, str]] = []
-    # None for a journal from an earlier version, which has no data digests.
-    self.data: dict[str, str] | None = None
-    for start, end, record in lines.scan(self.path):
-      kind = record.get("kind")
-      if not self.fingerprints:
-        header = _header(self.path)
-        self.fingerprints.append(header["fingerprint"])
-        self.data = header.get("data")
-      elif kind == "epoch":
-        self._begin_epoch(record)
-      elif kind == "event":
-        self._events.append(start)
+  def _load_record(self, offset: int, record: dict[str, Any]) -> None:
+    kind = record.get("kind")
+    if not self.fingerprints:
+      self._settings = record["settings"]
+      self.fingerprints.append(record["fingerprint"])
+      self.data = record.get("data")
+    elif kind == "epoch":
+      self._begin_epoch(record)
+    elif kind == "event":
+      self._events.append(offset)
+    else:
+      key = (record["step"], record["group"], record["member"])
+      if kind == "rollout":
+        self._index[key] = (offset, len(self.fingerprints) - 1)
+      elif kind == "attempt":
+        self._attempts[key] = offset
       else:
-        key = (record["step"], record["group"], record["member"])
-        if kind == "rollout":
-          self._index[key] = (start, len(self.fingerprints) - 1)
-        elif kind == "attempt":
-          self._attempts[key] = start
-        else:
-          self._chunks.setdefault(key, []).append(start)
-          self._known[key] += len(record["chunk"]["tokens"])
-      self._end = end
-    assert self._descriptor is not None
-    size = os.fstat(self._descriptor).st_size
-    if self._end == 0 and size and not lines.may_be_torn_header(self.path):
-      _header(self.path)  # Raises: this is another kind of file, which must not be truncated.
-    self.truncated_bytes = lines.cut_tail(self._descriptor, self._end)
+        self._chunks.setdefault(key, []).append(offset)
+        self._known[key] += len(record["chunk"]["tokens"])
 
   def _begin_epoch(self, record: Mapping[str, Any]) -> None:
     self.fingerprints.append(record["fingerprint"])
@@ -663,45 +597,6 @@ class Journal:
     self._attempts = {key: at for key, at in self._attempts.items() if key[0] <= record["step"]}
     for key in [key for key in self._known if key[0] > record["step"]]:
       del self._known[key]
-
-  def _write(self, record: Mapping[str, Any]) -> int:
-    """Appends a record, waits for the disk unless within `together`, and returns its offset."""
-    if self._descriptor is None:
-      raise ValueError(
-        f"{self.path}: got a record for a closed journal, expected an open one; append before"
-        " close."
-      )
-    start = self._end
-    self._end = lines.append(self._descriptor, self.path, start, record, waits=not self._together)
-    return start
-
-  def _read(self, offset: int) -> dict[str, Any]:
-    return lines.read(self.path, offset)
-
-
-def _plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-  try:
-    return json.loads(json.dumps(dict(settings), allow_nan=False))
-  except (TypeError, ValueError) as error:
-    raise ValueError(
-      f"journal: got settings that are not JSON ({error}), expected strings, finite numbers, lists"
-      " and dicts; convert them first."
-    ) from error
-
-
-def settings_differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-  """Returns a sentence for each setting that differs or is missing on one side, by dotted name."""
-  found: list[str] = []
-
-  def compare(was: Any, now: Any, where: str) -> None:
-    if isinstance(was, Mapping) and isinstance(now, Mapping):
-      for name in sorted({*was, *now}):
-        compare(was.get(name), now.get(name), f"{where}.{name}".strip("."))
-    elif was != now:
-      found.append(f"{where} was {lines.short(was)} and is {lines.short(now)}")
-
-  compare(stored, current, "")
-  return found
 
 
 def _first_difference(stored: Any, current: Any, where: str = "") -> tuple[str, Any, Any] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from absl import logging
 
 from seerjax import agreement, checkpoint, metrics
+from seerjax.records import file
 from seerjax.rollout import journal as journal_lib, trace as trace_lib
 from seerjax.run import evaluation
 from seerjax.run.config import RunConfig
@@ -93,7 +94,7 @@ def check_settings(
     {name: value for name, value in settings.items() if name not in free}
     for settings in (stored, current)
   )
-  if changed := journal_lib.settings_differences(before, now):
+  if changed := file.differences(before, now):
     raise ValueError(
       f"--resume: got other settings ({'; '.join(changed)}), expected those of the run; set them as"
       " in its config.json, or choose another --workdir."

@@ -7,27 +7,25 @@ and finish reason. Failed calls are recorded, too, and repeated by the next run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-import json
 import os
-import pathlib
 from typing import Any
 
-from seerjax.records import lines
-from seerjax.rollout import journal
+from seerjax.records import file
 from seerjax.sleep.thinkers import Answer, Ask, Call, Completed
 
 FORMAT = 1
+_KIND = file.Kind(
+  "calls", FORMAT, "journal", "a journal of calls", "choose another file, or a new name"
+)
 
 
-class CallJournal:
-  """An open journal of calls. It has one writer at a time, which holds a lock until it closes.
+class CallJournal(file.RecordFile):
+  """An open journal of calls.
 
   Attributes:
-    path: path of the file.
     num_found: answers taken from the journal.
     num_asked: calls made.
     num_failed: calls made that failed.
-    truncated_bytes: bytes of a torn tail that were cut off on opening.
   """
 
   def __init__(self, path: str | os.PathLike[str], *, settings: Mapping[str, Any]):
@@ -43,43 +41,25 @@ class CallJournal:
         journal of calls, or if the settings differ (names both values) or are not JSON.
       OSError: if the file cannot be written.
     """
-    self.path = pathlib.Path(path)
     self.num_found = self.num_asked = self.num_failed = 0
     self._at: dict[str, int] = {}
-    self._end = 0
-    try:
-      settings = json.loads(json.dumps(dict(settings), allow_nan=False))
-    except (TypeError, ValueError) as error:
-      raise ValueError(
-        f"CallJournal: got settings that are not JSON ({error}), expected strings, finite numbers,"
-        " lists and dicts; convert them first."
-      ) from error
-    if self.path.is_dir():
-      raise ValueError(
-        f"{self.path}: got a directory, expected the journal's file, or none yet; add a name such"
-        " as calls.jsonl."
-      )
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-      lines.lock(self._descriptor, self.path)
-      found = self._load()
-      if found is None:
-        self._write({"kind": "calls", "format": FORMAT, "settings": settings})
-      elif differing := journal.settings_differences(found, settings):
+    self._settings: dict[str, Any] | None = None
+    settings = file.plain_settings(settings, "CallJournal")
+    super().__init__(path, _KIND)
+    with self._closing_on_error():
+      if self._settings is None:
+        self._begin({"settings": settings})
+      elif differing := file.differences(self._settings, settings):
         raise ValueError(
           f"{self.path}: got a different thinker ({'; '.join(differing)}), expected the one that"
           " started the journal; restore it, or use another journal."
         )
-    except BaseException:
-      self.close()
-      raise
 
   def answer(self, call: Call) -> Completed | None:
     """Returns the journalled answer to a call, or None."""
     if call.key not in self._at:
       return None
-    record = lines.read(self.path, self._at[call.key])
+    record = self._read(self._at[call.key])
     return Completed(
       text=record["text"],
       num_tokens=record["num_tokens"],
@@ -133,47 +113,11 @@ class CallJournal:
 
     return answered
 
-  def close(self) -> None:
-    """Closes the file; may be called repeatedly."""
-    if self._descriptor is not None:
-      os.close(self._descriptor)
-      self._descriptor = None
-
   def __enter__(self) -> CallJournal:
     return self
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _load(self) -> dict[str, Any] | None:
-    """Returns the settings in the journal's header; None for a new journal."""
-    settings = None
-    for start, end, record in lines.scan(self.path):
-      if settings is None:
-        if record.get("kind") != "calls" or record.get("format") != FORMAT:
-          raise self._stranger(record)
-        settings = record["settings"]
-      elif record["kind"] == "call":
-        self._at[record["key"]] = start
-      self._end = end
-    assert self._descriptor is not None
-    if settings is None and os.fstat(self._descriptor).st_size:
-      if not lines.may_be_torn_header(self.path):
-        raise self._stranger({})
-    self.truncated_bytes = lines.cut_tail(self._descriptor, self._end)
-    return settings
-
-  def _stranger(self, record: Mapping[str, Any]) -> ValueError:
-    return ValueError(
-      f"{self.path}: got {lines.short(record)} as the first record, expected a journal of"
-      f" calls of format {FORMAT}; choose another file, or a new name."
-    )
-
-  def _write(self, record: Mapping[str, Any]) -> int:
-    if self._descriptor is None:
-      raise ValueError(
-        f"{self.path}: got a call for a closed journal, expected an open one; append before close."
-      )
-    start = self._end
-    self._end = lines.append(self._descriptor, self.path, start, record)
-    return start
+  def _load_record(self, offset: int, record: dict[str, Any]) -> None:
+    if self._settings is None:
+      self._settings = record["settings"]
+    elif record["kind"] == "call":
+      self._at[record["key"]] = offset

@@ -25,10 +25,13 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
-from seerjax.records import lines
+from seerjax.records import file
 from seerjax.tasks import equations
 
 FORMAT = 1
+_KIND = file.Kind(
+  "contexts", FORMAT, "registry", "a registry of contexts", "choose another directory"
+)
 EVENTS, REWRITES = "contexts.jsonl", "rewrites"
 MAX_TEXT = 4 << 20  # Bytes of one context or rewrite.
 
@@ -156,14 +159,13 @@ class _Kept(NamedTuple):
   digest: str
 
 
-class Contexts:
+class Contexts(file.RecordFile):
   """A registry in a directory, with one writer at a time.
 
   Steps are given by the caller and never decrease; after a restart they continue from `last_step`.
 
   Attributes:
     last_step: highest step of any event.
-    truncated_bytes: bytes of a torn tail that were cut off on opening.
     said: a message for each rewrite dropped because of its checksum.
     counts: event counts since opening.
   """
@@ -195,7 +197,6 @@ class Contexts:
         f"Contexts.max_contexts: got {max_contexts}, expected at least 1; 10000 is usual."
       )
     self.directory = pathlib.Path(directory)
-    self.path = self.directory / EVENTS
     self.last_step = 0
     self._checked_step = -1  # Last step at which expiry was checked.
     self.said: list[str] = []
@@ -206,20 +207,17 @@ class Contexts:
     self._contexts: dict[tuple[str, str], Context] = {}
     self._versions: dict[tuple[str, str], int] = {}
     self._kept: dict[tuple[str, str], dict[int, _Kept]] = {}
-    self._end = 0
     if self.directory.exists() and not self.directory.is_dir():
       raise ValueError(
         f"{self.directory}: got a file, expected a directory of contexts, or none yet; name"
         " another."
       )
-    self.directory.mkdir(parents=True, exist_ok=True)
-    self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-      lines.lock(self._descriptor, self.path)
-      self._load()
-    except BaseException:
-      self.close()
-      raise
+    self._is_begun = False
+    super().__init__(self.directory / EVENTS, _KIND)
+    with self._closing_on_error():
+      if not self._is_begun:
+        self._begin({"identity": dataclasses.asdict(self._identity)})
+      self._remove_strays()
 
   # Public operations.
 
@@ -386,17 +384,8 @@ class Contexts:
     context = self.get(namespace, name, step=step)
     self._drop(context, "forgotten", step)
 
-  def close(self) -> None:
-    """Closes the event file; may be called repeatedly."""
-    if self._descriptor is not None:
-      os.close(self._descriptor)
-      self._descriptor = None
-
   def __enter__(self) -> Contexts:
     return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
 
   # Expiry.
 
@@ -479,31 +468,11 @@ class Contexts:
   def _num_of(self, namespace: str) -> int:
     return sum(space == namespace for space, _ in self._contexts)
 
-  def _load(self) -> None:
-    is_begun = False
-    for _, end, record in lines.scan(self.path):
-      if not is_begun:
-        self._check_header(record)
-        is_begun = True
-      else:
-        self._replay(record)
-      self._end = end
-    assert self._descriptor is not None
-    if not is_begun and os.fstat(self._descriptor).st_size:
-      if not lines.may_be_torn_header(self.path):
-        self._check_header({})
-    self.truncated_bytes = lines.cut_tail(self._descriptor, self._end)
-    if not is_begun:
-      identity = dataclasses.asdict(self._identity)
-      self._write({"kind": "contexts", "format": FORMAT, "identity": identity})
-    self._remove_strays()
-
-  def _check_header(self, record: Mapping[str, Any]) -> None:
-    if record.get("kind") != "contexts" or record.get("format") != FORMAT:
-      raise ValueError(
-        f"{self.path}: got {lines.short(record)} as the first record, expected a registry of"
-        f" contexts of format {FORMAT}; choose another directory."
-      )
+  def _load_record(self, offset: int, record: dict[str, Any]) -> None:
+    if self._is_begun:
+      self._replay(record)
+      return
+    self._is_begun = True
     for field, ours in dataclasses.asdict(self._identity).items():
       if record["identity"][field] != ours:
         raise ValueError(
@@ -538,13 +507,6 @@ class Contexts:
     for path in (self.directory / REWRITES).glob("*/*.txt*"):
       if path not in known:
         path.unlink()
-
-  def _write(self, record: Mapping[str, Any]) -> None:
-    if self._descriptor is None:
-      raise ValueError(
-        f"{self.path}: got an event for a closed registry, expected an open one; open it again."
-      )
-    self._end = lines.append(self._descriptor, self.path, self._end, record)
 
   def _check_text(self, text: str, what: str) -> None:
     try:

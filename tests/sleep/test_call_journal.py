@@ -134,7 +134,7 @@ def test_a_closed_journal_and_a_full_disk_are_refused(tmp_path: pathlib.Path):
   journal.append(call("more"), SAID)
   journal.close()
   journal.close()
-  with pytest.raises(ValueError, match="got a call for a closed journal, expected an open one"):
+  with pytest.raises(ValueError, match="got a record for a closed journal, expected an open one"):
     journal.append(call(), SAID)
   with CallJournal(path, settings=WHO) as again:
     assert again.answer(call("more")) == SAID

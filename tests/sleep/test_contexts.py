@@ -337,7 +337,7 @@ def test_bad_input_is_refused(tmp_path: pathlib.Path):
         act()
     with pytest.raises(ValueError, match="got a journal that another writer has open"):
       Contexts(tmp_path, identity=NANO)
-  with pytest.raises(ValueError, match="got an event for a closed registry, expected an open one"):
+  with pytest.raises(ValueError, match="got a record for a closed registry, expected an open one"):
     registered(registry, "b", step=9)
   other = dataclasses.replace(NANO, weights="w2")
   with pytest.raises(ValueError, match="of a model whose weights is 'w', expected 'w2'; load that"):
