@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import TypeVar
+from typing import TypedDict, TypeVar
 
 from seerjax.types import Problem
 
@@ -137,12 +137,19 @@ def split_rows(rows: Sequence[T]) -> tuple[list[T], list[T]]:
   return train, heldout
 
 
+class Parts(TypedDict):
+  """The arguments train and heldout of `Splits`."""
+
+  train: tuple[Problem, ...]
+  heldout: tuple[Problem, ...]
+
+
 def of_files(
   path: str | os.PathLike[str],
   read: Callable[[pathlib.Path], Sequence[Problem]],
   names: tuple[str, str] = ("train.jsonl", "test.jsonl"),
-) -> dict[str, tuple[Problem, ...]]:
-  """Returns the arguments train and heldout of `Splits`.
+) -> Parts:
+  """Returns the problems of a task from files.
 
   Args:
     path: a directory with two files or folders, or one file, which `split_rows` splits.

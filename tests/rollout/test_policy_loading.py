@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+import dataclasses
 import pathlib
 import re
 import sys
@@ -53,9 +54,11 @@ def run(policy: Policy):
 def test_a_policy_from_outside_gives_equal_tokens(outside):
   policy = policy_loading.load("shortest_first:ShortestFirst")
   assert type(policy).__name__ == "ShortestFirst" and policy == type(policy)()
-  assert policy_loading.load("shortest_first:SHORT_CHUNKS") == type(policy)(chunk_tokens=64)
+  assert policy_loading.load("shortest_first:SHORT_CHUNKS") == dataclasses.replace(
+    policy, chunk_tokens=64
+  )
   usual, _ = run(LongestGroupFirst(chunk_tokens=5))
-  found, spans = run(type(policy)(chunk_tokens=5))
+  found, spans = run(dataclasses.replace(policy, chunk_tokens=5))
   assert usual.keys() == found.keys()
   assert all(tiny_model.same(found[name], usual[name], 0) for name in usual)
   assert max(span.num_tokens for span in spans) == 5
