@@ -30,10 +30,11 @@ from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments import cells as cells_lib, configuration, measure, peer_process
+from experiments import cells as cells_lib, measure, peer_process
 from seerjax import agreement, checkpoint, metrics, parallel, rl
 from seerjax.array_typing import Array
 from seerjax.cluster import config as cluster_config
+from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups, journal as journal_lib
 from seerjax.run import policy as policy_lib, presets, slices
@@ -280,13 +281,13 @@ def run(
 
 def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
-  config = configuration.from_flags(RunConfig, args.config)
+  config = flags_lib.from_flags(RunConfig, args.config)
   directory = pathlib.Path(args.workdir)
   if args.phase >= 0:
     phase = PHASES[args.cells[0]][args.phase]
     config = config_of(config, phase)
     num_devices = config.num_instances * config.model_shards
-    parallel.start(configuration.slice_of_flags(), num_devices=num_devices)
+    parallel.start(flags_lib.slice_of_flags(), num_devices=num_devices)
     return learn(config, directory)
   names = chosen(args.cells)
   arguments = [one for one in sys.argv[1:] if one.lstrip("-").startswith("config.")]
@@ -296,8 +297,8 @@ def main(args: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(default(), "runs/cluster_digests")
-  configuration.define_slice_flags()
+  flags_lib.define_flags(default(), "runs/cluster_digests")
+  flags_lib.define_slice_flags()
   flags.DEFINE_list(
     "cells", [], f"Lines of the table to compute, all by default: {', '.join(PHASES)}."
   )

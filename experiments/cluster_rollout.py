@@ -28,13 +28,14 @@ from typing import Any
 
 from absl import flags
 
-from experiments import configuration, measure, seer_rollout
+from experiments import measure, seer_rollout
 from seerjax import metrics
 from seerjax.cluster.driver import ClusterRollout
 from seerjax.cluster.local_workers import LocalWorkers
 from seerjax.cluster.ray_workers import RayWorkers
 from seerjax.cluster.records import ChunkOrder, ChunkResult, Event, Gone
 from seerjax.cluster.worker import EngineWorker
+from seerjax.commands import flags as flags_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import loading as model_loading
 from seerjax.numerics import NumericsConfig
@@ -283,12 +284,12 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main(args: flags.FlagValues) -> None:
-  config = configuration.from_flags(ClusterRolloutConfig, args.config)
+  config = flags_lib.from_flags(ClusterRolloutConfig, args.config)
   results = run(config, pathlib.Path(args.workdir))
   print(table(results))
   print("equal bits: every system sampled the same tokens with the same log-probabilities")
 
 
 if __name__ == "__main__":
-  configuration.define_flags(ClusterRolloutConfig(), "runs/cluster_rollout")
+  flags_lib.define_flags(ClusterRolloutConfig(), "runs/cluster_rollout")
   measure.command(main)

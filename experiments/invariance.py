@@ -28,8 +28,9 @@ from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments import grpo, measure
-from seerjax import generate, metrics, numerics as numerics_lib, rl
+from experiments import measure
+from seerjax import metrics, numerics as numerics_lib, rl
+from seerjax.commands import generate, train
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
@@ -602,7 +603,7 @@ def run(
     # Checked now rather than after parts that take minutes.
     directory_lib.check_directory(place, resume=False)
     policy = policy_lib.load_policy(config.model, job.numerics)
-    grpo.check_prompts(job, loading.load(job.task, path=None), policy)
+    train.check_prompts(job, loading.load(job.task, path=None), policy)
   directory.mkdir(parents=True, exist_ok=True)
   results: dict[str, Any] = {}
   for part in parts:

@@ -20,8 +20,9 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import export, llama_cpp, replay
-from seerjax import checkpoint, generate, numerics as numerics_lib, parallel
+from experiments import llama_cpp
+from seerjax import checkpoint, numerics as numerics_lib, parallel
+from seerjax.commands import export, generate, replay
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, loading
 from seerjax.run import command_line, policy as policy_lib, programs as programs_lib

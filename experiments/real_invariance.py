@@ -34,7 +34,8 @@ from absl import flags, logging
 import numpy as np
 
 from experiments import cells as cells_lib, invariance, measure as measure_lib, peer_process
-from seerjax import generate, numerics as numerics_lib
+from seerjax import numerics as numerics_lib
+from seerjax.commands import generate
 from seerjax.engine import engine as engine_lib
 from seerjax.run import policy as policy_lib
 from seerjax.types import Completion

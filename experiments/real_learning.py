@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 import numpy as np
 
-from experiments import cells as cells_lib, grpo, measure as measure_lib
+from experiments import cells as cells_lib, measure as measure_lib
 from seerjax import checkpoint, metrics, numerics as numerics_lib, rl
+from seerjax.commands import train
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups
 from seerjax.run import policy as policy_lib, programs as programs_lib
@@ -131,7 +132,7 @@ def measure(
   policy = policy_lib.load_policy(config.model, config.numerics)
   if cell.arm not in programs:
     programs[cell.arm] = programs_lib.make_programs(config, policy.model)
-    grpo.check_model(config, policy, programs[cell.arm], say=say)
+    train.check_model(config, policy, programs[cell.arm], say=say)
   rl.train(
     config, policy, load_task(cell.generator), place, log=say, programs=programs[cell.arm],
     resume=checkpoint.latest_step(place / "checkpoints") is not None,

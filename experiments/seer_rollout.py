@@ -26,8 +26,9 @@ from absl import flags
 import jax
 import numpy as np
 
-from experiments import configuration, measure
+from experiments import measure
 from seerjax import metrics, numerics as numerics_lib, parallel
+from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
@@ -297,7 +298,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
 
 
 def main(args: flags.FlagValues) -> None:
-  workload = configuration.from_flags(Workload, args.config)
+  workload = flags_lib.from_flags(Workload, args.config)
   jax.config.update("jax_num_cpu_devices", workload.num_instances)
   results = run(workload, pathlib.Path(args.workdir))
   print(table(results))
@@ -306,5 +307,5 @@ def main(args: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(Workload(), "runs/seer_rollout")
+  flags_lib.define_flags(Workload(), "runs/seer_rollout")
   measure.command(main)

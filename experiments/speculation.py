@@ -35,8 +35,9 @@ from typing import Any, NamedTuple
 from absl import flags
 import numpy as np
 
-from experiments import cells as cells_lib, configuration, measure, speculation_pays
+from experiments import cells as cells_lib, measure, speculation_pays
 from seerjax import parallel
+from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.models import loading as models
@@ -587,13 +588,13 @@ def run(workload: Workload, directory: pathlib.Path, price_per_hour: float = 0.0
 
 
 def main(args: flags.FlagValues) -> None:
-  workload = configuration.from_flags(Workload, args.config)
+  workload = flags_lib.from_flags(Workload, args.config)
   text = run(workload, pathlib.Path(args.workdir), args.price_per_hour)
   print(f"\n{text}\n\nwritten to {args.workdir}")
 
 
 if __name__ == "__main__":
-  configuration.define_flags(Workload(), "runs/speculation")
+  flags_lib.define_flags(Workload(), "runs/speculation")
   flags.DEFINE_float(
     "price_per_hour",
     0.0,

@@ -33,8 +33,9 @@ from absl import flags
 import numpy as np
 import rich.progress
 
-from experiments import configuration, measure
+from experiments import measure
 from seerjax import metrics, numerics as numerics_lib, parallel
+from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
@@ -378,7 +379,7 @@ def run(workload: Workload, directory: pathlib.Path) -> str:
 
 
 def main(args: flags.FlagValues) -> None:
-  workload = configuration.from_flags(Workload, args.config)
+  workload = flags_lib.from_flags(Workload, args.config)
   usual, implementation = run_presets.main_job().numerics, workload.implementation
   numerics = dataclasses.replace(usual, implementation=implementation)
   print(self_test.describe(numerics), flush=True)
@@ -387,5 +388,5 @@ def main(args: flags.FlagValues) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(Workload(), "runs/speculation_pays")
+  flags_lib.define_flags(Workload(), "runs/speculation_pays")
   measure.command(main)

@@ -42,7 +42,7 @@ IMPORT_HOOK = jaxtyping.install_import_hook(
 
 TESTS = pathlib.Path(__file__).parent
 # Folders in which every test is `thorough`: whole command runs and the scripts that launch them.
-THOROUGH = ("experiments", "launch")
+THOROUGH = ("commands", "experiments", "launch")
 # Upper bound on the thorough tests of changed files in one run of launch/test.sh --all.
 MAX_OF_CHANGES = 20
 # Minimum share of the contract's files that run when SEERJAX_TEST_SHARE is smaller.
@@ -52,6 +52,7 @@ STRICT = ("contract", "engine", "kv", "models", "ops", "pallas_kernels")
 PROCESSES = {
   "contract": "engines", "engine": "engines", "kv": "engines", "rollout": "engines",
   "run": "runs", "test_rl.py": "runs", "experiments": "experiments",
+  "commands": "experiments",
 }  # fmt: skip
 
 # No deadline, because compiling makes first examples slow. Examples are drawn afresh each time;

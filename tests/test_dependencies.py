@@ -42,7 +42,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("serve",),
   ("discovery",),
   ("reports",),
-  ("rl", "ttt", "generate"),
+  ("rl", "ttt"),
+  ("commands",),
   ("experiments",),
   ("launch",),
 )

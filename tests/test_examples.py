@@ -15,7 +15,7 @@ import types
 
 import pytest
 
-from experiments import configuration
+from seerjax.commands import flags as flags_lib
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.run import presets as run_presets
 
@@ -71,14 +71,14 @@ def test_the_flags_of_the_pages_exist():
     for line in page.read_text().splitlines():
       is_discovery = page.stem in ("discovery", "problem") or re.search("ttt_|--preset", line)
       default = DiscoverConfig() if is_discovery else run_presets.main_job()
-      configuration.check_names(default, flags_of(line))
+      flags_lib.check_names(default, flags_of(line))
       num_flags += len(flags_of(line))
   assert num_flags >= 20
 
 
 def test_a_flag_that_does_not_exist_is_seen():
   with pytest.raises(ValueError, match="did you mean 'task'"):
-    configuration.check_names(run_presets.main_job(), flags_of("`--config.tsk=x`"))
+    flags_lib.check_names(run_presets.main_job(), flags_of("`--config.tsk=x`"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

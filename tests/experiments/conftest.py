@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
-import jax
 import pytest
-import tiny_model
-
-from experiments import invariance
-from seerjax.models import huggingface, loading, parameters, tokenizer as tokenizer_lib
-from seerjax.run import presets as run_presets
+import tiny_runs
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
   """The directory of a random model of two layers with nano's vocabulary."""
-  directory = tmp_path_factory.mktemp("tiny") / "model"
-  model = dataclasses.replace(
-    tiny_model.CONFIG,
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_heads=8,
-    num_kv_heads=2,  # As in small Qwen2.5 models; the default number of slabs is then 2.
-    max_context=512,
-  )
-  numerics = run_presets.main_job().numerics
-  params = parameters.init(jax.random.key(0), model, numerics)
-  # At the usual scale of an initialisation every distribution is nearly uniform.
-  params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
-  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(loading.NANO))
-  return str(directory)
+  return tiny_runs.write_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="session")
@@ -41,5 +20,4 @@ def trained(
 ) -> tuple[pathlib.Path, dict[str, dict[str, list[float]]]]:
   """Part c on the tiny model: a directory with the two runs, and their log lines."""
   directory = tmp_path_factory.mktemp("trained")
-  config = invariance.InvarianceConfig(model=tiny, rl_steps=2, rl_groups=1, max_tokens=12)
-  return directory, invariance.on_policy(config, directory, lambda line: None)
+  return directory, tiny_runs.train(tiny, directory)

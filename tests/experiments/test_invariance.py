@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from experiments import invariance
-from seerjax import generate, metrics
+from seerjax import metrics
+from seerjax.commands import generate
 from seerjax.rollout import groups
 from seerjax.tasks import loading
 from seerjax.types import Completion

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import llama_cpp, peer_models
-from seerjax import generate, numerics as numerics_lib
+from seerjax import numerics as numerics_lib
+from seerjax.commands import generate
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model

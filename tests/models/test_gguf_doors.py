@@ -14,9 +14,10 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import export, grpo, peer_models
+from experiments import peer_models
 import seerjax
-from seerjax import generate, numerics as numerics_lib
+from seerjax import numerics as numerics_lib
+from seerjax.commands import export, generate, serve, train
 from seerjax.engine import engine as engine_lib
 from seerjax.models import (
   gguf_file,
@@ -28,7 +29,6 @@ from seerjax.models import (
 )
 from seerjax.rollout import groups
 from seerjax.run import command_line, placement, policy as policy_lib, presets
-from seerjax.serve import __main__ as serve
 from seerjax.speculation import draft_loading
 
 CONFIG = gguf_cases.QWEN3
@@ -71,7 +71,7 @@ DOORS: dict[str, Any] = {
   "run.placement": lambda path: (
     placement.placed(str(path), AUTO, num_instances=1, model_shards=1).shape
   ),
-  "seerjax.generate": lambda path: generate.load(str(path))[0].model,
+  "commands.generate": lambda path: generate.load(str(path))[0].model,
   "speculation.draft_loading": draft,
 }
 
@@ -96,7 +96,7 @@ def test_a_run_of_a_file_says_its_memory_before_weights_are_read(file, capsys):
     presets.named_model(), rollout=groups.RolloutConfig(max_tokens=32),
     engine=engine_lib.EngineConfig(max_context=96),
   )  # fmt: skip
-  grpo.say_memory(config, str(file))
+  train.say_memory(config, str(file))
   assert "MiB" in capsys.readouterr().out
 
 

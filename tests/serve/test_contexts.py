@@ -22,9 +22,10 @@ from sleep_prompts import user
 import word_engine
 
 import seerjax
+from seerjax.commands import serve as serve_main
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.records import lines
-from seerjax.serve import __main__ as serve_main, protocol, served as served_lib, server
+from seerjax.serve import protocol, served as served_lib, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.refusals import Refusal
 from seerjax.serve.served import Served

@@ -22,10 +22,10 @@ import tiny_model
 import word_engine
 
 from seerjax import numerics as numerics_lib
+from seerjax.commands.serve import adapter_directories
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import huggingface, loading, lora, parameters, peft
 from seerjax.serve import server
-from seerjax.serve.__main__ import adapter_directories
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import Begun, EngineThread, Job, Part
 from seerjax.serve.family import Family

@@ -11,8 +11,8 @@ import sys
 
 import pytest
 
-from experiments import export, grpo
 from seerjax import metrics, numerics as numerics_lib
+from seerjax.commands import export, train
 from seerjax.models import config as model_config, huggingface, peft
 from seerjax.run import presets as run_presets
 
@@ -105,7 +105,7 @@ def test_what_was_saved_is_the_sum_of_all_steps():
     {"schedule/steps": 300.0, "schedule/tail_steps": 12.0, "schedule/accepted_tokens": 100.0,
      "schedule/drafted_tokens": 200.0, "schedule/migrations": 0.0, "schedule/spills": 0.0},
   ]  # fmt: skip
-  text = grpo.saved(rows)
+  text = train.saved(rows)
   assert text.startswith("1,500 steps of the engine, 42 of them for the last tenth")
   assert "500 tokens came from drafts and needed no separate step (1,100 drafted)" in text
   assert "2 requests moved to another instance with their KV pages, 1 to the host" in text
@@ -129,7 +129,7 @@ def test_what_was_saved_is_the_sum_of_all_steps():
 def test_what_to_try_next_begins_with_the_script_that_began_the_run(added, script):
   config = run_presets.main_job()
   arguments = ("--workdir=a run", "--resume", *added)
-  found = grpo.next_commands(config, pathlib.Path("a run"), arguments).splitlines()
+  found = train.next_commands(config, pathlib.Path("a run"), arguments).splitlines()
   assert found[-1] == (
     f"  bash launch/{script} experiments.grpo '--workdir=a run' --resume"
     f" --config.num_steps={2 * config.num_steps}"
@@ -166,13 +166,13 @@ def test_help_says_what_it_is_and_what_it_takes():
 def test_what_is_not_there_is_refused(changes, message, tmp_path):
   config = dataclasses.replace(run_presets.main_job(), **changes)
   with pytest.raises((ValueError, FileNotFoundError), match=message):
-    grpo.prepare(config, tmp_path / "run", resume=False, bitwise=True)
+    train.prepare(config, tmp_path / "run", resume=False, bitwise=True)
   assert not (tmp_path / "run").exists()
 
 
 def test_there_must_be_something_to_resume(tmp_path):
   with pytest.raises(ValueError, match=r"got no checkpoint to resume, expected one under"):
-    grpo.prepare(run_presets.main_job(), tmp_path, resume=True, bitwise=True)
+    train.prepare(run_presets.main_job(), tmp_path, resume=True, bitwise=True)
 
 
 @pytest.mark.parametrize(
@@ -201,5 +201,5 @@ def test_prompts_without_room_for_an_answer_are_refused_beforehand(changes, mess
   evaluation = dataclasses.replace(job.evaluation, num_problems=200)
   config = dataclasses.replace(job, evaluation=evaluation, num_steps=4, **changes)
   with pytest.raises(ValueError, match=message):
-    grpo.prepare(config, tmp_path / "run", resume=False, bitwise=True)
+    train.prepare(config, tmp_path / "run", resume=False, bitwise=True)
   assert not (tmp_path / "run").exists()

@@ -27,9 +27,9 @@ from absl import app, flags, logging
 import jax
 import numpy as np
 
-from experiments import configuration, grpo
 from experiments.problems import names as names_lib
 from seerjax import metrics, numerics, ttt
+from seerjax.commands import flags as flags_lib, train
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
@@ -245,7 +245,7 @@ def discover(argv: list[str]) -> None:
   directory = pathlib.Path(args.workdir)
   say = functools.partial(print, flush=True)
   command_line.check_arguments(argv)
-  config = configuration.from_flags(DiscoverConfig, args.config)
+  config = flags_lib.from_flags(DiscoverConfig, args.config)
   jax.config.update("jax_num_cpu_devices", config.num_instances)
   if args.allow_weak_sandbox:
     programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
@@ -265,7 +265,7 @@ def discover(argv: list[str]) -> None:
   directory_lib.check_directory(directory, resume=args.resume)
   policy, chosen = None, config.numerics
   if config.model != "tiny":
-    grpo.say_memory(config.run(environment), config.model)  # Before gigabytes are loaded.
+    train.say_memory(config.run(environment), config.model)  # Before gigabytes are loaded.
     loaded = policy_lib.load_policy(config.model, config.numerics)
     policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
     chosen = model_config.numerics_for(loaded.model, config.numerics)
@@ -276,7 +276,7 @@ def discover(argv: list[str]) -> None:
     run = directory_lib.as_begun(run, directory)
   programs = programs_lib.make_programs(run, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
-    grpo.check_model(run, policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
+    train.check_model(run, policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:
     found = ttt.discover(
       config,
@@ -332,7 +332,7 @@ def discover(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_presets(PRESETS, "runs/ttt_discover")
+  flags_lib.define_presets(PRESETS, "runs/ttt_discover")
   flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
     "accept_new_numerics", False, "Whether to resume under a different fingerprint."

@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from seerjax import generate
+from seerjax.commands import generate
 from seerjax.types import Request, SamplingParams
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -18,8 +18,8 @@ import pathlib
 
 from absl import app, flags, logging
 
-from experiments import configuration
 from seerjax import metrics
+from seerjax.commands import flags as flags_lib
 from seerjax.run import command_line, evaluating
 from seerjax.run.evaluating import EvaluateConfig
 
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
   args = flags.FLAGS
   with command_line.refusals():
     command_line.check_arguments(argv)
-    config = configuration.from_flags(EvaluateConfig, args.config)
+    config = flags_lib.from_flags(EvaluateConfig, args.config)
     found = evaluating.evaluate_model(config, log=functools.partial(print, flush=True))
     path = pathlib.Path(args.workdir) / "evaluation.json"
     metrics.write_summary(path, {"config": dataclasses.asdict(config), **found})
@@ -37,5 +37,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-  configuration.define_flags(EvaluateConfig(), "runs/evaluate")
+  flags_lib.define_flags(EvaluateConfig(), "runs/evaluate")
   app.run(main)

@@ -38,8 +38,8 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from experiments import configuration
 from seerjax import checkpoint, numerics as numerics_lib, rl, xla_flags
+from seerjax.commands import flags as flags_lib
 from seerjax.models import (
   config as model_config,
   flax_module,
@@ -105,7 +105,7 @@ def read_config(directory: pathlib.Path) -> RunConfig:
   stored = json.loads(path.read_text())
   fields = [field.name for field in dataclasses.fields(RunConfig) if field.name in stored]
   values = {name: _frozen(stored[name]) for name in fields}
-  return configuration.from_flags(RunConfig, ml_collections.ConfigDict(values))
+  return flags_lib.from_flags(RunConfig, ml_collections.ConfigDict(values))
 
 
 def _frozen(value: Any) -> Any:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from absl import app, flags, logging
 
-from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib, parallel
+from seerjax.commands import replay
 from seerjax.models import (
   config as model_config,
   gguf_tokenizer,

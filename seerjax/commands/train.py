@@ -24,8 +24,8 @@ import sys
 from absl import app, flags, logging
 import jax
 
-from experiments import configuration
 from seerjax import agreement, metrics, parallel, rl
+from seerjax.commands import flags as flags_lib
 from seerjax.models import (
   gguf_file,
   huggingface,
@@ -254,11 +254,9 @@ def learn(argv: list[str]) -> None:
   args = flags.FLAGS
   directory = pathlib.Path(args.workdir)
   command_line.check_arguments(argv)
-  config = configuration.from_flags(RunConfig, args.config)
+  config = flags_lib.from_flags(RunConfig, args.config)
   # Before the first use of a device.
-  parallel.start(
-    configuration.slice_of_flags(), num_devices=config.num_instances * config.model_shards
-  )
+  parallel.start(flags_lib.slice_of_flags(), num_devices=config.num_instances * config.model_shards)
   config = on_these_devices(config)
   with slices.own_directory(directory) as own:
     run(config, own)
@@ -316,9 +314,9 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
 
 if __name__ == "__main__":
   # nano's sizes and learning rate apply to nano only: other models have other defaults.
-  model = configuration.given(sys.argv[1:], "config.model", RunConfig().model)
-  configuration.define_flags(run_presets.of_model(model), "runs/grpo")
-  configuration.define_slice_flags()
+  model = flags_lib.given(sys.argv[1:], "config.model", RunConfig().model)
+  flags_lib.define_flags(run_presets.of_model(model), "runs/grpo")
+  flags_lib.define_slice_flags()
   flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
     "accept_new_numerics", False, "Whether to resume under a different fingerprint."

@@ -19,9 +19,9 @@ import time
 import pytest
 import tiny_problem
 
-from experiments import grpo, ttt_discover
 from experiments.problems import names
 from seerjax import ttt
+from seerjax.commands import discover, train
 from seerjax.discovery import environment as environment_lib, starts as starts_lib
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.objective import ObjectiveConfig
@@ -45,14 +45,14 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 def test_random_sentences_find_something():
   config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
   environment = names.load(PROBLEM)
-  found = list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+  found = list(itertools.islice(discover.random_policy(config, environment), 40))
   values = [value for _, value in found]
   # It is maximised: values are as the archive has them.
   archive = starts_lib.first_archive(config, environment)
   assert values[0] == max(state.value for state in archive.states)
   assert values[0] < max(values)
   assert all(environment.verify(artefact).value == value for artefact, value in found)
-  assert found == list(itertools.islice(ttt_discover.random_policy(config, environment), 40))
+  assert found == list(itertools.islice(discover.random_policy(config, environment), 40))
 
 
 def nothing_of(values: Iterable[float]) -> Iterator[tuple[None, float]]:
@@ -62,15 +62,15 @@ def nothing_of(values: Iterable[float]) -> Iterator[tuple[None, float]]:
 def test_improvements_within_a_time_by_hand():
   environment = names.load(PROBLEM)  # Higher is better.
   values = [math.nan, 3.0, math.nan, 5.0, 4.0]
-  found = ttt_discover.improvements_within(environment, nothing_of(values), 1e9)
+  found = discover.improvements_within(environment, nothing_of(values), 1e9)
   assert [value for _, value in found] == [3.0, 5.0] and 0.0 <= found[0][0] <= found[1][0]
-  assert ttt_discover.best_of(found) == 5.0
+  assert discover.best_of(found) == 5.0
   # With no time the first value counts; without a valid one the result is NaN.
   endless = nothing_of(itertools.count(1.0))
-  ((_, first),) = ttt_discover.improvements_within(environment, endless, 0.0)
+  ((_, first),) = discover.improvements_within(environment, endless, 0.0)
   assert first == 1.0
-  none = ttt_discover.improvements_within(environment, nothing_of([math.nan]), 1.0)
-  assert math.isnan(ttt_discover.best_of(none))
+  none = discover.improvements_within(environment, nothing_of([math.nan]), 1.0)
+  assert math.isnan(discover.best_of(none))
 
 
 class Lucky(tiny_problem.Row):
@@ -82,16 +82,16 @@ class Lucky(tiny_problem.Row):
 
 def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
   seen = [[3.0, 2.0], [9.0, 1.5], [2.5, 2.25], [2.0, 8.0]]
-  found = ttt_discover.improvements_within(Lucky(), ((one, one[0]) for one in seen), 1e9)
+  found = discover.improvements_within(Lucky(), ((one, one[0]) for one in seen), 1e9)
   assert [value for _, value in found] == [2.0, 2.25]  # The last one was never measured as better.
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
-  found = ttt_discover.rivals(config, names.load(PROBLEM), 0.0)
+  found = discover.rivals(config, names.load(PROBLEM), 0.0)
   # With no time each still has its first value.
-  _, first = next(ttt_discover.random_policy(config, names.load(PROBLEM)))
+  _, first = next(discover.random_policy(config, names.load(PROBLEM)))
   assert found == {"random_edits": first}
 
 
@@ -104,7 +104,7 @@ def test_rivals_side_by_side_end_with_ctrl_c():
   begin = time.monotonic()
   try:
     with pytest.raises(KeyboardInterrupt):
-      ttt_discover.rivals(config, names.load(PROBLEM), 60.0)
+      discover.rivals(config, names.load(PROBLEM), 60.0)
   finally:
     signal.signal(signal.SIGINT, before)
   assert time.monotonic() - begin < 40 and not multiprocessing.active_children()
@@ -112,9 +112,9 @@ def test_rivals_side_by_side_end_with_ctrl_c():
 
 def test_rivals_are_those_that_a_problem_can_have():
   everyone = ("classical", "tool_from_random_starts", "random_edits")
-  assert ttt_discover.rival_names(names.load("circle_packing:5")) == everyone
-  assert ttt_discover.rival_names(names.load(PROBLEM)) == ("random_edits",)
-  assert ttt_discover.rival_names(tiny_problem.Row(language=None)) == ()
+  assert discover.rival_names(names.load("circle_packing:5")) == everyone
+  assert discover.rival_names(names.load(PROBLEM)) == ("random_edits",)
+  assert discover.rival_names(tiny_problem.Row(language=None)) == ()
 
 
 def without_a_language(tmp_path: pathlib.Path) -> str:
@@ -143,7 +143,7 @@ def test_its_help_shows_where_it_begins_and_where_it_writes():
 
 
 def test_the_papers_preset_is_as_published():
-  paper = ttt_discover.PAPER
+  paper = discover.PAPER
   assert (paper.num_steps, paper.groups_per_step, paper.group_size) == (50, 8, 64)
   assert (paper.lora_rank, paper.optimizer.learning_rate) == (32, 4e-5)
   room = paper.engine.max_context - paper.programs.answer_tokens
@@ -152,10 +152,10 @@ def test_the_papers_preset_is_as_published():
 
 
 def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(capsys):
-  paper = ttt_discover.PAPER
+  paper = discover.PAPER
   config = paper.run(names.load("circle_packing:26", allow_weak_sandbox=True))
   with contextlib.suppress(ValueError):  # Most machines lack the memory.
-    grpo.say_memory(config, paper.model)
+    train.say_memory(config, paper.model)
   said = capsys.readouterr().out
   assert "trainer.rows_per_micro_batch=32768, trainer.sequences_per_micro_batch=1" in said
 

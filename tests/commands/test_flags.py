@@ -14,7 +14,7 @@ import ml_collections
 from ml_collections import config_flags
 import pytest
 
-from experiments import configuration
+from seerjax.commands import flags as flags_lib
 from seerjax.models import chat_template
 from seerjax.run import command_line, presets as run_presets, stops
 from seerjax.run.config import RunConfig
@@ -27,12 +27,12 @@ def parsed(config, *arguments):
   """The config after a command line."""
   values = flags.FlagValues()
   line = ["program", *arguments]
-  config_values = configuration.to_flags(config)
-  configuration.check_names(config, arguments)
-  configuration.name_entries(config_values, config, arguments)
+  config_values = flags_lib.to_flags(config)
+  flags_lib.check_names(config, arguments)
+  flags_lib.name_entries(config_values, config, arguments)
   config_flags.DEFINE_config_dict("config", config_values, flag_values=values, sys_argv=line)
   values(line)
-  return configuration.from_flags(type(config), values.config)
+  return flags_lib.from_flags(type(config), values.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_entries_of_a_mapping_are_named_on_the_command_line():
   assert job.task_options == dict(max_terms=3, operators=("+", "-"))
   # As stored in config.json.
   stored = ml_collections.ConfigDict(dict(system="", variables=dict(enable_thinking=True)))
-  found = configuration.from_flags(chat_template.ChatConfig, stored)
+  found = flags_lib.from_flags(chat_template.ChatConfig, stored)
   assert found == chat_template.ChatConfig(variables=dict(enable_thinking=True))
   assert parsed(found, "--config.variables.enable_thinking=false").variables == dict(
     enable_thinking=False
@@ -133,8 +133,8 @@ def test_a_policy_is_set_by_its_fields_or_named():
 def test_infinity_is_read_from_flags_and_from_json():
   job = parsed(run_presets.main_job(), "--config.loss.clip_high=inf")
   assert job.loss.clip_high == float("inf")
-  stored = configuration.to_flags(losses.dapo()).to_dict() | {"clip_high": "Infinity"}
-  found = configuration.from_flags(losses.LossConfig, ml_collections.ConfigDict(stored))
+  stored = flags_lib.to_flags(losses.dapo()).to_dict() | {"clip_high": "Infinity"}
+  found = flags_lib.from_flags(losses.LossConfig, ml_collections.ConfigDict(stored))
   assert found == dataclasses.replace(losses.dapo(), clip_high=float("inf"))
 
 
@@ -152,14 +152,14 @@ def test_infinity_is_read_from_flags_and_from_json():
 )
 def test_a_misspelt_field_is_refused(argument, message):
   with pytest.raises(ValueError, match=message):
-    configuration.check_names(Outer(), ["--workdir=x", argument])
+    flags_lib.check_names(Outer(), ["--workdir=x", argument])
   with pytest.raises(ValueError, match=message):
     parsed(Outer(), argument)
 
 
 def test_fields_that_are_there_are_welcome():
   line = ["--config.inner.rate=4", "--config.count", "4", "config.cuont", "--resume"]
-  configuration.check_names(Outer(), line)
+  flags_lib.check_names(Outer(), line)
 
 
 def test_a_value_of_another_type_is_refused():
@@ -175,7 +175,7 @@ def test_the_dataclass_refuses_what_cannot_be():
 def test_a_name_from_elsewhere_is_refused():
   values = ml_collections.ConfigDict({"count": 1, "colour": 2})
   with pytest.raises(ValueError, match="Outer: got colour, expected fields of .'count', 'inner'"):
-    configuration.from_flags(Outer, values)
+    flags_lib.from_flags(Outer, values)
 
 
 def test_adapters_are_a_flag():
@@ -281,7 +281,7 @@ class Either:
 
 def test_a_field_of_two_kinds_keeps_the_kind_that_it_has():
   for value in (Either(), Either(Left(3))):
-    assert configuration.from_flags(Either, configuration.to_flags(value)) == value
+    assert flags_lib.from_flags(Either, flags_lib.to_flags(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -299,4 +299,4 @@ def test_a_field_of_two_kinds_keeps_the_kind_that_it_has():
   ],
 )
 def test_what_a_command_line_gives_a_flag_is_read_before_flags_are_defined(arguments, expected):
-  assert configuration.given(arguments, "config.model", "nano") == expected
+  assert flags_lib.given(arguments, "config.model", "nano") == expected

@@ -16,9 +16,9 @@ import pytest
 import small_run
 import tiny_model
 
-from experiments import replay
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.backends import choice
+from seerjax.commands import replay
 from seerjax.models import (
   chat_template,
   huggingface,

@@ -1,0 +1,1 @@
+"""The commands of the console script `seerjax`, a file each; `flags` gives them their fields."""

@@ -1,0 +1,38 @@
+"""A model small enough to run every command and experiment in seconds, and runs of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import tiny_model
+
+from experiments import invariance
+from seerjax.models import huggingface, loading, parameters, tokenizer as tokenizer_lib
+from seerjax.run import presets as run_presets
+
+
+def write_model(directory: pathlib.Path) -> str:
+  """Writes a random model of two layers with nano's vocabulary; returns its directory."""
+  model = dataclasses.replace(
+    tiny_model.CONFIG,
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=8,
+    num_kv_heads=2,  # As in small Qwen2.5 models; the default number of slabs is then 2.
+    max_context=512,
+  )
+  numerics = run_presets.main_job().numerics
+  params = parameters.init(jax.random.key(0), model, numerics)
+  # At the usual scale of an initialisation every distribution is nearly uniform.
+  params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
+  huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(loading.NANO))
+  return str(directory)
+
+
+def train(model: str, directory: pathlib.Path) -> dict[str, dict[str, list[float]]]:
+  """Runs part c of the experiment on invariance twice in a directory; returns the log lines."""
+  config = invariance.InvarianceConfig(model=model, rl_steps=2, rl_groups=1, max_tokens=12)
+  return invariance.on_policy(config, directory, lambda line: None)
