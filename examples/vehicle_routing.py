@@ -4,7 +4,7 @@ Copy this file and change it. Four functions define a discovery problem: `start`
 `verify` and `picture`; everything else here is a helper. With `LANGUAGE`, a tiny policy can learn
 to edit the tours; without it, a language model writes programs. Nothing is imported from SeerJAX.
 
-  python -m experiments.ttt_discover --config.problem=examples/vehicle_routing.py
+  seerjax discover --config.problem=examples/vehicle_routing.py
   python examples/vehicle_routing.py            # random edits only, as a first check
 
 The artefact is plain data: the tours as lists of customers, `[[3, 17, 8], [5, 1], ...]`. Distances

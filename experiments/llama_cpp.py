@@ -168,7 +168,7 @@ class Model:
     if not self._model:
       raise ValueError(
         f"{path}: got a file that llama.cpp does not load, expected a GGUF file; write it again"
-        " with experiments/export.py."
+        " with `seerjax export`."
       )
     self._context = self._library.llama_init_from_model(self._model, parameters)
     if not self._context:

@@ -52,7 +52,8 @@ def as_directory(model: str, workdir: pathlib.Path) -> str:
 def _export(model: str | os.PathLike[str], out: pathlib.Path, *flags: str) -> None:
   done = subprocess.run(
     [
-      sys.executable, "-P", "-m", "experiments.export", f"--model={model}", f"--out={out}", *flags
+      sys.executable, "-P", "-m", "seerjax.commands", "export",
+      f"--model={model}", f"--out={out}", *flags,
     ],
     env=peer_process.environment(),
     capture_output=True,

@@ -266,7 +266,7 @@ def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: 
   if kind == "ours":
     return Server(
       [
-        python, "-P", "-m", "seerjax.serve", settings.model, "--port=0",
+        python, "-P", "-m", "seerjax.commands", "serve", settings.model, "--port=0",
         f"--max_context={CONTEXT}", f"--max_sequences={slots}",
       ],
       log,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates the environment if needed, starts Ray on this machine, and runs an experiment that samples
+# Creates the environment if needed, starts Ray on this machine, and runs a command that samples
 # on the workers of the cluster; each worker is a process with its own engine.
 set -euo pipefail
 
@@ -11,10 +11,10 @@ usage() {
   cat <<'EOF'
 usage: bash launch/cluster.sh --workers=N [--host=IP] [--port=N] [--num_cpus=N] [--logs=DIRECTORY]
                               [--store_bytes=N] [--platform=cpu|cuda|tpu] [--dry-run]
-                              [experiments.NAME] [--flags]
+                              [COMMAND] [--flags]
 
-Starts the head of a Ray cluster here, runs `python -m experiments.NAME --flags` with N workers, and
-stops Ray afterwards. Without a name it runs the main job, experiments.grpo. A worker that dies is
+Starts the head of a Ray cluster here, runs `seerjax COMMAND --flags`, or an experiment, with N
+workers, and stops Ray afterwards. Without a name it runs the main job, train. A worker that dies is
 replaced; this costs time but does not change results. Ctrl-C and SIGTERM stop the run after the
 current step; a second signal stops it at once.
 
@@ -47,7 +47,7 @@ esac
 case $store_bytes in
   '' | *[!0-9]*) fail "--store_bytes: got '$store_bytes', expected bytes, or 0 for no store." ;;
 esac
-require_experiment "$name"
+module_of "$name"
 
 platform=${platform:-$(detect_platform)}
 extra=$(platform_extra "$platform")
@@ -64,7 +64,7 @@ fi
 address="$host:${port:-FREE}"
 head=(-P -m ray.scripts.scripts start --head --block --node-ip-address="$host" --port="${port:-FREE}"
   --num-cpus="$num_cpus" --include-dashboard=false --disable-usage-stats)
-run=(-P -m "$name" ${flags[@]+"${flags[@]}"} --config.cluster.workers="$workers"
+run=("${module[@]}" ${flags[@]+"${flags[@]}"} --config.cluster.workers="$workers"
   --config.cluster.address="$address")
 # Path of Mooncake's master executable; empty if it is not to be started.
 master=""

@@ -132,11 +132,11 @@ pip_install() {
   fi
 }
 
-# take_arguments OPTION... -- ARGUMENT...: parses the arguments of a script that runs an experiment.
+# take_arguments OPTION... -- ARGUMENT...: parses the arguments of a script that starts a run.
 #
 # --OPTION=VALUE sets the variable OPTION, --dry-run `dry_run`, and --help prints `usage` and exits.
-# The first argument that is not a flag, if it precedes the experiment's flags, is `name` (default:
-# the main job); all others become `flags` of the experiment.
+# The first argument that is not a flag, if it precedes the run's flags, is `name` (default: train);
+# all others become `flags` of the run.
 take_arguments() {
   local options=" " argument option
   while [ "$1" != -- ]; do
@@ -166,7 +166,7 @@ take_arguments() {
         ;;
     esac
   done
-  name=${name:-experiments.grpo}
+  name=${name:-train}
 }
 
 # require_count OPTION VALUE EXAMPLE: fails unless the value is a positive whole number.
@@ -176,10 +176,22 @@ require_count() {
   esac
 }
 
-# require_experiment NAME: fails unless the experiment exists.
-require_experiment() {
-  [ -f "$ROOT/$(printf '%s' "$1" | tr . /).py" ] ||
-    fail "got the experiment '$1', expected one that exists; bash launch/local.sh --help lists them."
+# module_of NAME: sets `module`, the interpreter's arguments that run a command of seerjax (a name
+# without a dot) or an experiment, and `file`, its source; fails if there is none.
+module_of() {
+  local kind
+  case $1 in
+    experiments.*)
+      kind=experiment file="$ROOT/$(printf '%s' "$1" | tr . /).py"
+      module=(-P -m "$1")
+      ;;
+    *)
+      kind=command file="$ROOT/seerjax/commands/$1.py"
+      module=(-P -m seerjax.commands "$1")
+      ;;
+  esac
+  [ -f "$file" ] || fail "got the $kind '$1', expected one that exists ($file does not);" \
+    "bash launch/local.sh --help lists them."
 }
 
 # free_port PYTHON: prints a free port of 127.0.0.1.

@@ -371,7 +371,7 @@ job() {
   )
   for run in first second; do
     process "the main job, $run" 180 "$LIBRARY ml_collections tensorboardX" \
-      "$python" -m experiments.grpo --workdir="$scratch/part$number/$run" "${small[@]}"
+      "$python" -m seerjax.commands train --workdir="$scratch/part$number/$run" "${small[@]}"
   done
   join
   sums=$(cd "$scratch/part$number" && sha256sum ./*/model/model.safetensors 2>/dev/null)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates the environment if needed, then runs an experiment on this machine.
+# Creates the environment if needed, then runs a command of seerjax, or an experiment, on this machine.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -8,23 +8,26 @@ source "$ROOT/launch/environment.sh"
 
 usage() {
   cat <<'EOF'
-usage: bash launch/local.sh [--platform=cpu|cuda|tpu] [--dry-run] [experiments.NAME | seerjax.serve] [--flags]
+usage: bash launch/local.sh [--platform=cpu|cuda|tpu] [--dry-run] [COMMAND | experiments.NAME] [--flags]
 
 Creates .venv in the checkout with the newest Python found (3.13, 3.12 or 3.11), installs the
-locked versions, and runs `python -m experiments.NAME --flags`. Without a name it runs the main job,
-experiments.grpo; seerjax.serve [MODEL] serves a model. Later runs install nothing.
+locked versions, and runs `seerjax COMMAND --flags`, or an experiment. Without a name it runs the main
+job, `seerjax train`. Later runs install nothing.
 
 If a flag names a task reasoning_gym.GENERATOR, or an experiment always draws its tasks, that package
 is installed too.
 
   --platform=P   platform (by default an NVIDIA GPU, a TPU, or else the CPU, as detected)
   --dry-run      prints what would be done, and does nothing
-  --help         this text; after a name, the experiment's help
+  --help         this text; after a name, its flags
 
   SEERJAX_PYTHON=/path/to/python           uses that interpreter
   JAX_COMPILATION_CACHE_DIR=/path          keeps compiled programs there, not in .venv
 EOF
   local file
+  printf '\ncommands:'
+  # A command has a line in the table of commands.
+  sed -n 's/^    "\([a-z]*\)": ".*",$/ \1/p' "$ROOT/seerjax/commands/__main__.py" | tr -d '\n'
   printf '\nexperiments:'
   for file in "$ROOT"/experiments/*.py; do
     # Experiments that are commands have this line in their docstring.
@@ -61,15 +64,12 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-name=${name:-experiments.grpo}
+name=${name:-train}
+module_of "$name"
+# A checkout has problems of its own, with short names.
 case $name in
-  experiments.* | seerjax.serve) ;;
-  *) fail "got the experiment '$name', expected experiments.NAME or seerjax.serve; bash launch/local.sh --help lists them." ;;
+  discover) flags=(--problems=experiments.problems.names:load ${flags[@]+"${flags[@]}"}) ;;
 esac
-file="$ROOT/$(printf '%s' "$name" | tr . /).py"
-[ "$name" != seerjax.serve ] || file="$ROOT/seerjax/serve/__main__.py"
-[ -f "$file" ] || fail "got the experiment '$name', expected one that exists ($file does not);" \
-  "bash launch/local.sh --help lists them."
 
 platform=${platform:-$(detect_platform)}
 extra=$(platform_extra "$platform")
@@ -101,4 +101,4 @@ case $PWD/ in
   "$ROOT"/*) ;;
   *) export PYTHONPATH="$ROOT:${PYTHONPATH:-$PWD}" ;;
 esac
-exec "$ROOT/.venv/bin/python" -P -m "$name" ${flags[@]+"${flags[@]}"}
+exec "$ROOT/.venv/bin/python" "${module[@]}" ${flags[@]+"${flags[@]}"}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates the environment if needed, then runs an experiment as several processes on this machine,
-# with all their devices in one mesh.
+# Creates the environment if needed, then runs a command as several processes on this machine, with
+# all their devices in one mesh.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,11 +10,11 @@ source "$ROOT/launch/environment.sh"
 usage() {
   cat <<'EOF'
 usage: bash launch/processes.sh --num_processes=N [--logs=DIRECTORY] [--port=N] [--platform=cpu|cuda|tpu]
-                                [--patience=SECONDS] [--dry-run] [experiments.NAME] [--flags]
+                                [--patience=SECONDS] [--dry-run] [COMMAND] [--flags]
 
-Runs `python -m experiments.NAME --flags` as N processes of one slice: each takes its share of the
+Runs `seerjax COMMAND --flags`, or an experiment, as N processes of one slice: each takes its share of the
 devices that --config.num_instances and --config.model_shards request, and all run one program
-together, bit-identical to a single process. Without a name it runs the main job, experiments.grpo.
+together, bit-identical to a single process. Without a name it runs the main job, train.
 
 The first process prints here; the output of the others goes to files. Ctrl-C and SIGTERM stop all
 processes after the current step; a second signal stops them at once. If a process dies, the others
@@ -38,7 +38,7 @@ esac
 case $patience in
   '' | *[!0-9]*) fail "--patience: got '$patience', expected whole seconds; write --patience=30." ;;
 esac
-require_experiment "$name"
+module_of "$name"
 
 platform=${platform:-$(detect_platform)}
 extra=$(platform_extra "$platform")
@@ -77,7 +77,7 @@ trap 'stopped=yes; pass_on TERM' TERM
 trap 'pass_on KILL' EXIT
 set -m
 for ((rank = 0; rank < num_processes; rank++)); do
-  run=("$python" -P -m "$name" ${flags[@]+"${flags[@]}"} "${slice[@]}" --process_id="$rank")
+  run=("$python" "${module[@]}" ${flags[@]+"${flags[@]}"} "${slice[@]}" --process_id="$rank")
   if [ "$rank" = 0 ]; then
     "${run[@]}" </dev/null &
   else

@@ -270,7 +270,7 @@ served_wheel() {
   if build_wheel "$dir" "$work" && "$dir/bin/python" -m venv "$work/venv" &&
     "$python" -m pip install --quiet --quiet --disable-pip-version-check -c "launch/locks/runtime-$2.txt" \
       "$(echo "$work"/dist/seerjax-*.whl)[serve]"; then
-    (cd "$work" && exec "$python" -I -m seerjax.serve --port=0 >"$log" 2>&1) &
+    (cd "$work" && exec "$python" -I "$work/venv/bin/seerjax" serve --port=0 >"$log" 2>&1) &
     server=$!
     for _ in $(seq 1200); do # It compiles first, for a minute or two without a cache.
       url=$(sed -n 's,^serving at \(http://.*\)$,\1,p' "$log")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs an experiment on all hosts of a TPU pod slice, one process per host.
+# Runs a command on all hosts of a TPU pod slice, one process per host.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,9 +9,9 @@ source "$ROOT/launch/environment.sh"
 usage() {
   cat <<'EOF'
 usage: bash launch/tpu_pod.sh --tpu=NAME --zone=ZONE --hosts=N [--directory=PATH] [--dry-run]
-                              [experiments.NAME] [--flags]
+                              [COMMAND] [--flags]
 
-Runs `bash launch/local.sh --platform=tpu experiments.NAME --flags` on every host of a TPU slice, by
+Runs `bash launch/local.sh --platform=tpu COMMAND --flags` on every host of a TPU slice, by
 `gcloud compute tpus tpu-vm ssh --worker=all`, as one run on all devices. Each host needs a
 checkout at the same path; --workdir must be a directory that all hosts share, and num_instances
 times model_shards must be the number of all chips. If a host dies, all stop; the same command with
@@ -30,7 +30,7 @@ take_arguments tpu zone hosts directory -- "$@"
 [ -n "$tpu" ] && [ -n "$zone" ] ||
   fail "got --tpu='$tpu', --zone='$zone', expected both; write --tpu=NAME --zone=ZONE."
 require_count hosts "$hosts" 4
-require_experiment "$name"
+module_of "$name"
 
 words=(bash launch/local.sh --platform=tpu "$name" ${flags[@]+"${flags[@]}"}
   --num_processes="$hosts" --launcher=gcetpu)

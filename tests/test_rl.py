@@ -171,7 +171,7 @@ def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
     assert_equal_bits(held.params, free.params)
 
 
-@pytest.mark.long  # The command of tests/experiments/test_grpo.py learns adapters, too.
+@pytest.mark.long  # The command of tests/commands/test_train.py learns adapters, too.
 def test_adapters_learn_beside_frozen_weights(tmp_path):
   loss = losses.grpo(kl_coefficient=0.1)
   changes: dict[str, Any] = dict(lora_rank=2, loss=loss, checkpoint_every=1)

@@ -1,19 +1,22 @@
 """Test-time training: trains on a single problem and keeps the best artefact ever found.
 
-Claim: on one AHC058 instance a tiny transformer, trained from scratch, makes 25,600 attempts from a
-plain start within ten minutes; the sampler's log-probabilities equal the trainer's, to the bit.
-Command: bash launch/local.sh experiments.ttt_discover
-  another problem:         --config.problem=circle_packing:26   (see experiments/problems/names.py)
-  your own problem:        --config.problem=path/to/my_problem.py, after --check_problem
+    seerjax discover --config.problem=path/to/my_problem.py      after --check_problem
+
+  a class:                 --config.problem=my_module:MyProblem, or my_module:MyProblem:26
+  a shipped problem:       bash launch/local.sh discover --config.problem=apple_machines:0, in a
+                             checkout; experiments/problems/names.py has the names
   a model writes programs: --preset=paper --config.model=PATH   (50 x 8 x 64, a context of 32,768)
   baselines, at equal CPU: --compare
   continue after a kill:   the same command with --resume
-Hardware: 2 CPU cores, 2 GiB. Numbers: docs/results/ttt.md
+
+On one instance of AHC058 a tiny transformer, trained from scratch, makes 25,600 attempts from a
+plain start within ten minutes on two CPU cores; the sampler's log-probabilities equal the
+trainer's, to the bit. Numbers: docs/results/ttt.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import concurrent.futures
 import dataclasses
 import functools
@@ -23,17 +26,17 @@ import pathlib
 import sys
 import time
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments.problems import names as names_lib
 from seerjax import metrics, numerics, ttt
 from seerjax.commands import flags as flags_lib, train
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
   environment as environment_lib,
+  loading,
   problem_check,
   puct,
   record as record_lib,
@@ -58,12 +61,12 @@ from seerjax.run import (
 )
 from seerjax.run.config import TrainerConfig
 from seerjax.run.policy import Policy
+from seerjax.tasks import loading as tasks_loading
 from seerjax.trainer import step as step_lib
 
 # The paper's number of attempts in four times as many steps, so that starts are as recent as
 # possible: the search alone was about twice as fast this way (docs/results/ttt.md).
 FLAGSHIP = DiscoverConfig(
-  problem="apple_machines:0",
   num_steps=200,
   group_size=16,
   num_workers=2,  # An attempt takes about 20 ms.
@@ -81,7 +84,6 @@ FLAGSHIP = DiscoverConfig(
 # Published settings for a language model that writes programs; prompt and reasoning take 26,000
 # tokens.
 PAPER = DiscoverConfig(
-  problem="apple_machines:0",
   model="Qwen/Qwen3-8B",
   checkpoint_every=1,
   programs=ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
@@ -92,6 +94,24 @@ PAPER = DiscoverConfig(
   optimizer=step_lib.OptimizerConfig(learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf),
 )
 PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
+
+
+def load_problem(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
+  """Loads a problem file or class (`loading.load`); the default of `--problems`.
+
+  Args:
+    name: see `loading.load`.
+    allow_weak_sandbox: for loaders whose problems run programs; without effect here.
+  """
+  del allow_weak_sandbox
+  return loading.load(name)
+
+
+def problems_of(name: str) -> Callable[..., Environment]:
+  """Returns the loader of problems that `--problems=module:function` names."""
+  return tasks_loading.imported(
+    name, caller="--problems", example="my_module:load", expected="a function of a problem's name"
+  )
 
 
 def random_policy(
@@ -195,12 +215,16 @@ def best_of(improvements: list[tuple[float, float]]) -> float:
 
 
 def rivals(
-  config: DiscoverConfig, environment: Environment, cpu_seconds: float
+  config: DiscoverConfig,
+  environment: Environment,
+  cpu_seconds: float,
+  factory: Callable[[], Environment],
 ) -> dict[str, float]:
   """Returns the best value that each baseline finds in the same CPU time, by name.
 
-  With workers, as many baselines run in parallel: cores that share caches and clock are slower
-  while all are busy, as they are while the policy runs.
+  `factory` makes the environment again in another process. With workers, as many baselines run in
+  parallel: cores that share caches and clock are slower while all are busy, as they are while the
+  policy runs.
   """
   names = rival_names(environment)
   if not config.num_workers:
@@ -208,7 +232,7 @@ def rivals(
   with concurrent.futures.ProcessPoolExecutor(
     config.num_workers, multiprocessing.get_context("spawn"), initializer=edits.follow_parent
   ) as pool:
-    found = pool.map(_rival_by_name, [(config, name, cpu_seconds) for name in names])
+    found = pool.map(_rival_by_name, [(config, factory, name, cpu_seconds) for name in names])
     try:
       return dict(zip(names, found, strict=True))
     except KeyboardInterrupt:
@@ -217,14 +241,13 @@ def rivals(
       raise
 
 
-def _rival_by_name(job: tuple[DiscoverConfig, str, float]) -> float:
-  config, name, cpu_seconds = job
-  return best_of(rival(config, names_lib.load(config.problem), name, cpu_seconds))
+def _rival_by_name(job: tuple[DiscoverConfig, Callable[[], Environment], str, float]) -> float:
+  config, factory, name, cpu_seconds = job
+  return best_of(rival(config, factory(), name, cpu_seconds))
 
 
-def check_problem(name: str, seed: int, seconds: float, *, allow_weak_sandbox: bool) -> int:
+def check_problem(name: str, seed: int, seconds: float, factory: Callable[[], Environment]) -> int:
   """Checks a problem and prints its errors; returns the exit status."""
-  factory = functools.partial(names_lib.load, name, allow_weak_sandbox=allow_weak_sandbox)
   findings = problem_check.check_apart(factory, seed, seconds=seconds)
   for finding in findings:
     print(finding)
@@ -251,11 +274,11 @@ def discover(argv: list[str]) -> None:
     programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
     config = dataclasses.replace(config, programs=programs)
   allow_weak = config.programs.allow_weak_sandbox
+  factory = functools.partial(
+    problems_of(args.problems), config.problem, allow_weak_sandbox=allow_weak
+  )
   if args.check_problem:  # In a separate process: the file may hang on import.
-    sys.exit(
-      check_problem(config.problem, config.seed, args.check_seconds, allow_weak_sandbox=allow_weak)
-    )
-  factory = functools.partial(names_lib.load, config.problem, allow_weak_sandbox=allow_weak)
+    sys.exit(check_problem(config.problem, config.seed, args.check_seconds, factory))
   environment = factory()
   if args.compare and not rival_names(environment):
     raise ValueError(
@@ -302,7 +325,7 @@ def discover(argv: list[str]) -> None:
   if args.compare:
     print(f"others, with {numbers['cpu_seconds']:.0f} CPU seconds each:", flush=True)
     try:
-      numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"])
+      numbers["rivals"] = rivals(config, environment, numbers["cpu_seconds"], factory)
     except stops.Terminated:
       raise
     except KeyboardInterrupt:
@@ -331,8 +354,14 @@ def discover(argv: list[str]) -> None:
   print(f"numbers  {directory / 'summary.json'}")
 
 
-if __name__ == "__main__":
-  flags_lib.define_presets(PRESETS, "runs/ttt_discover")
+def define_flags() -> DiscoverConfig:
+  """Defines the flags of the command."""
+  preset = flags_lib.define_presets(PRESETS, "runs/ttt_discover")
+  flags.DEFINE_string(
+    "problems",
+    "seerjax.commands.discover:load_problem",
+    "Function that loads a problem by its name, as module:function.",
+  )
   flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
     "accept_new_numerics", False, "Whether to resume under a different fingerprint."
@@ -349,4 +378,4 @@ if __name__ == "__main__":
   flags.DEFINE_float(
     "gpu_price", 0.0, "Price of an accelerator hour; 0 reports none.", lower_bound=0.0
   )
-  app.run(main)
+  return preset

@@ -1,13 +1,14 @@
 """Evaluates a model directory on a task: accuracy, mean reward, pass@k, with their errors.
 
-Claim: none; a run's evaluations give the same numbers for the same weights.
-Command: bash launch/local.sh experiments.evaluate --config.model=runs/grpo/model
+    seerjax evaluate --config.model=runs/grpo/model
+
   another task:    --config.task=gsm8k --config.task_path=DIRECTORY
   pass@k:          --config.evaluation.num_samples=8 --config.evaluation.pass_at="(1, 4)" \
                      --config.evaluation.temperature=1
   further sets:    --config.evaluation.sets.math=math=DIRECTORY
-Hardware: 2 CPU cores, a minute for nano. The numbers are also written to
---workdir/evaluation.json.
+
+A run's evaluations give the same numbers for the same weights. The numbers are also written to
+--workdir/evaluation.json; nano takes a minute on two cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import dataclasses
 import functools
 import pathlib
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from seerjax import metrics
 from seerjax.commands import flags as flags_lib
@@ -36,6 +37,6 @@ def main(argv: list[str]) -> None:
   print(f"numbers  {path}")
 
 
-if __name__ == "__main__":
-  flags_lib.define_flags(EvaluateConfig(), "runs/evaluate")
-  app.run(main)
+def define_flags() -> EvaluateConfig:
+  """Defines the flags of the command."""
+  return flags_lib.define_flags(EvaluateConfig(), "runs/evaluate")

@@ -1,11 +1,13 @@
 """Writes a saved step of a run, or a model, as a model directory, a GGUF file or adapters.
 
-Claim: none; for the latest step the directory has the same bytes as the run's own export.
-Command: bash launch/local.sh experiments.export --run=runs/grpo --step=10 --out=runs/step-10
+    seerjax export --run=runs/grpo --step=10 --out=runs/step-10
+
   adapters alone:  --adapter (of a run with --config.lora_rank), in PEFT's format
   for llama.cpp:   --gguf=Q8_0 --out=step-10.gguf, with tokenizer and chat template
   another model:   --model=MODEL.gguf --dtype=float32 --out=DIR (or a directory and --gguf)
-Hardware: 2 CPU cores, seconds for nano; memory for the run's masters and moments, or the model.
+
+For the latest step the directory has the same bytes as the run's own export. It takes memory for
+the run's masters and moments, or for the model.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import pathlib
 from typing import NamedTuple
 
-from absl import app, flags, logging
+from absl import flags, logging
 
 from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.commands import replay
@@ -114,7 +116,7 @@ def export(
   path = run / "config.json"
   if path.is_file() and "task" not in json.loads(path.read_text()):
     raise ValueError(
-      f"--run: got {run}, a run of discovery, expected one of experiments.grpo; of discovery the"
+      f"--run: got {run}, a run of `discover`, expected one of `train`; of discovery the"
       " weights may go, and what it found is best.json."
     )
   config = replay.read_config(run)
@@ -169,7 +171,8 @@ def main(argv: list[str]) -> None:
   print(f"{what} is in {args.out}\n{written}")
 
 
-if __name__ == "__main__":
+def define_flags() -> None:
+  """Defines the flags of the command."""
   flags.DEFINE_string("run", "runs/grpo", "Run directory.")
   flags.DEFINE_integer("step", None, "Saved step to export; the latest by default.")
   flags.DEFINE_string("model", "", "Model name, directory or GGUF file to export instead of a run.")
@@ -188,4 +191,3 @@ if __name__ == "__main__":
     "Pre-tokenizer for llama.cpp, if it has no equivalent of the model's own.",
   )
   flags.DEFINE_bool("overwrite", False, "Whether to replace an earlier export there.")
-  app.run(main)

@@ -1,6 +1,6 @@
 """Converts frozen dataclasses to flags (`--config.optimizer.learning_rate=1e-4`) and back.
 
-Claim: none; every experiment's command line uses this module.
+Every command and every experiment uses this module, and it writes the help of the commands.
 """
 
 from __future__ import annotations
@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
+import inspect
+import re
 import sys
+import textwrap
 import typing
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
-from absl import flags
+from absl import app, flags
 import ml_collections
 from ml_collections import config_dict, config_flags
 
@@ -21,7 +24,108 @@ from seerjax.run import command_line
 
 T = TypeVar("T")
 
-flags.disclaim_key_flags()  # Flags defined here belong to the experiment and appear in its --help.
+WIDTH = 100  # Columns of a help text.
+INDENT = 6  # Columns before a clause that has no room behind its flag.
+COLUMN = 46  # Where clauses begin.
+
+flags.disclaim_key_flags()  # Flags defined here belong to their caller and appear in its --help.
+
+
+class Command(Protocol):
+  """A module that is a command: flags, and what they are for; its docstring heads its help."""
+
+  __doc__: str | None
+
+  def define_flags(self) -> object:
+    """Defines the command's flags; returns the default of `--config`, None without one."""
+    ...
+
+  def main(self, argv: list[str], /) -> None:
+    """Runs the command; flags are parsed, and `argv` is what is left of the command line."""
+    ...
+
+
+def run(command: Command, *, show_help: bool) -> NoReturn:
+  """Defines the flags of a command, and runs it or prints its help."""
+  before = set(flags.FLAGS)
+  default = command.define_flags()
+  if show_help:
+    own = {name: flags.FLAGS[name] for name in flags.FLAGS if name not in before}
+    print(help_of(command.__doc__ or "", own, default))
+    sys.exit(0)
+  command_line.keep_programs()
+  app.run(command.main)
+
+
+def help_of(head: str, own: Mapping[str, flags.Flag], default: object) -> str:
+  """Returns the help of a command.
+
+  Args:
+    head: what the command does.
+    own: its flags by name.
+    default: default of `--config`, a dataclass; None without one.
+  """
+  lines = [head.rstrip(), "", "flags:"]
+  for name, flag in own.items():
+    if name == "config":
+      continue
+    kind = "|".join(flag.parser.enum_values) if _is_enum(flag) else flag.flag_type()
+    if flag.boolean:
+      lines += described(f"--[no]{name}", flag.default, "bool", flag.help or "")
+    else:
+      lines += described(f"--{name}", flag.default, kind, flag.help or "")
+  if default is not None:
+    lines += ["", "configuration:", *described_fields(default, "config")]
+  return "\n".join(lines)
+
+
+def _is_enum(flag: flags.Flag) -> bool:
+  return isinstance(flag.parser, flags.EnumParser)
+
+
+def described_fields(config: Any, prefix: str) -> list[str]:
+  """Returns lines on each field of a (nested) dataclass: name, default, type and its clause."""
+  texts = clauses(type(config))
+  lines = []
+  for field in dataclasses.fields(config):
+    value, name = vars(config)[field.name], f"{prefix}.{field.name}"
+    if dataclasses.is_dataclass(value):
+      lines += described_fields(value, name)
+    elif isinstance(value, Mapping):
+      lines += described(f"--{name}.NAME", dict(value), "mapping", texts.get(field.name, ""))
+    else:
+      kind = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+      lines += described(f"--{name}", value, kind, texts.get(field.name, ""))
+  return lines
+
+
+def described(name: str, default: object, kind: str, text: str) -> list[str]:
+  """Returns the lines of one flag: `--name=default (kind)`, and a clause behind it or beneath."""
+  shown = "" if default is None or default == "" or default == {} else f"={default}"
+  head = f"  {name}{shown} ({kind})"
+  if len(head) < COLUMN:
+    return textwrap.wrap(
+      text, WIDTH, initial_indent=head.ljust(COLUMN), subsequent_indent=" " * COLUMN
+    ) or [head]
+  indent = " " * INDENT
+  return [head, *textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)]
+
+
+def clauses(kind: type) -> dict[str, str]:
+  """Returns the first clause on each field of a dataclass, from its docstring's "Attributes:"."""
+  section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+  found: dict[str, str] = {}
+  names: list[str] = []
+  for line in section.splitlines():
+    entry = re.match(r"  ([a-z_0-9, ]+): (.*)", line)
+    if entry:
+      names = entry[1].split(", ")
+      found |= dict.fromkeys(names, entry[2])
+    elif line.startswith("    "):
+      found |= {name: f"{found[name]} {line.strip()}" for name in names}
+    elif line:
+      break
+  return {name: re.split(r"[;.:] |[.;]$", text)[0] for name, text in found.items()}
 
 
 def to_flags(config: Any) -> ml_collections.ConfigDict:
@@ -109,10 +213,13 @@ def given(arguments: Sequence[str], name: str, default: str) -> str:
   return found
 
 
-def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
+def define_presets(presets: Mapping[str, T], workdir: str) -> T:
   """Defines `--preset`, which selects the defaults of `--config`, and `define_flags`' flags.
 
   The first preset is the default. Exits if the command line names an unknown field.
+
+  Returns:
+    The preset.
   """
   names = list(presets)
   flags.DEFINE_enum("preset", names[0], names, "Preset that --config starts from.")
@@ -121,11 +228,11 @@ def define_presets(presets: Mapping[str, Any], workdir: str) -> None:
       flags.FLAGS(sys.argv, known_only=True)  # Other flags are not defined yet.
     except flags.IllegalFlagValueError as error:
       raise ValueError(f"--preset: {error}; choose one of {names}.") from None
-  define_flags(presets[flags.FLAGS.preset], workdir)
+  return define_flags(presets[flags.FLAGS.preset], workdir)
 
 
-def define_flags(default: Any, workdir: str) -> None:
-  """Defines `--config`, with the values of a dataclass, and `--workdir`.
+def define_flags(default: T, workdir: str) -> T:
+  """Defines `--config`, with the values of a dataclass, and `--workdir`; returns the dataclass.
 
   Exits if the command line names an unknown field.
   """
@@ -136,6 +243,7 @@ def define_flags(default: Any, workdir: str) -> None:
   config_flags.DEFINE_config_dict("config", values)
   flags.DEFINE_string("workdir", workdir, "Output directory of the run.")
   flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
+  return default
 
 
 def define_slice_flags() -> None:

@@ -1,6 +1,6 @@
 """Streams one response, token by token, as it is sampled; chats in a terminal without a prompt.
 
-    python -m seerjax.generate --prompt="Tom has 3 apples and buys 4. How many?"
+    seerjax generate --prompt="Tom has 3 apples and buys 4. How many?"
 
 The text is a function of (weights, prompt, sampling parameters, seed) alone: a repeated call gives
 the same bits. Text goes to stdout, numbers to stderr.
@@ -23,7 +23,7 @@ import sys
 import time
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 import jax
 
 from seerjax import numerics as numerics_lib
@@ -372,9 +372,3 @@ def define_flags() -> None:
   flags.DEFINE_integer("max_context", 0, "Most tokens of prompt and answer; 0 is the model limit.")
   placement.define_flags()
   flags.DEFINE_bool("raw", False, "Sends the prompt unchanged, without the chat template.")
-
-
-if __name__ == "__main__":
-  define_flags()
-  command_line.keep_programs()
-  app.run(main)

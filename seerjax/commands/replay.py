@@ -1,12 +1,13 @@
 """Recomputes any sampled token of a run from its journal, and compares bits.
 
-Claim: equal bits for every token of every run, on any machine of the run's kind; if they are not
-equal, the first layer that differs is named.
-Command: bash launch/local.sh experiments.replay --run=runs/grpo --request=STEP/GROUP/MEMBER
+    seerjax replay --run=runs/grpo --request=STEP/GROUP/MEMBER
+
   one token:     --token=K
   see it fail:   --perturb=LAYER flips the highest mantissa bit of one weight of that layer
-Hardware: 2 CPU cores, a few seconds and one compilation; more between checkpoints (see below).
-Exit code: 0 equal bits, 1 other bits, 2 not decidable.
+
+The bits of every token of every run are equal, on any machine of the run's kind; if they are not,
+the first layer that differs is named. Exit status: 0 equal bits, 1 other bits, 2 not decidable. It
+takes a few seconds and one compilation; more between checkpoints (see below).
 
 A token is a function of (prompt and preceding tokens, sampling parameters, request seed, the run's
 key, the weights of its policy version). The run sampled it one row at a time in batches with other
@@ -32,7 +33,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -512,11 +513,11 @@ def main(argv: list[str], say: Callable[[str], Any] = print) -> None:
   sys.exit(0 if finding.is_equal else 1)
 
 
-if __name__ == "__main__":
+def define_flags() -> None:
+  """Defines the flags of the command."""
   flags.DEFINE_string("run", "runs/grpo", "Run directory.")
   flags.DEFINE_string(
     "request", "0/0/0", "Request as STEP/GROUP/MEMBER, as in the journal, from 0."
   )
   flags.DEFINE_integer("token", None, "Index of a token in the response; all tokens by default.")
   flags.DEFINE_integer("perturb", None, "Layer in whose weights to flip one bit (1 is the first).")
-  app.run(main)

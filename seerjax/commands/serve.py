@@ -1,8 +1,8 @@
 """Serves a model with OpenAI's protocol, on loopback only unless a token is set.
 
-    python -m seerjax.serve [MODEL]      MODEL: nano, nano-sleep, a Hugging Face directory, a GGUF
-                                         file, a Hub id
-      --adapter=NAME=DIR                 also serves a low-rank adapter in PEFT format; repeatable
+    seerjax serve [MODEL]      MODEL: nano, nano-sleep, a Hugging Face directory, a GGUF file,
+                               a Hub id
+      --adapter=NAME=DIR       also serves a low-rank adapter in PEFT format; repeatable
 
     curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
       -d '{"messages": [{"role": "user", "content": "How many?"}], "seed": 1}'
@@ -10,11 +10,11 @@
 Equal `system_fingerprint`, prompt, parameters and seed give equal bits under any other load.
 The token is read from the variable SEERJAX_SERVE_TOKEN, or from --token_file.
 
-      --contexts=DIR                     registers contexts, and rewrites them in spare rows
+      --contexts=DIR           registers contexts, and rewrites them in spare rows
 
 nano was not trained to rewrite contexts and produces no rewrites; a shipped model that was:
 
-    python -m seerjax.serve nano-sleep --is_taught --contexts=DIR
+    seerjax serve nano-sleep --is_taught --contexts=DIR
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pathlib
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine.engine import Engine, EngineConfig
@@ -242,7 +242,7 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     if len(argv) > 2:
       raise ValueError(
-        f"seerjax.serve: got {argv[1:]}, expected one MODEL and flags; name one model."
+        f"seerjax serve: got {argv[1:]}, expected one MODEL and flags; name one model."
       )
     config = serve_config()
     logging.basicConfig(
@@ -336,9 +336,3 @@ def define_flags() -> None:
     "grace_seconds", usual.grace_seconds, "Seconds after SIGTERM for running requests to finish."
   )
   flags.DEFINE_bool("strict_fields", False, "Whether to refuse fields that would have no effect.")
-
-
-if __name__ == "__main__":
-  define_flags()
-  command_line.keep_programs()
-  app.run(main)

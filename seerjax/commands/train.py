@@ -1,15 +1,17 @@
-r"""The main job: trains a small reasoning model on word problems with reinforcement learning.
+r"""Trains a model on a task with reinforcement learning; by default nano on word problems.
 
-Claim: within ten minutes on 2 CPU cores, installation included, held-out accuracy rises by ten
-points or more, while the sampler's log-probabilities equal, to the bit, those of the trainer's
-packed program under `value_and_grad`: KL and gap are exactly 0.0 in every step.
-Command: bash launch/local.sh
-  another model and task:  bash launch/local.sh experiments.grpo --config.model=PATH_OR_HUB_ID \
-                             --config.task=gsm8k --config.task_path=DIRECTORY
+    seerjax train                             the main job: nano on word problems
+
+  another model and task:  --config.model=PATH_OR_HUB_ID --config.task=gsm8k \
+                             --config.task_path=DIRECTORY
   your own task or reward: --config.task=my_module:MyTask, or --config.task=my_module:reward
                              --config.task_path=prompts.jsonl
   continue after a kill:   the same command with --resume
-Hardware: 2 CPU cores, 3 GiB. Numbers: docs/results/grpo.md
+
+In the main job held-out accuracy rises by ten points or more, within ten minutes on 2 CPU cores
+with 3 GiB, installation included, while the sampler's log-probabilities equal, to the bit, those of
+the trainer's packed program under `value_and_grad`: KL and gap are exactly 0.0 in every step.
+Numbers: docs/results/grpo.md
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import pathlib
 import shlex
 import sys
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax
 
 from seerjax import agreement, metrics, parallel, rl
@@ -212,20 +214,26 @@ OF_CLUSTER = (
 )  # fmt: skip
 
 
+def in_checkout() -> bool:
+  """Returns whether the library is imported from a checkout, where launch/ starts the commands."""
+  return (pathlib.Path(__file__).parents[2] / "launch" / "local.sh").is_file()
+
+
 def begun_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
-  """Returns (launch script with its options, the run's own arguments)."""
+  """Returns (how the command was started, the run's own arguments)."""
   given = dict(one.lstrip("-").split("=", 1) for one in arguments if "=" in one)
   own = lambda names: [one for one in arguments if one.lstrip("-").split("=")[0] not in names]
   if given.get("coordinator", "").startswith("127.0.0.1:"):
-    return f"processes.sh --num_processes={given['num_processes']}", own(OF_SLICE)
+    return f"bash launch/processes.sh --num_processes={given['num_processes']}", own(OF_SLICE)
   if ":" in given.get("config.cluster.address", ""):
-    return f"cluster.sh --workers={given['config.cluster.workers']}", own(OF_CLUSTER)
-  return "local.sh", [*arguments]
+    return f"bash launch/cluster.sh --workers={given['config.cluster.workers']}", own(OF_CLUSTER)
+  return "bash launch/local.sh" if in_checkout() else "seerjax", [*arguments]
 
 
 def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
   """Returns three commands to try after a run that was started with `arguments`."""
-  script, own = begun_with(arguments)
+  here = "bash launch/local.sh" if in_checkout() else "seerjax"
+  start, own = begun_with(arguments)
   own = [one for one in own if one != "--resume"]
   # If a flag is given twice, the last one counts.
   more = shlex.join([*own, "--resume", f"--config.num_steps={2 * config.num_steps}"])
@@ -233,11 +241,10 @@ def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequenc
   return "\n".join(
     (
       "next",
-      f"  bash launch/local.sh experiments.generate --model={shlex.quote(str(directory / 'model'))}"
+      f"  {here} generate --model={shlex.quote(str(directory / 'model'))}"
       f" --prompt={shlex.quote(question)}",
-      f"  bash launch/local.sh experiments.replay --run={shlex.quote(str(directory))}"
-      " --request=0/0/0",
-      f"  bash launch/{script} experiments.grpo {more}",
+      f"  {here} replay --run={shlex.quote(str(directory))} --request=0/0/0",
+      f"  {start} train {more}",
     )
   )
 
@@ -312,10 +319,11 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
   print(next_commands(config, directory, sys.argv[1:]))
 
 
-if __name__ == "__main__":
+def define_flags() -> RunConfig:
+  """Defines the flags of the command."""
   # nano's sizes and learning rate apply to nano only: other models have other defaults.
   model = flags_lib.given(sys.argv[1:], "config.model", RunConfig().model)
-  flags_lib.define_flags(run_presets.of_model(model), "runs/grpo")
+  preset = flags_lib.define_flags(run_presets.of_model(model), "runs/grpo")
   flags_lib.define_slice_flags()
   flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
@@ -325,4 +333,4 @@ if __name__ == "__main__":
     "accept_new_data", False, "Whether to resume with problems that differ from the run's."
   )
   flags.DEFINE_bool("bitwise", True, "Whether to refuse to start if rows are not invariant.")
-  app.run(main)
+  return preset

@@ -190,7 +190,7 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
   if not path.is_file():
     raise ValueError(
       f"discovery report: got {run_dir} without {BEST}, expected the directory of"
-      " experiments.ttt_discover; pass its --workdir (for other runs, use python -m"
+      " `seerjax discover`; pass its --workdir (for other runs, use python -m"
       " seerjax.reports.run_report)."
     )
   best = run_directory.read_json(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -32,7 +33,7 @@ PROBLEM = str(tiny_problem.__file__)
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
-    [sys.executable, "-m", "experiments.ttt_discover", f"--config.problem={PROBLEM}", *flags],
+    [sys.executable, "-m", "seerjax.commands", "discover", f"--config.problem={PROBLEM}", *flags],
     cwd=ROOT,
     env=os.environ | {"PYTHONPATH": str(ROOT)},
     capture_output=True,
@@ -89,7 +90,7 @@ def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
   config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
-  found = discover.rivals(config, names.load(PROBLEM), 0.0)
+  found = discover.rivals(config, names.load(PROBLEM), 0.0, functools.partial(names.load, PROBLEM))
   # With no time each still has its first value.
   _, first = next(discover.random_policy(config, names.load(PROBLEM)))
   assert found == {"random_edits": first}
@@ -104,7 +105,7 @@ def test_rivals_side_by_side_end_with_ctrl_c():
   begin = time.monotonic()
   try:
     with pytest.raises(KeyboardInterrupt):
-      discover.rivals(config, names.load(PROBLEM), 60.0)
+      discover.rivals(config, names.load(PROBLEM), 60.0, functools.partial(names.load, PROBLEM))
   finally:
     signal.signal(signal.SIGINT, before)
   assert time.monotonic() - begin < 40 and not multiprocessing.active_children()
@@ -138,8 +139,8 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path: pat
 
 def test_its_help_shows_where_it_begins_and_where_it_writes():
   said = run("--help").stdout
-  assert "--preset: <flagship|paper>" in said and "--workdir: Everything" in said
-  assert said.startswith("Test-time training to discover")
+  assert "--preset=flagship (flagship|paper)" in said and "--workdir=runs/ttt_discover" in said
+  assert said.startswith("Test-time training: trains on a single problem")
 
 
 def test_the_papers_preset_is_as_published():

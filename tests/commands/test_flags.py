@@ -184,9 +184,11 @@ def test_adapters_are_a_flag():
 
 
 def test_words_that_belong_to_no_flag_are_refused():
-  command_line.check_arguments(["/experiments/grpo.py"])
-  with pytest.raises(ValueError, match=r"grpo: got \['seed', '3'\], expected flags alone; write"):
-    command_line.check_arguments(["/experiments/grpo.py", "seed", "3"])
+  command_line.check_arguments(["seerjax train"])
+  with pytest.raises(
+    ValueError, match=r"seerjax train: got \['seed', '3'\], expected flags alone; write"
+  ):
+    command_line.check_arguments(["seerjax train", "seed", "3"])
 
 
 @pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, ImportError, NotImplementedError])
@@ -223,36 +225,61 @@ def test_a_mistake_of_ours_keeps_its_traceback():
     raise AssertionError("ours")
 
 
-# (experiment, its arguments, how stderr begins): nothing is computed before these. A process each,
-# which takes seconds to import JAX: one an experiment, and the rest in the long run.
+# (command or experiment, its arguments, how stderr begins): nothing is computed before these. A
+# process each, which takes seconds to import JAX: one a command, and the rest in the long run.
 REFUSED = [
-  ("grpo", ["--config.rollout.top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
-  ("invariance", ["--part=e"], "--part: got e, expected some of a, b, c, d; --part=a,d runs two."),
-  ("engine_throughput", ["--model=/nowhere"], "resolve: got '/nowhere', which is not a directory"),
+  ("train", ["--config.rollout.top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
+  (
+    "experiments.invariance",
+    ["--part=e"],
+    "--part: got e, expected some of a, b, c, d; --part=a,d runs two.",
+  ),
+  (
+    "experiments.engine_throughput",
+    ["--model=/nowhere"],
+    "resolve: got '/nowhere', which is not a directory",
+  ),
   ("generate", ["--prompt=1+1", "--top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p"),
   ("export", ["--run=/nowhere", "--out=there"], "--run: got /nowhere, which has no config.json"),
-  ("pretrain_nano", ["--num_tokens=9"], "PretrainConfig: got num_tokens=9, tokens_per_batch=3072"),
+  (
+    "experiments.pretrain_nano",
+    ["--num_tokens=9"],
+    "PretrainConfig: got num_tokens=9, tokens_per_batch=3072",
+  ),
   *(
     pytest.param(*case, marks=pytest.mark.long)
     for case in (
-      ("grpo", ["seed=3"], "grpo: got ['seed=3'], expected flags alone; write --name=value."),
+      (
+        "train",
+        ["seed=3"],
+        "seerjax train: got ['seed=3'], expected flags alone; write --name=value.",
+      ),
       ("export", [], "--out: got no path, expected a directory or GGUF file to make; name one."),
       ("export", ["--out=x", "--model=nano", "--gguf_pre=qwen2"], "--gguf_pre: got it with no"),
       ("export", ["--out=x", "--model=nano", "--step=3"], "--step: got it with --model, where it"),
       ("export", ["--out=x", "--adapter", "--gguf=F32"], "--adapter: got it with --gguf, where it"),
-      ("invariance", ["--part=c", "--model=/nowhere"], "resolve: got '/nowhere', which is not a"),
-      ("pretrain_nano", ["--start=/nowhere"], "/nowhere/config.json: got no such file, expected a"),
+      (
+        "experiments.invariance",
+        ["--part=c", "--model=/nowhere"],
+        "resolve: got '/nowhere', which is not a",
+      ),
+      (
+        "experiments.pretrain_nano",
+        ["--start=/nowhere"],
+        "/nowhere/config.json: got no such file, expected a",
+      ),
     )
   ),
 ]
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("experiment", "arguments", "message"), REFUSED)
-def test_a_command_that_cannot_run_says_so_in_one_line(experiment, arguments, message, tmp_path):
-  workdir = [] if experiment in ("export", "generate") else [f"--workdir={tmp_path / 'run'}"]
+@pytest.mark.parametrize(("name", "arguments", "message"), REFUSED)
+def test_a_command_that_cannot_run_says_so_in_one_line(name, arguments, message, tmp_path):
+  workdir = [] if name in ("export", "generate") else [f"--workdir={tmp_path / 'run'}"]
+  module = [name] if "." in name else ["seerjax.commands", name]
   done = subprocess.run(
-    [sys.executable, "-m", f"experiments.{experiment}", *arguments, *workdir],
+    [sys.executable, "-m", *module, *arguments, *workdir],
     capture_output=True,
     text=True,
     cwd=ROOT,

@@ -112,7 +112,14 @@ def test_variables_of_a_template_are_read_from_the_command_line():
 @pytest.mark.parametrize("end", ["ctrl-d", "ctrl-c"])
 def test_a_terminal_without_a_prompt_is_a_chat(tiny: str, end: str):
   parent, child = os.openpty()
-  command = [sys.executable, "-m", "experiments.generate", f"--model={tiny}", "--max_tokens=4"]
+  command = [
+    sys.executable,
+    "-m",
+    "seerjax.commands",
+    "generate",
+    f"--model={tiny}",
+    "--max_tokens=4",
+  ]
   # A shell's background jobs ignore SIGINT, and their children would inherit that.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   try:
@@ -171,7 +178,7 @@ def test_a_prompt_beyond_the_context_is_refused(tiny: str):
 
 def test_the_command_reads_stdin_and_says_why_it_refuses(tiny: str):
   done = subprocess.run(
-    [sys.executable, "-m", "experiments.generate", "--prompt=-", f"--model={tiny}"],
+    [sys.executable, "-m", "seerjax.commands", "generate", "--prompt=-", f"--model={tiny}"],
     input="\n",
     capture_output=True,
     text=True,

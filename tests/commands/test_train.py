@@ -1,4 +1,4 @@
-"""The GRPO command: its outputs at a size of seconds, and errors before the run."""
+"""The command `train`: its outputs at a size of seconds, and errors before the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
-    [sys.executable, "-m", "experiments.grpo", *arguments],
+    [sys.executable, "-m", "seerjax.commands", "train", *arguments],
     capture_output=True,
     text=True,
     cwd=ROOT,
@@ -52,8 +52,8 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
   end = done.stdout.partition("one held-out problem, the first: ")[2]
   assert "\n  before (" in end and "\n  after (" in end and "\nreport   " in end
   *_, generate, replay, more = end.splitlines()
-  assert f"experiments.generate --model={tmp_path / 'run' / 'model'} --prompt=" in generate
-  assert f"experiments.replay --run={tmp_path / 'run'} --request=0/0/0" in replay
+  assert f"bash launch/local.sh generate --model={tmp_path / 'run' / 'model'} --prompt=" in generate
+  assert f"bash launch/local.sh replay --run={tmp_path / 'run'} --request=0/0/0" in replay
   assert more.endswith("--config.trainer.rows_per_micro_batch=512 --resume --config.num_steps=2")
   assert "step 0 " not in done.stdout  # Evaluations have no line of their own in the table.
   status = json.loads((tmp_path / "run" / "status.json").read_text())
@@ -93,7 +93,7 @@ def test_a_run_without_adapters_or_of_discovery_is_refused(tmp_path: pathlib.Pat
   with pytest.raises(ValueError, match="--adapter: got .*, which trained all weights"):
     export.export(tmp_path, None, export.Target(tmp_path / "out"), is_adapter=True)
   metrics.write_summary(tmp_path / "config.json", {"problem": "denoising"})
-  with pytest.raises(ValueError, match="a run of discovery, expected one of experiments.grpo"):
+  with pytest.raises(ValueError, match="a run of discovery, expected one of `train`"):
     export.export(tmp_path, None, export.Target(tmp_path / "out"))
 
 
@@ -131,7 +131,7 @@ def test_what_to_try_next_begins_with_the_script_that_began_the_run(added, scrip
   arguments = ("--workdir=a run", "--resume", *added)
   found = train.next_commands(config, pathlib.Path("a run"), arguments).splitlines()
   assert found[-1] == (
-    f"  bash launch/{script} experiments.grpo '--workdir=a run' --resume"
+    f"  bash launch/{script} train '--workdir=a run' --resume"
     f" --config.num_steps={2 * config.num_steps}"
   )
 
@@ -144,9 +144,10 @@ def test_a_misspelt_flag_is_refused_with_the_nearest_name():
 
 
 def test_help_says_what_it_is_and_what_it_takes():
-  done = command("--helpshort")
-  assert done.stdout.startswith("THE MAIN JOB")
-  assert "--workdir" in done.stdout and "--[no]resume" in done.stdout
+  done = command("--help")
+  assert done.returncode == 0
+  assert done.stdout.startswith("Trains a model on a task")
+  assert "--workdir=runs/grpo" in done.stdout and "--[no]resume" in done.stdout
 
 
 @pytest.mark.parametrize(

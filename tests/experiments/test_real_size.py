@@ -27,7 +27,8 @@ GIB = 2**30
 def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> tuple[str, int]:
   """Takes one GRPO step of two groups of two 32-token responses; returns (output, peak bytes)."""
   command = (
-    sys.executable, "-m", "experiments.grpo", f"--config.model={model}", f"--workdir={workdir}",
+    sys.executable, "-m", "seerjax.commands", "train",
+    f"--config.model={model}", f"--workdir={workdir}",
     "--nobitwise", "--config.num_steps=1", "--config.num_instances=1",
     "--config.rollout.groups_per_step=2", "--config.rollout.group_size=2",
     "--config.rollout.max_tokens=32", "--config.evaluation.num_problems=1",

@@ -29,14 +29,14 @@ def said(checkout: pathlib.Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_a_dry_run_says_what_would_be_run(checkout):
-  arguments = ("--workers=2", "--port=7000", "--dry-run", "experiments.grpo", "--x=1")
+  arguments = ("--workers=2", "--port=7000", "--dry-run", "train", "--x=1")
   status, text = said(checkout, *arguments, "--store_bytes=0")
   assert status == 0
   head, run = text.splitlines()
   assert head.startswith("python -P -m ray.scripts.scripts start --head --block --node-ip-addr")
   assert "--port=7000 --num-cpus=2 " in head
   assert run == (
-    "python -P -m experiments.grpo --x=1 --config.cluster.workers=2"
+    "python -P -m seerjax.commands train --x=1 --config.cluster.workers=2"
     " --config.cluster.address=127.0.0.1:7000"
   )
 
@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(checkout, arguments, m
 
 def test_a_master_of_mooncake_is_started_where_it_is_there_and_asked_for(checkout):
   pytest.importorskip("mooncake.store", reason="Mooncake is not installed", exc_type=ImportError)
-  arguments = ("--workers=2", "--dry-run", "experiments.grpo")
+  arguments = ("--workers=2", "--dry-run", "train")
   _, text = said(checkout, *arguments)
   master, _, run = text.splitlines()
   assert master == "mooncake_master --rpc_port FREE"
@@ -105,7 +105,7 @@ def test_a_run_on_a_cluster_loses_a_worker_stops_resumes_and_learns_what_one_eng
   pytest.importorskip("ray", reason="Ray is not installed")
   model, directory = launched.write_model(tmp_path / "model"), tmp_path / "run"
   of_run = f"--workdir={directory}"
-  arguments = ("--workers=2", "experiments.grpo", f"--config.model={model}", *FLAGS, of_run)
+  arguments = ("--workers=2", "train", f"--config.model={model}", *FLAGS, of_run)
 
   others = launched.processes_of("ray::_Actor")  # Processes of other programs on this machine.
   script = start(checkout, *arguments)

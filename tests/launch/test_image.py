@@ -58,7 +58,7 @@ def test_a_dockerfile_is_a_copy_and_one_script():
   "arguments, message",
   [
     (["--platform=cuda"], "got 'cuda', expected cpu, cuda12, cuda13 or tpu"),
-    (["experiments.grpo"], "got 'experiments.grpo', expected --platform=P or --cluster"),
+    (["train"], "got 'train', expected --platform=P or --cluster"),
   ],
 )
 def test_what_it_does_not_know_is_refused(arguments: list[str], message: str):

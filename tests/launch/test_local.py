@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import shutil
 import sys
 import tomllib
 
@@ -12,17 +13,19 @@ import launch_scripts
 from launch_scripts import ROOT
 import pytest
 
+from seerjax.commands import __main__ as commands
+
 MINOR = "{}.{}".format(*sys.version_info[:2])
 
 
 @pytest.fixture
 def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
-  """A checkout with two experiments, in a path with spaces."""
+  """A checkout with an experiment and the commands, in a path with spaces."""
   root = launch_scripts.copied(tmp_path / "a checkout")
   (root / "experiments").mkdir()
-  for name in ("grpo", "other"):
-    (root / "experiments" / f"{name}.py").write_text(f'"""Claim: one.\nCommand: {name}\n"""\n')
+  (root / "experiments" / "other.py").write_text('"""Claim: one.\nCommand: other\n"""\n')
   (root / "experiments" / "helper.py").write_text('"""Claim: none; experiments read this."""\n')
+  shutil.copytree(ROOT / "seerjax" / "commands", root / "seerjax" / "commands")
   return root
 
 
@@ -30,11 +33,12 @@ def run(checkout: pathlib.Path, *arguments: str, **environment: str) -> tuple[in
   return launch_scripts.run("local", *arguments, root=checkout, **environment)
 
 
-def test_help_lists_the_experiments(checkout: pathlib.Path):
+def test_help_lists_the_commands_and_the_experiments(checkout: pathlib.Path):
   status, text = run(checkout, "--help")
   assert status == 0
   # Not files that experiments import.
-  assert text.endswith("\nexperiments: experiments.grpo experiments.other\n")
+  assert text.endswith("\nexperiments: experiments.other\n")
+  assert f"\ncommands: {' '.join(commands.COMMANDS)}\n" in text
 
 
 def test_no_argument_runs_the_main_job(checkout: pathlib.Path):
@@ -42,22 +46,22 @@ def test_no_argument_runs_the_main_job(checkout: pathlib.Path):
   assert status == 0
   assert f"python {sys.executable}\n" in text
   assert f"launch/locks/runtime-{MINOR}.txt\n" in text
-  assert "platform cpu\nextra none\nrun experiments.grpo\n" in text
+  assert "platform cpu\nextra none\nrun train\n" in text
 
 
 def test_flags_go_to_the_experiment(checkout: pathlib.Path):
   _, text = run(checkout, "--dry-run", "experiments.other", "--config.steps=3", "--platform", "tpu")
   assert "platform tpu\nextra tpu\nrun experiments.other --config.steps=3\n" in text
   _, text = run(checkout, "--dry-run", "--config.steps=3")
-  assert "run experiments.grpo --config.steps=3\n" in text
+  assert "run train --config.steps=3\n" in text
 
 
-def test_the_server_is_started_like_an_experiment(checkout: pathlib.Path):
-  (checkout / "seerjax" / "serve").mkdir(parents=True)
-  (checkout / "seerjax" / "serve" / "__main__.py").write_text("")
-  status, text = run(checkout, "--dry-run", "seerjax.serve", "nano", "--port=1")
-  assert status == 0
-  assert text.endswith("run seerjax.serve nano --port=1\n")
+def test_a_name_without_a_dot_is_a_command(checkout: pathlib.Path):
+  for name in commands.COMMANDS:
+    status, text = run(checkout, "--dry-run", name, "nano", "--port=1")
+    assert status == 0
+    problems = "--problems=experiments.problems.names:load " if name == "discover" else ""
+    assert text.endswith(f"run {name} {problems}nano --port=1\n")
 
 
 def test_cuda_is_chosen_by_the_driver(checkout: pathlib.Path, tmp_path: pathlib.Path):
@@ -99,12 +103,13 @@ def test_a_task_of_reasoning_gym_brings_its_package(checkout: pathlib.Path):
 
 
 def test_an_unknown_experiment_is_refused_before_anything_is_installed(checkout: pathlib.Path):
-  status, text = run(checkout, "experiments.grop")
+  status, text = run(checkout, "experiments.ohter")
   assert status == 1
-  assert "got the experiment 'experiments.grop', expected one that exists" in text
-  status, text = run(checkout, "grpo")
-  assert status == 1
-  assert "got the experiment 'grpo', expected experiments.NAME" in text
+  assert "got the experiment 'experiments.ohter', expected one that exists" in text
+  for name in ("trian", "seerjax.serve"):
+    status, text = run(checkout, name)
+    assert status == 1
+    assert f"got the command '{name}', expected one that exists" in text
   assert not (checkout / ".venv").exists()
 
 

@@ -80,7 +80,7 @@ def test_slurm_begins_a_process_a_task_and_resumes_what_has_begun(tmp_path):
   (tmp_path / "mine" / "checkpoints").mkdir(parents=True)
   assert slurm(tmp_path, "--workdir=mine").returncode == 0
   assert (tmp_path / "mine.logs/process_1.log").read_text() == (
-    "process 1 of 2: -P -m experiments.grpo --workdir=mine --workdir=mine --resume"
+    "process 1 of 2: -P -m seerjax.commands train --workdir=mine --workdir=mine --resume"
     " --num_processes=2 --launcher=slurm\n"
   )
 
@@ -209,8 +209,8 @@ def test_a_jobsets_pods_are_the_processes_of_one_slice(tmp_path):
   given |= {"WORKDIR": str(tmp_path / "run"), "JOB_COMPLETION_INDEX": "1"}
   said = subprocess.run(container["command"], env=os.environ | given, **run).stdout
   assert said == (
-    f"-P -m experiments.grpo --workdir={tmp_path}/run --config.num_instances=2 --num_processes=2"
-    f" --process_id=1 --coordinator={given['COORDINATOR']}\n"
+    f"-P -m seerjax.commands train --workdir={tmp_path}/run --config.num_instances=2"
+    f" --num_processes=2 --process_id=1 --coordinator={given['COORDINATOR']}\n"
   )
   (tmp_path / "run" / "checkpoints").mkdir(parents=True)
   assert "--resume" in subprocess.run(container["command"], env=os.environ | given, **run).stdout
@@ -238,7 +238,7 @@ def test_a_rayjobs_workers_are_those_of_the_run(tmp_path):
   given = os.environ | {"WORKDIR": str(tmp_path / "run")}
   run = dict(shell=True, env=given, capture_output=True, text=True)
   assert subprocess.run(entrypoint, **run).stdout == (
-    f"-P -m experiments.grpo --workdir={tmp_path}/run --config.cluster.workers=2"
+    f"-P -m seerjax.commands train --workdir={tmp_path}/run --config.cluster.workers=2"
     " --config.cluster.address=auto\n"
   )
   checkpoints = tmp_path / "run" / "checkpoints"
@@ -254,11 +254,11 @@ def test_a_rayjobs_workers_are_those_of_the_run(tmp_path):
 
 def test_every_host_of_a_tpu_runs_one_command(tmp_path):
   tool(tmp_path / "gcloud", '#!/bin/sh\nfor word; do echo "<$word>"; done\n')
-  asked = ("--tpu=pod", "--zone=a", "--hosts=4", "experiments.grpo", "--workdir=/gcs/my run")
+  asked = ("--tpu=pod", "--zone=a", "--hosts=4", "train", "--workdir=/gcs/my run")
   status, text = launch_scripts.run("tpu_pod", *asked, PATH=f"{tmp_path}:{os.environ['PATH']}")
   assert status == 0
   command = (
-    "cd seerjax && exec bash launch/local.sh --platform=tpu experiments.grpo"
+    "cd seerjax && exec bash launch/local.sh --platform=tpu train"
     r" --workdir=/gcs/my\ run --num_processes=4 --launcher=gcetpu"
   )
   words = re.findall(r"<(.*)>", text)

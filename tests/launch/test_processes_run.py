@@ -46,7 +46,7 @@ def learnt(directory: pathlib.Path) -> str:
 def test_a_run_is_stopped_killed_and_resumed_and_learns_what_one_process_learns(model, tmp_path):
   whole = launched.with_experiments(launched.checkout_in(tmp_path / "checkout"))
   directory = tmp_path / "run"
-  arguments = ("--num_processes=2", "experiments.grpo", f"--config.model={model}", *FLAGS)
+  arguments = ("--num_processes=2", "train", f"--config.model={model}", *FLAGS)
   of_run = f"--workdir={directory}"
 
   script = start(whole, *arguments, of_run)

@@ -142,7 +142,7 @@ def test_a_file_becomes_a_directory_and_a_directory_a_file(file, tmp_path):
 
 def run(*flags: str) -> subprocess.CompletedProcess:
   return subprocess.run(
-    [sys.executable, "-P", "-m", "experiments.export", *flags],
+    [sys.executable, "-P", "-m", "seerjax.commands", "export", *flags],
     capture_output=True, text=True, cwd=ROOT,
     env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
   )  # fmt: skip

@@ -95,9 +95,9 @@ def write_model(directory: pathlib.Path) -> pathlib.Path:
 
 
 def run_alone(directory: pathlib.Path, *arguments: str) -> pathlib.Path:
-  """Runs experiments.grpo in its own process, and returns the run's directory."""
+  """Runs `seerjax train` in its own process, and returns the run's directory."""
   done = subprocess.run(
-    [sys.executable, "-m", "experiments.grpo", *arguments, f"--workdir={directory}"],
+    [sys.executable, "-m", "seerjax.commands", "train", *arguments, f"--workdir={directory}"],
     cwd=ROOT,
     capture_output=True,
     text=True,

@@ -12,7 +12,7 @@ import serving
 
 
 class Process:
-  """`python -m seerjax.serve`, from start to exit.
+  """`seerjax serve`, from start to exit.
 
   Attributes:
     process: the server's process.
@@ -28,7 +28,7 @@ class Process:
     """
     self._log = folder / "serve.log"
     self._file = self._log.open("ab")
-    command = [sys.executable, "-m", "seerjax.serve", *arguments, "--port=0"]
+    command = [sys.executable, "-m", "seerjax.commands", "serve", *arguments, "--port=0"]
     begun = self._log.stat().st_size
     self.process = subprocess.Popen(
       command, stdout=subprocess.DEVNULL, stderr=self._file, env={**os.environ, "PYTHONPATH": "."}

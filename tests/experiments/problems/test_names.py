@@ -81,7 +81,7 @@ def test_a_change_of_any_problem_concerns_what_loads_it_by_name():
     import_graph.above([module], edges)
   }  # fmt: skip
   assert len(problems) > 30 and not unseen
-  assert "experiments.ttt_discover" in import_graph.above(["experiments.problems.names"], edges)
+  assert "experiments.cells" in import_graph.above(["experiments.problems.names"], edges)
 
 
 def test_a_problem_whose_package_is_not_there_says_what_to_install():
