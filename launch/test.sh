@@ -199,7 +199,7 @@ ruff() {
 # real_model DIR: builds the model for tests on real weights. Returns 1 if the index responds but
 # lacks the model, 2 if no index responds.
 real_model() {
-  "$1/bin/python" launch/models.py smollm2 models && return 0
+  "$1/bin/python" -m seerjax.commands get smollm2 --place=models && return 0
   # Every environment of ours has this package, so an index that responds must have it.
   env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL "$1/bin/python" -m pip download --quiet --no-deps --disable-pip-version-check --no-cache-dir \
     -d "$scratch/index" "$(grep '^pluggy==' "launch/locks/dev-$minor.txt")" >/dev/null 2>&1 && return 1

