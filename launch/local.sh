@@ -68,7 +68,7 @@ name=${name:-train}
 module_of "$name"
 # A checkout has problems of its own, with short names.
 case $name in
-  discover) flags=(--problems=experiments.problems.names:load ${flags[@]+"${flags[@]}"}) ;;
+  discover | check | report) flags=(--problems=experiments.problems.names:load ${flags[@]+"${flags[@]}"}) ;;
 esac
 
 platform=${platform:-$(detect_platform)}

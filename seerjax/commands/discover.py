@@ -1,6 +1,6 @@
 """Test-time training: trains on a single problem and keeps the best artefact ever found.
 
-    seerjax discover --config.problem=path/to/my_problem.py      after --check_problem
+    seerjax discover --config.problem=path/to/my_problem.py      after `seerjax check`
 
   a class:                 --config.problem=my_module:MyProblem, or my_module:MyProblem:26
   a shipped problem:       bash launch/local.sh discover --config.problem=apple_machines:0, in a
@@ -31,13 +31,11 @@ import jax
 import numpy as np
 
 from seerjax import metrics, numerics, ttt
-from seerjax.commands import flags as flags_lib, train
+from seerjax.commands import flags as flags_lib, problems, train
 from seerjax.discovery import (
   archive as archive_lib,
   edits,
   environment as environment_lib,
-  loading,
-  problem_check,
   puct,
   record as record_lib,
   starts as starts_lib,
@@ -61,7 +59,6 @@ from seerjax.run import (
 )
 from seerjax.run.config import TrainerConfig
 from seerjax.run.policy import Policy
-from seerjax.tasks import loading as tasks_loading
 from seerjax.trainer import step as step_lib
 
 # The paper's number of attempts in four times as many steps, so that starts are as recent as
@@ -94,24 +91,6 @@ PAPER = DiscoverConfig(
   optimizer=step_lib.OptimizerConfig(learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf),
 )
 PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
-
-
-def load_problem(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
-  """Loads a problem file or class (`loading.load`); the default of `--problems`.
-
-  Args:
-    name: see `loading.load`.
-    allow_weak_sandbox: for loaders whose problems run programs; without effect here.
-  """
-  del allow_weak_sandbox
-  return loading.load(name)
-
-
-def problems_of(name: str) -> Callable[..., Environment]:
-  """Returns the loader of problems that `--problems=module:function` names."""
-  return tasks_loading.imported(
-    name, caller="--problems", example="my_module:load", expected="a function of a problem's name"
-  )
 
 
 def random_policy(
@@ -246,16 +225,6 @@ def _rival_by_name(job: tuple[DiscoverConfig, Callable[[], Environment], str, fl
   return best_of(rival(config, factory(), name, cpu_seconds))
 
 
-def check_problem(name: str, seed: int, seconds: float, factory: Callable[[], Environment]) -> int:
-  """Checks a problem and prints its errors; returns the exit status."""
-  findings = problem_check.check_apart(factory, seed, seconds=seconds)
-  for finding in findings:
-    print(finding)
-  num_errors = sum(finding.level == "error" for finding in findings)
-  print(f"{name}: {num_errors} errors, {len(findings) - num_errors} warnings")
-  return 2 if num_errors else 0
-
-
 def main(argv: list[str]) -> None:
   logging.set_verbosity(logging.WARNING)  # Orbax logs every file of a checkpoint.
   with command_line.refusals():
@@ -274,11 +243,7 @@ def discover(argv: list[str]) -> None:
     programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
     config = dataclasses.replace(config, programs=programs)
   allow_weak = config.programs.allow_weak_sandbox
-  factory = functools.partial(
-    problems_of(args.problems), config.problem, allow_weak_sandbox=allow_weak
-  )
-  if args.check_problem:  # In a separate process: the file may hang on import.
-    sys.exit(check_problem(config.problem, config.seed, args.check_seconds, factory))
+  factory = problems.factory_of(args.problems, config.problem, allow_weak_sandbox=allow_weak)
   environment = factory()
   if args.compare and not rival_names(environment):
     raise ValueError(
@@ -357,19 +322,13 @@ def discover(argv: list[str]) -> None:
 def define_flags() -> DiscoverConfig:
   """Defines the flags of the command."""
   preset = flags_lib.define_presets(PRESETS, "runs/ttt_discover")
-  flags.DEFINE_string(
-    "problems",
-    "seerjax.commands.discover:load_problem",
-    "Function that loads a problem by its name, as module:function.",
-  )
+  problems.define_flag()
   flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
     "accept_new_numerics", False, "Whether to resume under a different fingerprint."
   )
   flags.DEFINE_bool("accept_new_data", False, "Whether to resume with a changed problem file.")
   flags.DEFINE_bool("bitwise", True, "Whether to refuse to start if rows are not invariant.")
-  flags.DEFINE_bool("check_problem", False, "Whether to only check the problem for mistakes.")
-  flags.DEFINE_float("check_seconds", 600.0, "Time limit of --check_problem.", lower_bound=1.0)
   flags.DEFINE_bool(
     "allow_weak_sandbox", False, "Whether to run programs without isolation from files or network."
   )

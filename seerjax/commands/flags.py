@@ -236,14 +236,22 @@ def define_flags(default: T, workdir: str) -> T:
 
   Exits if the command line names an unknown field.
   """
+  define_config(default)
+  flags.DEFINE_string("workdir", workdir, "Output directory of the run.")
+  flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
+  return default
+
+
+def define_config(default: Any) -> None:
+  """Defines `--config`, with the values of a dataclass.
+
+  Exits if the command line names an unknown field.
+  """
   with command_line.refusals():
     check_names(default, sys.argv[1:])
     values = to_flags(default)
     name_entries(values, default, sys.argv[1:])
   config_flags.DEFINE_config_dict("config", values)
-  flags.DEFINE_string("workdir", workdir, "Output directory of the run.")
-  flags.register_validator("workdir", bool, "got an empty path, expected a directory; name one")
-  return default
 
 
 def define_slice_flags() -> None:

@@ -28,11 +28,7 @@ import jax
 
 from seerjax import agreement, metrics, parallel, rl
 from seerjax.commands import flags as flags_lib
-from seerjax.models import (
-  gguf_file,
-  huggingface,
-  presets,
-)
+from seerjax.models import config as model_config, gguf_file, huggingface, loading, presets
 from seerjax.reports import run_report
 from seerjax.rollout import groups
 from seerjax.run import (
@@ -51,11 +47,21 @@ from seerjax.run import (
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
-from seerjax.tasks import loading
+from seerjax.tasks import loading as tasks_loading
 from seerjax.types import Task
 
 # Train prompts that are checked in advance; a later one that is too long raises when it is used.
 MOST_CHECKED = 10_000
+
+
+def shape_of(name: str) -> model_config.TransformerConfig | None:
+  """Returns the shape of a model without reading weights; None for a Hub id that is not known."""
+  if name in loading.SHIPPED:
+    return huggingface.load_config(loading.path_of(name))
+  directory, published = pathlib.Path(name).expanduser(), name.rpartition("/")[2].lower()
+  if gguf_file.is_named(directory) or (directory / "config.json").is_file():
+    return huggingface.load_config(directory)
+  return presets.get(published) if published in presets.CONFIGS else None
 
 
 def say_memory(config: RunConfig, name: str) -> None:
@@ -64,13 +70,9 @@ def say_memory(config: RunConfig, name: str) -> None:
   Raises:
     ValueError: with the figures, if the run does not fit.
   """
-  directory, published = pathlib.Path(name).expanduser(), name.rpartition("/")[2].lower()
-  if gguf_file.is_named(directory) or (directory / "config.json").is_file():
-    model = huggingface.load_config(directory)
-  elif published in presets.CONFIGS:
-    model = presets.get(published)
-  else:
-    return  # An unknown Hub id: the run reports its memory after the download.
+  model = shape_of(name)
+  if model is None:
+    return  # The run reports its memory after the download.
   if line := config_lib.chosen(config, config_lib.for_model(config, model)):
     print(line)
   print(memory_lib.memory_plan(config, model).describe(), flush=True)
@@ -129,7 +131,7 @@ def prepare(
     FileNotFoundError: if the task's file does not exist.
   """
   directory_lib.check_directory(directory, resume=resume)
-  task = loading.load(config.task, path=config.task_path or None, options=config.task_options)
+  task = tasks_loading.load(config.task, path=config.task_path or None, options=config.task_options)
   if config.model != "nano":
     say_memory(config, config.model)  # Before gigabytes are loaded.
   policy = policy_lib.load_policy(config.model, config.numerics)

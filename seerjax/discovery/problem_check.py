@@ -1,4 +1,4 @@
-"""Tests a problem for mistakes before a run: `--check_problem`.
+"""Tests a problem for mistakes before a run: `seerjax check`.
 
 It tests determinism, the scale and resolution of rewards, robustness of the verifier, JSON, texts
 and pictures. It samples, so it may miss a mistake.
@@ -90,7 +90,7 @@ def check_apart(factory: Callable[[], Environment], seed: int, *, seconds: float
     Finding(
       "error",
       f"{stage}: did not end within {seconds:g} seconds, expected less time; look for an infinite"
-      " loop, make the problem faster, or raise --check_seconds.",
+      " loop, make the problem faster, or raise --seconds.",
     )
   ]
 

@@ -83,7 +83,7 @@ def write_best(
   elif not score.is_valid:
     raise ValueError(
       f"{environment.name}: got an artefact that was valid before and is not now ({score.reason}),"
-      " expected the same verdict; make verify deterministic, or try --check_problem."
+      " expected the same verdict; make verify deterministic, or try `seerjax check`."
     )
   lineage = [
     # Steps count from 1, as in metrics.jsonl; the start has step 0.

@@ -50,7 +50,7 @@ def seed_of(
   if not score.is_valid:
     raise ValueError(
       f"{environment.name}: got an invalid start ({score.reason}), expected a valid one; fix its"
-      " `start`, and try --check_problem."
+      " `start`, and try `seerjax check`."
     )
   return archive_lib.Child(
     artefact=artefact, value=environment_lib.signed(environment, score.value), reward=score.reward

@@ -190,8 +190,7 @@ def load(run_dir: str | os.PathLike, environment: Environment) -> Found:
   if not path.is_file():
     raise ValueError(
       f"discovery report: got {run_dir} without {BEST}, expected the directory of"
-      " `seerjax discover`; pass its --workdir (for other runs, use python -m"
-      " seerjax.reports.run_report)."
+      " `seerjax discover`; pass its --workdir (`seerjax report` takes those of other runs, too)."
     )
   best = run_directory.read_json(path)
   try:

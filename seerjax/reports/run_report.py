@@ -1,7 +1,5 @@
 """Report of a run as one self-contained HTML page.
 
-  python -m seerjax.reports.run_report RUN_DIRECTORY
-
 The input is read by `reports.run_directory`. A section is a function from `Run` to HTML, "" if the
 run has no data for it; `SECTIONS` is their order on the page.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import os
 import pathlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -339,9 +336,3 @@ def render(run_dir: str | os.PathLike) -> pathlib.Path:
   text = page.html_page(run.name, [section(run) for section in SECTIONS])
   path.write_text(text, encoding="utf-8")
   return path
-
-
-if __name__ == "__main__":
-  if len(sys.argv) != 2:
-    sys.exit("usage: python -m seerjax.reports.run_report RUN_DIRECTORY")
-  sys.stdout.write(f"{render(sys.argv[1])}\n")

@@ -190,17 +190,3 @@ def test_a_run_leaves_its_best_and_its_page_and_refuses_to_begin_again(tmp_path:
   assert more.returncode == 0 and "resumed after step 2 of 3" in more.stdout, more.stderr
   other = run(*small, "--resume", "--config.group_size=9")
   assert other.returncode == 2 and "group_size was 8 and is 9" in other.stderr
-
-
-@pytest.mark.long
-def test_a_file_that_hangs_as_it_is_imported_is_found(tmp_path):
-  path = tmp_path / "hangs.py"
-  path.write_text("while True:\n  pass\n")
-  done = run("--check_problem", "--check_seconds=5", f"--config.problem={path}")
-  assert done.returncode == 2 and "loading: did not end within" in done.stdout, done.stderr
-
-
-@pytest.mark.long
-def test_a_sound_problem_passes_the_check():
-  done = run("--check_problem")
-  assert done.returncode == 0 and "0 errors" in done.stdout, done.stdout + done.stderr

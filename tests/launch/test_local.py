@@ -15,6 +15,8 @@ import pytest
 
 from seerjax.commands import __main__ as commands
 
+# Commands that load a problem by its name.
+WITH_PROBLEMS = ("discover", "check", "report")
 MINOR = "{}.{}".format(*sys.version_info[:2])
 
 
@@ -60,7 +62,7 @@ def test_a_name_without_a_dot_is_a_command(checkout: pathlib.Path):
   for name in commands.COMMANDS:
     status, text = run(checkout, "--dry-run", name, "nano", "--port=1")
     assert status == 0
-    problems = "--problems=experiments.problems.names:load " if name == "discover" else ""
+    problems = "--problems=experiments.problems.names:load " if name in WITH_PROBLEMS else ""
     assert text.endswith(f"run {name} {problems}nano --port=1\n")
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import pathlib
 import re
 import shutil
 import subprocess
-import sys
 
 import made_rollouts
 import numpy as np
@@ -191,19 +189,6 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
   (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0, "contract/kl": 0.0}\n')
   page = run_report.render(tmp_path).read_text()
   assert "was not recorded, so no claim is made" in page and "<b>2</b>" in page
-
-
-@pytest.mark.thorough
-def test_it_runs_from_the_command_line(tmp_path):
-  make_run(tmp_path, steps=3)
-  environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-  command = [sys.executable, "-m", "seerjax.reports.run_report"]
-  result = subprocess.run(
-    [*command, str(tmp_path)], capture_output=True, text=True, env=environment
-  )
-  assert result.stdout.strip() == str(tmp_path / "report.html"), result.stderr
-  result = subprocess.run(command, capture_output=True, text=True, env=environment)
-  assert result.returncode == 1 and "usage: python -m seerjax.reports.run_report" in result.stderr
 
 
 def test_what_is_wider_than_a_small_screen_stands_in_a_frame_of_its_own(page):
