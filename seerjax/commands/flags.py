@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
 import inspect
+import json
+import pathlib
 import re
 import sys
 import textwrap
@@ -314,6 +316,42 @@ def from_flags(kind: type[T], values: ml_collections.ConfigDict) -> T:
       value = float(value)
     arguments[name] = value
   return kind(**arguments)
+
+
+def read(kind: type[T], path: pathlib.Path) -> T:
+  """Returns a dataclass from a JSON file with its fields, such as a run's config.json.
+
+  Other entries of the file are left out.
+
+  Raises:
+    ValueError: if there is no such file, or it holds no such fields.
+  """
+  if not path.is_file():
+    raise ValueError(
+      f"--config_file: got {path}, which is no file, expected the config.json of a run; correct it."
+    )
+  try:
+    stored = json.loads(path.read_text())
+  except ValueError as error:
+    raise ValueError(
+      f"--config_file: got {path}, which is not JSON ({error}), expected the config.json of a run;"
+      " correct it."
+    ) from error
+  hints = typing.get_type_hints(kind)
+  names = [name for name in hints if name in stored] if isinstance(stored, dict) else []
+  if not names:
+    raise ValueError(
+      f"--config_file: got {path} without a field of {kind.__name__}, expected the config.json of a"
+      " run; correct it."
+    )
+  return from_flags(kind, ml_collections.ConfigDict({name: frozen(stored[name]) for name in names}))
+
+
+def frozen(value: Any) -> Any:
+  """Returns a JSON value with lists converted to tuples, as in the dataclasses."""
+  if isinstance(value, dict):
+    return {name: frozen(part) for name, part in value.items()}
+  return tuple(map(frozen, value)) if isinstance(value, list) else value
 
 
 def _kind_of(hint: Any, values: ml_collections.ConfigDict, default: Any) -> Any:

@@ -9,8 +9,6 @@ weights are read. A run that does not fit is refused with its figures (exit stat
 
 from __future__ import annotations
 
-import sys
-
 from absl import flags
 
 from seerjax import parallel
@@ -21,7 +19,6 @@ from seerjax.run import (
   config as config_lib,
   learning_rates,
   memory as memory_lib,
-  presets as run_presets,
 )
 from seerjax.run.config import RunConfig
 
@@ -70,5 +67,4 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> RunConfig:
   """Defines the flags of the command."""
-  model = flags_lib.given(sys.argv[1:], "config.model", RunConfig().model)
-  return flags_lib.define_flags(run_presets.of_model(model), "runs/grpo")
+  return train.define_config("runs/grpo")

@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -36,7 +35,6 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 
 from seerjax import checkpoint, numerics as numerics_lib, rl, xla_flags
@@ -103,17 +101,7 @@ def read_config(directory: pathlib.Path) -> RunConfig:
     raise ValueError(
       f"--run: got {directory}, which has no config.json, expected a run's directory; correct it."
     )
-  stored = json.loads(path.read_text())
-  fields = [field.name for field in dataclasses.fields(RunConfig) if field.name in stored]
-  values = {name: _frozen(stored[name]) for name in fields}
-  return flags_lib.from_flags(RunConfig, ml_collections.ConfigDict(values))
-
-
-def _frozen(value: Any) -> Any:
-  """Returns a JSON value with lists converted to tuples, as in the dataclasses."""
-  if isinstance(value, dict):
-    return {name: _frozen(part) for name, part in value.items()}
-  return tuple(map(_frozen, value)) if isinstance(value, list) else value
+  return flags_lib.read(RunConfig, path)
 
 
 def place_of(request: str) -> tuple[int, int, int]:

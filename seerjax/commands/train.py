@@ -6,6 +6,10 @@ r"""Trains a model on a task with reinforcement learning; by default nano on wor
                              --config.task_path=DIRECTORY
   your own task or reward: --config.task=my_module:MyTask, or --config.task=my_module:reward
                              --config.task_path=prompts.jsonl
+  your own loss:           --loss=my_module:my_loss, --advantages=my_module:my_advantages, functions
+                             like losses.policy_loss and advantages.for_algorithm's
+  several seeds:           --seeds=0,1,2: a directory each, then one table (`seerjax compare`)
+  a run again:             --config_file=RUN/config.json, with other --config flags if you like
   continue after a kill:   the same command with --resume
 
 In the main job held-out accuracy rises by ten points or more, within ten minutes on 2 CPU cores
@@ -22,12 +26,13 @@ import functools
 import pathlib
 import shlex
 import sys
+from typing import Any, NamedTuple
 
 from absl import flags, logging
 import jax
 
 from seerjax import agreement, metrics, parallel, rl
-from seerjax.commands import flags as flags_lib
+from seerjax.commands import compare, flags as flags_lib
 from seerjax.models import config as model_config, gguf_file, huggingface, loading, presets
 from seerjax.reports import run_report
 from seerjax.rollout import groups
@@ -48,6 +53,7 @@ from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.tasks import loading as tasks_loading
+from seerjax.trainer import losses
 from seerjax.types import Task
 
 # Train prompts that are checked in advance; a later one that is too long raises when it is used.
@@ -267,19 +273,82 @@ def learn(argv: list[str]) -> None:
   # Before the first use of a device.
   parallel.start(flags_lib.slice_of_flags(), num_devices=config.num_instances * config.model_shards)
   config = on_these_devices(config)
-  with slices.own_directory(directory) as own:
-    run(config, own)
+  seeds, own_parts = seeds_of(args.seeds), parts_of(args.loss, args.advantages)
+  if not seeds:
+    with slices.own_directory(directory) as own:
+      run(config, own, own_parts, resume=args.resume)
+    return
+  places = {seed: directory / f"seed_{seed}" for seed in seeds}
+  for seed, place in places.items():
+    # A command that was killed may not have begun the later seeds.
+    has_begun = agreement.from_first(lambda place=place: (place / "config.json").is_file())
+    if agreement.is_first():
+      print(f"seed {seed}, in {place}", flush=True)
+    with slices.own_directory(place) as own:
+      run(dataclasses.replace(config, seed=seed), own, own_parts, resume=args.resume and has_begun)
+  if agreement.is_first() and len(places) > 1:
+    page = directory / "comparison.html"
+    print(f"{compare.compare([*places.values()], page)}\npage     {page}")
 
 
-def run(config: RunConfig, directory: pathlib.Path) -> None:
-  """Runs a configuration in a directory and prints the result."""
+class Parts(NamedTuple):
+  """Functions of the user's that take the place of the library's; None keeps it."""
+
+  loss: Callable[..., Any] | None = None
+  advantages: Callable[..., Any] | None = None
+
+
+def parts_of(loss: str, advantages: str) -> Parts:
+  """Imports the functions that --loss and --advantages name as module:function; "" names none.
+
+  Raises:
+    ValueError: if one cannot be imported, or is no function.
+  """
+  found: list[Callable[..., Any] | None] = []
+  for flag, name in (("--loss", loss), ("--advantages", advantages)):
+    part = None
+    if name:
+      part = tasks_loading.imported(
+        name, caller=flag, example=f"my_module:my_{flag[2:]}", expected="a function"
+      )
+      if not callable(part):
+        raise ValueError(
+          f"{flag}: got {name!r}, a {type(part).__name__}, expected a function; name another."
+        )
+    found.append(part)
+  return Parts(*found)
+
+
+def seeds_of(texts: Sequence[str]) -> tuple[int, ...]:
+  """Returns the seeds of --seeds.
+
+  Raises:
+    ValueError: if one is no whole number of at least 0, or occurs twice.
+  """
+  if not all(text.isascii() and text.isdecimal() for text in texts) or len({*texts}) < len(texts):
+    raise ValueError(
+      f"--seeds: got {','.join(texts)}, expected different whole numbers; write --seeds=0,1,2."
+    )
+  return tuple(map(int, texts))
+
+
+def run(config: RunConfig, directory: pathlib.Path, own: Parts, *, resume: bool) -> None:
+  """Runs a configuration in a directory and prints the result.
+
+  Args:
+    config: the configuration.
+    directory: the run's directory.
+    own: functions that take the place of the library's.
+    resume: whether to resume.
+  """
   args = flags.FLAGS
+  loss = losses.policy_loss if own.loss is None else own.loss
   say = functools.partial(print, flush=True)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
-    task, policy = prepare(config, directory, resume=args.resume, bitwise=args.bitwise)
+    task, policy = prepare(config, directory, resume=resume, bitwise=args.bitwise)
   # Checked before the run, with the programs that the run will use.
-  begun = directory_lib.as_begun(config, directory) if args.resume else config
-  programs = programs_lib.make_programs(begun, policy.model)
+  begun = directory_lib.as_begun(config, directory) if resume else config
+  programs = programs_lib.make_programs(begun, policy.model, loss=loss)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
     check_model(begun, policy, programs, say=say, bitwise=args.bitwise)
   result = rl.train(
@@ -287,11 +356,13 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
     policy,
     slices.shared_task(task),
     directory,
-    resume=args.resume,
+    resume=resume,
     accept_new_numerics=args.accept_new_numerics,
     accept_new_data=args.accept_new_data,
     log=say,
     programs=programs,
+    loss=loss,
+    advantages=own.advantages,
   )
   learnt = policy_lib.exported_weights(config.weights, policy, result.state.params)
   if not agreement.is_first():
@@ -321,11 +392,25 @@ def run(config: RunConfig, directory: pathlib.Path) -> None:
   print(next_commands(config, directory, sys.argv[1:]))
 
 
+def define_config(workdir: str) -> RunConfig:
+  """Defines --config, --config_file and --workdir; returns the configuration that --config changes.
+
+  It is that of --config_file, else the default for the model: nano's sizes and learning rate apply
+  to nano only.
+  """
+  flags.DEFINE_string(
+    "config_file", "", "JSON file that --config starts from, such as RUN/config.json of a run."
+  )
+  file = flags_lib.given(sys.argv[1:], "config_file", "")
+  model = flags_lib.given(sys.argv[1:], "config.model", RunConfig().model)
+  with command_line.refusals():
+    found = flags_lib.read(RunConfig, pathlib.Path(file)) if file else run_presets.of_model(model)
+  return flags_lib.define_flags(found, workdir)
+
+
 def define_flags() -> RunConfig:
   """Defines the flags of the command."""
-  # nano's sizes and learning rate apply to nano only: other models have other defaults.
-  model = flags_lib.given(sys.argv[1:], "config.model", RunConfig().model)
-  preset = flags_lib.define_flags(run_presets.of_model(model), "runs/grpo")
+  preset = define_config("runs/grpo")
   flags_lib.define_slice_flags()
   flags.DEFINE_bool("resume", False, "Whether to resume from the latest checkpoint in --workdir.")
   flags.DEFINE_bool(
@@ -333,6 +418,11 @@ def define_flags() -> RunConfig:
   )
   flags.DEFINE_bool(
     "accept_new_data", False, "Whether to resume with problems that differ from the run's."
+  )
+  flags.DEFINE_list("seeds", [], "Seeds to run one after the other, each in --workdir/seed_N.")
+  flags.DEFINE_string("loss", "", "Function that replaces the policy's loss, as module:function.")
+  flags.DEFINE_string(
+    "advantages", "", "Function from group rewards f32[b, g] to advantages, as module:function."
   )
   flags.DEFINE_bool("bitwise", True, "Whether to refuse to start if rows are not invariant.")
   return preset

@@ -14,6 +14,7 @@ import ml_collections
 from ml_collections import config_flags
 import pytest
 
+from seerjax import metrics
 from seerjax.commands import flags as flags_lib
 from seerjax.models import chat_template
 from seerjax.run import command_line, presets as run_presets, stops
@@ -176,6 +177,33 @@ def test_a_name_from_elsewhere_is_refused():
   values = ml_collections.ConfigDict({"count": 1, "colour": 2})
   with pytest.raises(ValueError, match="Outer: got colour, expected fields of .'count', 'inner'"):
     flags_lib.from_flags(Outer, values)
+
+
+def test_a_stored_configuration_is_read_again(tmp_path):
+  job = dataclasses.replace(run_presets.main_job(), loss=losses.LossConfig(clip_high=float("inf")))
+  path = tmp_path / "config.json"
+  entries = dataclasses.asdict(job) | {"fingerprint": {"digest": "1"}}
+  metrics.write_summary(path, metrics.encode(entries))
+  assert flags_lib.read(RunConfig, path) == job
+  assert parsed(flags_lib.read(RunConfig, path), "--config.seed=3").seed == 3
+
+
+@pytest.mark.parametrize(
+  ("text", "message"),
+  [
+    (None, "--config_file: got .*, which is no file, expected the config.json of a run; correct"),
+    ("{", "--config_file: got .*, which is not JSON .*, expected the config.json of a run"),
+    ("[]", "--config_file: got .* without a field of Outer, expected the config.json of a run"),
+    ('{"colour": 1}', "--config_file: got .* without a field of Outer, expected the config.json"),
+    ('{"count": -1}', "Outer.count: got -1, expected at least 0"),
+  ],
+)
+def test_a_file_that_holds_no_configuration_is_refused(tmp_path, text, message):
+  path = tmp_path / "config.json"
+  if text is not None:
+    path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    flags_lib.read(Outer, path)
 
 
 def test_adapters_are_a_flag():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -15,17 +16,18 @@ from seerjax import metrics, numerics as numerics_lib
 from seerjax.commands import export, train
 from seerjax.models import config as model_config, huggingface, peft
 from seerjax.run import presets as run_presets
+from seerjax.trainer import losses
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
     [sys.executable, "-m", "seerjax.commands", "train", *arguments],
     capture_output=True,
     text=True,
     cwd=ROOT,
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    env={**os.environ, "JAX_PLATFORMS": "cpu", **environment},
     check=False,
   )
 
@@ -134,6 +136,66 @@ def test_what_to_try_next_begins_with_the_script_that_began_the_run(added, scrip
     f"  bash launch/{script} train '--workdir=a run' --resume"
     f" --config.num_steps={2 * config.num_steps}"
   )
+
+
+@pytest.mark.parametrize(
+  ("loss", "message"),
+  [
+    ("nowhere:f", "--loss: got 'nowhere:f', whose module 'nowhere' cannot be imported"),
+    ("seerjax.trainer.losses:grop", "--loss: got .*, but 'seerjax.trainer.losses' has no 'grop'"),
+    ("seerjax.types:__name__", "--loss: got 'seerjax.types:__name__', a str, expected a function"),
+  ],
+)
+def test_a_loss_that_is_no_function_is_refused(loss, message):
+  with pytest.raises(ValueError, match=message):
+    train.parts_of(loss, "")
+  with pytest.raises(ValueError, match=message.replace("--loss", "--advantages")):
+    train.parts_of("", loss)
+
+
+def test_parts_of_ones_own_are_imported():
+  assert train.parts_of("", "") == train.Parts(None, None)
+  found = train.parts_of("seerjax.trainer.losses:policy_loss", "")
+  assert found == train.Parts(losses.policy_loss, None)
+
+
+@pytest.mark.parametrize("texts", [["a"], ["-1"], ["0", "0"], ["1.5"], [""]])
+def test_seeds_are_different_numbers(texts):
+  assert train.seeds_of(["0", "2", "10"]) == (0, 2, 10) and train.seeds_of([]) == ()
+  with pytest.raises(ValueError, match="--seeds: got .*, expected different whole numbers; write"):
+    train.seeds_of(texts)
+
+
+@pytest.mark.long
+def test_seeds_and_parts_of_ones_own_by_command(tiny: str, tmp_path: pathlib.Path):
+  (tmp_path / "mine.py").write_text(
+    "from seerjax.trainer import losses\n"
+    "def loss(*rows, **more):\n  return losses.policy_loss(*rows, **more)\n"
+    "def advantages(rewards):\n  return rewards - rewards.mean(axis=1, keepdims=True)\n"
+  )
+  more = ("--loss=mine:loss", "--advantages=mine:advantages")
+  first = command(
+    f"--config.model={tiny}", f"--workdir={tmp_path / 'both'}", "--seeds=0,1", *more,
+    "--config.num_steps=1", "--config.rollout.groups_per_step=2", "--config.rollout.group_size=4",
+    "--config.rollout.max_tokens=4", "--config.evaluation.num_problems=2",
+    "--config.engine.max_sequences=4", "--config.engine.row_buckets=(64,)",
+    "--config.trainer.rows_per_micro_batch=512", PYTHONPATH=str(tmp_path),
+  )  # fmt: skip
+  assert first.returncode == 0, first.stderr
+  *_, table = first.stdout.partition("\n" + " " * 20)
+  assert "seed_0" in table and "seed_1" in table and "largest KL, nats" in table
+  assert (tmp_path / "both" / "comparison.html").stat().st_size > 1000
+  runs = [tmp_path / "both" / f"seed_{seed}" for seed in (0, 1)]
+  assert [json.loads((run / "config.json").read_text())["seed"] for run in runs] == [0, 1]
+  # A stored configuration runs again, to the same weights.
+  again = command(
+    f"--config_file={runs[1] / 'config.json'}", f"--workdir={tmp_path / 'again'}", *more,
+    PYTHONPATH=str(tmp_path),
+  )  # fmt: skip
+  assert again.returncode == 0, again.stderr
+  weights = [run / "model" / "model.safetensors" for run in (*runs, tmp_path / "again")]
+  digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in weights]
+  assert digests[1] == digests[2] and digests[0] != digests[1]
 
 
 def test_a_misspelt_flag_is_refused_with_the_nearest_name():
