@@ -79,6 +79,8 @@ python=${found#* }
 lock="$ROOT/launch/locks/runtime-$minor.txt"
 generators=""
 case " ${flags[*]-}" in *[\ =]reasoning_gym.*) generators=yes ;; esac
+recipe=$(printf '%s\n' ${flags[@]+"${flags[@]}"} | sed -n 's/^--recipe=\([a-z_]*\)$/\1/p' | tail -n 1)
+! grep -qs 'reasoning_gym\.' "$ROOT/seerjax/recipes/$recipe.py" || generators=yes
 # Experiments that always draw its tasks have this line in their docstring.
 ! grep -q '^Needs: reasoning-gym$' "$file" || generators=yes
 

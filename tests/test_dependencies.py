@@ -43,6 +43,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("discovery",),
   ("reports",),
   ("rl", "ttt"),
+  ("recipes",),
   ("commands",),
   ("experiments",),
   ("launch",),

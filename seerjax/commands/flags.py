@@ -103,7 +103,7 @@ def described_fields(config: Any, prefix: str) -> list[str]:
 
 def described(name: str, default: object, kind: str, text: str) -> list[str]:
   """Returns the lines of one flag: `--name=default (kind)`, and a clause behind it or beneath."""
-  shown = "" if default is None or default == "" or default == {} else f"={default}"
+  shown = "" if default in (None, "", {}, []) else f"={default}"
   head = f"  {name}{shown} ({kind})"
   if len(head) < COLUMN:
     return textwrap.wrap(

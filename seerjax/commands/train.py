@@ -9,6 +9,7 @@ r"""Trains a model on a task with reinforcement learning; by default nano on wor
   your own loss:           --loss=my_module:my_loss, --advantages=my_module:my_advantages, functions
                              like losses.policy_loss and advantages.for_algorithm's
   several seeds:           --seeds=0,1,2: a directory each, then one table (`seerjax compare`)
+  a measured run:          --recipe=arithmetic, or --recipe=my_module:my_config
   a run again:             --config_file=RUN/config.json, with other --config flags if you like
   continue after a kill:   the same command with --resume
 
@@ -291,6 +292,28 @@ def learn(argv: list[str]) -> None:
     print(f"{compare.compare([*places.values()], page)}\npage     {page}")
 
 
+def recipe_of(name: str) -> RunConfig:
+  """Returns the configuration of a recipe: a file of `seerjax.recipes`, or module:function.
+
+  Raises:
+    ValueError: if there is none, or it returns no `RunConfig`.
+  """
+  whole = name if ":" in name else f"seerjax.recipes.{name}:config"
+  function = tasks_loading.imported(
+    whole, caller="--recipe", example="my_module:my_config", expected="a function"
+  )
+  if not callable(function):
+    raise ValueError(
+      f"--recipe: got {name!r}, a {type(function).__name__}, expected a function; name another."
+    )
+  found = function()
+  if not isinstance(found, RunConfig):
+    raise ValueError(
+      f"--recipe: got an {type(found).__name__} from {name!r}, expected a RunConfig; return one."
+    )
+  return found
+
+
 class Parts(NamedTuple):
   """Functions of the user's that take the place of the library's; None keeps it."""
 
@@ -395,16 +418,28 @@ def run(config: RunConfig, directory: pathlib.Path, own: Parts, *, resume: bool)
 def define_config(workdir: str) -> RunConfig:
   """Defines --config, --config_file and --workdir; returns the configuration that --config changes.
 
-  It is that of --config_file, else the default for the model: nano's sizes and learning rate apply
-  to nano only.
+  It is that of --config_file or --recipe, else the default for the model: nano's sizes and learning
+  rate apply to nano only.
   """
   flags.DEFINE_string(
     "config_file", "", "JSON file that --config starts from, such as RUN/config.json of a run."
   )
+  flags.DEFINE_string(
+    "recipe", "", "Recipe that --config starts from: of seerjax/recipes, or module:function."
+  )
   file = flags_lib.given(sys.argv[1:], "config_file", "")
+  recipe = flags_lib.given(sys.argv[1:], "recipe", "")
   model = flags_lib.given(sys.argv[1:], "config.model", RunConfig().model)
   with command_line.refusals():
-    found = flags_lib.read(RunConfig, pathlib.Path(file)) if file else run_presets.of_model(model)
+    if file and recipe:
+      raise ValueError(
+        "--recipe: got it with --config_file, expected one of the two; leave one out."
+      )
+    found = run_presets.of_model(model)
+    if file:
+      found = flags_lib.read(RunConfig, pathlib.Path(file))
+    if recipe:
+      found = recipe_of(recipe)
   return flags_lib.define_flags(found, workdir)
 
 

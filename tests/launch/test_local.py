@@ -27,7 +27,8 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
   (root / "experiments").mkdir()
   (root / "experiments" / "other.py").write_text('"""Claim: one.\nCommand: other\n"""\n')
   (root / "experiments" / "helper.py").write_text('"""Claim: none; experiments read this."""\n')
-  shutil.copytree(ROOT / "seerjax" / "commands", root / "seerjax" / "commands")
+  for name in ("commands", "recipes"):
+    shutil.copytree(ROOT / "seerjax" / name, root / "seerjax" / name)
   return root
 
 
@@ -95,6 +96,8 @@ def test_a_task_of_reasoning_gym_brings_its_package(checkout: pathlib.Path):
     (("--config.task=reasoning_gym.chain_sum",), True),
     (("--config.task", "reasoning_gym.chain_sum"), True),
     (("--config.evaluation.sets.sums=reasoning_gym.chain_sum",), True),
+    (("--recipe=arithmetic",), True),
+    (("--recipe=word_problems",), False),
     (("--config.task=my_reasoning_gym:Task",), False),
     ((), False),
   ):
