@@ -70,7 +70,7 @@ def test_the_flags_of_the_pages_exist():
   for page in pages:
     for line in page.read_text().splitlines():
       is_discovery = page.stem in ("discovery", "problem") or re.search(
-        r"ttt_|--preset|--config\.problem", line
+        r"ttt_|--preset|--config\.problem=\w", line
       )
       default = DiscoverConfig() if is_discovery else run_presets.main_job()
       flags_lib.check_names(default, flags_of(line))

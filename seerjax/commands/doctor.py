@@ -24,7 +24,7 @@ from seerjax.run import command_line, placement, presets, self_test
 # Packages whose versions matter to a report of a fault, the first ones to bits.
 PACKAGES = (
   "jax", "jaxlib", "numba", "numpy", "flax", "optax", "orbax-checkpoint", "tokenizers",
-  "safetensors", "gguf", "ray", "llguidance", "reasoning-gym",
+  "safetensors", "gguf", "llguidance", "reasoning-gym",
 )  # fmt: skip
 
 

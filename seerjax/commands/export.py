@@ -116,7 +116,7 @@ def export(
   path = run / "config.json"
   if path.is_file() and "task" not in json.loads(path.read_text()):
     raise ValueError(
-      f"--run: got {run}, a run of `discover`, expected one of `train`; of discovery the"
+      f"--run: got {run}, a run of discovery, expected one of `train`; of discovery the"
       " weights may go, and what it found is best.json."
     )
   config = replay.read_config(run)

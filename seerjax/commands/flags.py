@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 import typing
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast, runtime_checkable
 
 from absl import app, flags
 import ml_collections
@@ -33,6 +33,7 @@ COLUMN = 46  # Where clauses begin.
 flags.disclaim_key_flags()  # Flags defined here belong to their caller and appear in its --help.
 
 
+@runtime_checkable
 class Command(Protocol):
   """A module that is a command: flags, and what they are for; its docstring heads its help."""
 
@@ -71,18 +72,17 @@ def help_of(head: str, own: Mapping[str, flags.Flag], default: object) -> str:
   for name, flag in own.items():
     if name == "config":
       continue
-    kind = "|".join(flag.parser.enum_values) if _is_enum(flag) else flag.flag_type()
+    parser = flag.parser
+    is_enum = isinstance(parser, flags.EnumParser)
+    kind = "|".join(parser.enum_values) if is_enum else flag.flag_type()
+    text = (flag.help or "").removeprefix(f"<{kind}>: ")  # absl writes the choices, too.
     if flag.boolean:
-      lines += described(f"--[no]{name}", flag.default, "bool", flag.help or "")
+      lines += described(f"--[no]{name}", flag.default, "bool", text)
     else:
-      lines += described(f"--{name}", flag.default, kind, flag.help or "")
+      lines += described(f"--{name}", flag.default, kind, text)
   if default is not None:
     lines += ["", "configuration:", *described_fields(default, "config")]
   return "\n".join(lines)
-
-
-def _is_enum(flag: flags.Flag) -> bool:
-  return isinstance(flag.parser, flags.EnumParser)
 
 
 def described_fields(config: Any, prefix: str) -> list[str]:
@@ -114,12 +114,22 @@ def described(name: str, default: object, kind: str, text: str) -> list[str]:
 
 
 def clauses(kind: type) -> dict[str, str]:
-  """Returns the first clause on each field of a dataclass, from its docstring's "Attributes:"."""
-  section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]
+  """Returns the first clause on each field of a dataclass, from its docstring's "Attributes:".
+
+  Fields that it inherits have the clauses of its bases.
+  """
+  found: dict[str, str] = {}
+  for base in reversed(kind.__mro__):
+    found |= _attributes(base.__doc__ or "")
+  return {name: re.split(r"[;.:] |[.;]$", text)[0] for name, text in found.items()}
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+  """Returns the text on each attribute by its name."""
   found: dict[str, str] = {}
   names: list[str] = []
-  for line in section.splitlines():
-    entry = re.match(r"  ([a-z_0-9, ]+): (.*)", line)
+  for line in inspect.cleandoc(docstring).partition("Attributes:\n")[2].splitlines():
+    entry = re.match(r"  ([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)", line)
     if entry:
       names = entry[1].split(", ")
       found |= dict.fromkeys(names, entry[2])
@@ -127,7 +137,7 @@ def clauses(kind: type) -> dict[str, str]:
       found |= {name: f"{found[name]} {line.strip()}" for name in names}
     elif line:
       break
-  return {name: re.split(r"[;.:] |[.;]$", text)[0] for name, text in found.items()}
+  return found
 
 
 def to_flags(config: Any) -> ml_collections.ConfigDict:

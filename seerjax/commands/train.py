@@ -315,7 +315,12 @@ def recipe_of(name: str) -> RunConfig:
 
 
 class Parts(NamedTuple):
-  """Functions of the user's that take the place of the library's; None keeps it."""
+  """Functions of the user that take the place of the library's; None keeps the library's.
+
+  Attributes:
+    loss: loss of one micro-batch, like `losses.policy_loss`.
+    advantages: from rewards f32[b, g] to advantages.
+  """
 
   loss: Callable[..., Any] | None = None
   advantages: Callable[..., Any] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -11,7 +12,6 @@ import jax
 import pytest
 
 import seerjax
-from seerjax import numerics as numerics_lib
 from seerjax.commands import doctor
 from seerjax.run import presets
 
@@ -31,8 +31,8 @@ def test_a_sound_machine_has_invariant_rows_and_a_fingerprint():
 
 
 def test_the_twin_an_implementation_that_depends_on_the_batch_is_told():
-  numerics = numerics_lib.NumericsConfig(implementation="untiled", reduction_shards=0)
-  is_sound, text = doctor.examine(numerics)
+  usual = presets.main_job().numerics
+  is_sound, text = doctor.examine(dataclasses.replace(usual, implementation="untiled"))
   assert not is_sound and "rows are NOT invariant" in text
 
 
