@@ -121,6 +121,7 @@ def test_entries_that_no_flag_can_hold_are_refused(argument, message):
     parsed(run_presets.main_job(), argument)
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 def test_a_policy_is_set_by_its_fields_or_named():
   job = run_presets.main_job()
   assert parsed(job, "--config.scheduler.chunk_tokens=7").scheduler.chunk_tokens == 7
