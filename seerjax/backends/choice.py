@@ -10,12 +10,12 @@ import jax
 
 from seerjax import numerics as numerics_lib
 from seerjax.backends.plain import Plain
-from seerjax.backends.protocol import Backend, Decoder
+from seerjax.backends.protocol import Backend, FullShape
 from seerjax.backends.tiled import Tiled
 
 
 def decided(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None
+  numerics: numerics_lib.NumericsConfig, shape: FullShape | None = None
 ) -> numerics_lib.NumericsConfig:
   """Returns the numerics with "auto" and the rows of a tile resolved for this machine.
 
@@ -46,7 +46,7 @@ def decided(
 
 
 def _of_this_machine(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
+  numerics: numerics_lib.NumericsConfig, shape: FullShape | None
 ) -> numerics_lib.Implementation:
   if jax.default_backend() == "gpu":
     chosen, reason = chosen_on_gpu(numerics, shape)
@@ -59,7 +59,7 @@ def _of_this_machine(
 
 
 def chosen_on_gpu(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
+  numerics: numerics_lib.NumericsConfig, shape: FullShape | None
 ) -> tuple[numerics_lib.Implementation, str]:
   """Returns what "auto" resolves to on a GPU, and why not to "pallas"; "" if it does.
 
@@ -82,7 +82,7 @@ def _reason_against_native() -> str | None:
 
 
 def _reason_against_kernels(
-  numerics: numerics_lib.NumericsConfig, shape: Decoder | None
+  numerics: numerics_lib.NumericsConfig, shape: FullShape | None
 ) -> str | None:
   # Imported here, as in `backend_of`.
   from seerjax.backends import kernel_support
@@ -95,7 +95,7 @@ def _say_once(line: str) -> None:
   logging.warning(line)
 
 
-def backend_of(numerics: numerics_lib.NumericsConfig, shape: Decoder | None = None) -> Backend:
+def backend_of(numerics: numerics_lib.NumericsConfig, shape: FullShape | None = None) -> Backend:
   """Returns the backend that the numerics name, or the one for this machine if they leave it open.
 
   Arguments and errors are those of `decided`.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import attention, gpu, matmul, rms_norm, token_logprobs
 from seerjax import numerics as numerics_lib
 from seerjax.backends.mosaic_gpu import KEY_BLOCK
-from seerjax.backends.protocol import Decoder
+from seerjax.backends.protocol import FullShape
 
 # A kernel's name, and a function that returns the reason against it, or None.
 Question: TypeAlias = tuple[str, Callable[[], str | None]]
@@ -24,7 +24,7 @@ ROWS = 64
 PAGE = 64
 
 
-def reason_against(numerics: numerics_lib.NumericsConfig, shape: Decoder | None) -> str | None:
+def reason_against(numerics: numerics_lib.NumericsConfig, shape: FullShape | None) -> str | None:
   """Returns None if the kernels can run this model here, otherwise a sentence with the reason.
 
   Args:
@@ -43,7 +43,7 @@ def reason_against(numerics: numerics_lib.NumericsConfig, shape: Decoder | None)
   return None
 
 
-def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator[Question]:
+def _questions(numerics: numerics_lib.NumericsConfig, shape: FullShape) -> Iterator[Question]:
   """Yields the checks for the kernels of a step."""
   interpret = numerics.is_interpreted
   shards, hidden, c = numerics.reduction_shards, shape.hidden_size, shape.head_dim
@@ -88,7 +88,7 @@ def _questions(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterato
   )
 
 
-def _products(numerics: numerics_lib.NumericsConfig, shape: Decoder) -> Iterator[Question]:
+def _products(numerics: numerics_lib.NumericsConfig, shape: FullShape) -> Iterator[Question]:
   """Yields the checks for the products of a layer: for all slabs at once, or slab by slab."""
 
   def ask(*operands: jax.ShapeDtypeStruct, **fields: Any) -> Callable[[], str | None]:

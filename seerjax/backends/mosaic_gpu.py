@@ -17,7 +17,7 @@ sampling parameters, and passes whether any row is special.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import lax
@@ -36,6 +36,7 @@ from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Definition, Shape, Stage
 from seerjax.backends.tiled import Tiled
+from seerjax.backends.traits import Traits
 from seerjax.ops import attention, rotary, sampling, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
@@ -47,29 +48,13 @@ KEY_BLOCK = 128
 class MosaicGpu(Tiled):
   """See `protocol.Backend`."""
 
-  @property
-  def smallest_width(self) -> int:
-    return matmul.MULTIPLE
-
-  @property
-  def holds_logits(self) -> bool:
-    return False
-
-  @property
-  def waits_for_predicates(self) -> bool:
-    return True
-
-  @property
-  def shares_out_rows(self) -> bool:
-    return False
-
-  @property
-  def reads_layers(self) -> bool:
-    return False
-
-  @property
-  def shares_pages_under_gradient(self) -> bool:
-    return False
+  traits: ClassVar[Traits] = Traits(
+    smallest_width=matmul.MULTIPLE,
+    holds_logits=False,
+    waits_for_predicates=True,
+    shares_pages_under_gradient=False,
+    shares_out_rows=False,
+  )
 
   def whole_rows(self, count: int) -> int:
     return count

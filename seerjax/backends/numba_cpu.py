@@ -8,7 +8,7 @@ tiles, batches, buckets or threads. A contraction that a mesh may shard has one 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -23,6 +23,7 @@ from seerjax.backends.native import (
 )
 from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
+from seerjax.backends.traits import Traits
 from seerjax.ops import attention, rotary
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
@@ -31,32 +32,16 @@ from seerjax.types import KeyCopies, TokenBatch, TokenScores
 class NumbaCpu(Tiled):
   """See `protocol.Backend`."""
 
-  @property
-  def steps_per_visit(self) -> int:
+  traits: ClassVar[Traits] = Traits(
+    holds_logits=False,
     # Host work is a large part of a short step: 1, 2, 4, 8 and 16 gave 4.7, 5.6, 6.8, 7.2 and
     # 7.8 thousand tokens per CPU second of nano.
-    # 7.8 thousand tokens per CPU second of nano.
-    return 8
-
-  @property
-  def page_axes(self) -> tuple[str, ...]:
-    return "cz", "zc"
-
-  @property
-  def pads_adapters(self) -> bool:
-    return True
-
-  @property
-  def shares_out_rows(self) -> bool:
-    return False
-
-  @property
-  def reads_layers(self) -> bool:
-    return True
-
-  @property
-  def holds_logits(self) -> bool:
-    return False
+    steps_per_visit=8,
+    page_axes=("cz", "zc"),
+    pads_adapters=True,
+    shares_out_rows=False,
+    reads_layers=True,
+  )
 
   def turns(
     self, config: rotary.RotaryConfig, positions: Array, num_rows: Array

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from jax import lax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Stage
 from seerjax.backends.tiled import Tiled
+from seerjax.backends.traits import Traits
 from seerjax.ops import attention, tiles
 from seerjax.types import TokenBatch
 
@@ -20,6 +21,8 @@ from seerjax.types import TokenBatch
 @dataclasses.dataclass(frozen=True)
 class Plain(Tiled):
   """See `protocol.Backend`."""
+
+  traits: ClassVar[Traits] = Traits(shares_out_rows=False)
 
   def whole_rows(self, count: int) -> int:
     return count
@@ -38,14 +41,6 @@ class Plain(Tiled):
   ) -> Any:
     del gradient_of  # Plain differentiates the function itself.
     return function(weights, rows, tiles.traced_one(num_rows))
-
-  @property
-  def shares_out_rows(self) -> bool:
-    return False
-
-  @property
-  def reads_layers(self) -> bool:
-    return False
 
   def _adapted(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None

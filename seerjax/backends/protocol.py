@@ -12,11 +12,12 @@ the same under a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
+from seerjax.backends.traits import Traits
 from seerjax.ops import attention, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
@@ -39,7 +40,7 @@ class Shape(Protocol):
 
 
 @runtime_checkable
-class Decoder(Shape, Protocol):
+class FullShape(Shape, Protocol):
   """Properties that decide whether a backend supports a model; `TransformerConfig` has them too."""
 
   @property
@@ -120,65 +121,8 @@ class Operations(Protocol):
 class Backend(Operations, Protocol):
   """An implementation of the stages for one numerics config; frozen, as programs trace it."""
 
-  @property
-  def smallest_width(self) -> int:
-    """Minimum number of features of a head."""
-    ...
-
-  @property
-  def holds_logits(self) -> bool:
-    """Whether `head` holds a row's logits in memory, so that they are available."""
-    ...
-
-  @property
-  def waits_for_predicates(self) -> bool:
-    """Whether the host waits if a loop or a branch depends on a number computed on the device.
-
-    A step then avoids these: its page copies are programs of their own, run only if there are any,
-    and the host, which knows the sampling parameters, sets `Stage.is_plain` for the head.
-    """
-    ...
-
-  @property
-  def steps_per_visit(self) -> int:
-    """Default for the maximum decode steps of an engine's visit."""
-    ...
-
-  @property
-  def page_axes(self) -> tuple[str, ...]:
-    """Axes of one page of one head in each of a layer's arrays f[k, m, ...]: z position, c feature.
-
-    With ("zc", "zc"), keys and values are f[k, m, z, c]; with ("cz", "zc"), keys are f[k, m, c, z].
-    Code outside a backend that reads or allocates pages uses this (`models.kv_layout`).
-    """
-    ...
-
-  @property
-  def shares_pages_under_gradient(self) -> bool:
-    """Whether the gradient of `attend` reaches pages of another sequence of the batch."""
-    ...
-
-  @property
-  def pads_adapters(self) -> bool:
-    """Whether adapters of different ranks are stacked in one array, padded with zeros.
-
-    Then `RowAdapters` has one form. Otherwise each rank has its own products, since padding may
-    change the program that XLA compiles for a product.
-    """
-    ...
-
-  @property
-  def shares_out_rows(self) -> bool:
-    """Whether `RowAdapters.shares` is used."""
-    ...
-
-  @property
-  def reads_layers(self) -> bool:
-    """Whether a layer's weights are read in place from the weights of all layers.
-
-    Otherwise a layer's single slab is sliced out before it is multiplied, which copies the weights.
-    """
-    ...
+  # What differs from other backends besides the programs.
+  traits: ClassVar[Traits]
 
   def whole_rows(self, count: int) -> int:
     """Returns the number of rows for which arrays of `count` rows are allocated."""

@@ -365,7 +365,7 @@ class Planner:
     """Returns whether the other rows can use the same compiled program with this sequence's row."""
     if sequence.mask is not None or sequence.request.sampling.has_penalties:
       return False
-    waits = self._backend.waits_for_predicates
+    waits = self._backend.traits.waits_for_predicates
     return not (waits and np.any(sampling.is_special(sequence.sampling)))
 
   def num_steps(self, scheduled: list[list[ScheduledRows]]) -> int:

@@ -432,7 +432,7 @@ class Runner:
         in the message.
     """
     adapters_lib.check(params, named, what=what)
-    chosen = adapters_lib.stacked(params, named, pads=self.stages.pads_adapters)
+    chosen = adapters_lib.stacked(params, named, pads=self.stages.traits.pads_adapters)
     return chosen._replace(forms=adapters_lib.placed(chosen.forms, self.mesh))
 
   def empty_pages(self, num_pages: int, page_size: int) -> Any:
@@ -591,7 +591,7 @@ class Runner:
     since they would be extra rows of a scatter; a step with key copies is a program of its own. For
     other backends, nothing changes.
     """
-    if not self.stages.waits_for_predicates:
+    if not self.stages.traits.waits_for_predicates:
       return pages, inputs, False
     for copies in page_moves_lib.copy_rounds(inputs.copies, inputs.num_copies):
       pages = self.page_moves.copy(pages, copies)

@@ -335,7 +335,7 @@ def fitted(
     num_pages=num_pages,
     max_sequences=max_sequences,
     max_context=min(config.max_context, most_tokens(num_pages, config.page_size)),
-    steps_per_visit=config.steps_per_visit or backend.steps_per_visit,
+    steps_per_visit=config.steps_per_visit or backend.traits.steps_per_visit,
     background_rows=background_rows,
     pinned_pages=config.pinned_pages or num_pages // 4,
   )

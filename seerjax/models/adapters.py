@@ -130,7 +130,7 @@ def stacked(params: Params, named: Mapping[str, Scaled], *, pads: bool) -> Chose
   Args:
     params: base weights; they decide the dtype, and whether layers are stacked.
     named: adapters by name, checked.
-    pads: whether different ranks are padded into one array (`Backend.pads_adapters`).
+    pads: whether different ranks are padded into one array (`Traits.pads_adapters`).
   """
   groups: dict[Any, list[str]] = {}
   for name, (adapter, _) in named.items():
@@ -224,7 +224,7 @@ def of_rows(params: Params, rows: Array, num_rows: Array, backend: Backend) -> R
   """
   forms = params["adapters"]
   shares = None
-  if backend.shares_out_rows:
+  if backend.traits.shares_out_rows:
     count = 1 + sum(form.count for form in forms)
     shares = tiles.shared_out(rows, count, num_rows, tiles.tile_rows(backend.numerics))
   return Rows(forms, parameters.is_stacked(params), rows, shares)

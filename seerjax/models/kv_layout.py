@@ -95,21 +95,23 @@ def _page_shapes(
 ) -> tuple[tuple[int, ...], ...]:
   """Returns the shape of one page of one head, for each of a layer's arrays."""
   sizes = dict(z=page_size, c=config.head_dim)
-  return tuple(tuple(sizes[axis] for axis in axes) for axes in backend.page_axes)
+  return tuple(tuple(sizes[axis] for axis in axes) for axes in backend.traits.page_axes)
 
 
 def page_size_of(pages: Pages | ScratchPages, backend: Backend) -> int:
   """Returns the number of positions of one page."""
   if isinstance(pages, ScratchPages):
     return pages.page_size
-  axes = backend.page_axes[0]
+  axes = backend.traits.page_axes[0]
   return pages[0][0].shape[axes.index("z") - len(axes)]
 
 
 def is_pool(pages: Pages | ScratchPages, backend: Backend) -> bool:
   """Returns whether the pages of all layers are in one pool."""
+  if isinstance(pages, ScratchPages):
+    return False
   # In addition to the axes of a page, a pool has axes of heads, pages and layers.
-  return not isinstance(pages, ScratchPages) and pages[0][0].ndim == 3 + len(backend.page_axes[0])
+  return pages[0][0].ndim == 3 + len(backend.traits.page_axes[0])
 
 
 def scratch_of_layer(

@@ -243,7 +243,7 @@ def _with_pool(
   if parameters.is_stacked(params):
     # Slabs are read one by one where they are multiplied; slicing out a layer would copy it.
     layers = params["layers"]
-    is_read = lambda leaf: backend.reads_layers or leaf.shape[1] > 1
+    is_read = lambda leaf: backend.traits.reads_layers or leaf.shape[1] > 1
     names = [name for name in SLABS if name in layers and is_read(layers[name])]
     rest = {name: leaf for name, leaf in layers.items() if name not in names}
 

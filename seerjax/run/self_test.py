@@ -164,7 +164,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     Finding.
   """
   # Kernels multiply tiles, so heads need a minimum width.
-  config = _model(numerics, choice.backend_of(numerics).smallest_width)
+  config = _model(numerics, choice.backend_of(numerics).traits.smallest_width)
   numerics = model_config.numerics_for(config, numerics)
   backend = choice.backend_of(numerics)
   params = _params(config, numerics)
@@ -184,7 +184,7 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     return logprobs.score_rows(logits, logits / jnp.float32(0.7), targets, one, numerics)
 
   def scores_of(params, hidden, targets, num_rows):
-    if not backend.holds_logits:
+    if not backend.traits.holds_logits:
       # One kernel both samples and scores.
       count = targets.shape[0]
       drawn_by = sampling.sampling_rows([SamplingParams(temperature=0.7)] * count)

@@ -198,7 +198,7 @@ class DraftProgram:
       (pages, ids i32[t, n, w]) on the device; -1 means no draft.
     """
     is_special = bool(sampling.is_special(inputs.sampling)[: int(inputs.num_requests)].any())
-    is_plain = self.backend.waits_for_predicates and not is_special
+    is_plain = self.backend.traits.waits_for_predicates and not is_special
     words, layout = runner_lib.pack(jax.tree.map(lambda leaf: leaf[None], inputs))
     return self._program(params, pages, words[0], key, layout, is_plain)
 

@@ -233,7 +233,7 @@ def pack(
   ordered = _ordered(groups, advantages)
   for _, rollout, _ in ordered:
     _check_rollout(rollout, shapes, rows_per_micro_batch, num_biases)
-  shared_page_size = page_size if backend.shares_pages_under_gradient else None
+  shared_page_size = page_size if backend.traits.shares_pages_under_gradient else None
   micro_batches = _next_fit(
     [rollout for _, rollout, _ in ordered], shapes, rows_per_micro_batch, shared_page_size
   )

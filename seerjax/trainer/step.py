@@ -307,7 +307,8 @@ class Trainer:
 
   def _is_plain(self, batch: TrainBatch) -> bool:
     """Whether no row needs special sampling, if the backend benefits from knowing it in advance."""
-    return self.stages.waits_for_predicates and not np.any(sampling.is_special(batch.sampling))
+    is_special = np.any(sampling.is_special(batch.sampling))
+    return bool(self.stages.traits.waits_for_predicates and not is_special)
 
   def _gradient_program(self, *, is_plain: bool):
     """(params, MicroBatch [i, ...], denominators, sums [i, ...]) -> sums, ([i, ...] of the rest).

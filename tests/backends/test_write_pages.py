@@ -31,7 +31,7 @@ BACKENDS = {
 def test_rows_and_their_copies_are_written_and_nothing_else(backend, seed):
   rng = np.random.default_rng(seed)
   dtype = backend.numerics.dtype
-  shapes = [[dict(z=SIZE, c=WIDTH)[axis] for axis in axes] for axes in backend.page_axes]
+  shapes = [[dict(z=SIZE, c=WIDTH)[axis] for axis in axes] for axes in backend.traits.page_axes]
   before = [rng.standard_normal((HEADS, PAGES, *shape)).astype(dtype) for shape in shapes]
   new = [rng.standard_normal((8, HEADS, WIDTH)).astype(dtype) for _ in "kv"]
   write = jax.jit(backend.write_pages)
@@ -47,7 +47,7 @@ def test_rows_and_their_copies_are_written_and_nothing_else(backend, seed):
     pairs = [(slot, row) for row, slot in enumerate(slots[:num_rows])]
     copied_pairs = list(zip(copied[:num_copies], rows))
     for axes, old, rows_of, got, alone in zip(
-      backend.page_axes, before, new, found, plain, strict=True
+      backend.traits.page_axes, before, new, found, plain, strict=True
     ):
       for result, several in ((got, pairs + copied_pairs), (alone, pairs)):
         wanted = np.moveaxis(old.copy(), 2 + axes.index("z"), 2)  # A view: f[k, m, z, c].
@@ -61,7 +61,7 @@ def test_rows_and_their_copies_are_written_and_nothing_else(backend, seed):
 def test_a_row_whose_slot_no_page_has_is_written_nowhere(name):
   """Otherwise the write would change arrays that others hold in this process."""
   backend = BACKENDS[name]
-  shapes = [[dict(z=SIZE, c=WIDTH)[axis] for axis in axes] for axes in backend.page_axes]
+  shapes = [[dict(z=SIZE, c=WIDTH)[axis] for axis in axes] for axes in backend.traits.page_axes]
   dtype = backend.numerics.dtype
   pages = tuple(jnp.ones((HEADS, PAGES, *shape), dtype) for shape in shapes)
   rows = tuple(jnp.full((3, HEADS, WIDTH), 2, dtype) for _ in "kv")

@@ -55,40 +55,8 @@ class Wrapping:
     return tiled.Tiled(self.numerics)
 
   @property
-  def smallest_width(self):
-    return self._inner.smallest_width
-
-  @property
-  def holds_logits(self):
-    return self._inner.holds_logits
-
-  @property
-  def waits_for_predicates(self):
-    return self._inner.waits_for_predicates
-
-  @property
-  def steps_per_visit(self):
-    return self._inner.steps_per_visit
-
-  @property
-  def pads_adapters(self):
-    return self._inner.pads_adapters
-
-  @property
-  def shares_out_rows(self):
-    return self._inner.shares_out_rows
-
-  @property
-  def reads_layers(self):
-    return self._inner.reads_layers
-
-  @property
-  def page_axes(self):
-    return "cz", "zc"
-
-  @property
-  def shares_pages_under_gradient(self):
-    return self._inner.shares_pages_under_gradient
+  def traits(self):
+    return dataclasses.replace(self._inner.traits, page_axes=("cz", "zc"))
 
   def whole_rows(self, count):
     return self._inner.whole_rows(count)
@@ -217,8 +185,8 @@ class Waiting(Wrapping):
   """A backend that behaves as if the host blocked to read a number from the device."""
 
   @property
-  def waits_for_predicates(self):
-    return True
+  def traits(self):
+    return dataclasses.replace(super().traits, waits_for_predicates=True)
 
 
 @pytest.mark.thorough
@@ -240,7 +208,7 @@ def test_a_backend_that_waits_for_predicates_is_told_where_no_row_is_special():
 
 def test_the_wrapping_backend_has_the_protocols_members_alone():
   names = {name for name in dir(Wrapping) if not name.startswith("_")} | {"numerics"}
-  members = {*vars(protocol.Backend), *vars(protocol.Operations)}
+  members = {*vars(protocol.Backend), *vars(protocol.Operations), *protocol.Backend.__annotations__}
   assert names == {name for name in members if not name.startswith("_")}
 
 

@@ -194,9 +194,7 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
 class Waiting(Tiled):
   """The tiled backend, as if the host blocked to read a number from the device."""
 
-  @property
-  def waits_for_predicates(self):
-    return True
+  traits = dataclasses.replace(Tiled.traits, waits_for_predicates=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,7 @@ NUMERICS = tiny_model.NUMERICS
 class KeysTurned(Tiled):
   """Keys f[k, m, c, z], values f[k, m, z, c]."""
 
-  @property
-  def page_axes(self):
-    return "cz", "zc"
+  traits = dataclasses.replace(Tiled.traits, page_axes=("cz", "zc"))
 
 
 @pytest.mark.parametrize("num_layers", [2, parameters.UNROLLED_LAYERS + 1])
@@ -30,7 +28,9 @@ def test_pages_of_layers_and_pools_have_the_axes_that_the_backend_names(num_laye
   is_pool = num_layers > parameters.UNROLLED_LAYERS
   layers = (num_layers,) if is_pool else ()
   of_a_page = {"zc": (4, config.head_dim), "cz": (config.head_dim, 4)}
-  wanted = [(config.num_kv_heads, 5, *layers, *of_a_page[axes]) for axes in backend.page_axes]
+  wanted = [
+    (config.num_kv_heads, 5, *layers, *of_a_page[axes]) for axes in backend.traits.page_axes
+  ]
   assert len(pages) == (1 if is_pool else num_layers)
   assert all([leaf.shape for leaf in layer] == wanted for layer in pages)
   assert kv_layout.is_pool(pages, backend) == is_pool
