@@ -158,7 +158,7 @@ class EngineWorker:
       num_pages=engine.config.num_pages - 1,
       max_running=engine.config.max_sequences,
       num_instances=engine.num_instances,
-      free_pages=tuple(map(engine.free_pages, range(engine.num_instances))),
+      free_pages=tuple(map(engine.chunks.free_pages, range(engine.num_instances))),
       counters=counters,
     )
 
@@ -167,7 +167,7 @@ class EngineWorker:
     for gone in forget:
       self._forget(gone.request_id)
       if gone.is_over:
-        self.engine.forget_kv(gone.request_id)
+        self.engine.chunks.forget_kv(gone.request_id)
     for order in orders:
       self._begin(order)
     ended: list[ChunkResult] = []
@@ -176,10 +176,10 @@ class EngineWorker:
       for completion in self.engine.poll():
         self._held.discard(completion.request_id)
         ended.append(self._result(completion.request_id, completion, None))
-      for request_id in self.engine.poll_paused():
+      for request_id in self.engine.chunks.poll_paused():
         if request_id in self._running:
           exports = self._running[request_id].order.exports
-          kv = self.engine.export_kv(request_id) if exports else None
+          kv = self.engine.chunks.export_kv(request_id) if exports else None
           ended.append(self._result(request_id, self.engine.progress(request_id), kv))
     return ended
 
@@ -197,7 +197,7 @@ class EngineWorker:
     )
 
   def _begin(self, order: ChunkOrder) -> None:
-    engine, request = self.engine, order.request
+    engine, chunks, request = self.engine, self.engine.chunks, order.request
     if isinstance(engine.drafter, Hearer):
       for text in order.texts:
         engine.drafter.hear(
@@ -207,14 +207,14 @@ class EngineWorker:
     if name in self._held and not self._stands_at(name, order.start):
       self._forget(name)  # It has progressed on another worker.
     is_here = name in self._held
-    home = engine.instance_of(name) if is_here else order.instance
-    held = engine.held_pages(name) if is_here and home == order.instance else 0
+    home = chunks.instance_of(name) if is_here else order.instance
+    held = chunks.held_pages(name) if is_here and home == order.instance else 0
     positions = len(request.prompt) + order.start + order.max_tokens - 1
-    self._make_room(order.instance, engine.pages_for(positions) - held, keep=name)
+    self._make_room(order.instance, chunks.pages_for(positions) - held, keep=name)
     if is_here:
       if home != order.instance:
-        engine.migrate(name, order.instance)
-      engine.resume(name, chunk_tokens=order.max_tokens, instance=order.instance)
+        chunks.migrate(name, order.instance)
+      chunks.resume(name, chunk_tokens=order.max_tokens, instance=order.instance)
     else:
       engine.submit(
         request,
@@ -228,18 +228,18 @@ class EngineWorker:
 
   def _stands_at(self, request_id: str, start: int) -> bool:
     """Returns whether a request is paused here exactly at token `start`."""
-    is_paused = request_id in self.engine.poll_paused()
+    is_paused = request_id in self.engine.chunks.poll_paused()
     return is_paused and len(self.engine.progress(request_id).tokens) == start
 
   def _make_room(self, instance: int, num_pages: int, keep: str) -> None:
     """Displaces waiting requests' pages from an instance, longest waiting first."""
-    engine = self.engine
-    for request_id in engine.poll_paused():
-      if engine.free_pages(instance) - engine.awaited_pages(instance) >= num_pages:
+    chunks = self.engine.chunks
+    for request_id in chunks.poll_paused():
+      if chunks.free_pages(instance) - chunks.awaited_pages(instance) >= num_pages:
         return
-      is_there = engine.held_pages(request_id) and engine.instance_of(request_id) == instance
-      if is_there and request_id != keep and not engine.spill([request_id]):
-        engine.preempt(request_id)
+      is_there = chunks.held_pages(request_id) and chunks.instance_of(request_id) == instance
+      if is_there and request_id != keep and not chunks.spill([request_id]):
+        chunks.preempt(request_id)
 
   def _engine_digest(self) -> str:
     return self.engine.memory.kv_pool.identity_of().weights

@@ -199,7 +199,7 @@ def manifest(
 
   Args:
     request: the request.
-    kv: result of `Engine.export_kv`.
+    kv: result of `Chunks.export_kv`.
     policy_version: policy version of the engine.
     page_size: page size of the engine.
     layout: layout of the engine's pages, as `KVManifest.layout`.

@@ -13,18 +13,20 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
+from seerjax import fields
 from seerjax.engine import checks, sizes
 from seerjax.engine.counters import Counters
 from seerjax.engine.requests import Requests
 from seerjax.engine.sizes import EngineConfig
 from seerjax.kv.manifest import KVManifest
 from seerjax.kv.memory import Memory
-from seerjax.kv.owner import BASE, Owner
+from seerjax.kv.owner import Owner
 from seerjax.kv.pins import Pins
 
 
+@fields.checked_methods
 class Chunks:
-  """Interface of one engine for a scheduler of chunks; `Engine` has a method for each of these."""
+  """Interface of one engine for a scheduler of chunks (`Engine.chunks`)."""
 
   def __init__(
     self,
@@ -41,13 +43,21 @@ class Chunks:
     self._requests = requests
     self._pins = pins
 
+  def poll_paused(self) -> list[str]:
+    """Returns the paused requests, in the order in which their chunks ended; they hold pages."""
+    return list(self._requests.paused)
+
+  def instance_of(self, request_id: str) -> int:
+    """Returns the instance of a request; raises ValueError for an unknown request."""
+    return self._requests.find(request_id, "Chunks.instance_of").instance
+
   def pause(self, request_id: str) -> None:
     """Ends a request's chunk now; it keeps its pages.
 
     Raises:
       ValueError: if there is no such request.
     """
-    sequence = self._requests.find(request_id, "pause")
+    sequence = self._requests.find(request_id, "Chunks.pause")
     if request_id not in self._requests.paused:
       self._requests.pause(sequence)
 
@@ -66,10 +76,10 @@ class Chunks:
     Raises:
       ValueError: if there is no such request or instance, or the request is not paused.
     """
-    sequence = self._requests.find_paused(request_id, "resume")
-    checks.chunk(f"Engine.resume of {request_id!r}", chunk_tokens)
+    sequence = self._requests.find_paused(request_id, "Chunks.resume")
+    checks.chunk(f"Chunks.resume of {request_id!r}", chunk_tokens)
     if instance is not None:
-      self._requests.check_instance(f"Engine.resume of {request_id!r}", instance)
+      self._requests.check_instance(f"Chunks.resume of {request_id!r}", instance)
       if instance != sequence.instance:
         if sequence.pages:
           self._memory.release(sequence)
@@ -83,14 +93,21 @@ class Chunks:
     Raises:
       ValueError: if there is no such request or instance, or the request is not paused.
     """
-    sequence = self._requests.find_paused(request_id, "migrate")
-    self._requests.check_instance(f"Engine.migrate of {request_id!r}", instance)
+    sequence = self._requests.find_paused(request_id, "Chunks.migrate")
+    self._requests.check_instance(f"Chunks.migrate of {request_id!r}", instance)
     return self._memory.migrate(sequence, instance)
 
   def pull_prefix(
-    self, tokens: Sequence[int], source: int, target: int, owner: Owner = BASE
+    self, tokens: Sequence[int], source: int, target: int, adapter: str = "", namespace: str = ""
   ) -> int:
     """Copies the whole pages of a prefix from one instance to another.
+
+    Args:
+      tokens: the prefix.
+      source: instance that has cached it.
+      target: instance that receives it.
+      adapter: name of the adapter that wrote it, "" for the base weights.
+      namespace: `Request.namespace` of the requests that may use it.
 
     Returns:
       Number of positions copied: those that `source` has cached and `target` has not, within the
@@ -100,8 +117,8 @@ class Chunks:
       ValueError: if there is no such instance.
     """
     for name, instance in (("source", source), ("target", target)):
-      self._requests.check_instance(f"Engine.pull_prefix: {name}", instance)
-    return self._memory.pull_prefix(tokens, source, target, owner)
+      self._requests.check_instance(f"Chunks.pull_prefix: {name}", instance)
+    return self._memory.pull_prefix(tokens, source, target, Owner(adapter, namespace))
 
   def spill(self, request_ids: Iterable[str]) -> list[str]:
     """Spills paused requests' pages off the devices, in order, until the pool is full.
@@ -113,11 +130,13 @@ class Chunks:
       ValueError: if there is no such request, or it is not paused.
     """
     # Duplicate ids are one request.
-    sequences = [self._requests.find_paused(name, "spill") for name in dict.fromkeys(request_ids)]
+    sequences = [
+      self._requests.find_paused(name, "Chunks.spill") for name in dict.fromkeys(request_ids)
+    ]
     left = self._memory.spill([sequence for sequence in sequences if sequence.pages])
     return [sequence.name for sequence in left]
 
-  def export_kv(self, request_id: str, policy_version: int) -> KVManifest | None:
+  def export_kv(self, request_id: str) -> KVManifest | None:
     """Puts a copy of a paused request's pages into the store, for an engine that continues it.
 
     The request is unchanged; cancel it once it continues elsewhere. Its previous export is removed.
@@ -130,8 +149,13 @@ class Chunks:
     Raises:
       ValueError: if there is no such request, or it is not paused.
     """
-    sequence = self._requests.find_paused(request_id, "export_kv")
-    return self._memory.export(sequence, policy_version)
+    sequence = self._requests.find_paused(request_id, "Chunks.export_kv")
+    return self._memory.export(sequence)
+
+  def forget_kv(self, request_id: str) -> None:
+    """Removes the export of a request that ended elsewhere; any other request is ignored."""
+    if request_id not in self._requests.live:
+      self._memory.kv_pool.end(request_id)
 
   def held_pages(self, request_id: str) -> int:
     """Returns how many pages of its instance a request holds; 0 if it is spilled or waits.
@@ -139,11 +163,11 @@ class Chunks:
     Raises:
       ValueError: if there is no such request.
     """
-    return len(self._requests.find(request_id, "held_pages").pages)
+    return len(self._requests.find(request_id, "Chunks.held_pages").pages)
 
   def free_pages(self, instance: int) -> int:
     """Returns the number of available pages; raises ValueError for an unknown instance."""
-    self._requests.check_instance("Engine.free_pages", instance)
+    self._requests.check_instance("Chunks.free_pages", instance)
     return self._memory.pools[instance].num_available
 
   def yielding_pages(self, instance: int) -> int:
@@ -154,7 +178,7 @@ class Chunks:
     Raises:
       ValueError: if there is no such instance.
     """
-    self._requests.check_instance("Engine.yielding_pages", instance)
+    self._requests.check_instance("Chunks.yielding_pages", instance)
     pins = (sequence for sequence in self._pins.sequences if sequence.instance == instance)
     holders = (*self._requests.holders_in_background(instance), *pins)
     held = collections.Counter(page for sequence in holders for page in sequence.pages)
@@ -169,7 +193,7 @@ class Chunks:
     Raises:
       ValueError: if there is no such instance.
     """
-    self._requests.check_instance("Engine.awaited_pages", instance)
+    self._requests.check_instance("Chunks.awaited_pages", instance)
     sequences = (*self._requests.waiting[instance], *self._requests.running[instance])
     return sum(max(0, one.expected_pages(self._config) - len(one.pages)) for one in sequences)
 
@@ -190,7 +214,7 @@ class Chunks:
     """
     if num_tokens < 1:
       raise ValueError(
-        f"Engine.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has at least one"
+        f"Chunks.pages_for: got {num_tokens} tokens, expected at least 1; a prompt has at least one"
         " token."
       )
     return sizes.pages_for(num_tokens, self._config.page_size)
@@ -203,7 +227,7 @@ class Chunks:
     Raises:
       ValueError: if there is no such request.
     """
-    sequence = self._requests.find(request_id, "preempt")
+    sequence = self._requests.find(request_id, "Chunks.preempt")
     is_running = self._requests.is_running(sequence)
     self._counters.preemptions += is_running or sequence.num_written > 0
     self._memory.release(sequence)

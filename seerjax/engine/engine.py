@@ -68,6 +68,7 @@ class Engine:
     config: sizes, all of them resolved.
     counters: statistics of the engine.
     memory: pages of all instances.
+    chunks: the operations of a scheduler on requests and their pages between chunks.
     step_times: measured step times (`speculation.step_times.measure`); they limit how many rows
       background requests get in a step with foreground requests. None gives them none. May be set
       at any time.
@@ -147,7 +148,7 @@ class Engine:
     self._requests = requests
     self.step_times = step_times
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
-    self._chunks = Chunks(requests, memory, counters, self._pins, config=config)
+    self.chunks = Chunks(requests, memory, counters, self._pins, config=config)
     self._drafting = drafting.Drafting(drafter)
     self._planner = planner = self._planner_kind(
       requests,
@@ -231,9 +232,9 @@ class Engine:
         `EngineConfig.background_slack`, or up to `background_rows` if there is no foreground
         request; it is preempted when a foreground request needs pages or a place in the batch. The
         response has the same bits either way.
-      kv: another engine's export of the request (`export_kv`). If the store has lost or changed the
-        pages, or they belong to other weights, numerics or tokens, the keys are computed again, to
-        the same bits (`Counters.imports`).
+      kv: another engine's export of the request (`Chunks.export_kv`). If the store has lost or
+        changed the pages, or they belong to other weights, numerics or tokens, the keys are
+        computed again, to the same bits (`Counters.imports`).
 
     Raises:
       ValueError: if the prompt is empty; if the id is in use; if the request is too long for the
@@ -500,77 +501,6 @@ class Engine:
       self._requests.add(sequence)
     return reading.to_ends(self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step)
 
-  # Operations between chunks.
-
-  def poll_paused(self) -> list[str]:
-    """Returns the paused requests, in the order in which their chunks ended; they hold pages."""
-    return list(self._requests.paused)
-
-  def pause(self, request_id: str) -> None:
-    """Ends a request's chunk now; it keeps its pages. Raises ValueError for an unknown request."""
-    self._chunks.pause(request_id)
-
-  def resume(
-    self, request_id: str, *, chunk_tokens: int | None = None, instance: int | None = None
-  ) -> None:
-    """Resumes a paused request for another chunk; see `Chunks.resume`."""
-    self._chunks.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
-
-  def migrate(self, request_id: str, instance: int) -> bool:
-    """Moves a paused request's pages to another instance; see `Chunks.migrate`."""
-    return self._chunks.migrate(request_id, instance)
-
-  def pull_prefix(
-    self, tokens: Sequence[int], source: int, target: int, adapter: str = "", namespace: str = ""
-  ) -> int:
-    """Copies the whole pages of a prefix to another instance; see `Chunks.pull_prefix`."""
-    return self._chunks.pull_prefix(tokens, source, target, Owner(adapter, namespace))
-
-  def spill(self, request_ids: Iterable[str]) -> list[str]:
-    """Spills paused requests' pages off the devices; see `Chunks.spill`."""
-    return self._chunks.spill(request_ids)
-
-  def preempt(self, request_id: str) -> None:
-    """Drops a request's pages; it prefills again to the same bits; see `Chunks.preempt`."""
-    self._chunks.preempt(request_id)
-
-  def export_kv(self, request_id: str) -> KVManifest | None:
-    """Puts a copy of a paused request's pages into the store; see `Chunks.export_kv`."""
-    return self._chunks.export_kv(request_id, self.policy_version)
-
-  def instance_of(self, request_id: str) -> int:
-    """Returns the instance of a request; raises ValueError for an unknown request."""
-    return self._requests.find(request_id, "instance_of").instance
-
-  def forget_kv(self, request_id: str) -> None:
-    """Removes the export of a request that ended elsewhere; any other request is ignored."""
-    if request_id not in self._requests.live:
-      self.memory.kv_pool.end(request_id)
-
-  def held_pages(self, request_id: str) -> int:
-    """Returns the number of pages that a request holds; see `Chunks.held_pages`."""
-    return self._chunks.held_pages(request_id)
-
-  def free_pages(self, instance: int) -> int:
-    """Returns the number of available pages; raises ValueError for an unknown instance."""
-    return self._chunks.free_pages(instance)
-
-  def yielding_pages(self, instance: int) -> int:
-    """Returns the pages that foreground requests could reclaim; see `Chunks.yielding_pages`."""
-    return self._chunks.yielding_pages(instance)
-
-  def awaited_pages(self, instance: int) -> int:
-    """Returns the further pages that requests are expected to take; see `Chunks.awaited_pages`."""
-    return self._chunks.awaited_pages(instance)
-
-  def expected_pages(self, num_prompt: int, max_tokens: int) -> int:
-    """Returns the pages that admission counts for a request; see `Chunks.expected_pages`."""
-    return self._chunks.expected_pages(num_prompt, max_tokens)
-
-  def pages_for(self, num_tokens: int) -> int:
-    """Returns the pages that a prompt and response of `num_tokens` need; see `Chunks.pages_for`."""
-    return self._chunks.pages_for(num_tokens)
-
   def pin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> int:
     """Pins a prefix: its cached pages stay in memory for requests that begin with it.
 
@@ -680,11 +610,11 @@ class Engine:
 
   def progress(self, request_id: str) -> Completion:
     """Returns a request's partial response; raises ValueError for an unknown request."""
-    return self._requests.find(request_id, "progress").completion("", self.policy_version)
+    return self._requests.find(request_id, "Engine.progress").completion("", self.policy_version)
 
   def cancel(self, request_id: str) -> None:
     """Cancels a request; raises ValueError for an unknown request."""
-    sequence = self._requests.find(request_id, "cancel")
+    sequence = self._requests.find(request_id, "Engine.cancel")
     self.memory.release(sequence)
     self._requests.remove(sequence)
     self._outputs.drop(request_id)

@@ -63,11 +63,11 @@ class Requests:
     """Returns an unfinished request.
 
     Raises:
-      ValueError: if the id is unknown; `what` is the name of the engine's method.
+      ValueError: if the id is unknown; `what` is the name of the called method.
     """
     if request_id not in self.live:
       raise ValueError(
-        f"Engine.{what}: got request {request_id!r}, expected one of the {len(self.live)} that are"
+        f"{what}: got request {request_id!r}, expected one of the {len(self.live)} that are"
         " unfinished; it may have finished (see poll)."
       )
     return self.live[request_id]
@@ -81,7 +81,7 @@ class Requests:
     sequence = self.find(request_id, what)
     if request_id not in self.paused:
       raise ValueError(
-        f"Engine.{what}: got request {request_id!r}, which is not paused, expected one of the"
+        f"{what}: got request {request_id!r}, which is not paused, expected one of the"
         f" {len(self.paused)} paused requests (see poll_paused); its chunk is still running."
       )
     return sequence

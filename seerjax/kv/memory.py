@@ -254,8 +254,8 @@ class Memory:
         rounds[sequence].append(self._moves.take_off(extracted, instance))
     return rounds
 
-  def export(self, sequence: Holding, policy_version: int) -> KVManifest | None:
-    """Stores a copy of a sequence's pages, which stay in place; see `Engine.export_kv`."""
+  def export(self, sequence: Holding) -> KVManifest | None:
+    """Stores a copy of a sequence's pages, which stay in place; None without room or a store."""
     if not sequence.num_written or self.kv_pool.last_tier is None:
       return None
     written = sequence.tokens[: sequence.num_written]
@@ -269,7 +269,7 @@ class Memory:
     identity = self.kv_pool.identity_of(sequence.owner)
     return KVManifest(
       key=found[0],
-      policy_version=policy_version,
+      policy_version=identity.policy_version,
       numerics_digest=identity.fingerprint,
       weights_digest=identity.weights,
       num_written=sequence.num_written,

@@ -118,7 +118,7 @@ class DividedRollout:
       for completion in self.engine.poll():
         self._end(completion.request_id, len(completion.tokens), finished=True)
         self._unread.append(completion)
-      for request_id in self.engine.poll_paused():
+      for request_id in self.engine.chunks.poll_paused():
         if request_id in self._running:
           self._end_of_chunk(request_id)
       while self._unread:
@@ -145,7 +145,7 @@ class DividedRollout:
     engine = self.engine
     usable = engine.config.num_pages - 1
     self.trace.used_pages.append(
-      [usable - engine.free_pages(instance) for instance in range(engine.num_instances)]
+      [usable - engine.chunks.free_pages(instance) for instance in range(engine.num_instances)]
     )
     self.trace.rows.append(engine.counters.rows - self._rows_before)
     self._rows_before = engine.counters.rows
@@ -170,21 +170,22 @@ class DividedRollout:
   def _apply(self, decision: Decision) -> bool:
     """Applies a decision; returns False if no tier has room for the pages it would displace."""
     engine, request_id, target = self.engine, decision.request_id, decision.instance
-    is_known = request_id in engine.poll_paused()
-    held = engine.held_pages(request_id) if is_known else 0
-    home = engine.instance_of(request_id) if is_known else NOWHERE
+    chunks = engine.chunks
+    is_known = request_id in chunks.poll_paused()
+    held = chunks.held_pages(request_id) if is_known else 0
+    home = chunks.instance_of(request_id) if is_known else NOWHERE
     needed = decision.num_pages - (held if home == target else 0)
     if not self._make_room(target, needed, keep=request_id):
       return False
     chunk_tokens = self._chunk_tokens(request_id, decision)
     if is_known:
       if held and home != target and decision.pull_tokens:
-        self.trace.migrations += engine.migrate(request_id, target)
-      engine.resume(request_id, chunk_tokens=chunk_tokens, instance=target)
+        self.trace.migrations += chunks.migrate(request_id, target)
+      chunks.resume(request_id, chunk_tokens=chunk_tokens, instance=target)
     else:
       request = self._requests[request_id]
       if decision.pull_tokens and decision.pull_from != target:
-        pulled = engine.pull_prefix(
+        pulled = chunks.pull_prefix(
           request.prompt,
           decision.pull_from,
           target,
@@ -218,32 +219,32 @@ class DividedRollout:
     These are free pages and those of waiting requests, which can be displaced. Shared prompt pages
     count once.
     """
-    engine = self.engine
-    pages = [self._free(instance) for instance in range(engine.num_instances)]
-    for request_id in engine.poll_paused():
-      pages[engine.instance_of(request_id)] += engine.held_pages(request_id)
+    chunks = self.engine.chunks
+    pages = [self._free(instance) for instance in range(self.engine.num_instances)]
+    for request_id in chunks.poll_paused():
+      pages[chunks.instance_of(request_id)] += chunks.held_pages(request_id)
     return pages
 
   def _free(self, instance: int) -> int:
     """Returns an instance's pages that are free and not reserved."""
-    return self.engine.free_pages(instance) - self.engine.awaited_pages(instance)
+    return self.engine.chunks.free_pages(instance) - self.engine.chunks.awaited_pages(instance)
 
   def _make_room(self, instance: int, num_pages: int, keep: str) -> bool:
     """Displaces waiting requests' pages, longest waiting first; returns whether it succeeded."""
-    engine = self.engine
-    for request_id in engine.poll_paused():
+    engine, chunks = self.engine, self.engine.chunks
+    for request_id in chunks.poll_paused():
       if self._free(instance) >= num_pages:
         return True
-      held = engine.held_pages(request_id)
-      if request_id == keep or not held or engine.instance_of(request_id) != instance:
+      held = chunks.held_pages(request_id)
+      if request_id == keep or not held or chunks.instance_of(request_id) != instance:
         continue
       peer = max(range(engine.num_instances), key=lambda i: (i != instance, self._free(i), -i))
       reserve = int(PEER_RESERVE * (engine.config.num_pages - 1))
       has_room = peer != instance and self._free(peer) - held >= reserve
-      if has_room and engine.migrate(request_id, peer):
+      if has_room and chunks.migrate(request_id, peer):
         self.buffer.moved(request_id, peer)
         self.trace.migrations += 1
-      elif engine.spill([request_id]):
+      elif chunks.spill([request_id]):
         self.trace.spills += 1
       else:
         break
@@ -251,9 +252,10 @@ class DividedRollout:
 
   def _drop_one(self) -> None:
     """Drops the pages of the request that began waiting last, as it has the longest wait ahead."""
-    held = [name for name in self.engine.poll_paused() if self.engine.held_pages(name)]
+    chunks = self.engine.chunks
+    held = [name for name in chunks.poll_paused() if chunks.held_pages(name)]
     assert held, "requests wait, nothing runs, and no request holds memory"
-    self.engine.preempt(held[-1])
+    chunks.preempt(held[-1])
     self.buffer.lost_kv(held[-1])
     self.trace.dropped += 1
 
@@ -281,12 +283,12 @@ class DividedRollout:
         return
     item = self.buffer[request_id]
     chunk = min(self.engine.config.page_size, item.chunk_end - item.generated)
-    self.engine.resume(request_id, chunk_tokens=chunk)
+    self.engine.chunks.resume(request_id, chunk_tokens=chunk)
 
   def _preempt(self, request_id: str) -> None:
     running = self._running.pop(request_id)
-    self.engine.pause(request_id)
-    self.engine.preempt(request_id)
+    self.engine.chunks.pause(request_id)
+    self.engine.chunks.preempt(request_id)
     self._add_span(request_id, running, self.buffer[request_id].generated, is_last=False)
     self.buffer.lost_kv(request_id)
     self._instances.release(running.decision.instance, running.decision.num_pages)

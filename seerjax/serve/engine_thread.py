@@ -586,9 +586,10 @@ def has_room(engine: Engine, request: Request) -> bool:
     return True  # `Engine.check` has ensured that it fits alone.
   if num_front >= engine.config.max_sequences * engine.num_instances:
     return False
-  needed = engine.expected_pages(len(request.prompt), request.sampling.max_tokens)
+  chunks = engine.chunks
+  needed = chunks.expected_pages(len(request.prompt), request.sampling.max_tokens)
   return any(
-    engine.free_pages(place) + engine.yielding_pages(place) - engine.awaited_pages(place) >= needed
+    chunks.free_pages(place) + chunks.yielding_pages(place) - chunks.awaited_pages(place) >= needed
     for place in range(engine.num_instances)
   )
 

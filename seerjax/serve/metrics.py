@@ -61,7 +61,7 @@ def _contexts(thread: EngineThread, state: str) -> int:
 
 def _free_pages(thread: EngineThread) -> int:
   return sum(
-    engine.free_pages(place)
+    engine.chunks.free_pages(place)
     for engine in thread.engines.values()
     for place in range(engine.num_instances)
   )

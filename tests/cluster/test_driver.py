@@ -171,7 +171,7 @@ class Forgetful(EngineWorker):
   """Resumes from the local state, although the request has continued elsewhere."""
 
   def _stands_at(self, request_id, start):
-    return request_id in self.engine.poll_paused()
+    return request_id in self.engine.chunks.poll_paused()
 
 
 @pytest.mark.parametrize("kind", [EngineWorker, Forgetful])

@@ -177,17 +177,17 @@ def run_plan(
       )
       assert completion.text == expected[name].text
       assert tuple(said[name]) == completion.tokens
-    for name in engine.poll_paused():
-      engine.resume(name, chunk_tokens=chunks[name])
+    for name in engine.chunks.poll_paused():
+      engine.chunks.resume(name, chunk_tokens=chunks[name])
     if engine.counters.steps == before and engine.num_unfinished:
       # Paused requests may hold the pages that all need; a scheduler preempts one of them.
       held = [name for name in requests if name in engine._requests.live]
-      held = [name for name in held if engine.held_pages(name) and chunks[name] is not None]
+      held = [name for name in held if engine.chunks.held_pages(name) and chunks[name] is not None]
       if held:
-        engine.preempt(held[-1])
+        engine.chunks.preempt(held[-1])
   assert not todo and not engine.num_unfinished, f"{engine.num_unfinished} requests starve"
   usable = config.num_pages - 1
-  assert [engine.free_pages(place) for place in range(engine.num_instances)] == (
+  assert [engine.chunks.free_pages(place) for place in range(engine.num_instances)] == (
     [usable] * engine.num_instances
   )
   if not plan.reserved_tokens:

@@ -100,15 +100,15 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
       break
     engine.step()
     done |= {completion.request_id: completion for completion in engine.poll()}
-    paused = engine.poll_paused()
+    paused = engine.chunks.poll_paused()
     events["paused"] += len(paused)
     for name in paused:
       if chooses.random() < 0.3:
-        events["spilled"] += len(engine.spill([name]))
-      engine.resume(name, chunk_tokens=chooses.choice((None, 5)))
+        events["spilled"] += len(engine.chunks.spill([name]))
+      engine.chunks.resume(name, chunk_tokens=chooses.choice((None, 5)))
     live = [name for name in names if name not in done]
     if live and chooses.random() < 0.2:
-      engine.preempt(chooses.choice(live))
+      engine.chunks.preempt(chooses.choice(live))
       events["preempted"] += 1
     if live and chooses.random() < 0.05:
       name = chooses.choice(live)

@@ -1,7 +1,7 @@
 """A request that moves between engines keeps its completion, whatever happens to its pages.
 
 Drawn are engines of several sizes on one store, requests in chunks, and at the end of each chunk
-the next engine, with or without the manifest of `Engine.export_kv`. In transit, pages are damaged,
+the next engine, with or without the manifest of `Chunks.export_kv`. In transit, pages are damaged,
 lost or described wrongly. Every completion is compared with one engine's, bit by bit; the fates of
 the pages are counted, and a kind with count 0 is a failure.
 """
@@ -64,7 +64,7 @@ class Case:
       engine = engines[int(rng.integers(len(engines)))]
       engine.step()
       found |= {one.request_id: one for one in engine.poll()}
-      for name in engine.poll_paused():
+      for name in engine.chunks.poll_paused():
         self.go_on(engine, name)
     wanted = alone(self.numerics, self.seed)
     assert found.keys() >= self.requests.keys(), "got requests that never ended"
@@ -82,15 +82,15 @@ class Case:
     """Resumes a paused request on this engine or on another one."""
     rng = self.rng
     if rng.random() < 0.3:
-      engine.spill([name])
+      engine.chunks.spill([name])
     if rng.random() < 0.4:
       self.events["stays"] += 1
       if rng.random() < 0.5:
-        engine.export_kv(name)
-      engine.resume(name, chunk_tokens=self.chunk())
+        engine.chunks.export_kv(name)
+      engine.chunks.resume(name, chunk_tokens=self.chunk())
       return
     self.events["moves"] += 1
-    kv, so_far = engine.export_kv(name), engine.progress(name)
+    kv, so_far = engine.chunks.export_kv(name), engine.progress(name)
     engine.cancel(name)
     fate = FATES[int(rng.integers(len(FATES)))]
     paths = [] if kv is None else [*self.directory.glob(f"*/{disk_store._file_name(kv.key)}")]

@@ -185,13 +185,13 @@ def answers(params, numerics, mesh, *, is_moved: bool) -> list:
   while engine.num_unfinished:
     engine.step()
     done |= {one.request_id: one for one in engine.poll()}
-    for name in engine.poll_paused():
+    for name in engine.chunks.poll_paused():
       turn += 1
       if turn % 2:
-        engine.spill([name])
+        engine.chunks.spill([name])
       elif engine.num_instances > 1:
-        assert engine.migrate(name, 1)
-      engine.resume(name, chunk_tokens=3)
+        assert engine.chunks.migrate(name, 1)
+      engine.chunks.resume(name, chunk_tokens=3)
   return [done[str(index)] for index in range(6)]
 
 

@@ -227,7 +227,7 @@ def run_case(
       else:
         assert not engine.num_unfinished and not pool.num_host_pages
         for instance in range(num_instances):
-          assert engine.free_pages(instance) == SIZES.num_pages - 1
+          assert engine.chunks.free_pages(instance) == SIZES.num_pages - 1
       count_events(rollout, pool, events)
       if len(finished) == len(requests):
         break

@@ -383,7 +383,7 @@ class Schedule:
       self._restart()
     elif ids and disturbance.kind == "preempt":
       before = self.engine.counters.preemptions
-      self.engine.preempt(ids[disturbance.choice % len(ids)])
+      self.engine.chunks.preempt(ids[disturbance.choice % len(ids)])
       self.events["preempted"] += self.engine.counters.preemptions - before
     elif ids and disturbance.kind == "cancel":
       request_id = ids[disturbance.choice % len(ids)]
@@ -422,7 +422,7 @@ class Schedule:
     steps_before, rows_before = self.engine.counters.steps, self.engine.counters.background_rows
     updates = self.engine.step()
     num_steps = self.engine.counters.steps - steps_before
-    paused = self.engine.poll_paused()
+    paused = self.engine.chunks.poll_paused()
     self.events["mixed steps"] += prefilling and bool(updates)
     self.events["visits of several steps"] += num_steps > 1
     for update in updates:
@@ -459,13 +459,13 @@ class Schedule:
       if request_id in self.turns:
         self._next_turn(request, expected.tokens, self.turns.pop(request_id))
 
-    for request_id in self.engine.poll_paused():
-      self.engine.resume(request_id, chunk_tokens=self.chunks[request_id])
+    for request_id in self.engine.chunks.poll_paused():
+      self.engine.chunks.resume(request_id, chunk_tokens=self.chunks[request_id])
     if not num_steps and self.live and not self.withheld:
       # All requests wait for pages that paused ones hold.
-      held = [name for name in sorted(self.live) if self.engine.held_pages(name)]
+      held = [name for name in sorted(self.live) if self.engine.chunks.held_pages(name)]
       if held:
-        self.engine.preempt(held[-1])
+        self.engine.chunks.preempt(held[-1])
 
   def _next_turn(self, request: Request, answer: tuple[int, ...], turn: Turn) -> None:
     prompt = request.prompt + answer + turn.question

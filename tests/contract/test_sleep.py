@@ -477,7 +477,7 @@ class Schedule:
 
   def _any(self, choice: int) -> str:
     """Returns a request that is not paused, for most choices a sleeper; "" if there is none."""
-    names = sorted(set(self.engine._requests.live) - set(self.engine.poll_paused()))
+    names = sorted(set(self.engine._requests.live) - set(self.engine.chunks.poll_paused()))
     sleepers = [name for name in names if name.startswith(sleep_lib.NAME)]
     names = sleepers if sleepers and choice % 3 else names
     return names[choice % len(names)] if names else ""
@@ -485,7 +485,7 @@ class Schedule:
   def _pause(self, choice: int, number: int) -> None:
     name = self._any(choice)
     if name:
-      self.engine.pause(name)
+      self.engine.chunks.pause(name)
       self.paused[name] = self.visit + 1 + number
       self.events["paused"] += 1
 
@@ -493,14 +493,14 @@ class Schedule:
     name = self._any(choice)
     if name:
       before = self.engine.counters.preemptions
-      self.engine.preempt(name)
+      self.engine.chunks.preempt(name)
       is_asleep = name.startswith(sleep_lib.NAME)
       self.events["preempted sleep"] += is_asleep * (self.engine.counters.preemptions - before)
 
   def _spill(self, choice: int, number: int) -> None:
     self._pause(choice, number)
-    names = [name for name in self.engine.poll_paused() if name in self.paused]
-    for name in self.engine.spill(names):
+    names = [name for name in self.engine.chunks.poll_paused() if name in self.paused]
+    for name in self.engine.chunks.spill(names):
       self.events["spilled sleep"] += name.startswith(sleep_lib.NAME)
 
   def _pin(self, choice: int, number: int) -> None:
@@ -573,7 +573,7 @@ class Schedule:
       if until <= self.visit:
         del self.paused[name]
         if name in self.engine._requests.live:
-          self.engine.resume(name)
+          self.engine.chunks.resume(name)
     self.runner.advance(SPACES, step=self.visit)
     rows, spilled = self.engine.counters.background_rows, self._off()
     updates = self.engine.step()

@@ -90,7 +90,7 @@ def draw(numerics, rng, config=SIZES, events=None) -> list[list[tuple[Request, o
       completions[completion.request_id] = completion
       live.discard(completion.request_id)
     if live and rng.random() < 0.1:
-      engine.preempt(sorted(live)[int(rng.integers(len(live)))])
+      engine.chunks.preempt(sorted(live)[int(rng.integers(len(live)))])
       if events is not None:
         events["preempted"] += 1
   return [[(request, completions[request.request_id]) for request in group] for group in groups]

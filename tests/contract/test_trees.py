@@ -79,7 +79,7 @@ def num_differing(
     engine.step()
     live = [name for name in said if name in engine._requests.live]
     if live and rng.random() < 0.1:
-      engine.preempt(live[int(rng.integers(len(live)))])
+      engine.chunks.preempt(live[int(rng.integers(len(live)))])
   events.update(engine.events)
   events["side paths"] += engine.counters.side_paths
   events["accepted tokens"] += engine.counters.accepted_tokens

@@ -142,7 +142,7 @@ def test_all_say_what_they_say_alone(times):
   found = run(engine)
   assert all(same(found[name], expected[name]) for name in expected)
   assert engine.counters.background_rows > 0
-  assert engine.free_pages(0) == 13
+  assert engine.chunks.free_pages(0) == 13
 
 
 class Blind(Engine):
@@ -206,10 +206,10 @@ def test_pages_that_another_needs_are_taken_and_come_back(host_pages, event):
   submit(engine, requests[1:])
   for _ in range(5):
     engine.step()
-  held = [engine.held_pages(one.request_id) for one in requests[1:]]
+  held = [engine.chunks.held_pages(one.request_id) for one in requests[1:]]
   engine.submit(requests[0])
   engine.step()
-  assert engine.held_pages("0") == 7 and sum(held) > 1  # Of eight.
+  assert engine.chunks.held_pages("0") == 7 and sum(held) > 1  # Of eight.
   found = run(engine)
   assert all(same(found[name], expected[name]) for name in expected)
   counters = dataclasses.asdict(engine.counters)
@@ -223,11 +223,11 @@ def test_one_that_was_paused_by_its_caller_gives_its_pages_up_and_stays_paused()
   engine.submit(request("b", tokens_from(3, 20)), is_background=True, chunk_tokens=2)
   for _ in range(7):  # Five for the prompt.
     engine.step()
-  assert engine.poll_paused() == ["b"] and engine.held_pages("b")
+  assert engine.chunks.poll_paused() == ["b"] and engine.chunks.held_pages("b")
   engine.submit(request("a", tokens_from(9, 40), max_tokens=24))
   engine.step()
-  assert engine.poll_paused() == ["b"] and not engine.held_pages("b")
-  engine.resume("b")
+  assert engine.chunks.poll_paused() == ["b"] and not engine.chunks.held_pages("b")
+  engine.chunks.resume("b")
   assert same(run(engine)["b"], expected)
 
 

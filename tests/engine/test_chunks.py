@@ -20,9 +20,9 @@ def in_chunks(engine, one, chunk_tokens, between=lambda engine: None):
     engine.step()
     if found := engine.poll():
       return found[0]
-    for name in engine.poll_paused():
+    for name in engine.chunks.poll_paused():
       between(engine)
-      engine.resume(name, chunk_tokens=chunk_tokens)
+      engine.chunks.resume(name, chunk_tokens=chunk_tokens)
   raise AssertionError("unfinished after 300 steps")
 
 
@@ -35,21 +35,21 @@ def test_chunks_change_nothing_said_and_no_step(chunk_tokens):
   engine = make_engine(ROOM)
   assert same(in_chunks(engine, one, chunk_tokens), plain)
   assert engine.counters.steps == whole.counters.steps
-  assert engine.free_pages(0) == 40
+  assert engine.chunks.free_pages(0) == 40
 
 
 def test_a_chunk_holds_the_pages_of_its_end_and_no_more():
   engine = make_engine()
   engine.submit(request(prompt=(5, 6, 7), max_tokens=61), chunk_tokens=6)
   engine.step()
-  assert engine.free_pages(0) == 7  # 3 + 6 - 1 positions are one page of eight.
+  assert engine.chunks.free_pages(0) == 7  # 3 + 6 - 1 positions are one page of eight.
   for _ in range(5):
     engine.step()
-  assert engine.poll_paused() == ["a"] and engine.step() == []
-  assert engine.pages_for(3 + 6 + 1) == 2
-  engine.resume("a", chunk_tokens=1)
+  assert engine.chunks.poll_paused() == ["a"] and engine.step() == []
+  assert engine.chunks.pages_for(3 + 6 + 1) == 2
+  engine.chunks.resume("a", chunk_tokens=1)
   engine.step()
-  assert engine.free_pages(0) == 6
+  assert engine.chunks.free_pages(0) == 6
 
 
 @pytest.mark.thorough
@@ -57,7 +57,7 @@ def test_a_paused_request_may_lose_its_pages():
   one = request(prompt=tokens_from(3, 9), max_tokens=30)
   [plain] = make_engine(ROOM).generate([one])
   engine = make_engine(ROOM)
-  assert same(in_chunks(engine, one, 7, between=lambda e: e.preempt("a")), plain)
+  assert same(in_chunks(engine, one, 7, between=lambda e: e.chunks.preempt("a")), plain)
   assert engine.counters.preemptions == 4
 
 
@@ -71,13 +71,13 @@ def test_paused_requests_give_their_pages_up_where_nothing_could_run_otherwise(
   plain, expected = make_engine().generate([paused])[0], make_engine().generate([other])[0]
   engine = make_engine()
   engine.submit(paused, chunk_tokens=2)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  assert engine.held_pages("a")
+  assert engine.chunks.held_pages("a")
   [found] = engine.generate([other])
   assert same(found, expected) and engine.counters.displaced == 1
-  assert engine.poll_paused() == ["a"] and not engine.held_pages("a")
-  engine.resume("a")
+  assert engine.chunks.poll_paused() == ["a"] and not engine.chunks.held_pages("a")
+  engine.chunks.resume("a")
   while engine.num_unfinished:
     engine.step()
   assert same(engine.poll()[0], plain)
@@ -87,9 +87,13 @@ def test_a_paused_request_may_be_cancelled():
   engine = make_engine()
   engine.submit(request(max_tokens=30), chunk_tokens=2)
   engine.step(), engine.step()
-  assert engine.poll_paused() == ["a"]
+  assert engine.chunks.poll_paused() == ["a"]
   engine.cancel("a")
-  assert engine.poll_paused() == [] and engine.num_unfinished == 0 and engine.free_pages(0) == 8
+  assert (
+    engine.chunks.poll_paused() == []
+    and engine.num_unfinished == 0
+    and engine.chunks.free_pages(0) == 8
+  )
 
 
 @pytest.mark.parametrize("count", [1, 5, 29])
@@ -103,7 +107,7 @@ def test_another_engine_goes_on_from_what_was_said(count):
   first.submit(one, chunk_tokens=min(count, len(plain.tokens) - 1))
   for _ in range(40):
     first.step()
-  [name] = first.poll_paused()
+  [name] = first.chunks.poll_paused()
   said = first.progress(name)
   assert said.finish_reason == "" and said.tokens == plain.tokens[: len(said.tokens)]
   second = make_engine(ROOM)
@@ -126,10 +130,10 @@ def test_a_member_waits_for_memory_with_what_it_has():
   for _ in range(200):
     engine.step()
     found |= {completion.request_id: completion for completion in engine.poll()}
-    if "b" in engine.poll_paused() and "a" not in found:
-      engine.preempt("b")  # Otherwise both would hold half of the pages that either needs.
-    for name in engine.poll_paused():
-      engine.resume(name, chunk_tokens=20)
+    if "b" in engine.chunks.poll_paused() and "a" not in found:
+      engine.chunks.preempt("b")  # Otherwise both would hold half of the pages that either needs.
+    for name in engine.chunks.poll_paused():
+      engine.chunks.resume(name, chunk_tokens=20)
   assert [same(found[one.request_id], other) for one, other in zip(requests, plain)] == [True] * 2
   assert engine.counters.waits > 0
 
@@ -139,14 +143,14 @@ def test_a_running_chunk_may_be_ended_at_any_step():
   [plain] = make_engine(ROOM).generate([one])
   engine = make_engine(ROOM)
   engine.submit(one)
-  engine.pause("a")  # Before its first step.
-  engine.resume("a")
+  engine.chunks.pause("a")  # Before its first step.
+  engine.chunks.resume("a")
   for _ in range(4):
     engine.step()
-  engine.pause("a")
-  engine.pause("a")
-  assert engine.step() == [] and engine.poll_paused() == ["a"]
-  engine.resume("a")
+  engine.chunks.pause("a")
+  engine.chunks.pause("a")
+  assert engine.step() == [] and engine.chunks.poll_paused() == ["a"]
+  engine.chunks.resume("a")
   while engine.num_unfinished:
     engine.step()
   assert same(engine.poll()[0], plain)
@@ -157,9 +161,9 @@ def exported(directory, **changes):
   pools = [KVPool(KVPoolConfig(), DiskStore(directory, max_bytes=10**7)) for _ in range(2)]
   engine, other = (make_engine(kv_pool=pool) for pool in pools)
   engine.submit(request(), chunk_tokens=3)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  kv = engine.export_kv("a")
+  kv = engine.chunks.export_kv("a")
   assert kv is not None
   return engine.progress("a"), dataclasses.replace(kv, **changes), other
 
@@ -185,16 +189,16 @@ def test_pages_of_another_engine_are_refused_where_they_can_be_nothing_of_it(
 def test_pages_are_exported_between_chunks_to_a_store_alone(tmp_path):
   so_far, kv, other = exported(tmp_path)
   other.submit(request(), resume_from=so_far, kv=kv)
-  with pytest.raises(ValueError, match=r"Engine.export_kv: got request 'a', which is not paused"):
-    other.export_kv("a")
+  with pytest.raises(ValueError, match=r"Chunks.export_kv: got request 'a', which is not paused"):
+    other.chunks.export_kv("a")
   rows = other.counters.rows
   other.step()
   assert other.counters.imports.adopted == 1 and other.counters.rows == rows + 1
   engine = make_engine()
   engine.submit(request(), chunk_tokens=3)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  assert engine.export_kv("a") is None  # It has no store.
+  assert engine.chunks.export_kv("a") is None  # It has no store.
 
 
 def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path):
@@ -203,12 +207,12 @@ def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path
   engine.submit(request(), chunk_tokens=3)
   keys = set()
   for _ in range(2):
-    while not engine.poll_paused():
+    while not engine.chunks.poll_paused():
       engine.step()
-    keys.add(engine.export_kv("a").key)
-    assert engine.export_kv("a").key in keys  # A repeated export of the same pages.
+    keys.add(engine.chunks.export_kv("a").key)
+    assert engine.chunks.export_kv("a").key in keys  # A repeated export of the same pages.
     assert len(list(tmp_path.glob("*/*.kv"))) == 1
-    engine.resume("a", chunk_tokens=3)
+    engine.chunks.resume("a", chunk_tokens=3)
   assert len(keys) == 2
   engine.cancel("a")
   assert list(tmp_path.glob("*/*.kv"))  # Another engine may still adopt them.

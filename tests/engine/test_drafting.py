@@ -58,11 +58,11 @@ def test_no_guess_changes_what_is_said(sampling, seed):
   for attempt in range(4):
     guesser = Guesser(answers, seed + attempt)
     engine = make_engine(ROOM, drafter=guesser)
-    free = engine.free_pages(0)
+    free = engine.chunks.free_pages(0)
     for one, other in zip(engine.generate(requests), plain, strict=True):
       assert same(one, other) and one.text == other.text
       assert guesser.finished[one.request_id] == list(one.tokens)
-    assert engine.free_pages(0) == free
+    assert engine.chunks.free_pages(0) == free
     assert engine.counters.sampled_tokens == sum(len(tokens) for tokens in answers.values())
     for name in totals:
       totals[name] += getattr(engine.counters, name)
@@ -96,9 +96,9 @@ def test_a_side_path_wins_and_its_pages_become_the_requests():
       return [[((r[0] + 1) % 500, 1, 1), r[:2], r[:9]] for r in rest]
 
   engine = make_engine(ROOM, drafter=Second())
-  free = engine.free_pages(0)
+  free = engine.chunks.free_pages(0)
   [found] = engine.generate([one])
-  assert same(found, plain) and engine.free_pages(0) == free
+  assert same(found, plain) and engine.chunks.free_pages(0) == free
   # 13 rows: the last token, the first path's 3 and the second's 9; the prompt's first 2, once.
   assert engine.counters.side_paths == engine.counters.steps == 3
   assert engine.counters.rows == 2 + 3 * 13 and engine.counters.drafted_tokens == 3 * 12

@@ -89,8 +89,8 @@ def test_a_preempted_request_says_the_same():
   engine.submit(request("b", seed=1))
   for _ in range(4):
     engine.step()
-  engine.preempt("a")
-  engine.preempt("a")  # It is already waiting, so nothing happens.
+  engine.chunks.preempt("a")
+  engine.chunks.preempt("a")  # It is already waiting, so nothing happens.
   assert engine.counters.preemptions == 1
   completions = run(engine)
   assert tiny_model.same(completions["a"], wanted[0])

@@ -85,7 +85,7 @@ def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, cap
   assert last == engine_lib.StepOutput("b", (), "", "error", broken.error)
   said = [token for update in updates if update.request_id == "b" for token in update.tokens]
   assert tuple(said) == broken.tokens
-  assert engine.free_pages(0) == SIZES.num_pages - 1 and engine.counters.errors == 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1 and engine.counters.errors == 1
 
 
 class Nonsense(Observed):
@@ -136,7 +136,7 @@ def test_a_drafter_that_errs_is_not_asked_again_and_changes_no_bit(
   assert all(same(found[name], answers[name]) for name in answers)
   assert engine.drafter is None and engine.counters.errors == 0
   assert "Engine.drafter: got " in caplog.text and "the drafter is disabled" in caplog.text
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def test_after_a_step_that_broke_off_all_go_on_to_the_same_bits(error, answers):
     said = [token for update in updates if update.request_id == name for token in update.tokens]
     assert tuple(said) == answer.tokens
     assert "".join(u.text for u in updates if u.request_id == name) == answer.text
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
 
 
 def test_generate_that_is_stopped_leaves_nothing_behind(answers):
@@ -214,7 +214,7 @@ def test_a_request_that_can_become_no_rows_is_ended_and_the_others_go_on(answers
     object.__setattr__(REQUESTS[1], "seed", 1)
   assert found["b"].finish_reason == "error" and "got ValueError (" in found["b"].error
   assert same(found["a"], answers["a"]) and same(found["c"], answers["c"])
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
 
 
 class BrokenStore:

@@ -55,9 +55,9 @@ def drafted(**others):
     running.step()
     steps += 1
     if steps == 3:
-      running.preempt("all")
-    for name in running.poll_paused():
-      running.resume(name, chunk_tokens=8)
+      running.chunks.preempt("all")
+    for name in running.chunks.poll_paused():
+      running.chunks.resume(name, chunk_tokens=8)
     found |= {one.request_id: one for one in running.poll()}
   assert running.counters.accepted_tokens
   return found

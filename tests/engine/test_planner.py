@@ -52,9 +52,9 @@ def test_siblings_wait_for_one_that_comes_back_in_the_middle_of_their_prompt():
   engine = make_engine()
   engine.submit(first)
   engine.step()  # 16 of 19 positions.
-  engine.pause("a")
-  engine.spill(["a"])
-  engine.resume("a")
+  engine.chunks.pause("a")
+  engine.chunks.spill(["a"])
+  engine.chunks.resume("a")
   engine.submit(second)
   assert tiny_model.same(run(engine)["b"], make_engine().generate([second])[0])
   assert engine.counters.reused_tokens == 18
@@ -107,11 +107,14 @@ def test_answers_grow_and_the_last_one_gives_up_its_pages(reserved_tokens):
 def test_what_is_expected_is_counted_once_by_those_that_wait_and_run():
   engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=16))
   # 10 and 16 tokens need four pages; a page of the next tokens is taken at first.
-  assert engine.expected_pages(10, 30) == 4 and engine.expected_pages(10, 3) == 2
+  assert engine.chunks.expected_pages(10, 30) == 4 and engine.chunks.expected_pages(10, 3) == 2
   engine.submit(request("a", tokens_from(1, 10), max_tokens=30))
-  assert engine.awaited_pages(0) == 4
+  assert engine.chunks.awaited_pages(0) == 4
   engine.step()
-  assert engine.held_pages("a") + engine.awaited_pages(0) == 4 and engine.held_pages("a") == 3
+  assert (
+    engine.chunks.held_pages("a") + engine.chunks.awaited_pages(0) == 4
+    and engine.chunks.held_pages("a") == 3
+  )
 
 
 # Three tokens are the start of a page that it would copy; twenty are two full pages and a part.
@@ -136,10 +139,10 @@ def test_a_held_request_can_be_moved_before_any_step_has_copied_its_page():
   engine.hold({"b"})
   engine.submit(held)
   assert not engine.step() and engine.counters.page_copies == 1
-  engine.pause("b")
-  assert engine.spill(["b"]) == ["b"]
+  engine.chunks.pause("b")
+  assert engine.chunks.spill(["b"]) == ["b"]
   engine.hold(())
-  engine.resume("b")
+  engine.chunks.resume("b")
   assert tiny_model.same(run(engine)["b"], make_engine().generate([held])[0])
 
 
@@ -150,14 +153,14 @@ def test_pages_that_a_spilled_request_shares_are_not_counted_twice():
   while not any(update.tokens for update in engine.step()):
     pass
   engine.submit(request("b", prompt, seed=1, max_tokens=8), chunk_tokens=1)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  engine.spill(["b"])
-  assert engine.awaited_pages(0) > 0  # "a" is expected to take more.
-  engine.resume("b", chunk_tokens=4)
+  engine.chunks.spill(["b"])
+  assert engine.chunks.awaited_pages(0) > 0  # "a" is expected to take more.
+  engine.chunks.resume("b", chunk_tokens=4)
   engine.step()
   # It shares four of its five pages with "a".
-  assert engine.held_pages("b") > 0
+  assert engine.chunks.held_pages("b") > 0
 
 
 @pytest.mark.parametrize("what", ["cancel", "preempt"])
@@ -167,7 +170,7 @@ def test_siblings_held_back_go_on_without_the_one_they_waited_for(what):
     engine.submit(request(str(index), tokens_from(3, 40), seed=index, group="g", max_tokens=3))
   engine.step()  # 16 of 40 positions of "0"; the others are held back.
   assert [len(engine._requests.running[0]), len(engine._requests.waiting[0])] == [1, 3]
-  (engine.cancel if what == "cancel" else engine.preempt)("0")
+  (engine.cancel if what == "cancel" else engine.chunks.preempt)("0")
   assert len(run(engine)) == (3 if what == "cancel" else 4)
 
 
@@ -202,5 +205,5 @@ def test_preempting_one_in_every_step_holds_nobody_else_up():
     engine.step()
     finished += [completion.request_id for completion in engine.poll()]
     if "0" not in finished:
-      engine.preempt("0")
+      engine.chunks.preempt("0")
   assert {"1", "2"} <= set(finished)

@@ -45,7 +45,7 @@ def test_what_else_runs_goes_on_and_is_told_of(engine):
     engine.step()
   alone = tiny_model.answer(tiny_model.NATIVE, OTHER)
   assert engine.poll()[0].has_bits_of(alone)
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
 
 
 @pytest.mark.parametrize(
@@ -88,5 +88,5 @@ def test_what_breaks_is_raised_and_nothing_of_it_is_left():
   with pytest.raises(RuntimeError, match="request 'read/1': got MemoryError .no rows. in a step"):
     engine.likeliest(READ, [(6,), (7,), (8,)], 2)
   assert not engine.num_unfinished and not engine.poll()
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
   assert engine.likeliest(READ, [(6,)], 2)[0][()]

@@ -90,12 +90,12 @@ def test_a_chunk_that_ends_within_a_visit_is_resumed_to_the_same_bits():
   lengths = set()
   while engine.num_unfinished:
     engine.step()
-    for name in engine.poll_paused():
+    for name in engine.chunks.poll_paused():
       lengths.add(len(engine.progress(name).tokens) % 4)
-      engine.resume(name, chunk_tokens=4)
+      engine.chunks.resume(name, chunk_tokens=4)
   found = {one.request_id: one for one in engine.poll()}
   assert lengths == {0} and all(same(found[name], expected[name]) for name in expected)
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
 
 
 @pytest.mark.parametrize(
@@ -177,4 +177,4 @@ def test_what_is_met_in_a_visit_takes_back_no_step_before_it(error):
     assert (broken.finish_reason, broken.tokens) == ("error", expected["a"].tokens[:4])
     assert "in a step after 4 tokens" in broken.error
   assert all(same(one, expected[name]) for name, one in found.items())
-  assert engine.free_pages(0) == SIZES.num_pages - 1
+  assert engine.chunks.free_pages(0) == SIZES.num_pages - 1

@@ -74,7 +74,7 @@ def test_migrated_requests_say_the_same():
 
   def at_pause(request_id):
     instance = next(turn) % 2
-    assert engine.migrate(request_id, instance)
+    assert engine.chunks.migrate(request_id, instance)
     return instance
 
   assert_same(run(engine, at_pause))
@@ -92,9 +92,9 @@ def test_spilled_requests_come_back_anywhere(mesh, tier, tmp_path):
   turn = iter(range(10**6))
 
   def at_pause(request_id):
-    waiting = [name for name in engine.poll_paused() if engine.held_pages(name)]
-    left = engine.spill(waiting)
-    assert left == waiting and engine.held_pages(request_id) == 0
+    waiting = [name for name in engine.chunks.poll_paused() if engine.chunks.held_pages(name)]
+    left = engine.chunks.spill(waiting)
+    assert left == waiting and engine.chunks.held_pages(request_id) == 0
     return next(turn) % mesh[0]
 
   assert_same(run(engine, at_pause))
@@ -117,9 +117,10 @@ def test_pages_whose_keys_are_transposed_migrate_and_come_back_from_a_store(tmp_
     place = next(turn)
     instance = place % 2
     if place % 3 == 0:
-      engine.spill([name for name in engine.poll_paused() if engine.held_pages(name)])
+      chunks = engine.chunks
+      chunks.spill([name for name in chunks.poll_paused() if chunks.held_pages(name)])
     else:
-      assert engine.migrate(request_id, instance)
+      assert engine.chunks.migrate(request_id, instance)
     return instance
 
   assert_same(run(engine, at_pause), tiny_model.NATIVE)
@@ -133,7 +134,8 @@ def test_what_a_store_loses_is_computed_again(tmp_path):
   turn = iter(range(10**6))
 
   def at_pause(request_id):
-    engine.spill([name for name in engine.poll_paused() if engine.held_pages(name)])
+    chunks = engine.chunks
+    chunks.spill([name for name in chunks.poll_paused() if chunks.held_pages(name)])
     if next(turn) % 3 == 0:
       for path in tmp_path.glob("*/*.kv"):
         path.unlink()
@@ -147,7 +149,7 @@ def test_a_flipped_bit_in_the_pool_is_noticed():
   engine = make_engine((1, 1))
 
   def at_pause(request_id):
-    if engine.spill([request_id]):
+    if engine.chunks.spill([request_id]):
       for leaves in engine.memory.kv_pool._held[request_id].rounds:
         values = np.asarray(leaves[0][0]).copy()
         values.view(np.uint32)[..., 0] ^= 1 << 22
@@ -172,14 +174,14 @@ def test_a_page_to_copy_is_not_given_to_one_that_comes_back():
   engine = make_engine((1, 1))
   engine.generate([first])  # Leaves three idle pages, the third of them with two positions.
   engine.submit(spilled, chunk_tokens=3)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  assert engine.spill(["spilled"]) == ["spilled"]
+  assert engine.chunks.spill(["spilled"]) == ["spilled"]
   pool = engine.memory.pools[0]
-  needed = engine.pages_for(13 + 4) - 2 + engine.pages_for(8 + 5)
+  needed = engine.chunks.pages_for(13 + 4) - 2 + engine.chunks.pages_for(8 + 5)
   hog = pool.take(pool.num_available - 3 - (needed - 1))
   engine.submit(second)
-  engine.resume("spilled")
+  engine.chunks.resume("spilled")
   found = []
   while engine.num_unfinished:
     engine.step()
@@ -194,10 +196,10 @@ def test_a_full_pool_leaves_requests_where_they_are():
   engine = make_engine((1, 1), kv_pool=KVPool(KVPoolConfig(host_pages=4)))
   for one in asked()[3:]:
     engine.submit(one, chunk_tokens=3)
-  while len(engine.poll_paused()) < 2:
+  while len(engine.chunks.poll_paused()) < 2:
     engine.step()
-  assert engine.spill(engine.poll_paused()) == []  # Of eight pages or more.
-  assert all(engine.held_pages(name) for name in engine.poll_paused())
+  assert engine.chunks.spill(engine.chunks.poll_paused()) == []  # Of eight pages or more.
+  assert all(engine.chunks.held_pages(name) for name in engine.chunks.poll_paused())
 
 
 def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_spilled_again():
@@ -207,11 +209,11 @@ def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_s
     engine.submit(request)
   engine.step()  # All rows belong to the first request.
   for _ in range(2):
-    engine.pause(second.request_id)
-    assert engine.held_pages(second.request_id)
-    assert engine.spill([second.request_id]) == [second.request_id]
-    assert not engine.held_pages(second.request_id)
-    engine.resume(second.request_id)
+    engine.chunks.pause(second.request_id)
+    assert engine.chunks.held_pages(second.request_id)
+    assert engine.chunks.spill([second.request_id]) == [second.request_id]
+    assert not engine.chunks.held_pages(second.request_id)
+    engine.chunks.resume(second.request_id)
     for _ in range(3):
       engine.step()
   while engine.num_unfinished:
@@ -224,15 +226,15 @@ def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_s
 def test_no_room_elsewhere_leaves_a_request_where_it_is():
   engine = make_engine((2, 2))
   engine.submit(asked()[4], chunk_tokens=3, instance=0)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
   taken = engine.memory.pools[1].take(36)
-  before = engine.held_pages("r/4")
-  assert not engine.migrate("r/4", 1)
-  assert engine.held_pages("r/4") == before and engine.free_pages(1) == 3
+  before = engine.chunks.held_pages("r/4")
+  assert not engine.chunks.migrate("r/4", 1)
+  assert engine.chunks.held_pages("r/4") == before and engine.chunks.free_pages(1) == 3
   for page in taken:
     engine.memory.pools[1].release(page)
-  assert engine.migrate("r/4", 1) and engine.free_pages(0) == 39
+  assert engine.chunks.migrate("r/4", 1) and engine.chunks.free_pages(0) == 39
 
 
 def test_a_prompt_is_pulled_from_where_it_is():
@@ -241,8 +243,8 @@ def test_a_prompt_is_pulled_from_where_it_is():
   while engine.num_unfinished:
     engine.step()
   prompt = list(asked()[4].prompt)  # 26 positions: six whole pages.
-  assert engine.pull_prefix(prompt, 0, 1) == 24
-  assert engine.pull_prefix(prompt, 0, 1) == 0
+  assert engine.chunks.pull_prefix(prompt, 0, 1) == 24
+  assert engine.chunks.pull_prefix(prompt, 0, 1) == 0
   before = engine.counters.reused_tokens
   engine.submit(asked()[4], instance=1)
   while engine.num_unfinished:
@@ -254,9 +256,9 @@ def test_a_prompt_is_pulled_from_where_it_is():
 def test_new_weights_empty_the_pool():
   engine = make_engine((1, 1))
   engine.submit(asked()[3], chunk_tokens=3)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  engine.spill(engine.poll_paused())
+  engine.chunks.spill(engine.chunks.poll_paused())
   assert "r/3" in engine.memory.kv_pool
   engine.cancel("r/3")
   assert "r/3" not in engine.memory.kv_pool
@@ -266,7 +268,7 @@ def test_new_weights_empty_the_pool():
 def test_only_paused_requests_move():
   engine = make_engine((1, 1))
   engine.submit(asked()[3])
-  with pytest.raises(ValueError, match=r"Engine.spill: got request 'r/3', which is not paused"):
-    engine.spill(["r/3"])
-  with pytest.raises(ValueError, match=r"Engine.migrate: got request 'r/3', which is not paused"):
-    engine.migrate("r/3", 0)
+  with pytest.raises(ValueError, match=r"Chunks.spill: got request 'r/3', which is not paused"):
+    engine.chunks.spill(["r/3"])
+  with pytest.raises(ValueError, match=r"Chunks.migrate: got request 'r/3', which is not paused"):
+    engine.chunks.migrate("r/3", 0)

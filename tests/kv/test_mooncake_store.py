@@ -95,9 +95,9 @@ def test_a_request_continues_in_another_engine_with_pages_of_the_cluster(master)
   here, there = engine(), engine()
   request = asked()[3]
   here.submit(request, chunk_tokens=7)
-  while not here.poll_paused():
+  while not here.chunks.poll_paused():
     here.step()
-  there.submit(request, resume_from=here.progress("r/3"), kv=here.export_kv("r/3"))
+  there.submit(request, resume_from=here.progress("r/3"), kv=here.chunks.export_kv("r/3"))
   here.cancel("r/3")
   while there.num_unfinished:
     there.step()
@@ -122,7 +122,8 @@ def test_spilled_requests_come_back_from_the_cluster(master):
   turn = iter(range(10**6))
 
   def at_pause(request_id):
-    engine.spill([name for name in engine.poll_paused() if engine.held_pages(name)])
+    chunks = engine.chunks
+    chunks.spill([name for name in chunks.poll_paused() if chunks.held_pages(name)])
     return next(turn) % 2
 
   assert_same(run(engine, at_pause))

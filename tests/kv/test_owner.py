@@ -85,9 +85,9 @@ def test_pages_in_a_store_are_read_by_their_namespace_alone(tmp_path, space, num
   request = dataclasses.replace(asked()[3], namespace="mine")
   engine, other = make_peer(tmp_path), make_peer(tmp_path)
   engine.submit(request, chunk_tokens=7)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
-  assert engine.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
+  assert engine.chunks.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
   begun = engine.progress("r/3")
   other.submit(dataclasses.replace(request, namespace=space), resume_from=begun)
   while other.num_unfinished:

@@ -58,7 +58,7 @@ def test_a_pin_is_filled_by_what_requests_write():
   run(engine)
   assert engine.pin(START) == 24 == engine.pins[0].num_held
   engine.unpin(START)
-  assert engine.pins == () and engine.free_pages(0) == 8
+  assert engine.pins == () and engine.chunks.free_pages(0) == 8
 
 
 @pytest.mark.parametrize("host_pages, kept", [(4096, 24), (0, 0)])
@@ -68,7 +68,7 @@ def test_pages_of_pins_leave_for_one_in_front_and_come_back(host_pages, kept):
   expected = make_engine().generate([large])[0]
   engine.submit(large)
   engine.step()
-  assert engine.held_pages("l") == 8 and engine.counters.waits == 0
+  assert engine.chunks.held_pages("l") == 8 and engine.counters.waits == 0
   assert held_and_kept(engine) == (0, kept)
   assert same(run(engine)["l"], expected)
   engine.step()  # No foreground request is present.
@@ -88,11 +88,11 @@ def test_pins_make_way_for_one_in_background_once_nothing_runs(host_pages, kept)
   engine.submit(asked("s"), is_background=True)
   engine.submit(large, is_background=True)
   engine.step()
-  assert engine.held_pages("l") == 0 and engine.pins[0].num_held == 24  # Another runs.
+  assert engine.chunks.held_pages("l") == 0 and engine.pins[0].num_held == 24  # Another runs.
   while "s" in engine._requests.live:
     engine.step()
   engine.step()
-  assert engine.held_pages("l") == 8 and engine.pins[0].num_held == 0
+  assert engine.chunks.held_pages("l") == 8 and engine.pins[0].num_held == 0
   found = run(engine)
   assert same(found["l"], expected)
   engine.step()
@@ -117,8 +117,8 @@ def test_new_weights_release_pins(kind, is_right):
   [expected] = make_engine(seed=1).generate([asked("b", temperature=0.0)])
   assert same(found, expected) == is_right
   if is_right:
-    assert engine.free_pages(0) == 8 and held_and_kept(engine) == (0, 0)
-    assert engine.pin(START) == 24 and engine.free_pages(0) == 5  # Filled by that request.
+    assert engine.chunks.free_pages(0) == 8 and held_and_kept(engine) == (0, 0)
+    assert engine.pin(START) == 24 and engine.chunks.free_pages(0) == 5  # Filled by that request.
 
 
 def test_new_weights_forget_pins_off_the_devices():
@@ -146,7 +146,7 @@ def test_a_step_that_breaks_off_takes_pinned_pages_too():
     engine.step()
   assert held_and_kept(engine) == (0, 0)
   assert same(run(engine)["b"], make_engine().generate([asked("b")])[0])
-  assert engine.pin(START) == 24 and engine.free_pages(0) == 5
+  assert engine.pin(START) == 24 and engine.chunks.free_pages(0) == 5
 
 
 def test_what_cannot_be_pinned_is_refused():

@@ -66,10 +66,10 @@ def test_pages_that_another_wrote_have_the_bits_of_ones_own(tmp_path):
   engine, other = make_peer(tmp_path), make_peer(tmp_path)
   request = asked()[3]
   engine.submit(request, chunk_tokens=7)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
   own = written_pages(engine, "r/3")
-  assert engine.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
+  assert engine.chunks.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
   other.submit(request, resume_from=engine.progress("r/3"), chunk_tokens=1)
   sequence = other._requests.live["r/3"]
   num_written = sequence.num_written
@@ -79,7 +79,7 @@ def test_pages_that_another_wrote_have_the_bits_of_ones_own(tmp_path):
   sequence.num_written = num_written
   assert written_pages(other, "r/3") == own
   other.cancel("r/3")
-  engine.resume("r/3")  # The other process has removed nothing.
+  engine.chunks.resume("r/3")  # The other process has removed nothing.
   while engine.num_unfinished:
     engine.step()
   assert tiny_model.same(engine.poll()[0], answers()["r/3"], 0)
@@ -202,9 +202,10 @@ def test_a_layout_of_one_array_spills_migrates_and_comes_back(tier, tmp_path):
     turn += 1
     if turn % 2:
       instance = turn // 2 % 2
-      engine.migrate(request_id, instance)
+      engine.chunks.migrate(request_id, instance)
       return instance
-    engine.spill([name for name in engine.poll_paused() if engine.held_pages(name)])
+    chunks = engine.chunks
+    chunks.spill([name for name in chunks.poll_paused() if chunks.held_pages(name)])
     return turn // 2 % 2
 
   assert_same(run(engine, at_pause))

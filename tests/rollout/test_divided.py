@@ -71,7 +71,7 @@ def run(policy, num_instances=2, **others):
   assert found.keys() == plain().keys()
   assert all(tiny_model.same(found[name], plain()[name], 0) for name in found)
   engine = rollout.engine
-  assert [engine.free_pages(i) for i in range(num_instances)] == [24] * num_instances
+  assert [engine.chunks.free_pages(i) for i in range(num_instances)] == [24] * num_instances
   assert engine.memory.kv_pool.num_host_pages == 0
   spans = rollout.trace.spans
   assert sum(span.num_tokens for span in spans) == sum(LENGTHS.values())
@@ -125,7 +125,7 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere(policy):
     if len(found) == 5:
       break
   finished, said = rollout.stop()
-  assert engine.num_unfinished == 0 and [engine.free_pages(i) for i in range(2)] == [24, 24]
+  assert engine.num_unfinished == 0 and [engine.chunks.free_pages(i) for i in range(2)] == [24, 24]
   found |= {completion.request_id: completion for completion in finished}
   left = [request for request in asked() if request.request_id not in found]
   assert said and said.keys() <= {request.request_id for request in left}
@@ -145,7 +145,7 @@ def test_what_a_journal_holds_is_not_said_again():
   [request] = [one for one in asked() if one.request_id == "3/2"]
   engine = make_engine(2)
   engine.submit(request, chunk_tokens=11)
-  while not engine.poll_paused():
+  while not engine.chunks.poll_paused():
     engine.step()
   said = engine.progress("3/2")
   engine.cancel("3/2")

@@ -103,7 +103,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
 
     engine.set_params(word_engine.params(step), policy_version=step)
     groups, old = sample(carried, rollout_of, step=step, num_begun=4, kept=kept)
-    assert engine.num_unfinished == 0 and engine.free_pages(0) == 8
+    assert engine.num_unfinished == 0 and engine.chunks.free_pages(0) == 8
     assert [group.group_index for group in groups] == [0, 1] and len(carried.groups) == 2
     expected_old = 0
     for group in groups:

@@ -63,7 +63,7 @@ def gated(config: ServeConfig = serving.ANY_PORT, **others: Any) -> Iterator[tup
       until(lambda: not service.thread.num_running and not service.thread.num_waiting)
       engine = service.models["tiny"].engine
       assert engine.num_unfinished == 0
-      assert engine.free_pages(0) == engine.config.num_pages - 1
+      assert engine.chunks.free_pages(0) == engine.config.num_pages - 1
     finally:
       gate.is_open = True
 

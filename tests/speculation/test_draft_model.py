@@ -63,7 +63,7 @@ def test_a_request_that_begins_anew_under_its_old_name_is_read_again():
   engine.cancel(first.request_id)
   engine.submit(dataclasses.replace(second, request_id=first.request_id))
   engine.step()
-  engine.preempt(first.request_id)
+  engine.chunks.preempt(first.request_id)
   while engine.num_unfinished:
     engine.step()
   (found,) = engine.poll()

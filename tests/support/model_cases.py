@@ -146,9 +146,9 @@ class Schedule:
 
   def _make_room(self) -> None:
     """Preempts one request, as a scheduler does: paused requests may hold each other's pages."""
-    holding = [name for name in sorted(self.live) if self.engine.held_pages(name)]
+    holding = [name for name in sorted(self.live) if self.engine.chunks.held_pages(name)]
     if holding:
-      self.engine.preempt(holding[-1])
+      self.engine.chunks.preempt(holding[-1])
       self.events["waited for each other"] += 1
 
   def _submit(self, request: Request, said: Completion | None = None) -> None:
@@ -173,10 +173,10 @@ class Schedule:
     engine = self.engine
     if self.live and self._happens("pause"):
       self.events["paused"] += 1
-      engine.pause(self._some(sorted(self.live)))
+      engine.chunks.pause(self._some(sorted(self.live)))
     if self.live and self._happens("preempt"):
       before = engine.counters.preemptions
-      engine.preempt(self._some(sorted(self.live)))
+      engine.chunks.preempt(self._some(sorted(self.live)))
       self.events["preempted"] += engine.counters.preemptions - before
     if self.live and self._happens("cancel"):
       name = self._some(sorted(self.live))
@@ -195,21 +195,21 @@ class Schedule:
     """Migrates, spills and damages paused requests, and resumes most of them."""
     engine, rng = self.engine, self.rng
     instances = self.case.machine.mesh[0]
-    self.events["chunks"] += len(engine.poll_paused())
-    for name in engine.poll_paused():
+    self.events["chunks"] += len(engine.chunks.poll_paused())
+    for name in engine.chunks.poll_paused():
       if self._happens("migrate"):
-        engine.migrate(name, int(rng.integers(instances)))
-    if engine.poll_paused() and self._happens("spill"):
-      self.events["spilled"] += len(engine.spill(engine.poll_paused()))
+        engine.chunks.migrate(name, int(rng.integers(instances)))
+    if engine.chunks.poll_paused() and self._happens("spill"):
+      self.events["spilled"] += len(engine.chunks.spill(engine.chunks.poll_paused()))
     files = self._files()
     if files and self._happens("damage"):
       path = files[int(rng.integers(len(files)))]
       if path not in self.damaged:
         self._damage(path)
-    for name in engine.poll_paused():
+    for name in engine.chunks.poll_paused():
       if self._happens("resume"):
         instance = int(rng.integers(instances)) if rng.random() < 0.2 else None
-        engine.resume(name, chunk_tokens=self.case.chunk_tokens or None, instance=instance)
+        engine.chunks.resume(name, chunk_tokens=self.case.chunk_tokens or None, instance=instance)
 
   def _damage(self, path: pathlib.Path) -> None:
     """Flips one bit of a file, cuts the file in half, or deletes it."""
@@ -249,7 +249,7 @@ class Schedule:
   def _end(self) -> None:
     self._count()
     engine, usable = self.engine, self.case.machine.sizes.num_pages - 1
-    free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
+    free = [engine.chunks.free_pages(instance) for instance in range(engine.num_instances)]
     assert free == [usable] * engine.num_instances, f"got free pages {free}, expected {usable}"
     assert not self.pool.num_host_pages
     for _ in range(PIN_STEPS):  # Pins that no request needs expire after this many steps.

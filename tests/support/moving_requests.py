@@ -47,12 +47,12 @@ def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
   for _ in range(300):
     engine.step()
     found |= {completion.request_id: completion for completion in engine.poll()}
-    for request_id in engine.poll_paused():
+    for request_id in engine.chunks.poll_paused():
       instance = at_pause(request_id)
-      engine.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
+      engine.chunks.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
     if not engine.num_unfinished:
       break
-  free = [engine.free_pages(instance) for instance in range(engine.num_instances)]
+  free = [engine.chunks.free_pages(instance) for instance in range(engine.num_instances)]
   assert free == [engine.config.num_pages - 1] * engine.num_instances
   assert engine.memory.kv_pool.num_host_pages == 0
   return found

@@ -305,30 +305,30 @@ class Restless(Engine):
         pages = pool.take(pool.num_available)
         self._withheld.append((pool, pages, int(self.rng.integers(1, 9))))
         self.events["pages withheld"] += len(pages)
-    paused = set(self.poll_paused())
+    paused = set(self.chunks.poll_paused())
     for name in sorted(paused):
       if self._chance(0.3):
-        self.events["spilled"] += len(self.spill([name]))
+        self.events["spilled"] += len(self.chunks.spill([name]))
       elif self.num_instances > 1 and self._chance(0.3):
         place = int(self.rng.integers(self.num_instances))
-        is_other = place != self.instance_of(name)
-        self.events["migrated"] += self.migrate(name, place) and is_other
+        is_other = place != self.chunks.instance_of(name)
+        self.events["migrated"] += self.chunks.migrate(name, place) and is_other
     for name in sorted(paused):
       if self._idle > 20 or self._chance(0.4):
-        self.resume(name, chunk_tokens=self._chunk())
+        self.chunks.resume(name, chunk_tokens=self._chunk())
         self.events["resumed"] += 1
     names = sorted(self._requests.live)
     for name in names:
       if name not in paused and self._chance(0.02):
-        self.pause(name)
+        self.chunks.pause(name)
         self.events["paused"] += 1
       elif self._chance(0.02):
         before = self.counters.preemptions
-        self.preempt(name)
+        self.chunks.preempt(name)
         self.events["preempted"] += self.counters.preemptions - before
-    holding = [name for name in names if self.held_pages(name)]
+    holding = [name for name in names if self.chunks.held_pages(name)]
     if self._idle > 40 and holding:  # They hold the pages that the others need.
-      self.preempt(holding[-1])
+      self.chunks.preempt(holding[-1])
       self._idle = 0
 
   def _inputs(self, scheduled):
@@ -667,7 +667,7 @@ def load(
       time.sleep(0.01)
     engine.count()
     engine.give_back_withheld(100)
-    free = [engine.free_pages(place) for place in range(engine.num_instances)]
+    free = [engine.chunks.free_pages(place) for place in range(engine.num_instances)]
     assert free == [engine.config.num_pages - 1] * engine.num_instances
     assert engine.memory.kv_pool.num_host_pages == 0
   return sum(

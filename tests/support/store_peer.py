@@ -26,10 +26,10 @@ def begin(engine: Engine, names: tuple[str, ...]) -> dict[str, Completion]:
   for request in asked():
     if request.request_id in names:
       engine.submit(request, chunk_tokens=7)
-  while len(engine.poll_paused()) < len(names):
+  while len(engine.chunks.poll_paused()) < len(names):
     engine.step()
   for name in names:
-    assert engine.spill([name]) == [name]
+    assert engine.chunks.spill([name]) == [name]
   pool = engine.memory.kv_pool
   while pool.num_host_pages:
     assert pool.make_room(pool.free_host_pages + 1)
