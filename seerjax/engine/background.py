@@ -10,11 +10,20 @@ step together, and a step takes as long as the fullest instance needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from seerjax.engine.sequence import ScheduledRows
+import numpy as np
+
+from seerjax.backends.protocol import Backend
+from seerjax.engine.allocation import Allocation
+from seerjax.engine.counters import Counters
+from seerjax.engine.requests import Requests
+from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig
+from seerjax.kv.memory import Memory
+from seerjax.kv.pins import Pins
+from seerjax.ops import sampling
 
 
 @runtime_checkable
@@ -111,3 +120,92 @@ class Room:
         # A step outside a visit may take no longer than a step of the visit.
         self._most_seconds = min(self._most_seconds, self._most_of_visit or self._most_seconds)
     return count
+
+
+def _keeps_visit(sequence: SequenceState) -> bool:
+  """Returns whether a visit may have several steps if it contains the sequence's next rows."""
+  return len(sequence.tokens) - sequence.num_written == 1 and not sequence.needs_host
+
+
+class BackgroundRows:
+  """The rows of background requests in the steps of one engine."""
+
+  def __init__(
+    self,
+    requests: Requests,
+    memory: Memory,
+    counters: Counters,
+    allocation: Allocation,
+    *,
+    pins: Pins,
+    config: EngineConfig,
+    backend: Backend,
+  ):
+    self._requests = requests
+    self._memory = memory
+    self._counters = counters
+    self._allocation = allocation
+    self._pins = pins
+    self._config = config
+    self._backend = backend
+
+  def added(
+    self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTable | None
+  ) -> list[list[ScheduledRows]]:
+    """Appends rows of background requests, if there is room; returns all rows.
+
+    A background request gets pages only if no foreground request waits for pages and rows are left.
+
+    Args:
+      scheduled: rows of foreground requests, drafts included.
+      num_steps: steps of the visit without background requests.
+      table: measured step times.
+    """
+    if not self._requests.num_background:
+      return scheduled
+    room = Room(scheduled, num_steps, config=self._config, table=table)
+    found = []
+    for instance, pieces in enumerate(scheduled):
+      row, planned = sum(piece.num_rows for piece in pieces), list(pieces)
+      for sequence in self._background(instance, room):
+        count = 0
+        if not room.has_front or self._may_join(sequence):
+          wanted = self._requests.num_unwritten(sequence)
+          count = room.take(instance, wanted, keeps_visit=_keeps_visit(sequence))
+        if count:
+          planned.append(ScheduledRows(sequence, count, row))
+          row += count
+        self._counters.background_paused += not count
+      found.append(planned)
+    return found
+
+  def _background(self, instance: int, room: Room) -> Iterator[SequenceState]:
+    """Yields background sequences with pages, then admits and yields waiting ones."""
+    requests = self._requests
+    running, waiting = requests.background[instance], requests.background_waiting[instance]
+    yield from tuple(running)
+    while waiting and not requests.waiting[instance]:
+      sequence = waiting[0]
+      may_join = not room.has_front or self._may_join(sequence)
+      if not may_join or not room.fits(instance, 1, keeps_visit=_keeps_visit(sequence)):
+        break
+      requests.busy = (sequence, len(sequence.tokens))
+      has_pages = self._allocation.give_pages(sequence, self._memory.pools[instance])
+      while not (has_pages or running or requests.running[instance]):
+        # Nothing runs that could free pages later, so pins are preempted too.
+        if not self._pins.take_off(instance):
+          break
+        has_pages = self._allocation.give_pages(sequence, self._memory.pools[instance])
+      if not has_pages:
+        break
+      waiting.popleft()
+      running.append(sequence)
+      yield sequence
+    requests.busy = None
+
+  def _may_join(self, sequence: SequenceState) -> bool:
+    """Returns whether the other rows can use the same compiled program with this sequence's row."""
+    if sequence.mask is not None or sequence.request.sampling.has_penalties:
+      return False
+    waits = self._backend.traits.waits_for_predicates
+    return not (waits and np.any(sampling.is_special(sequence.sampling)))

@@ -41,9 +41,9 @@ from seerjax.engine.background import StepTable
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
-from seerjax.engine.planner import Planner
+from seerjax.engine.planner import Plan, Planner, Rows
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import Likeliest, Mask, ScheduledRows, SequenceState, StepOutput
+from seerjax.engine.sequence import Likeliest, Mask, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
 from seerjax.kv import pool as pool_lib
 from seerjax.kv.manifest import KVManifest
@@ -87,6 +87,7 @@ class Engine:
     kv_pool: pool_lib.KVPool | None = None,
     adapters: Mapping[str, Any] | None = None,
     step_times: StepTable | None = None,
+    planner: Callable[..., Planner] = Planner,
   ):
     """Creates an engine.
 
@@ -103,6 +104,7 @@ class Engine:
       kv_pool: pool to which paused requests' pages are spilled; a default one if None.
       adapters: adapters that requests may name; see `set_adapters`.
       step_times: the attribute.
+      planner: makes the planner; a test passes a subclass of `Planner` that errs.
 
     Raises:
       ValueError: if slabs do not divide the model; if weights have the wrong layout, a dtype other
@@ -150,7 +152,7 @@ class Engine:
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
     self.chunks = Chunks(requests, memory, counters, self._pins, config=config)
     self._drafting = drafting.Drafting(drafter)
-    self._planner = planner = self._planner_kind(
+    self._planner = planner(
       requests,
       memory,
       counters,
@@ -158,11 +160,12 @@ class Engine:
       config=config,
       backend=runner.stages,
       table_width=table_width,
-      masked_ids=shape.vocab_size,
+      drafting=self._drafting,
+      vocab_size=shape.vocab_size,
       has_adapters=lambda: bool(self._adapters),
     )
     self._outputs = output.Outputs(
-      requests, memory, planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
+      requests, memory, self._planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
     )
 
   @property
@@ -313,95 +316,51 @@ class Engine:
     return self._outputs.take_updates()
 
   def _step(self) -> None:
-    self._planner.grow()
-    self._planner.admit()
-    scheduled = self._planner.schedule()
-    if not any(scheduled) and not any(self._requests.waiting):
-      self._pins.bring_back()
-    num_top = self._planner.num_top(scheduled)
-    if num_top or (self.drafter is not None and any(scheduled)):
-      scheduled = self._with_drafts(scheduled)
-    num_steps = self._planner.num_steps(scheduled)
-    # Step times do not cover steps that return top tokens.
-    if self._requests.num_background and not num_top:
-      scheduled, num_steps = self._with_background(scheduled, num_steps)
-    if not any(scheduled):
-      self._planner.settle()
+    plan = self._planner.plan(self.step_times)
+    if not any(plan.rows):
+      self._planner.allocation.settle()
       return
     self.memory.restore()
     try:
-      inputs = self._inputs(scheduled)
+      inputs = self._inputs(plan.rows)
     except Exception:
-      self._requests.busy = self._planner.culprit(scheduled)
+      self._requests.busy = self._planner.culprit(plan.rows)
       raise
-    found, top = self._dispatch(scheduled, inputs, num_steps, num_top)
-    self._planner.remember_prompts(scheduled)  # On the host, while the device computes.
+    found, top = self._dispatch(plan, inputs)
+    self._planner.remember_prompts(plan.rows)  # On the host, while the device computes.
     (tokens, scores), top = jax.device_get((found, top))
     columns = [
-      (part[:, :num_steps] if num_steps > 1 else part[:, None]).tolist()
+      (part[:, : plan.num_steps] if plan.num_steps > 1 else part[:, None]).tolist()
       for part in (tokens, scores.logprob, scores.raw_logprob)
     ]
     self.counters.visits += 1
     self._outputs.take(
-      scheduled,
+      plan.rows,
       columns,
-      num_steps,
+      plan.num_steps,
       policy_version=self.policy_version,
       top=None if top is None else (top[0].tolist(), top[1].tolist()),
     )
     self._requests.busy = None
 
-  def _dispatch(
-    self,
-    scheduled: list[list[ScheduledRows]],
-    inputs: runner_lib.StepInputs,
-    num_steps: int,
-    num_top: int = 0,
-  ) -> tuple[list[Any], Any]:
-    """Dispatches a visit; returns its samples, and the top tokens if `num_top` is not 0."""
+  def _dispatch(self, plan: Plan, inputs: runner_lib.StepInputs) -> tuple[list[Any], Any]:
+    """Dispatches a visit; returns its samples, and the top tokens if the plan has any."""
     top, before = None, (self._params, self.memory.pages)
-    if num_steps > 1:
-      visit = self._visit_inputs(scheduled, inputs, num_steps)
+    if plan.num_steps > 1:
+      visit = self._planner.visit_inputs(plan.rows, inputs, plan.num_steps)
       self.memory.pages, *found = self._runner.visit(*before, visit, self._key)
-    elif num_top:
-      pages, sampled, told = self._runner.read(*before, inputs, self._key, num_top)
+    elif plan.num_top:
+      pages, sampled, told = self._runner.read(*before, inputs, self._key, plan.num_top)
       self.memory.pages = pages
       found, top = [sampled, told.scores], (told.ids, told.top.raw_logprob)
     else:
       self.memory.pages, *found = self._runner.step(*before, inputs, self._key)
     return found, top
 
-  def _with_background(
-    self, scheduled: list[list[ScheduledRows]], num_steps: int
-  ) -> tuple[list[list[ScheduledRows]], int]:
-    """Adds rows of background requests; returns all rows and the number of steps of the visit."""
-    has_front = any(scheduled)
-    scheduled = self._planner.with_background(scheduled, num_steps, self.step_times)
-    if has_front:
-      return scheduled, min(num_steps, self._planner.num_steps(scheduled))
-    if self.drafter is not None:
-      scheduled = self._with_drafts(scheduled)
-    return scheduled, self._planner.num_steps(scheduled)
-
-  def _inputs(self, scheduled: list[list[ScheduledRows]]) -> runner_lib.StepInputs:
+  def _inputs(self, scheduled: Rows) -> runner_lib.StepInputs:
     return self._planner.inputs(scheduled)
 
-  def _visit_inputs(
-    self, scheduled: list[list[ScheduledRows]], inputs: runner_lib.StepInputs, num_steps: int
-  ) -> runner_lib.VisitInputs:
-    return self._planner.visit_inputs(scheduled, inputs, num_steps)
-
   _accept = staticmethod(output.accept)
-  _planner_kind = Planner
-
-  def _with_drafts(self, scheduled: list[list[ScheduledRows]]) -> list[list[ScheduledRows]]:
-    found = self._planner.read_drafts(scheduled)
-    if self.drafter is not None:
-      queries, places = self._planner.draft_queries(scheduled)
-      drafts = self._drafting.paths(queries, self.model.vocab_size)
-      if any(drafts):
-        found |= zip(places, drafts, strict=True)
-    return self._planner.with_drafts(scheduled, found) if found else scheduled
 
   def _start_over(self, busy: tuple[SequenceState, int] | None) -> None:
     """Frees all pages after a failed step: keys are computed again, to the same bits.
@@ -412,7 +371,7 @@ class Engine:
     if busy is not None:
       output.take_back(*busy, self.tokenizer)
     self._requests.wait_again()
-    self._planner.start_over()
+    self._planner.allocation.start_over()
     self.memory.start_over([*self._requests.live.values(), *self._pins.sequences])
 
   def hold(self, request_ids: Iterable[str]) -> None:
@@ -624,10 +583,10 @@ class Engine:
     checks.weights(self._params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before adding requests")
     self.memory.take_again()
-    scheduled = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
+    rows = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
 
     def run() -> None:
-      jax.device_get(self._dispatch(scheduled, self._inputs(scheduled), num_steps))
+      jax.device_get(self._dispatch(Plan(rows, num_steps), self._inputs(rows)))
 
     return run
 

@@ -261,7 +261,7 @@ class Outputs:
       )
       chosen = piece.paths[verified.path]
       num_drafted, rows = len(chosen.tokens), (0, *chosen.rows[: verified.num_accepted])
-      self._planner.adopt(piece, chosen)
+      self._planner.drafts.adopt(piece, chosen)
       self._counters.drafted_tokens += piece.num_drafted
       self._counters.key_copies += piece.num_copies
       self._counters.side_paths += bool(chosen.scratch)

@@ -191,6 +191,11 @@ class Requests:
     running = reversed(self.background[instance])
     return [s for s in (*idle, *self.background_waiting[instance], *running) if s.pages]
 
+  def num_unwritten(self, sequence: SequenceState) -> int:
+    """Returns the rows up to a sequence's end; without the last row while it is held."""
+    is_held = sequence.request.request_id in self.held
+    return len(sequence.tokens) - sequence.num_written - is_held
+
   def remove(self, sequence: SequenceState) -> None:
     """Removes a request from all queues."""
     request_id = sequence.request.request_id

@@ -100,6 +100,13 @@ class SequenceState(Holding):
     """Whether positions of the prompt are still unwritten."""
     return self.num_written < self.num_prompt - 1 or not self.pages
 
+  @property
+  def needs_host(self) -> bool:
+    """Whether the host has work to do between two tokens of the response."""
+    sampling = self.request.sampling
+    is_held = self.mask is not None or self.reading is not None
+    return bool(is_held or sampling.stop_strings or sampling.allowed or sampling.has_penalties)
+
   @functools.cached_property
   def prompt_ids(self) -> np.ndarray:
     """The distinct tokens of the prompt, which penalties need at every step."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 from drawn_requests import SAMPLING, alone, make_engine, tokens
@@ -26,7 +27,7 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax.engine import engine as engine_lib
+from seerjax.engine import engine as engine_lib, planner as planner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.speculation.times import StepTimes
@@ -518,7 +519,7 @@ def run_schedules(
   settings: hypothesis.settings,
   events: collections.Counter[str],
   steps: tuple[int, ...] = (1,),
-  kind: type[engine_lib.Engine] = engine_lib.Engine,
+  kind: Callable[..., engine_lib.Engine] = engine_lib.Engine,
 ) -> None:
   """Runs as many schedules as the settings specify; they share compiled programs, not pages."""
   num_instances, model_shards = mesh
@@ -620,15 +621,15 @@ class FollowsTheBatch(engine_lib.Engine):
     return inputs._replace(seeds=inputs.seeds + crowded[:, None])
 
 
-class TakesASlot(engine_lib.Engine):
+class TakesASlot(planner_lib.Planner):
   """Twin: background rows are written to the slots of foreground rows."""
 
-  def _with_background(self, scheduled, num_steps):
-    front = [piece.sequence for piece in scheduled[0]]
-    scheduled, num_steps = super()._with_background(scheduled, num_steps)
-    for piece, sequence in zip(scheduled[0][len(front) :], front):
+  def with_background(self, plan, table):
+    front = [piece.sequence for piece in plan.rows[0]]
+    plan = super().with_background(plan, table)
+    for piece, sequence in zip(plan.rows[0][len(front) :], front):
       piece.sequence.page_row = sequence.page_row
-    return scheduled, num_steps
+    return plan
 
 
 @pytest.mark.thorough
@@ -637,7 +638,7 @@ def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
     config = dataclasses.replace(
       SIZES["chunks of 16"], max_context=context, steps_per_visit=steps_per_visit
     )
-    return make_engine(config, NUMERICS["native f32"], kind=TakesASlot, **others)
+    return make_engine(config, NUMERICS["native f32"], planner=TakesASlot, **others)
 
   plan, events = beside_sleepers(64, host_pages=0), collections.Counter()
   with pytest.raises(AssertionError, match="got Completion"):
@@ -645,24 +646,27 @@ def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
   assert events["rows beside others"] > 0
 
 
-class BeginsLate(engine_lib.Engine):
+class BeginsLate(planner_lib.Planner):
   """Twin: visits of several steps start one position late."""
 
-  def _visit_inputs(self, work, inputs, num_steps):
-    visit = super()._visit_inputs(work, inputs, num_steps)
+  def visit_inputs(self, scheduled, inputs, num_steps):
+    visit = super().visit_inputs(scheduled, inputs, num_steps)
     batch = visit.step.batch
     late = batch._replace(positions=batch.positions + 1)
     return visit._replace(step=visit.step._replace(batch=late))
 
 
+LATE = functools.partial(engine_lib.Engine, planner=BeginsLate)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
   "kind, dtype, place, num, steps",
-  [(FollowsTheBatch, "bf16", 1, 6, (1,)), (BeginsLate, "f32", 0, 2, (8, 3))],
+  [(FollowsTheBatch, "bf16", 1, 6, (1,)), (LATE, "f32", 0, 2, (8, 3))],
 )
 def test_an_engine_that_breaks_the_contract_is_found_out(kind, dtype, place, num, steps, seed):
   # The twin must fail, so nothing is saved to the database and nothing is shrunk.
-  explicit = [hypothesis.Phase.explicit] if kind is BeginsLate else []
+  explicit = [hypothesis.Phase.explicit] if kind is LATE else []
   settings = hypothesis.settings(
     max_examples=num,
     phases=[*explicit, hypothesis.Phase.generate],

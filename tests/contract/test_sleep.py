@@ -26,7 +26,7 @@ import tiny_model
 import word_engine
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import runner as runner_lib
+from seerjax.engine import planner as planner_lib, runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv.owner import BASE, Owner
 from seerjax.kv.pool import KVPool, KVPoolConfig
@@ -772,15 +772,22 @@ class KeepsPins(Watched):
       self.memory.remember(sequence, sequence.tokens[: sequence.num_written])
 
 
+class SlotTaker(planner_lib.Planner):
+  """A planner that writes background rows to the slots of foreground rows."""
+
+  def with_background(self, plan, table):
+    front = [piece.sequence for piece in plan.rows[0]]
+    plan = super().with_background(plan, table)
+    for piece, sequence in zip(plan.rows[0][len(front) :], front):
+      piece.sequence.page_row = sequence.page_row
+    return plan
+
+
 class TakesASlot(Watched):
   """Twin: background rows are written to the slots of foreground rows."""
 
-  def _with_background(self, scheduled, num_steps):
-    front = [piece.sequence for piece in scheduled[0]]
-    scheduled, num_steps = super()._with_background(scheduled, num_steps)
-    for piece, sequence in zip(scheduled[0][len(front) :], front):
-      piece.sequence.page_row = sequence.page_row
-    return scheduled, num_steps
+  def __init__(self, *args, **others):
+    super().__init__(*args, planner=SlotTaker, **others)
 
 
 class Shared(PrefixIndex):

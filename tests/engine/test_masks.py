@@ -72,7 +72,7 @@ def differences(numerics, planner=planner_lib.Planner) -> int:
   expected = {}
   for one in asked:
     expected |= together(alone, [one], masked)
-  engine = tiny_model.make_engine(SIZES, numerics, kind=tiny_model.planned_by(planner))
+  engine = tiny_model.make_engine(SIZES, numerics, planner=planner)
   found = together(engine, asked, masked)
   if planner is planner_lib.Planner:
     for name in masked:

@@ -83,8 +83,7 @@ class Failing(planner_lib.Planner):
 
 @pytest.mark.thorough
 def test_what_breaks_is_raised_and_nothing_of_it_is_left():
-  kind = tiny_model.planned_by(Failing)
-  engine = tiny_model.make_engine(SIZES, tiny_model.NATIVE, kind=kind)
+  engine = tiny_model.make_engine(SIZES, tiny_model.NATIVE, planner=Failing)
   with pytest.raises(RuntimeError, match="request 'read/1': got MemoryError .no rows. in a step"):
     engine.likeliest(READ, [(6,), (7,), (8,)], 2)
   assert not engine.num_unfinished and not engine.poll()

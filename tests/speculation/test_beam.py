@@ -64,7 +64,7 @@ def differing(numerics, seed: int, planner=planner_lib.Planner, count: int = 4) 
   rng, wrong = np.random.default_rng(seed), 0
   for width in range(2, 2 + count):
     request = asked(rng)
-    engine = tiny_model.make_engine(SIZES, numerics, kind=tiny_model.planned_by(planner))
+    engine = tiny_model.make_engine(SIZES, numerics, planner=planner)
     wanted, kept = expected(numerics, request, width)
     drafter = Knowing(kept, VOCABULARY, right=0.95, seed=seed)
     wrong += as_rows(beam_search(engine, request, width, drafter=drafter)) != wanted
@@ -157,11 +157,18 @@ def test_bugs_in_pages_and_places_are_found_out():
     assert differing(tiny_model.NATIVE, 1, bug), bug.__doc__
 
 
+def with_paths(plan, change):
+  """Returns a plan with the paths of each of its requests passed through `change`."""
+  rows = [[piece._replace(paths=change(piece.paths)) for piece in pieces] for pieces in plan.rows]
+  return plan._replace(rows=rows)
+
+
 class WithoutCopies(planner_lib.Planner):
   """Twin: shared positions are in the first path's pages only."""
 
-  def _paths(self, *args):
-    return tuple(path._replace(copied=()) for path in super()._paths(*args))
+  def with_drafts(self, plan):
+    without = lambda path: path._replace(copied=())
+    return with_paths(super().with_drafts(plan), lambda paths: tuple(map(without, paths)))
 
 
 class OthersPages(planner_lib.Planner):
@@ -177,11 +184,11 @@ class OthersPages(planner_lib.Planner):
 class NeighboursNumbers(planner_lib.Planner):
   """Twin: the rows of each further path are off by one."""
 
-  def _paths(self, *args):
-    first, *others = super()._paths(*args) or ((),)
-    if not first:
-      return ()
-    return (first, *(path._replace(rows=tuple(r - 1 for r in path.rows)) for path in others))
+  def with_drafts(self, plan):
+    off_by_one = lambda path: path._replace(rows=tuple(row - 1 for row in path.rows))
+    return with_paths(
+      super().with_drafts(plan), lambda paths: (*paths[:1], *map(off_by_one, paths[1:]))
+    )
 
 
 def test_each_place_is_one_row_whatever_is_shared():

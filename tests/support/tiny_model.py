@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import engine as engine_lib, planner as planner_lib, runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import (
   config as model_config,
   flax_module,
@@ -144,15 +144,6 @@ def make_engine(
   usual = dict(key=numerics_lib.key(11), runner=runner(numerics, num_instances, model_shards))
   model = Model(CONFIG, params(numerics), numerics, tokenizer)
   return kind(model, config=config, **(usual | others))
-
-
-def planned_by(planner: type[planner_lib.Planner]) -> type[engine_lib.Engine]:
-  """Returns a kind of engine with another planner: a twin."""
-
-  class Planned(engine_lib.Engine):
-    _planner_kind = planner
-
-  return Planned
 
 
 # One request at a time, prompts in chunks of 16, no prefix reuse, single steps.

@@ -1,0 +1,184 @@
+"""Fits drafts into the rows, pages and key copies that a step has left.
+
+A draft tree becomes paths from the root to its leaves. The first path is written to the sequence's
+own pages; each further one gets scratch pages from the sequence's last page on, and copies of the
+keys before its own first node. Leaves for which there is no room are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import itertools
+
+from seerjax.engine import drafting, sizes, token_tree
+from seerjax.engine.allocation import Allocation
+from seerjax.engine.counters import Counters
+from seerjax.engine.drafting import DraftQuery
+from seerjax.engine.requests import Requests
+from seerjax.engine.sequence import DraftPath, ScheduledRows
+from seerjax.engine.sizes import EngineConfig
+from seerjax.kv.memory import Memory
+
+Place = tuple[int, int]  # (instance, index among the instance's scheduled rows).
+
+
+class DraftRows:
+  """The rows of drafts in the steps of one engine."""
+
+  def __init__(
+    self,
+    requests: Requests,
+    memory: Memory,
+    counters: Counters,
+    allocation: Allocation,
+    config: EngineConfig,
+  ):
+    self._requests = requests
+    self._memory = memory
+    self._counters = counters
+    self._allocation = allocation
+    self._config = config
+
+  def queries(self, scheduled: list[list[ScheduledRows]]) -> tuple[list[DraftQuery], list[Place]]:
+    """Returns a query for each sampled sequence that may have draft rows, and its place."""
+    queries, places = [], []
+    for instance, spare in enumerate(self._spare_rows(scheduled)):
+      for index, piece in enumerate(scheduled[instance]):
+        sequence = piece.sequence
+        # The token sampled after the last draft is part of the response too.
+        most = min(sequence.end - len(sequence.tokens) - 1, spare)
+        is_answered = sequence.mask is None and sequence.reading is None
+        if piece.is_sampled and most > 0 and is_answered:
+          request = sequence.request
+          queries.append(
+            DraftQuery(
+              request.request_id,
+              drafting.group_name(request),
+              sequence.tokens,
+              sequence.num_prompt,
+              most,
+              request.seed,
+              request.sampling,
+            )
+          )
+          places.append((instance, index))
+    return queries, places
+
+  def added(
+    self,
+    scheduled: list[list[ScheduledRows]],
+    drafts: dict[Place, list[tuple[int, ...]]],
+  ) -> list[list[ScheduledRows]]:
+    """Returns the rows with drafts appended to sampled sequences, as far as rows are left."""
+    drafted = []
+    for instance, rows_left in enumerate(self._spare_rows(scheduled)):
+      row, planned = 0, []
+      copies_left = sizes.KEY_COPIES_PER_ROW * self._config.row_buckets[-1]
+      for index, piece in enumerate(scheduled[instance]):
+        paths = self._paths(piece, drafts.get((instance, index), ()), rows_left, copies_left)
+        piece = piece._replace(first_row=row, paths=paths)
+        row += piece.num_rows
+        rows_left -= piece.num_drafted
+        copies_left -= piece.num_copies
+        planned.append(piece)
+      drafted.append(planned)
+    return drafted
+
+  def _spare_rows(self, scheduled: list[list[ScheduledRows]]) -> list[int]:
+    is_front = not self._requests.num_background or any(
+      not piece.sequence.is_background for piece in itertools.chain(*scheduled)
+    )
+    most = self._config.row_buckets[-1] if is_front else self._config.background_rows
+    return [most - sum(piece.count for piece in pieces) for pieces in scheduled]
+
+  def _paths(
+    self,
+    piece: ScheduledRows,
+    drafts: Iterable[tuple[int, ...]],
+    rows_left: int,
+    copies_left: int,
+  ) -> tuple[DraftPath, ...]:
+    """Returns the draft tree as paths, without the leaves that there is no room for."""
+    sequence, pool = piece.sequence, self._memory.pools[piece.sequence.instance]
+    size, end = self._config.page_size, len(sequence.tokens)
+    nodes = token_tree.merge(drafts, sequence.end - end - 1)
+    if not nodes:
+      return ()
+    nodes = nodes[: self._num_fitting(piece, nodes, rows_left, copies_left)]
+    first = (end - 1) // size
+    settled = range(1 - self._num_settled(piece), 1)
+    paths: list[DraftPath] = []
+    for branch in token_tree.branches(nodes):
+      path = DraftPath(branch.tokens, sequence.page_row, branch.rows)
+      if paths:
+        last = (end - 1 + len(branch.tokens)) // size
+        scratch = pool.take(last - first + 1)
+        page_row = sequence.page_row.copy()
+        page_row[first : last + 1] = scratch
+        if first * size < sequence.num_written:
+          self._allocation.copies[sequence.instance].append((sequence.pages[first], scratch[0]))
+        path = path._replace(
+          page_row=page_row,
+          num_shared=branch.num_shared,
+          copied=(*settled, *branch.rows[: branch.num_shared]),
+          scratch=tuple(scratch),
+        )
+      paths.append(path)
+    return tuple(paths)
+
+  def _num_settled(self, piece: ScheduledRows) -> int:
+    """Returns how many non-draft rows are in the last page; further paths have to copy them."""
+    end = len(piece.sequence.tokens)
+    page_begin = (end - 1) // self._config.page_size * self._config.page_size
+    return end - max(page_begin, end - piece.count)
+
+  def _num_fitting(
+    self,
+    piece: ScheduledRows,
+    nodes: Sequence[token_tree.Node],
+    rows_left: int,
+    copies_left: int,
+  ) -> int:
+    """Returns how many leading nodes of a tree fit into the rows, pages and copy table.
+
+    A node of the first path takes a row. A further path also takes pages from the sequence's last
+    page on, and a copy of every key in them before its own first node.
+    """
+    size, root = self._config.page_size, len(piece.sequence.tokens) - 1
+    instance = piece.sequence.instance
+    pool, num_pages = self._memory.pools[instance], 0
+    num_settled = self._num_settled(piece)
+    for index, node in enumerate(nodes):
+      pages = copies = 0
+      if not node.is_first:
+        pages = (root + node.depth) // size - root // size + 1
+        copies = num_settled + node.depth - 1
+      elif node.branch:
+        pages = int((root + node.depth) % size == 0)
+      rows_left, num_pages, copies_left = rows_left - 1, num_pages + pages, copies_left - copies
+      while pages and num_pages > pool.num_available and not piece.sequence.is_background:
+        if not self._allocation.make_way(instance):
+          break
+      pages_left = pool.num_available - num_pages
+      if min(rows_left, pages_left, copies_left) < 0:
+        self._counters.cut_for_rows += rows_left < 0
+        self._counters.cut_for_pages += pages_left < 0
+        self._counters.cut_for_copies += copies_left < 0
+        return index
+    return len(nodes)
+
+  def adopt(self, piece: ScheduledRows, chosen: DraftPath) -> None:
+    """Makes the chosen path's scratch pages the sequence's own, and frees those of other paths."""
+    sequence = piece.sequence
+    pool, pages = self._memory.pools[sequence.instance], sequence.pages
+    if chosen.scratch:
+      first = (len(sequence.tokens) - 1) // self._config.page_size
+      replaced = pages[first : first + len(chosen.scratch)]
+      pages = [*pages[:first], *chosen.scratch, *pages[first + len(chosen.scratch) :]]
+      for page in replaced:
+        pool.release(page)
+      self._memory.hold(sequence, pages)
+    for path in piece.paths:
+      if path is not chosen:
+        for page in path.scratch:
+          pool.release(page)
