@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from seerjax import array_typing, numerics, types
+  from seerjax.engine.beam import beam_search
   from seerjax.engine.engine import Engine
   from seerjax.engine.sizes import EngineConfig
   from seerjax.models.loading import load_model
   from seerjax.numerics import NumericsConfig
   from seerjax.rl import train
   from seerjax.run.config import RunConfig
-  from seerjax.speculation.beam import beam_search
   from seerjax.ttt import discover
   from seerjax.types import (
     Completion,
@@ -46,7 +46,7 @@ _HOMES = {
   "SamplingParams": "types",
   "Task": "types",
   "Verdict": "types",
-  "beam_search": "speculation.beam",
+  "beam_search": "engine.beam",
   "discover": "ttt",
   "load_model": "models.loading",
   "train": "rl",

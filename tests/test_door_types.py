@@ -23,6 +23,7 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib, rl, ttt
 from seerjax.discovery.config import DiscoverConfig
+from seerjax.engine.beam import beam_search
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv.pool import KVPool
 from seerjax.models import lora, peft
@@ -30,7 +31,6 @@ from seerjax.models.loading import Model, load_model
 from seerjax.rollout.divided import DividedRollout
 from seerjax.rollout.policies import LongestGroupFirst
 from seerjax.run.config import RunConfig
-from seerjax.speculation.beam import beam_search
 from seerjax.trainer import losses, step
 from seerjax.types import Request, SamplingParams
 

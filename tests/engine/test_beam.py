@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax.engine import engine as engine_lib, planner as planner_lib
+from seerjax.engine import beam, engine as engine_lib, planner as planner_lib
+from seerjax.engine.beam import Hypothesis, beam_search
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import loading
-from seerjax.speculation import beam, draft_loading
-from seerjax.speculation.beam import Hypothesis, beam_search
+from seerjax.speculation import draft_loading
 from seerjax.speculation.draft_model import DraftModelConfig
 from seerjax.types import Request, SamplingParams
 
