@@ -40,6 +40,7 @@ from seerjax import parallel
 from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.drafting import Drafter, DraftQuery
+from seerjax.engine.step_times import DraftTimes
 from seerjax.models import loading as models
 from seerjax.reports import draft_report
 from seerjax.reports.draft_report import Drafted
@@ -51,7 +52,6 @@ from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.statistics import Acceptance
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.speculation.times import DraftTimes
 from seerjax.tasks import loading as tasks
 from seerjax.types import Completion, Problem, Request, SamplingParams, Task
 

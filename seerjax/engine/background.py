@@ -28,7 +28,7 @@ from seerjax.ops import sampling
 
 @runtime_checkable
 class StepTable(Protocol):
-  """Step times over all instances together; implemented by `speculation.times.StepTimes`."""
+  """Step times over all instances together; implemented by `step_times.StepTimes`."""
 
   def step(self, requests: float, rows: float) -> float:
     """Returns the seconds of one step with this many requests and rows."""

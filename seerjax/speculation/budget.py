@@ -35,7 +35,7 @@ import operator
 from typing import NamedTuple
 
 from seerjax import fields
-from seerjax.speculation.times import StepTimes
+from seerjax.engine.step_times import StepTimes
 
 POLICIES = ("mba", "mba_paper")
 # Drafting switches on if it saves more than the first share of seconds per token, and off if less

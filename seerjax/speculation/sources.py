@@ -30,8 +30,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from seerjax import fields
+from seerjax.engine.step_times import DraftTimes, StepTimes
 from seerjax.speculation.budget import OFF_GAIN, ON_GAIN, PROBE_COST
-from seerjax.speculation.times import DraftTimes, StepTimes
 
 Source = Literal["none", "suffix", "model", "both"]
 SOURCES: tuple[Source, ...] = ("none", "suffix", "model", "both")

@@ -14,6 +14,7 @@ import numpy as np
 
 from seerjax.engine import drafting
 from seerjax.engine.drafting import DraftQuery
+from seerjax.engine.step_times import PRIOR
 from seerjax.speculation import (
   budget as budget_lib,
   config as config_lib,
@@ -22,7 +23,6 @@ from seerjax.speculation import (
   statistics,
   step_times,
   suffix_tree,
-  times as times_lib,
 )
 
 # Prompt tokens that precede each completion in the tree, so that siblings' first tokens are found
@@ -104,7 +104,7 @@ class SuffixDrafter:
     suffix_tree.check_args(args)
     self.args = args
     if isinstance(budget, budget_lib.BudgetConfig):
-      budget = budget_lib.Budget(times_lib.PRIOR, budget)
+      budget = budget_lib.Budget(PRIOR, budget)
     self.budget = budget
     self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
     self._is_probe = is_probe

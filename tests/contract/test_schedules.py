@@ -29,8 +29,8 @@ import tiny_model
 
 from seerjax.engine import engine as engine_lib, planner as planner_lib
 from seerjax.engine.engine import EngineConfig
+from seerjax.engine.step_times import StepTimes
 from seerjax.kv.pool import KVPool, KVPoolConfig
-from seerjax.speculation.times import StepTimes
 from seerjax.types import Completion, Request, SamplingParams
 
 MAX_CONTEXT = 64

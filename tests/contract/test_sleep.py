@@ -28,6 +28,7 @@ import word_engine
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import planner as planner_lib, runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.step_times import StepTimes
 from seerjax.kv.owner import BASE, Owner
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.kv.prefix_index import PrefixIndex
@@ -41,7 +42,6 @@ from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.sleep.thinkers import Call
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.speculation.times import StepTimes
 from seerjax.types import Completion, Request, SamplingParams
 
 NANO = Identity(weights="w", tokenizer="t", template="c")

@@ -14,9 +14,9 @@ from seerjax.engine import background
 from seerjax.engine.background import Room
 from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import ScheduledRows, SequenceState
+from seerjax.engine.step_times import StepTimes
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.ops import sampling
-from seerjax.speculation.times import StepTimes
 
 # A step of eight rows hardly takes longer than one of one, and a visit is worth half.
 TIMES = StepTimes(

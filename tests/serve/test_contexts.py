@@ -24,6 +24,7 @@ import word_engine
 import seerjax
 from seerjax.commands import serve as serve_main
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.step_times import StepTimes
 from seerjax.records import lines
 from seerjax.serve import protocol, served as served_lib, server
 from seerjax.serve.config import ServeConfig
@@ -36,7 +37,6 @@ from seerjax.sleep.contexts import Contexts, Identity
 from seerjax.sleep.planner import PlannerConfig
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.speculation.times import StepTimes
 from seerjax.tasks.stateful import StatefulConfig, StatefulWordProblems
 
 TINY = Identity(weights="w", tokenizer="t", template="c")

@@ -12,12 +12,12 @@ from word_engine import SIZES, make_engine, params, request, run, same, tokens_f
 
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.engine import Engine
+from seerjax.engine.step_times import StepTimes
 from seerjax.sleep import planner, runner as runner_lib
 from seerjax.sleep.contexts import Contexts, Identity
 from seerjax.sleep.planner import PlannerConfig
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.speculation.times import StepTimes
 
 NANO = Identity(weights="w", tokenizer="t", template="c")
 FLAT = StepTimes(rows=(1, 64), seconds=(1.0, 1.0))

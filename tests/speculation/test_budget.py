@@ -9,9 +9,9 @@ import hypothesis
 from hypothesis import given, strategies as st
 import pytest
 
+from seerjax.engine.step_times import StepTimes
 from seerjax.speculation import budget
 from seerjax.speculation.budget import Budget, BudgetConfig, Plan
-from seerjax.speculation.times import StepTimes
 
 # Sixteen rows cost little more than one, as where weights must be read anyway; then they add up.
 SATURATING = StepTimes(rows=(1, 16, 32, 64), seconds=(1.0, 1.1, 2.0, 4.0))

@@ -12,6 +12,7 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine.drafting import DraftQuery
+from seerjax.engine.step_times import DraftTimes, StepTimes
 from seerjax.models import huggingface, parameters
 from seerjax.speculation import draft_loading, hybrid_drafter
 from seerjax.speculation.config import DraftedRun, SpeculationConfig, make_drafter
@@ -19,7 +20,6 @@ from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
 from seerjax.speculation.statistics import Acceptance
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.speculation.times import DraftTimes, StepTimes
 from seerjax.types import Request, SamplingParams
 
 NATIVE = dataclasses.replace(drafting_models.ONE_SLAB, implementation="native")

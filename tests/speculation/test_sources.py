@@ -8,9 +8,9 @@ import random
 import pytest
 import refusals
 
+from seerjax.engine.step_times import DraftTimes, StepTimes
 from seerjax.speculation import sources
 from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
-from seerjax.speculation.times import DraftTimes, StepTimes
 
 # Rows are nearly free, as where weights must be read anyway; or they cost what requests cost.
 FLAT = StepTimes(rows=(1, 1024), seconds=(1.0, 1.1))

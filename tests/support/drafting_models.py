@@ -14,6 +14,7 @@ import word_engine
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.step_times import DraftTimes, StepTimes
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.speculation.budget import Budget
@@ -22,7 +23,6 @@ from seerjax.speculation.draft_program import DraftProgram, numerics_of
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
-from seerjax.speculation.times import DraftTimes, StepTimes
 
 ONE_SLAB = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=1)
 CONTEXT = 64

@@ -8,8 +8,8 @@ import math
 from moving_requests import make_engine
 import pytest
 
+from seerjax.engine.step_times import StepTimes
 from seerjax.speculation import step_times
-from seerjax.speculation.times import StepTimes
 
 SATURATING = StepTimes(rows=(1, 16, 32, 64), seconds=(1.0, 1.1, 2.0, 4.0))
 FLAT = StepTimes(rows=(1, 1024), seconds=(1.0, 1.0))
