@@ -38,7 +38,7 @@ import numpy as np
 from experiments import cells as cells_lib, measure, speculation_pays
 from seerjax import parallel
 from seerjax.commands import flags as flags_lib
-from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.engine.step_times import DraftTimes
 from seerjax.models import loading as models
@@ -47,7 +47,7 @@ from seerjax.reports.draft_report import Drafted
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import energy, presets as run_presets, self_test
 from seerjax.simulate import speculation as theory
-from seerjax.speculation import draft_loading, sources, step_times
+from seerjax.speculation import draft_loading, draft_times, sources
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.statistics import Acceptance
@@ -221,7 +221,7 @@ class Pair:
     self_test.check_model(
       model.config, model.params, numerics=model.numerics, config=config, runner=runner
     )
-    self.times = step_times.measure(self.plain, seconds=math.inf)
+    self.times = timing.measure(self.plain, seconds=math.inf)
     # Compiles the suffix trees' kernels now, so that no turn includes it.
     SuffixDrafter(budget=None).draft([DraftQuery("warm", "", [1, 2, 1, 2, 1], 3, 4)])
     self._programs: dict[int, Any] = {}
@@ -258,7 +258,7 @@ class Pair:
     """Returns the draft times of a width, measured on first use."""
     if width not in self._costs:
       model = self.drafter(width)
-      self._costs[width] = step_times.measure_model(model, self.drafting, MAX_LENGTH)
+      self._costs[width] = draft_times.measure_model(model, self.drafting, MAX_LENGTH)
     return self._costs[width]
 
   def planned(self, model: ModelDrafter) -> HybridDrafter:
@@ -266,7 +266,7 @@ class Pair:
     width = model.config.width
     budget = sources.SourceBudget(
       self.times,
-      suffix=step_times.SUFFIX_TIMES,
+      suffix=draft_times.SUFFIX_TIMES,
       model=self.costs(width),
       config=sources.SourceConfig(max_length=MAX_LENGTH, max_width=width),
     )

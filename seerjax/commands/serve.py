@@ -29,6 +29,7 @@ import time
 from absl import flags
 
 from seerjax import numerics as numerics_lib
+from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import chat_template, gguf_file, loading, peft
 from seerjax.run import command_line, placement, policy as policy_lib
@@ -39,7 +40,6 @@ from seerjax.serve.service import Service
 from seerjax.serve.sleeping import Sleeping
 from seerjax.sleep import prompts
 from seerjax.sleep.runner import RunnerConfig
-from seerjax.speculation import step_times
 from seerjax.speculation.budget import Budget, BudgetConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.tasks.stateful import StatefulWordProblems
@@ -212,8 +212,8 @@ def sleep(family: Family) -> dict[str, Sleeping]:
     verbosity=args.answer_length,
   )
   found = Sleeping(args.contexts, engine, asked, identity=family.identity, config=config)
-  say(f"timing the engine's steps for {step_times.SECONDS:g} s")
-  engine.step_times = step_times.measure(engine)
+  say(f"timing the engine's steps for {timing.SECONDS:g} s")
+  engine.step_times = timing.measure(engine)
   if args.anticipated or args.drafts:
     engine.drafter = SuffixDrafter(budget=Budget(engine.step_times, BudgetConfig()))
   say(

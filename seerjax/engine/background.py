@@ -11,7 +11,6 @@ step together, and a step takes as long as the fullest instance needs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,22 +20,10 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig
+from seerjax.engine.step_times import StepTimes
 from seerjax.kv.memory import Memory
 from seerjax.kv.pins import Pins
 from seerjax.ops import sampling
-
-
-@runtime_checkable
-class StepTable(Protocol):
-  """Step times over all instances together; implemented by `step_times.StepTimes`."""
-
-  def step(self, requests: float, rows: float) -> float:
-    """Returns the seconds of one step with this many requests and rows."""
-    ...
-
-  def decode(self, requests: int) -> float:
-    """Returns the seconds per step of plain decoding, in the fastest visit for it."""
-    ...
 
 
 class Room:
@@ -53,7 +40,7 @@ class Room:
     num_steps: int,
     *,
     config: EngineConfig,
-    table: StepTable | None,
+    table: StepTimes | None,
   ):
     """Starts with the foreground rows by instance, drafts included.
 
@@ -150,7 +137,7 @@ class BackgroundRows:
     self._backend = backend
 
   def added(
-    self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTable | None
+    self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTimes | None
   ) -> list[list[ScheduledRows]]:
     """Appends rows of background requests, if there is room; returns all rows.
 

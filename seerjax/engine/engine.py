@@ -37,7 +37,6 @@ from seerjax.engine import (
   sizes,
   texts,
 )
-from seerjax.engine.background import StepTable
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter
@@ -45,6 +44,7 @@ from seerjax.engine.planner import Plan, Planner, Rows
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import Likeliest, Mask, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
+from seerjax.engine.step_times import StepTimes
 from seerjax.kv import pool as pool_lib
 from seerjax.kv.manifest import KVManifest
 from seerjax.kv.memory import KVSizes, Memory
@@ -69,7 +69,7 @@ class Engine:
     counters: statistics of the engine.
     memory: pages of all instances.
     chunks: the operations of a scheduler on requests and their pages between chunks.
-    step_times: measured step times (`speculation.step_times.measure`); they limit how many rows
+    step_times: measured step times (`timing.measure`); they limit how many rows
       background requests get in a step with foreground requests. None gives them none. May be set
       at any time.
   """
@@ -86,7 +86,7 @@ class Engine:
     drafter: Drafter | None = None,
     kv_pool: pool_lib.KVPool | None = None,
     adapters: Mapping[str, Any] | None = None,
-    step_times: StepTable | None = None,
+    step_times: StepTimes | None = None,
     planner: Callable[..., Planner] = Planner,
   ):
     """Creates an engine.

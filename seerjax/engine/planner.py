@@ -19,7 +19,7 @@ import numpy as np
 from seerjax.backends.protocol import Backend
 from seerjax.engine import batching, checks, sizes
 from seerjax.engine.allocation import Allocation
-from seerjax.engine.background import BackgroundRows, StepTable
+from seerjax.engine.background import BackgroundRows
 from seerjax.engine.counters import Counters
 from seerjax.engine.draft_rows import DraftRows, Place
 from seerjax.engine.drafting import Drafting
@@ -27,6 +27,7 @@ from seerjax.engine.requests import Requests
 from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig
+from seerjax.engine.step_times import StepTimes
 from seerjax.kv.memory import Memory
 from seerjax.kv.pins import Pins
 from seerjax.ops import penalties, sampling
@@ -101,7 +102,7 @@ class Planner:
       requests, memory, counters, self.allocation, pins=pins, config=config, backend=backend
     )
 
-  def plan(self, table: StepTable | None) -> Plan:
+  def plan(self, table: StepTimes | None) -> Plan:
     """Returns the plan of the next visit.
 
     Args:
@@ -175,7 +176,7 @@ class Planner:
       most = max(most, sequence.end - len(sequence.tokens))
     return plan._replace(num_steps=min(most, self._config.steps_per_visit))
 
-  def with_background(self, plan: Plan, table: StepTable | None) -> Plan:
+  def with_background(self, plan: Plan, table: StepTimes | None) -> Plan:
     """Appends rows of background requests, with drafts if there is no foreground request."""
     # Step times do not cover steps that return top tokens.
     if not self._requests.num_background or plan.num_top:

@@ -18,6 +18,10 @@ import math
 
 from seerjax import fields
 
+# Host seconds per drafted request and per step that drafts at all. Measured: 0.35 ms for two
+# requests and 0.57 ms for twelve. A third of it is appending the siblings' new tokens to trees, and
+# 0.02 ms per request is building the step's arrays and reading its samples.
+DRAFT_SECONDS, DRAFTING_SECONDS = 4e-5, 3.5e-4
 # An interpolated line: ascending positions, and the value at each.
 _Line = tuple[tuple[float, ...], tuple[float, ...]]
 

@@ -1,8 +1,15 @@
-"""Measures step times before the first request, for all sizes or within a time budget."""
+"""Measures an engine's step times before the first request, as a table (`step_times`).
+
+    most informative steps first -> measured within a time limit -> the rest estimated by rows
+
+The cost of a step that is not measured is interpolated by rows between measured steps, and grows in
+proportion beyond the largest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+import dataclasses
 import functools
 import math
 import time
@@ -14,9 +21,92 @@ import numpy as np
 from seerjax import agreement
 from seerjax.engine import checks
 from seerjax.engine.engine import Engine
+from seerjax.engine.step_times import DRAFT_SECONDS, DRAFTING_SECONDS, StepTimes
 
 # For a machine without other load.
 WALL = time.monotonic
+# Draft lengths for the rows of paths.
+PATH_LENGTHS = (1, 2, 4, 8, 16)
+# Time limit for measuring, before a run or a server starts.
+SECONDS = 1.0
+
+
+def measure(
+  engine: Engine, *, seconds: float = SECONDS, clock: Callable[[], float] = WALL
+) -> StepTimes:
+  """Returns an engine's step times by requests and rows, and its visit times.
+
+  Args:
+    engine: an engine without unfinished requests.
+    seconds: time limit for all steps, excluding compilation; at least one step is measured.
+      `math.inf` measures all.
+    clock: returns seconds; use `time.process_time` on a machine that others use.
+  """
+  # Times rise in stairs, per row tile and per bucket: a draft of a few rows is cheap within a tile
+  # and expensive at its edge. Hence up to 128 rows are measured finely.
+  buckets, instances = engine.config.row_buckets, engine.num_instances
+  powers = [2**power for power in range(buckets[-1].bit_length())]
+  of_instance = {*powers, *range(4, 129, 4), *buckets, *(bucket + 1 for bucket in buckets)}
+  rows = sorted(instances * n for n in of_instance if n <= buckets[-1])
+  most_requests = min(engine.config.max_sequences, buckets[-1])
+  requests = sorted({n for n in powers if n <= most_requests} | {most_requests})
+  most_rows, longest = buckets[-1], engine.config.max_context // 2
+  paths = [
+    (instances * count, instances * count * (1 + length))
+    for count in requests
+    for length in PATH_LENGTHS
+    if count * (1 + length) <= most_rows and length < longest
+  ]
+  steps = min(engine.config.steps_per_visit, longest)
+  sizes = [*((n, n, 1) for n in rows), *((n, size, 1) for n, size in paths)]
+  if steps > 1:
+    sizes += [(instances * count, instances * count, steps) for count in requests]
+  # Single rows at powers of four and the buckets are the most informative; then visits, short
+  # paths, and the values in between.
+  coarse = {instances * n for n in (*powers[::2], *buckets)}
+  sizes.sort(key=lambda size: _rank(size, coarse))
+
+  def ready(size: tuple[int, int, int]) -> Callable[[], object]:
+    num_requests, num_rows, num_steps = size
+    return engine.idle_step(num_requests // instances, num_rows // instances, num_steps)
+
+  found = seconds_within(
+    [functools.partial(ready, size) for size in sizes],
+    [float(num_rows * num_steps) for _, num_rows, num_steps in sizes],
+    seconds,
+    clock=clock,
+  )
+  known = {size: took for size, took in zip(sizes, found, strict=True) if took < math.inf}
+  of_rows = {num_rows: took for (n, num_rows, k), took in known.items() if k == 1 and n == num_rows}
+  rows = sorted(of_rows)
+  # A smaller step never takes longer, and noise only adds: take the minimum over larger steps.
+  least = np.minimum.accumulate([of_rows[n] for n in reversed(rows)])[::-1].tolist()
+  times = StepTimes(
+    rows=tuple(rows),
+    seconds=tuple(least),
+    draft_seconds=DRAFT_SECONDS,
+    drafting_seconds=DRAFTING_SECONDS,
+  )
+  # Likewise a visit takes no longer than separate steps, and few paths no longer than many.
+  visits = [
+    (n, k, min(took, k * times.step(n, n))) for (n, _, k), took in sorted(known.items()) if k > 1
+  ]
+  of_paths = [
+    (n, size, min(took, times.step(size, size)))
+    for (n, size, k), took in sorted(known.items())
+    if k == 1 and n < size
+  ]
+  return dataclasses.replace(times, paths=tuple(of_paths), visits=tuple(visits))
+
+
+def _rank(size: tuple[int, int, int], coarse: Container[int]) -> tuple[int, int]:
+  """Returns a sort key of steps (requests, rows, steps of a visit), most informative first."""
+  num_requests, num_rows, num_steps = size
+  if num_requests < num_rows:
+    return (2 if num_rows <= 5 * num_requests else 4), num_rows
+  if num_steps > 1:
+    return 1 if num_requests in coarse else 3, num_rows * num_steps
+  return 0 if num_rows in coarse else 3, num_rows
 
 
 def step_seconds(

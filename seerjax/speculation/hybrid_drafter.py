@@ -15,14 +15,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from seerjax.engine import timing
 from seerjax.engine.drafting import DraftQuery
 from seerjax.speculation import (
   config as config_lib,
   draft_loading,
+  draft_times,
   history as history_lib,
   sources,
   statistics,
-  step_times,
   suffix_drafter,
 )
 from seerjax.speculation.draft_model import ModelDrafter
@@ -233,9 +234,9 @@ def of_run(
   model = draft_loading.drafter_for(run.engine, config.draft_name, config.draft)
   longest = min(config.budget.gamma_max, sources.LENGTHS[-1])
   budget = SourceBudget(
-    step_times.measure(run.engine),
-    suffix=step_times.SUFFIX_TIMES,
-    model=step_times.measure_model(model, run.engine, longest),
+    timing.measure(run.engine),
+    suffix=draft_times.SUFFIX_TIMES,
+    model=draft_times.measure_model(model, run.engine, longest),
     config=SourceConfig(max_length=longest, max_width=min(config.draft.width, sources.WIDTHS[-1])),
   )
   suffix = SuffixDrafter(

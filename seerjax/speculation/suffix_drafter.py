@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from seerjax.engine import drafting
+from seerjax.engine import drafting, timing
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.step_times import PRIOR
 from seerjax.speculation import (
@@ -21,7 +21,6 @@ from seerjax.speculation import (
   group_trees,
   history as history_lib,
   statistics,
-  step_times,
   suffix_tree,
 )
 
@@ -91,7 +90,7 @@ class SuffixDrafter:
     Args:
       args: how drafts are made; `max_spec_tokens` limits every path.
       budget: plans each step's draft lengths. A config alone uses `times.PRIOR`, which does not
-        know the machine; `Budget(step_times.measure(engine))` plans better. None drafts as much as
+        know the machine; `Budget(timing.measure(engine))` plans better. None drafts as much as
         queries allow, which more than doubles the work if few drafts are accepted.
       is_probe: whether a request is in the high-priority class; None: no request is.
       acceptance: collects statistics; a new record if None.
@@ -349,7 +348,7 @@ class SuffixDrafter:
 def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> SuffixDrafter:
   """Returns a run's drafter, with a budget based on the measured step times of its engine."""
   return SuffixDrafter(
-    budget=budget_lib.Budget(step_times.measure(run.engine), config.budget),
+    budget=budget_lib.Budget(timing.measure(run.engine), config.budget),
     is_probe=run.is_probe,
     acceptance=run.acceptance,
     history=history_lib.History(config.history),

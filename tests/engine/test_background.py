@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from word_engine import SIZES, make_engine, request, run, same, tokens_from
 
-from seerjax.engine import background
 from seerjax.engine.background import Room
 from seerjax.engine.engine import Engine
 from seerjax.engine.sequence import ScheduledRows, SequenceState
@@ -296,7 +295,3 @@ def test_a_mask_is_no_reason_to_compile_while_others_wait():
   engine.submit(request("a", max_tokens=2))
   engine.step()
   assert engine._requests.live["m"].num_written == 0
-
-
-def test_step_times_are_a_table():
-  assert isinstance(TIMES, background.StepTable)

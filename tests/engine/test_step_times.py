@@ -8,8 +8,8 @@ import math
 from moving_requests import make_engine
 import pytest
 
+from seerjax.engine import timing
 from seerjax.engine.step_times import StepTimes
-from seerjax.speculation import step_times
 
 SATURATING = StepTimes(rows=(1, 16, 32, 64), seconds=(1.0, 1.1, 2.0, 4.0))
 FLAT = StepTimes(rows=(1, 1024), seconds=(1.0, 1.0))
@@ -62,7 +62,7 @@ def test_drafting_costs_once_and_for_each_request_and_position():
 
 def test_a_table_of_little_time_is_whole():
   # One step is measured; the others cost in proportion to their rows.
-  times = step_times.measure(make_engine((1, 1)), seconds=0.0)
+  times = timing.measure(make_engine((1, 1)), seconds=0.0)
   assert times.rows == (1,) and not times.paths and not times.visits
   assert times.step(2, 8) == pytest.approx(8 * times.step(1, 1)) == pytest.approx(times.decode(8))
 
@@ -70,7 +70,7 @@ def test_a_table_of_little_time_is_whole():
 @pytest.mark.thorough
 def test_an_engine_s_table():
   engine = make_engine((1, 1))
-  few, times = step_times.measure(engine), step_times.measure(engine, seconds=math.inf)
+  few, times = timing.measure(engine), timing.measure(engine, seconds=math.inf)
   assert set(few.rows) <= set(times.rows) and len(times.rows) == 8
   assert times.rows[0] == 1 and list(times.seconds) == sorted(times.seconds)
   assert times.paths and all(rows > requests for requests, rows, _ in times.paths)
