@@ -21,6 +21,7 @@ import pytest
 import serving
 import word_engine
 
+from seerjax.engine.engine import Engine
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import Job, Part
 from seerjax.serve.refusals import Refusal
@@ -33,37 +34,64 @@ PROMPT = (5, 6, 7)
 JSON = {"content-type": "application/json"}
 
 
-class Gate:
-  """Lets an engine step once for each permit, or freely once it is open."""
+class Gated(Engine):
+  """An engine that steps once for each permit, or freely once it is open."""
 
-  def __init__(self, service):
-    engine = service.models["tiny"].engine
-    self._step, engine.step = engine.step, self._pass
+  def __init__(self, *args, **others):
+    super().__init__(*args, **others)
     self._permits = threading.Semaphore(0)
     self.is_open = False
+    self.cancelled: list[str] = []
 
-  def _pass(self):
+  def step(self):
     while not self.is_open and not self._permits.acquire(timeout=0.02):
       pass
-    return self._step()
+    return super().step()
+
+  def cancel(self, request_id):
+    self.cancelled.append(request_id)
+    super().cancel(request_id)
 
   def let(self, steps: int) -> None:
     self._permits.release(steps)
 
 
+class Recording(Engine):
+  """An engine that records the order in which requests are added."""
+
+  def __init__(self, *args, **others):
+    super().__init__(*args, **others)
+    self.order: list[str] = []
+
+  def submit(self, request, **others):
+    self.order.append(request.request_id)
+    super().submit(request, **others)
+
+
+class Failing(Engine):
+  """An engine whose next step fails if `fails` is set."""
+
+  fails = False
+
+  def step(self):
+    if self.fails:
+      self.fails = False
+      raise OSError("a device")
+    return super().step()
+
+
 @contextlib.contextmanager
 def gated(config: ServeConfig = serving.ANY_PORT, **others: Any) -> Iterator[tuple[Any, ...]]:
   """Yields (service, gate, plain client) of a server with a gated engine; cleans up at the end."""
-  with serving.running(config, **others) as (service, url):
-    gate = Gate(service)
+  with serving.running(config, engine_kind=Gated, **others) as (service, url):
+    gate = service.models["tiny"].engine
     try:
       with serving.client(url) as plain:
         yield service, gate, plain
       gate.is_open = True
       until(lambda: not service.thread.num_running and not service.thread.num_waiting)
-      engine = service.models["tiny"].engine
-      assert engine.num_unfinished == 0
-      assert engine.chunks.free_pages(0) == engine.config.num_pages - 1
+      assert gate.num_unfinished == 0
+      assert gate.chunks.free_pages(0) == gate.config.num_pages - 1
     finally:
       gate.is_open = True
 
@@ -131,12 +159,8 @@ def test_too_many_that_wait_are_told_when_to_ask_again():
 
 
 def test_clients_take_turns():
-  service = serving.make_service(sizes=ONE_AT_A_TIME)
-  engine, order, done = service.models["tiny"].engine, [], collections.Counter()
-  submit = engine.submit
-  engine.submit = lambda request, **others: (
-    order.append(request.request_id), submit(request, **others)
-  )  # fmt: skip
+  service = serving.make_service(sizes=ONE_AT_A_TIME, engine_kind=Recording)
+  done = collections.Counter()
 
   def deliver(event) -> None:
     assert isinstance(event, Part) and event.finish_reason
@@ -154,7 +178,7 @@ def test_clients_take_turns():
   until(lambda: done["parts"] == 7)
   service.thread.stop(1)
   service.thread.join()
-  assert order == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
+  assert service.models["tiny"].engine.order == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
 
 
 def test_an_answer_that_takes_too_long_is_given_up_in_words():
@@ -179,9 +203,7 @@ def test_a_stream_that_takes_too_long_ends_by_what_went_wrong():
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_is_forgotten_and_the_others_are_answered(stream: bool):
   with gated() as (service, gate, plain):
-    thread, engine, cancelled = service.thread, service.models["tiny"].engine, []
-    cancel = engine.cancel
-    engine.cancel = lambda name: (cancelled.append(name), cancel(name))
+    thread = service.thread
     pool = concurrent.futures.ThreadPoolExecutor(1)
     stays = pool.submit(plain.post, "/v1/completions", json=body(2))
     until(lambda: thread.num_running == 1)
@@ -195,10 +217,12 @@ def test_who_leaves_is_forgotten_and_the_others_are_answered(stream: bool):
       if stream:
         assert b"200 OK" in leaves.recv(1 << 12)
       until(lambda: thread.num_running == 2)
-    until(lambda: thread._cancelled or cancelled)  # The engine may have looked between two steps.
+    until(
+      lambda: thread._cancelled or gate.cancelled
+    )  # The engine may have looked between two steps.
     gate.let(1)
     until(lambda: thread.num_running == 1)
-    assert len(cancelled) == 1
+    assert len(gate.cancelled) == 1
     gate.is_open = True
     assert ids_of(stays.result()) == tokens_alone(2)
 
@@ -311,32 +335,32 @@ def test_an_error_of_one_answer_is_no_business_of_the_others():
 def test_neither_texts_nor_the_token_are_in_any_log(caplog):
   token, secret = "t0ken-of-the-server", "Apricots"
   config = ServeConfig(port=0, token=token)
-  with caplog.at_level(logging.DEBUG), serving.running(config) as (service, url):
-    engine = service.models["tiny"].engine
-    with serving.client(url) as plain:
-      good = JSON | {"authorization": f"Bearer {token}"}
-      post = lambda content, headers=good, route="completions": plain.post(
-        f"/v1/{route}", content=content, headers=headers
-      )
-      said = post(json.dumps({"prompt": secret, "max_tokens": 9, "seed": 1}).encode())
-      assert said.status_code == 200
-      answer = said.json()["choices"][0]["text"]
-      bodies = (
-        {"prompt": secret, secret: 1}, {"prompt": secret, "seed": secret},
-        {"prompt": secret, "model": secret}, {"prompt": secret, "regex": f"({secret}"},
-        {"prompt": f"{secret}\ud800"}, {"prompt": secret, "regex": secret, "max_tokens": 3},
-      )  # fmt: skip
-      for one in bodies:
-        post(json.dumps(one).encode())
-      post(f'{{"prompt": "{secret}'.encode())
-      chat = {"messages": [{"role": "user", "content": secret}], "max_tokens": 2}
-      assert post(json.dumps(chat).encode(), route="chat/completions").status_code == 200
-      for wrong in (f"Bearer {token}x", f"Basic {token}", token):
-        assert post(b"{}", JSON | {"authorization": wrong}).status_code == 401
-      step, fails = engine.step, [True]
-      engine.step = lambda: (_ for _ in ()).throw(OSError("a device")) if fails.pop() else step()
-      fails += [False] * 50 + [True]
-      assert post(json.dumps({"prompt": secret, "max_tokens": 3}).encode()).status_code == 200
+  with (
+    caplog.at_level(logging.DEBUG),
+    serving.running(config, engine_kind=Failing) as (service, url),
+    serving.client(url) as plain,
+  ):
+    good = JSON | {"authorization": f"Bearer {token}"}
+    post = lambda content, headers=good, route="completions": plain.post(
+      f"/v1/{route}", content=content, headers=headers
+    )
+    said = post(json.dumps({"prompt": secret, "max_tokens": 9, "seed": 1}).encode())
+    assert said.status_code == 200
+    answer = said.json()["choices"][0]["text"]
+    bodies = (
+      {"prompt": secret, secret: 1}, {"prompt": secret, "seed": secret},
+      {"prompt": secret, "model": secret}, {"prompt": secret, "regex": f"({secret}"},
+      {"prompt": f"{secret}\ud800"}, {"prompt": secret, "regex": secret, "max_tokens": 3},
+    )  # fmt: skip
+    for one in bodies:
+      post(json.dumps(one).encode())
+    post(f'{{"prompt": "{secret}'.encode())
+    chat = {"messages": [{"role": "user", "content": secret}], "max_tokens": 2}
+    assert post(json.dumps(chat).encode(), route="chat/completions").status_code == 200
+    for wrong in (f"Bearer {token}x", f"Basic {token}", token):
+      assert post(b"{}", JSON | {"authorization": wrong}).status_code == 401
+    service.models["tiny"].engine.fails = True
+    assert post(json.dumps({"prompt": secret, "max_tokens": 3}).encode()).status_code == 200
   written = "\n".join(
     logging.Formatter().format(record)
     for record in caplog.records

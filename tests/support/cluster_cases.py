@@ -30,6 +30,16 @@ from seerjax.types import Completion, Request, SamplingParams
 SIZES = ((40, 4), (15, 4))
 
 
+class Watched(Engine):
+  """An engine that calls `before_step`, which may raise, before each step."""
+
+  before_step: Callable[[], None] = staticmethod(lambda: None)
+
+  def step(self):
+    self.before_step()
+    return super().step()
+
+
 def make_engine(
   numerics: NumericsConfig = tiny_model.NUMERICS,
   *,
@@ -37,9 +47,9 @@ def make_engine(
   max_sequences: int = 4,
   weights_seed: int = 0,
   **others,
-) -> Engine:
+) -> Watched:
   """Returns an engine that uses the one program of its numerics."""
-  return Engine(
+  return Watched(
     Model(tiny_model.CONFIG, tiny_model.params(numerics, weights_seed), numerics),
     config=EngineConfig(
       page_size=4,
@@ -109,16 +119,15 @@ class Mortal(EngineWorker):
     left = self.dies_at[1]
     if left < 0:
       raise OSError("killed before its orders")
-    step = self.engine.step
 
-    def counted():
+    def count() -> None:
       nonlocal left
       left -= 1
       if left < 0:
         raise OSError("killed in a chunk")
-      return step()
 
-    self.engine.step = counted  # type: ignore[method-assign]
+    assert isinstance(self.engine, Watched)
+    self.engine.before_step = count
     super().run(orders, forget)
     raise OSError("killed with its answer")
 

@@ -84,14 +84,8 @@ class FaultyWorker(EngineWorker):
     self.faults = Faults(directory)
     pool = KVPool(KVPoolConfig(host_pages=64), DyingStore(self.faults))
     engine = cluster_cases.make_engine(tiny_model.NATIVE, kv_pool=pool)
+    engine.before_step = lambda: self.faults.meet("in a chunk")
     super().__init__(engine, name=name)
-    step = engine.step
-
-    def met_step():
-      self.faults.meet("in a chunk")
-      return step()
-
-    engine.step = met_step  # type: ignore[method-assign]
 
   def load(self, weights: WeightsRef, policy_version: int) -> str:
     pieces = tuple(
