@@ -119,11 +119,11 @@ ROWS: list[tuple[Callable[[Any], Any], str, tuple[Any, ...]]] = [
   (lambda v: engine().set_adapters(v), "Engine.set_adapters: adapters", (*NO_MAPPING, None)),
   (lambda v: engine().set_params(v, 1), "Engine.set_params: params", (3, None, [1])),
   (lambda v: engine().set_params({}, v), "Engine.set_params: policy_version", NO_COUNT),
-  (lambda v: engine().pin(v), "Engine.pin: tokens",
+  (lambda v: engine().chunks.pin(v), "Chunks.pin: tokens",
    ("a", 3, None, [1.5] * 8, ["a"] * 8, [10**9] * 8, [-1] * 8, [True] * 8)),
-  (lambda v: engine().pin([1] * 8, adapter=v), "Engine.pin: adapter", NO_TEXT),
-  (lambda v: engine().pin([1] * 8, namespace=v), "Engine.pin: namespace", NO_TEXT),
-  (lambda v: engine().unpin(v), "Engine.unpin: tokens", ("a", 3, None, [1.5])),
+  (lambda v: engine().chunks.pin([1] * 8, adapter=v), "Chunks.pin: adapter", NO_TEXT),
+  (lambda v: engine().chunks.pin([1] * 8, namespace=v), "Chunks.pin: namespace", NO_TEXT),
+  (lambda v: engine().chunks.unpin(v), "Chunks.unpin: tokens", ("a", 3, None, [1.5])),
   (lambda v: engine().chunks.resume(v), "Chunks.resume: request_id", NO_TEXT),
   (lambda v: engine().chunks.resume("x", chunk_tokens=v), "Chunks.resume: chunk_tokens",
    ("2", 2.5)),
@@ -182,7 +182,7 @@ def test_a_wrong_type_is_refused_at_its_door(call, beginning, values):
       call(value)
     said = str(refused.value)
     assert said.startswith(beginning) and ": got " in said and ", expected " in said, (value, said)
-  assert engine().num_unfinished == 0 and not engine().pins
+  assert engine().num_unfinished == 0 and not engine().chunks.pins
   assert engine().generate([REQUEST])[0].has_bits_of(expected)
 
 

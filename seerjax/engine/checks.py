@@ -86,15 +86,15 @@ def pin(
   Raises:
     ValueError: if the engine caches no prefixes, or has no such adapter or token.
   """
-  tokens_of("Engine.pin: tokens", tokens, vocab_size)
+  tokens_of("Chunks.pin: tokens", tokens, vocab_size)
   if not reuses_prefixes:
     raise ValueError(
-      "Engine.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected an"
+      "Chunks.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected an"
       " engine with prefix caching; leave it True."
     )
   if adapter not in adapters:
     raise ValueError(
-      f"Engine.pin: got adapter {adapter!r}, expected one of {sorted(adapters)}; see"
+      f"Chunks.pin: got adapter {adapter!r}, expected one of {sorted(adapters)}; see"
       " Engine.set_adapters."
     )
 

@@ -1,4 +1,4 @@
-"""Operations of a scheduler on requests between their chunks, and on their pages.
+"""Operations of a scheduler on requests between their chunks, and on KV pages.
 
     running -> (end of chunk, `pause`) paused: holds its pages -> `resume` -> waiting -> running
                                           |        ^
@@ -18,10 +18,11 @@ from seerjax.engine import checks, sizes
 from seerjax.engine.counters import Counters
 from seerjax.engine.requests import Requests
 from seerjax.engine.sizes import EngineConfig
+from seerjax.engine.weights import Weights
 from seerjax.kv.manifest import KVManifest
 from seerjax.kv.memory import Memory
 from seerjax.kv.owner import Owner
-from seerjax.kv.pins import Pins
+from seerjax.kv.pins import Pin, Pins
 
 
 @fields.checked_methods
@@ -36,12 +37,16 @@ class Chunks:
     pins: Pins,
     *,
     config: EngineConfig,
+    weights: Weights,
+    vocab_size: int,
   ):
     self._config = config
     self._counters = counters
     self._memory = memory
     self._requests = requests
     self._pins = pins
+    self._weights = weights
+    self._vocab_size = vocab_size
 
   def poll_paused(self) -> list[str]:
     """Returns the paused requests, in the order in which their chunks ended; they hold pages."""
@@ -233,3 +238,37 @@ class Chunks:
     self._memory.release(sequence)
     if is_running:
       self._requests.preempt(sequence)
+
+  def pin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> int:
+    """Pins a prefix: its cached pages stay in memory for requests that begin with it.
+
+    Whole pages that are cached are pinned; call again after a request has written more to pin
+    more. Pinned pages are spilled before a foreground request has to wait for pages, and restored
+    when there is no foreground request. New weights release the pages; the pin stays, and another
+    request has to fill it.
+
+    Args:
+      tokens: the prefix, at least a page.
+      adapter: name of the adapter that writes it, "" for the base weights.
+      namespace: `Request.namespace` of the requests that may use it.
+
+    Returns:
+      Number of positions that are now on the devices, of the instance that has most.
+
+    Raises:
+      ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an unknown
+        adapter, or an engine without prefix caching.
+    """
+    reuses = self._config.reuse_prefixes
+    checks.pin(tokens, reuses, adapter, self._weights.index_of, self._vocab_size)
+    self._memory.take_again()
+    return self._pins.pin(tokens, Owner(adapter, namespace))
+
+  def unpin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> None:
+    """Removes a pin; raises ValueError if `tokens` are not pinned."""
+    self._pins.unpin(tokens, Owner(adapter, namespace))
+
+  @property
+  def pins(self) -> tuple[Pin, ...]:
+    """All pins and how much of each is in memory, the most recently pinned last."""
+    return self._pins.named()

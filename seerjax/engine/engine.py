@@ -45,13 +45,13 @@ from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import Likeliest, Mask, SequenceState, StepOutput
 from seerjax.engine.sizes import EngineConfig
 from seerjax.engine.step_times import StepTimes
+from seerjax.engine.weights import Weights
 from seerjax.kv import pool as pool_lib
 from seerjax.kv.manifest import KVManifest
 from seerjax.kv.memory import KVSizes, Memory
-from seerjax.kv.owner import Owner
-from seerjax.kv.pins import Pin, Pins
+from seerjax.kv.pins import Pins
 from seerjax.kv.values import fingerprint_digest
-from seerjax.models import adapters as adapters_lib, config as model_config, parameters
+from seerjax.models import config as model_config, parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
@@ -125,8 +125,7 @@ class Engine:
     self.model, self.numerics, self.tokenizer = shape, numerics, model.tokenizer
     self.policy_version = policy_version
     self._runner, self._key = runner, key
-    self._params = runner.place_params(model.params, what="Engine.params")
-    self._set_adapters({} if adapters is None else adapters, "Engine.adapters")
+    self._weights = Weights(runner, model.params, {} if adapters is None else adapters)
     asked = min(config.max_context, shape.max_context)
     host_memory.give_back()  # Else what loading the weights left would count as used.
     config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
@@ -146,11 +145,19 @@ class Engine:
     )
     requests = Requests(runner.num_instances)
     self.config, self.counters, self.memory = config, counters, memory
-    self._publish()
+    self._weights.publish(memory, policy_version)
     self._requests = requests
     self.step_times = step_times
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
-    self.chunks = Chunks(requests, memory, counters, self._pins, config=config)
+    self.chunks = Chunks(
+      requests,
+      memory,
+      counters,
+      self._pins,
+      config=config,
+      weights=self._weights,
+      vocab_size=shape.vocab_size,
+    )
     self._drafting = drafting.Drafting(drafter)
     self._planner = planner(
       requests,
@@ -162,7 +169,7 @@ class Engine:
       table_width=table_width,
       drafting=self._drafting,
       vocab_size=shape.vocab_size,
-      has_adapters=lambda: bool(self._adapters),
+      has_adapters=lambda: bool(self._weights.adapters),
     )
     self._outputs = output.Outputs(
       requests, memory, self._planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
@@ -180,7 +187,7 @@ class Engine:
   @property
   def adapters(self) -> tuple[str, ...]:
     """Names that are valid as a request's `adapter`, in addition to "" for the base weights."""
-    return tuple(self._adapters)
+    return tuple(self._weights.adapters)
 
   @property
   def key(self) -> PRNGKeyArray:
@@ -269,7 +276,7 @@ class Engine:
     if resume_from is not None or kv is not None:
       self.memory.claim(sequence, kv)
     sequence.mask, sequence.is_background = mask, is_background
-    sequence.adapter = self._index_of[request.adapter]
+    sequence.adapter = self._weights.index_of[request.adapter]
     sequence.extend(chunk_tokens, self.config.reserved_tokens)
     self.memory.take_again()
     self._requests.add(sequence)
@@ -280,7 +287,7 @@ class Engine:
     Raises:
       ValueError: as `submit`, for the request itself.
     """
-    checks.weights(self._params, f"request {request.request_id!r}")
+    checks.weights(self._weights.params, f"request {request.request_id!r}")
     checks.request(
       request,
       context=self._context,
@@ -288,7 +295,7 @@ class Engine:
       vocab_size=self.model.vocab_size,
       held_by_pages=self._held_by_pages,
       has_tokenizer=self.tokenizer is not None,
-      adapters=self._adapters,
+      adapters=self._weights.adapters,
     )
 
   def step(self) -> list[StepOutput]:
@@ -345,7 +352,7 @@ class Engine:
 
   def _dispatch(self, plan: Plan, inputs: runner_lib.StepInputs) -> tuple[list[Any], Any]:
     """Dispatches a visit; returns its samples, and the top tokens if the plan has any."""
-    top, before = None, (self._params, self.memory.pages)
+    top, before = None, (self._weights.params, self.memory.pages)
     if plan.num_steps > 1:
       visit = self._planner.visit_inputs(plan.rows, inputs, plan.num_steps)
       self.memory.pages, *found = self._runner.visit(*before, visit, self._key)
@@ -456,43 +463,9 @@ class Engine:
     self.memory.take_again()
     for sequence in sequences:
       sequence.instance = instance
-      sequence.adapter = self._index_of[request.adapter]
+      sequence.adapter = self._weights.index_of[request.adapter]
       self._requests.add(sequence)
     return reading.to_ends(self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step)
-
-  def pin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> int:
-    """Pins a prefix: its cached pages stay in memory for requests that begin with it.
-
-    Whole pages that are cached are pinned; call again after a request has written more to pin
-    more. Pinned pages are spilled before a foreground request has to wait for pages, and restored
-    when there is no foreground request. New weights release the pages; the pin stays, and another
-    request has to fill it.
-
-    Args:
-      tokens: the prefix, at least a page.
-      adapter: name of the adapter that writes it, "" for the base weights.
-      namespace: `Request.namespace` of the requests that may use it.
-
-    Returns:
-      Number of positions that are now on the devices, of the instance that has most.
-
-    Raises:
-      ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an unknown
-        adapter, or an engine without prefix caching.
-    """
-    reuses, vocab_size = self.config.reuse_prefixes, self.model.vocab_size
-    checks.pin(tokens, reuses, adapter, self._index_of, vocab_size)
-    self.memory.take_again()
-    return self._pins.pin(tokens, Owner(adapter, namespace))
-
-  def unpin(self, tokens: Sequence[int], *, adapter: str = "", namespace: str = "") -> None:
-    """Removes a pin; raises ValueError if `tokens` are not pinned."""
-    self._pins.unpin(tokens, Owner(adapter, namespace))
-
-  @property
-  def pins(self) -> tuple[Pin, ...]:
-    """All pins and how much of each is in memory, the most recently pinned last."""
-    return self._pins.named()
 
   def set_params(self, params: parameters.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
@@ -504,15 +477,9 @@ class Engine:
     checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
     fix = "finish or cancel them (a completion comes from one policy_version)"
     self._requests.require_none("set_params", fix)
-    what = "Engine.set_params: params"
-    placed = self._runner.place_params(params, what=what)
-    if self._adapters:
-      adapters_lib.check(placed, {}, what=what)
-      placed["adapters"] = self._params["adapters"]
-    self._params = placed
-    self._forget_pages()
+    self._weights.replace(params, what="Engine.set_params: params")
     self.policy_version = policy_version
-    self._publish()
+    self._forget_pages()
 
   def drop_params(self) -> None:
     """Frees the weights and drops every page; requests are refused until `set_params`.
@@ -521,9 +488,8 @@ class Engine:
       ValueError: if requests are unfinished.
     """
     self._requests.require_none("drop_params", "finish or cancel them")
-    self._params = {name: part for name, part in self._params.items() if name == "adapters"}
+    self._weights.drop()
     self._forget_pages()
-    self._publish()
 
   def set_adapters(self, adapters: Mapping[str, Any]) -> None:
     """Replaces the adapters that requests may name, and drops every page.
@@ -542,30 +508,19 @@ class Engine:
       ValueError: if requests are unfinished, the weights have an adapter already (`lora.attach`),
         or an adapter does not fit the weights or is not finite. The old adapters stay.
     """
-    checks.weights(self._params, "Engine.set_adapters")
+    checks.weights(self._weights.params, "Engine.set_adapters")
     self._requests.require_none("set_adapters", "finish or cancel them")
-    self._set_adapters(adapters, "Engine.set_adapters")
+    self._weights.set_adapters(adapters, what="Engine.set_adapters")
     self._forget_pages()
-    self._publish()
-
-  def _set_adapters(self, adapters: Mapping[str, Any], what: str) -> None:
-    base = {name: part for name, part in self._params.items() if name != "adapters"}
-    chosen = adapters_lib.NONE
-    if adapters:
-      chosen = self._runner.place_adapters(base, adapters, what=what)
-      base["adapters"] = chosen.forms
-    self._params, self._adapters, self._index_of = base, dict(adapters), chosen.index_of
 
   def _forget_pages(self) -> None:
-    """Releases all KV pages. Pins first, because a pinned page cannot be freed."""
+    """Releases all KV pages because the weights changed.
+
+    Pins first, because a pinned page cannot be freed.
+    """
     self._pins.release()
     self.memory.forget_all()
-
-  def _publish(self) -> None:
-    """Sets the weights identity under which keys and values are written from now on."""
-    base = {name: part for name, part in self._params.items() if name != "adapters"}
-    parts = {name: adapters_lib.parts(scaled) for name, scaled in self._adapters.items()}
-    self.memory.publish(base, self.policy_version, parts)
+    self._weights.publish(self.memory, self.policy_version)
 
   def progress(self, request_id: str) -> Completion:
     """Returns a request's partial response; raises ValueError for an unknown request."""
@@ -580,7 +535,7 @@ class Engine:
 
   def idle_step(self, num_requests: int, num_rows: int, num_steps: int = 1) -> Callable[[], None]:
     """Returns a function that runs a step of dummy rows, for timing; see `Planner.idle_rows`."""
-    checks.weights(self._params, "Engine.idle_step")
+    checks.weights(self._weights.params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before adding requests")
     self.memory.take_again()
     rows = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
@@ -604,7 +559,7 @@ class Engine:
     """Returns a one-line summary of the allocated memory, per device if there are several."""
     line = sizes.described(
       self.config, self._runner.stages, num_instances=self.num_instances,
-      allocated=(self.memory.pages, self._params),
+      allocated=(self.memory.pages, self._weights.params),
     )  # fmt: skip
     if not self._held_by_pages:
       return line

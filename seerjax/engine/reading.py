@@ -11,24 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 import dataclasses
-from typing import Protocol, runtime_checkable
 
 from seerjax.engine import checks, output
+from seerjax.engine.generation import RunsRequests
 from seerjax.engine.sequence import Likeliest, ReadingState, SequenceState, StepOutput
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
 MAX_TOP = 16
 Answer = tuple[int, ...]
-
-
-@runtime_checkable
-class RunsSteps(Protocol):
-  """The methods used here of an engine; see `engine.Engine`."""
-
-  def step(self) -> list[StepOutput]: ...
-  def poll(self) -> list[Completion]: ...
-  def cancel(self, request_id: str) -> None: ...
 
 
 def begun(
@@ -96,7 +87,7 @@ def begun(
 
 
 def to_ends(
-  engine: RunsSteps,
+  engine: RunsRequests,
   sequences: Sequence[SequenceState],
   *,
   live: Container[str],

@@ -62,7 +62,7 @@ class EngineConfig:
       with foreground requests.
     background_rows: maximum rows of background requests in one step, per instance, if there is no
       foreground request; 0 takes the first row bucket.
-    pinned_pages: maximum pages held by `Engine.pin`, per instance; 0 takes a quarter of the pages.
+    pinned_pages: maximum pages held by `Chunks.pin`, per instance; 0 takes a quarter of the pages.
     gives_back_pages: whether the pages' memory is freed during training and allocated again for the
       next rollouts.
   """

@@ -55,19 +55,19 @@ class Pins:
     return [sequence for pin in self._pins.values() for sequence in pin]
 
   def pin(self, tokens: Sequence[int], owner: Owner = BASE) -> int:
-    """Holds the cached whole pages of a prefix; see `Engine.pin`."""
+    """Holds the cached whole pages of a prefix; see `Chunks.pin`."""
     key = (owner, tuple(int(token) for token in tokens))
     if key not in self._pins:
       wanted = len(key[1]) // self._page_size
       others = sum(len(tokens) // self._page_size for _, tokens in self._pins)
       if not wanted:
         raise ValueError(
-          f"Engine.pin: got {len(key[1])} tokens, expected at least {self._page_size}, one page;"
+          f"Chunks.pin: got {len(key[1])} tokens, expected at least {self._page_size}, one page;"
           " shorter prefixes cost less to compute than to keep."
         )
       if wanted + others > self._max_pages:
         raise ValueError(
-          f"Engine.pin: got {wanted} pages in addition to {others} pinned ones, expected at most"
+          f"Chunks.pin: got {wanted} pages in addition to {others} pinned ones, expected at most"
           f" {self._max_pages} in all; unpin another, or raise EngineConfig.pinned_pages."
         )
       self._num_named += 1
@@ -86,7 +86,7 @@ class Pins:
     key = (owner, tuple(int(token) for token in tokens))
     if key not in self._pins:
       raise ValueError(
-        f"Engine.unpin: got {len(key[1])} tokens that are not pinned, expected one of the"
+        f"Chunks.unpin: got {len(key[1])} tokens that are not pinned, expected one of the"
         f" {len(self._pins)} pinned prefixes; pass one of them."
       )
     for sequence in self._pins.pop(key):

@@ -382,7 +382,7 @@ class Runner:
         self._engine.cancel(request_id)
         del self._filling[request_id]
       if not any(start in other.starts for other in self._accounts.values()):
-        self._engine.unpin(start.tokens, namespace=start.namespace)
+        self._engine.chunks.unpin(start.tokens, namespace=start.namespace)
     drafter = self._engine.drafter
     group = _drafts_of(_version_of(dropped))
     if isinstance(drafter, SuffixDrafter) and group in drafter.group_ids:
@@ -585,12 +585,12 @@ class Runner:
         other is not account and before in other.starts for other in self._accounts.values()
       )
       if not is_shared:
-        self._engine.unpin(before.tokens, namespace=before.namespace)
+        self._engine.chunks.unpin(before.tokens, namespace=before.namespace)
     account.starts.clear()
     size = self._engine.config.page_size
-    used = sum(len(pin.tokens) // size for pin in self._engine.pins)
+    used = sum(len(pin.tokens) // size for pin in self._engine.chunks.pins)
     length = len(start.tokens)
-    is_pinned = any((pin.namespace, pin.tokens) == start for pin in self._engine.pins)
+    is_pinned = any((pin.namespace, pin.tokens) == start for pin in self._engine.chunks.pins)
     wanted = 0 if is_pinned else length // size
     has_room = used + wanted <= self._engine.config.pinned_pages
     if length >= size and has_room and self._engine.config.reuse_prefixes:
@@ -599,12 +599,12 @@ class Runner:
 
   def _pin(self, start: Start) -> None:
     if any(start in account.starts for account in self._accounts.values()):
-      self._engine.pin(start.tokens, namespace=start.namespace)
+      self._engine.chunks.pin(start.tokens, namespace=start.namespace)
 
   def _fill_pins(self) -> None:
     """Submits requests that compute missing pages of pins: for new pins, and for new weights."""
     ours = {start for account in self._accounts.values() for start in account.starts}
-    for pin in self._engine.pins:
+    for pin in self._engine.chunks.pins:
       start = Start(pin.namespace, pin.tokens)
       if pin.num_kept or start not in ours or start in self._filling.values():
         continue

@@ -111,7 +111,7 @@ def test_old_weights_are_freed_before_the_new_ones_are_read():
   engine = make_engine(NATIVE, weights_seed=3)
   # Arrays that no other engine shares.
   engine.set_params(jax.tree.map(lambda leaf: leaf * 2, trained(3)), 0)
-  old = [weakref.ref(leaf) for leaf in jax.tree.leaves(engine._params)]
+  old = [weakref.ref(leaf) for leaf in jax.tree.leaves(engine._weights.params)]
   alive: list[int] = []
 
   @dataclasses.dataclass(frozen=True)

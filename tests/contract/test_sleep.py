@@ -505,16 +505,16 @@ class Schedule:
 
   def _pin(self, choice: int, number: int) -> None:
     tokens, space = word_engine.tokens_from(number % 5, 9), ("", *SPACES)[choice % 3]
-    used = sum(len(pin.tokens) // self.engine.config.page_size for pin in self.engine.pins)
+    used = sum(len(pin.tokens) // self.engine.config.page_size for pin in self.engine.chunks.pins)
     wanted = len(tokens) // self.engine.config.page_size
     if (tokens, space) not in self.own_pins and used + wanted <= self.engine.config.pinned_pages:
-      self.engine.pin(tokens, namespace=space)
+      self.engine.chunks.pin(tokens, namespace=space)
       self.own_pins.append((tokens, space))
 
   def _unpin(self, choice: int, number: int) -> None:
     if self.own_pins:
       tokens, space = self.own_pins.pop(choice % len(self.own_pins))
-      self.engine.unpin(tokens, namespace=space)
+      self.engine.chunks.unpin(tokens, namespace=space)
 
   def _weights(self, choice: int, number: int) -> None:
     self.events["cut short"] += self.runner.num_working
@@ -526,7 +526,7 @@ class Schedule:
     self.weights, self.policy_version = 1 - self.weights, self.policy_version + 1
     self.weights_of[self.policy_version] = self.weights
     self.engine.set_params(params(self.numerics, self.weights), self.policy_version)
-    kept = [pin for pin in self.engine.pins if pin.num_kept]
+    kept = [pin for pin in self.engine.chunks.pins if pin.num_kept]
     assert not kept, f"got pins of old weights: {kept}"
     for request in again.values():
       self._submit(request)
@@ -583,7 +583,7 @@ class Schedule:
     taken = self._off() - spilled
     self.events["pins taken off"] += len(taken)
     self.off |= taken
-    back = {pin.tokens for pin in self.engine.pins if pin.num_held} & self.off
+    back = {pin.tokens for pin in self.engine.chunks.pins if pin.num_held} & self.off
     self.events["restored pins"] += len(back)
     self.off -= back
     before = self.runner.jobs.stopped
@@ -597,7 +597,7 @@ class Schedule:
     self._check()
 
   def _off(self) -> set[tuple[int, ...]]:
-    return {pin.tokens for pin in self.engine.pins if pin.num_kept and not pin.num_held}
+    return {pin.tokens for pin in self.engine.chunks.pins if pin.num_kept and not pin.num_held}
 
   def _check(self) -> None:
     """Checks that nothing is left of removed contexts: rewrites, pins or drafts."""
@@ -625,7 +625,7 @@ class Schedule:
       named = {name for where, name in self.known if where == space}
       assert set(self.contexts.names(space, step=self.visit)) == named
     own = {(space, tokens) for tokens, space in self.own_pins}
-    for pin in self.engine.pins:
+    for pin in self.engine.chunks.pins:
       self.events["pins held"] += pin.num_held > 0
       account = any(
         (pin.namespace, pin.tokens) in account.starts for account in self.runner._accounts.values()
@@ -768,6 +768,7 @@ class KeepsPins(Watched):
   def _forget_pages(self):
     held = {sequence: list(sequence.pages) for sequence in self._pins.sequences if sequence.pages}
     self.memory.forget_all()
+    self._weights.publish(self.memory, self.policy_version)
     for sequence in held:
       self.memory.remember(sequence, sequence.tokens[: sequence.num_written])
 

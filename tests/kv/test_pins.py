@@ -22,7 +22,7 @@ def asked(name="a", question=(3, 4), **sampling):
 def pinned_engine(**others) -> Engine:
   engine = make_engine(PINNING, **others)
   engine.generate([asked()])
-  assert engine.pin(START) == 24
+  assert engine.chunks.pin(START) == 24
   return engine
 
 
@@ -34,7 +34,7 @@ def flush(engine: Engine) -> None:
 
 def held_and_kept(engine: Engine) -> tuple[int, int]:
   """Positions of the first pin on the devices, and those there or in the pool."""
-  return engine.pins[0].num_held, engine.pins[0].num_kept
+  return engine.chunks.pins[0].num_held, engine.chunks.pins[0].num_kept
 
 
 def test_pinned_pages_outlive_what_needs_the_others():
@@ -42,7 +42,7 @@ def test_pinned_pages_outlive_what_needs_the_others():
   for is_pinned in (True, False):
     engine = pinned_engine()
     if not is_pinned:
-      engine.unpin(START)
+      engine.chunks.unpin(START)
     flush(engine)
     before = engine.counters.reused_tokens
     [found] = engine.generate([asked("b", (9, 9))])
@@ -53,12 +53,12 @@ def test_pinned_pages_outlive_what_needs_the_others():
 
 def test_a_pin_is_filled_by_what_requests_write():
   engine = make_engine(PINNING)
-  assert engine.pin(START) == 0 and engine.pins[0].num_kept == 0
+  assert engine.chunks.pin(START) == 0 and engine.chunks.pins[0].num_kept == 0
   engine.submit(request("fill", START, max_tokens=1), is_background=True)
   run(engine)
-  assert engine.pin(START) == 24 == engine.pins[0].num_held
-  engine.unpin(START)
-  assert engine.pins == () and engine.chunks.free_pages(0) == 8
+  assert engine.chunks.pin(START) == 24 == engine.chunks.pins[0].num_held
+  engine.chunks.unpin(START)
+  assert engine.chunks.pins == () and engine.chunks.free_pages(0) == 8
 
 
 @pytest.mark.parametrize("host_pages, kept", [(4096, 24), (0, 0)])
@@ -72,7 +72,7 @@ def test_pages_of_pins_leave_for_one_in_front_and_come_back(host_pages, kept):
   assert held_and_kept(engine) == (0, kept)
   assert same(run(engine)["l"], expected)
   engine.step()  # No foreground request is present.
-  assert engine.pins[0].num_held == kept
+  assert engine.chunks.pins[0].num_held == kept
   flush(engine)
   before = engine.counters.reused_tokens
   [found] = engine.generate([asked("b", (9, 9))])
@@ -88,15 +88,17 @@ def test_pins_make_way_for_one_in_background_once_nothing_runs(host_pages, kept)
   engine.submit(asked("s"), is_background=True)
   engine.submit(large, is_background=True)
   engine.step()
-  assert engine.chunks.held_pages("l") == 0 and engine.pins[0].num_held == 24  # Another runs.
+  assert (
+    engine.chunks.held_pages("l") == 0 and engine.chunks.pins[0].num_held == 24
+  )  # Another runs.
   while "s" in engine._requests.live:
     engine.step()
   engine.step()
-  assert engine.chunks.held_pages("l") == 8 and engine.pins[0].num_held == 0
+  assert engine.chunks.held_pages("l") == 8 and engine.chunks.pins[0].num_held == 0
   found = run(engine)
   assert same(found["l"], expected)
   engine.step()
-  assert engine.pins[0].num_held == kept
+  assert engine.chunks.pins[0].num_held == kept
 
 
 class Keeps(Engine):
@@ -118,7 +120,9 @@ def test_new_weights_release_pins(kind, is_right):
   assert same(found, expected) == is_right
   if is_right:
     assert engine.chunks.free_pages(0) == 8 and held_and_kept(engine) == (0, 0)
-    assert engine.pin(START) == 24 and engine.chunks.free_pages(0) == 5  # Filled by that request.
+    assert (
+      engine.chunks.pin(START) == 24 and engine.chunks.free_pages(0) == 5
+    )  # Filled by that request.
 
 
 def test_new_weights_forget_pins_off_the_devices():
@@ -127,7 +131,7 @@ def test_new_weights_forget_pins_off_the_devices():
   assert held_and_kept(engine) == (0, 24)
   engine.set_params(params(1), 1)
   engine.step()
-  assert held_and_kept(engine) == (0, 0) and engine.pin(START) == 0
+  assert held_and_kept(engine) == (0, 0) and engine.chunks.pin(START) == 0
 
 
 def test_a_step_that_breaks_off_takes_pinned_pages_too():
@@ -146,19 +150,19 @@ def test_a_step_that_breaks_off_takes_pinned_pages_too():
     engine.step()
   assert held_and_kept(engine) == (0, 0)
   assert same(run(engine)["b"], make_engine().generate([asked("b")])[0])
-  assert engine.pin(START) == 24 and engine.chunks.free_pages(0) == 5
+  assert engine.chunks.pin(START) == 24 and engine.chunks.free_pages(0) == 5
 
 
 def test_what_cannot_be_pinned_is_refused():
   engine = pinned_engine()
   with pytest.raises(ValueError, match=r"got 2 pages in addition to 3 pinned ones, expected at"):
-    engine.pin(tokens_from(300, 16))
+    engine.chunks.pin(tokens_from(300, 16))
   with pytest.raises(ValueError, match="got 7 tokens, expected at least 8, one page"):
-    engine.pin(tokens_from(300, 7))
+    engine.chunks.pin(tokens_from(300, 7))
   with pytest.raises(ValueError, match=r"got adapter 'x', expected one of \[''\]"):
-    engine.pin(START, adapter="x")
+    engine.chunks.pin(START, adapter="x")
   with pytest.raises(ValueError, match="got 16 tokens that are not pinned, expected one of the 1"):
-    engine.unpin(tokens_from(300, 16))
+    engine.chunks.unpin(tokens_from(300, 16))
   plain = make_engine(dataclasses.replace(SIZES, reuse_prefixes=False))
   with pytest.raises(ValueError, match="reuse_prefixes=False, expected an engine with"):
-    plain.pin(START)
+    plain.chunks.pin(START)

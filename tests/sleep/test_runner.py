@@ -142,7 +142,7 @@ def test_new_weights_cut_jobs_short_and_keep_what_was_written(alone, tmp_path):
 def test_pins_hold_the_start_of_questions_and_go_with_their_context(tmp_path):
   case = Sleeping(tmp_path, texts={"a": TEXTS["a"]})
   case.sleep()
-  (pin,) = case.engine.pins
+  (pin,) = case.engine.chunks.pins
   assert pin.num_held >= 8
   notes = [text for (_, _), (text, _, _) in sorted(case.rewrites().items())]
   asked = case.runner._tokenizer.chat_ids(list(PROMPTS.wake("Who?", "", "\n".join(notes), 0)))
@@ -152,11 +152,11 @@ def test_pins_hold_the_start_of_questions_and_go_with_their_context(tmp_path):
     case.engine.generate([dataclasses.replace(question, namespace=space)])
     assert (case.engine.counters.reused_tokens - before >= pin.num_held) == is_found
   case.engine.set_params(params(1), 1)
-  assert case.engine.pins[0].num_held == 0
+  assert case.engine.chunks.pins[0].num_held == 0
   case.sleep()  # In idle rows.
-  assert case.engine.pins[0].num_held == pin.num_held and case.runner.jobs.begun == 2
+  assert case.engine.chunks.pins[0].num_held == pin.num_held and case.runner.jobs.begun == 2
   case.register("a", "Ana has 3.")
-  assert case.engine.pins == ()
+  assert case.engine.chunks.pins == ()
 
 
 def test_an_edit_cuts_its_jobs_short_and_what_comes_late_is_not_taken(tmp_path):
@@ -259,12 +259,12 @@ def test_a_question_whose_context_goes_meanwhile_counts_without_its_score(tmp_pa
 def test_a_restart_prepares_what_was_kept(tmp_path):
   case = Sleeping(tmp_path, drafter=SuffixDrafter(budget=None), texts={"a": TEXTS["a"]})
   case.sleep()
-  groups, (pin,) = case.engine.drafter.group_ids, case.engine.pins
+  groups, (pin,) = case.engine.drafter.group_ids, case.engine.chunks.pins
   case.registry.close()
   case = Sleeping(tmp_path, drafter=SuffixDrafter(budget=None), texts={})
   case.sleep()
   assert case.runner.jobs.begun == 0 and case.engine.drafter.group_ids == groups
-  assert case.engine.pins == (pin,)
+  assert case.engine.chunks.pins == (pin,)
 
 
 def test_a_context_that_does_not_pay_is_left_alone(tmp_path):
