@@ -29,7 +29,7 @@ import numpy as np
 from experiments import measure
 from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.commands import flags as flags_lib
-from seerjax.engine import engine as engine_lib, runner as runner_lib, timing
+from seerjax.engine import engine as engine_lib, output, runner as runner_lib, timing
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
 from seerjax.models.loading import Model
@@ -103,8 +103,11 @@ class EndsWhereTold(engine_lib.Engine):
 
   lengths: dict[str, int] = {}
 
+  def __init__(self, *args, **others):
+    super().__init__(*args, accept=self._accept, **others)
+
   def _accept(self, sequence, token, logprob, raw_logprob):
-    update = super()._accept(sequence, token, logprob, raw_logprob)
+    update = output.accept(sequence, token, logprob, raw_logprob)
     is_over = sequence.num_generated >= self.lengths[update.request_id]
     return update._replace(finish_reason="stop") if is_over else update
 

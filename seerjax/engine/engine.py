@@ -10,12 +10,8 @@ written. When a chunk reaches the sequence's end, its last row is sampled. Draft
 that row; they are sampled in the same step and accepted as long as they equal the samples. Nothing
 here can change the tokens of a response (DESIGN: the contract), only when they are produced.
 
-`Engine.step` is one *visit*: a step or, if every row decodes and the host has nothing to do between
-tokens, up to `EngineConfig.steps_per_visit` steps, which run on the devices before control returns
-to the host. Requests are admitted, paused and drafted for between visits.
-
-`requests` holds the queues, `planner` decides what a step computes, `output` handles its samples,
-`chunks` has the operations of a scheduler between chunks, and `kv/memory` holds keys and values.
+`requests` holds the queues, `visits` runs the steps that `planner` plans and hands their samples to
+`output`, `chunks` has the operations of a scheduler, and `kv` holds keys and values.
 """
 
 from __future__ import annotations
@@ -27,24 +23,16 @@ import jax
 
 from seerjax import fields, host_memory, numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
-from seerjax.engine import (
-  checks,
-  drafting,
-  generation,
-  output,
-  reading,
-  runner as runner_lib,
-  sizes,
-  texts,
-)
+from seerjax.engine import checks, generation, output, reading, runner as runner_lib, sizes, texts
 from seerjax.engine.chunks import Chunks
 from seerjax.engine.counters import Counters
-from seerjax.engine.drafting import Drafter
-from seerjax.engine.planner import Plan, Planner, Rows
+from seerjax.engine.drafting import Drafter, Drafting
+from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import Likeliest, Mask, SequenceState, StepOutput
+from seerjax.engine.sequence import Likeliest, Mask, StepOutput
 from seerjax.engine.sizes import EngineConfig
 from seerjax.engine.step_times import StepTimes
+from seerjax.engine.visits import Visits
 from seerjax.engine.weights import Weights
 from seerjax.kv import pool as pool_lib
 from seerjax.kv.manifest import KVManifest
@@ -66,12 +54,14 @@ class Engine:
 
   Attributes:
     config: sizes, all of them resolved.
+    key: sampling key of the run: key, request seed and position determine a token's noise.
+    mesh: the mesh of the engine.
+    num_instances: number of instances of the mesh.
     counters: statistics of the engine.
     memory: pages of all instances.
     chunks: the operations of a scheduler on requests and their pages between chunks.
-    step_times: measured step times (`timing.measure`); they limit how many rows
-      background requests get in a step with foreground requests. None gives them none. May be set
-      at any time.
+    step_times: measured step times (`timing.measure`); they limit how many rows background
+      requests get in a step with foreground requests. None gives them none. May be set at any time.
   """
 
   def __init__(
@@ -88,6 +78,7 @@ class Engine:
     adapters: Mapping[str, Any] | None = None,
     step_times: StepTimes | None = None,
     planner: Callable[..., Planner] = Planner,
+    accept: output.Accept = output.accept,
   ):
     """Creates an engine.
 
@@ -105,6 +96,7 @@ class Engine:
       adapters: adapters that requests may name; see `set_adapters`.
       step_times: the attribute.
       planner: makes the planner; a test passes a subclass of `Planner` that errs.
+      accept: appends a sampled token to a response, and decides whether it ends.
 
     Raises:
       ValueError: if slabs do not divide the model; if weights have the wrong layout, a dtype other
@@ -124,7 +116,8 @@ class Engine:
     runner.require_is_of(shape, numerics, mesh)
     self.model, self.numerics, self.tokenizer = shape, numerics, model.tokenizer
     self.policy_version = policy_version
-    self._runner, self._key = runner, key
+    self._runner, self.key = runner, key
+    self.mesh, self.num_instances = runner.mesh, runner.num_instances
     self._weights = Weights(runner, model.params, {} if adapters is None else adapters)
     asked = min(config.max_context, shape.max_context)
     host_memory.give_back()  # Else what loading the weights left would count as used.
@@ -143,37 +136,27 @@ class Engine:
       counters=counters,
       fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),
     )
-    requests = Requests(runner.num_instances)
-    self.config, self.counters, self.memory = config, counters, memory
+    requests = self._requests = Requests(runner.num_instances)
+    self.config, self.counters, self.memory, self.step_times = config, counters, memory, step_times
     self._weights.publish(memory, policy_version)
-    self._requests = requests
-    self.step_times = step_times
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
     self.chunks = Chunks(
-      requests,
-      memory,
-      counters,
-      self._pins,
-      config=config,
-      weights=self._weights,
-      vocab_size=shape.vocab_size,
-    )
-    self._drafting = drafting.Drafting(drafter)
-    self._planner = planner(
-      requests,
-      memory,
-      counters,
-      pins=self._pins,
-      config=config,
-      backend=runner.stages,
-      table_width=table_width,
-      drafting=self._drafting,
-      vocab_size=shape.vocab_size,
-      has_adapters=lambda: bool(self._weights.adapters),
-    )
+      requests, memory, counters, self._pins,
+      config=config, weights=self._weights, vocab_size=shape.vocab_size,
+    )  # fmt: skip
+    self._drafting = Drafting(drafter)
+    planned = planner(
+      requests, memory, counters,
+      pins=self._pins, config=config, backend=runner.stages, table_width=table_width,
+      drafting=self._drafting, weights=self._weights, vocab_size=shape.vocab_size,
+    )  # fmt: skip
     self._outputs = output.Outputs(
-      requests, memory, self._planner, counters, accept=self._accept, ask_drafter=self._drafting.ask
+      requests, memory, planned, counters, accept=accept, ask_drafter=self._drafting.ask
     )
+    self._visits = Visits(
+      planned, self._outputs, requests, memory, counters,
+      pins=self._pins, runner=runner, weights=self._weights, key=key, tokenizer=model.tokenizer,
+    )  # fmt: skip
 
   @property
   def drafter(self) -> Drafter | None:
@@ -190,11 +173,6 @@ class Engine:
     return tuple(self._weights.adapters)
 
   @property
-  def key(self) -> PRNGKeyArray:
-    """Sampling key of the run: key, request seed and position determine a token's noise."""
-    return self._key
-
-  @property
   def num_unfinished(self) -> int:
     """Number of submitted requests that have not finished."""
     return len(self._requests.live)
@@ -203,16 +181,6 @@ class Engine:
   def num_background(self) -> int:
     """Number of unfinished background requests."""
     return self._requests.num_background
-
-  @property
-  def mesh(self) -> jax.sharding.Mesh:
-    """The mesh of the engine."""
-    return self._runner.mesh
-
-  @property
-  def num_instances(self) -> int:
-    """Number of instances of the mesh."""
-    return self._runner.num_instances
 
   def submit(
     self,
@@ -261,12 +229,9 @@ class Engine:
       self._requests.check_instance(what, instance)
     if resume_from is not None:
       checks.resume_from(
-        request,
-        resume_from,
-        policy_version=self.policy_version,
-        vocab_size=self.model.vocab_size,
-        tokenizer=self.tokenizer,
-      )
+        request, resume_from, policy_version=self.policy_version,
+        vocab_size=self.model.vocab_size, tokenizer=self.tokenizer,
+      )  # fmt: skip
     if kv is not None:
       checks.manifest(request, kv, self.policy_version, self.config.page_size, self.memory.layout)
     row = sampling.sampling_rows([request.sampling])
@@ -289,14 +254,10 @@ class Engine:
     """
     checks.weights(self._weights.params, f"request {request.request_id!r}")
     checks.request(
-      request,
-      context=self._context,
-      model_context=self.model.max_context,
-      vocab_size=self.model.vocab_size,
-      held_by_pages=self._held_by_pages,
-      has_tokenizer=self.tokenizer is not None,
-      adapters=self._weights.adapters,
-    )
+      request, context=self._context, model_context=self.model.max_context,
+      vocab_size=self.model.vocab_size, held_by_pages=self._held_by_pages,
+      has_tokenizer=self.tokenizer is not None, adapters=self._weights.adapters,
+    )  # fmt: skip
 
   def step(self) -> list[StepOutput]:
     """Runs one visit on every instance; returns the new tokens of each request.
@@ -308,78 +269,7 @@ class Engine:
     response, to the same bits. A drafter that raises or returns invalid tokens is disabled with a
     warning; drafts change no bit.
     """
-    self._requests.busy = None
-    try:
-      self._step()
-    except BaseException as error:
-      busy = self._requests.take_busy()
-      self._start_over(busy)
-      if busy is None or not isinstance(error, Exception):
-        raise
-      sequence, num_tokens = busy
-      if sequence.request.request_id not in self._requests.live:
-        raise
-      self._outputs.fail(sequence, num_tokens, error, policy_version=self.policy_version)
-    return self._outputs.take_updates()
-
-  def _step(self) -> None:
-    plan = self._planner.plan(self.step_times)
-    if not any(plan.rows):
-      self._planner.allocation.settle()
-      return
-    self.memory.restore()
-    try:
-      inputs = self._inputs(plan.rows)
-    except Exception:
-      self._requests.busy = self._planner.culprit(plan.rows)
-      raise
-    found, top = self._dispatch(plan, inputs)
-    self._planner.remember_prompts(plan.rows)  # On the host, while the device computes.
-    (tokens, scores), top = jax.device_get((found, top))
-    columns = [
-      (part[:, : plan.num_steps] if plan.num_steps > 1 else part[:, None]).tolist()
-      for part in (tokens, scores.logprob, scores.raw_logprob)
-    ]
-    self.counters.visits += 1
-    self._outputs.take(
-      plan.rows,
-      columns,
-      plan.num_steps,
-      policy_version=self.policy_version,
-      top=None if top is None else (top[0].tolist(), top[1].tolist()),
-    )
-    self._requests.busy = None
-
-  def _dispatch(self, plan: Plan, inputs: runner_lib.StepInputs) -> tuple[list[Any], Any]:
-    """Dispatches a visit; returns its samples, and the top tokens if the plan has any."""
-    top, before = None, (self._weights.params, self.memory.pages)
-    if plan.num_steps > 1:
-      visit = self._planner.visit_inputs(plan.rows, inputs, plan.num_steps)
-      self.memory.pages, *found = self._runner.visit(*before, visit, self._key)
-    elif plan.num_top:
-      pages, sampled, told = self._runner.read(*before, inputs, self._key, plan.num_top)
-      self.memory.pages = pages
-      found, top = [sampled, told.scores], (told.ids, told.top.raw_logprob)
-    else:
-      self.memory.pages, *found = self._runner.step(*before, inputs, self._key)
-    return found, top
-
-  def _inputs(self, scheduled: Rows) -> runner_lib.StepInputs:
-    return self._planner.inputs(scheduled)
-
-  _accept = staticmethod(output.accept)
-
-  def _start_over(self, busy: tuple[SequenceState, int] | None) -> None:
-    """Frees all pages after a failed step: keys are computed again, to the same bits.
-
-    `busy` is the request that the step was working on, if any, and its number of tokens before.
-    """
-    self.counters.new_starts += 1
-    if busy is not None:
-      output.take_back(*busy, self.tokenizer)
-    self._requests.wait_again()
-    self._planner.allocation.start_over()
-    self.memory.start_over([*self._requests.live.values(), *self._pins.sequences])
+    return self._visits.run(self.policy_version, self.step_times)
 
   def hold(self, request_ids: Iterable[str]) -> None:
     """Replaces the set of held requests; their responses do not grow. It changes no bit.
@@ -514,10 +404,7 @@ class Engine:
     self._forget_pages()
 
   def _forget_pages(self) -> None:
-    """Releases all KV pages because the weights changed.
-
-    Pins first, because a pinned page cannot be freed.
-    """
+    """Releases all KV pages. Pins first, because a pinned page cannot be freed."""
     self._pins.release()
     self.memory.forget_all()
     self._weights.publish(self.memory, self.policy_version)
@@ -538,12 +425,7 @@ class Engine:
     checks.weights(self._weights.params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before adding requests")
     self.memory.take_again()
-    rows = self._planner.idle_rows(num_requests, num_rows, num_steps, self._context)
-
-    def run() -> None:
-      jax.device_get(self._dispatch(Plan(rows, num_steps), self._inputs(rows)))
-
-    return run
+    return self._visits.idle(num_requests, num_rows, num_steps, self._context)
 
   def give_back_pages(self) -> None:
     """Frees the memory of all pages until the next request; their content is lost.

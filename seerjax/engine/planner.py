@@ -28,6 +28,7 @@ from seerjax.engine.runner import MAX_STOP_IDS, StepInputs, VisitInputs
 from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig
 from seerjax.engine.step_times import StepTimes
+from seerjax.engine.weights import Weights
 from seerjax.kv.memory import Memory
 from seerjax.kv.pins import Pins
 from seerjax.ops import penalties, sampling
@@ -83,8 +84,8 @@ class Planner:
     backend: Backend,
     table_width: int,
     drafting: Drafting,
+    weights: Weights,
     vocab_size: int,
-    has_adapters: Callable[[], bool],
   ):
     self._requests = requests
     self._memory = memory
@@ -95,7 +96,7 @@ class Planner:
     self._table_width = table_width
     self._drafting = drafting
     self._vocab_size = vocab_size
-    self._has_adapters = has_adapters
+    self._weights = weights
     self.allocation = Allocation(requests, memory, counters, pins, config)
     self.drafts = DraftRows(requests, memory, counters, self.allocation, config)
     self._background = BackgroundRows(
@@ -370,5 +371,5 @@ class Planner:
       table_width=self._table_width,
       masked_ids=masked_ids,
       num_penalties=num_penalties,
-      has_adapters=self._has_adapters(),
+      has_adapters=bool(self._weights.adapters),
     )

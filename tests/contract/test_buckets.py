@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from seen_inputs import SeesInputs
 import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
@@ -55,7 +56,7 @@ def weights() -> parameters.Params:
   )
 
 
-class Seen(engine_lib.Engine):
+class Seen(SeesInputs):
   """An engine that records the shapes of the last step's rows and segments."""
 
   shapes = (0, 0)

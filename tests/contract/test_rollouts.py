@@ -19,9 +19,10 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from seen_inputs import SeesInputs
 import tiny_model
 
-from seerjax.engine.engine import Engine, EngineConfig
+from seerjax.engine.engine import EngineConfig
 from seerjax.kv.disk_store import DiskStore
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.rollout import policies
@@ -137,7 +138,7 @@ class Killed(Exception):
   """Raised when the process is killed."""
 
 
-class Mortal(Engine):
+class Mortal(SeesInputs):
   """An engine that dies after a number of visits; 0 never dies."""
 
   visits_to_live = 0

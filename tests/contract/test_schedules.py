@@ -25,6 +25,7 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from seen_inputs import SeesInputs
 import tiny_model
 
 from seerjax.engine import engine as engine_lib, planner as planner_lib
@@ -612,7 +613,7 @@ def test_no_schedule_changes_a_bit(dtype, seed, tell_events):
   tell_events(dtype, events, expected_events((64, 144), reuse=True))
 
 
-class FollowsTheBatch(engine_lib.Engine):
+class FollowsTheBatch(SeesInputs):
   """Twin: the noise changes when a step samples more than one request."""
 
   def _inputs(self, work):

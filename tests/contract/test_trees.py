@@ -337,9 +337,9 @@ class KeepsRejectedKeys(CountedEngine):
 class AdoptsWithoutAncestors(CountedEngine):
   """Twin: a sequence adopts a path's pages without the keys that were copied to them."""
 
-  def _step(self):
+  def step(self):
     self.tried = []
-    super()._step()
+    updates = super().step()
     for sequence, path, first in self.tried:
       if path.scratch[0] in sequence.pages:
         size = self.config.page_size
@@ -348,6 +348,7 @@ class AdoptsWithoutAncestors(CountedEngine):
         (keys, values), *others = self.memory.pages
         values = values.at[0, :, page, slot].set(0)
         self.memory.pages = ((keys, values), *others)
+    return updates
 
   def _inputs(self, scheduled):
     for pieces in scheduled:

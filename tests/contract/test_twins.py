@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from seen_inputs import SeesInputs
 import tiny_model
 
 from seerjax.engine import engine as engine_lib
@@ -37,7 +38,7 @@ ALL = pytest.mark.parametrize("numerics", TILED + NATIVE)
 BOTH = pytest.mark.parametrize("numerics", TILED)
 
 
-class Disturbed(engine_lib.Engine):
+class Disturbed(SeesInputs):
   """An engine whose step inputs pass through `disturb(inputs, work)` (NumPy in and out)."""
 
   disturb = staticmethod(lambda inputs, work: inputs)
@@ -187,7 +188,7 @@ class FollowsLength(engine_lib.Engine):
   def step(self):
     longest = max(len(sequence.tokens) for sequence in self._requests.live.values())
     split = 8 if longest > 32 else 16
-    self._runner = tiny_model.runner(dataclasses.replace(self.numerics, kv_split=split))
+    self._visits.runner = tiny_model.runner(dataclasses.replace(self.numerics, kv_split=split))
     return super().step()
 
 

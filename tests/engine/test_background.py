@@ -8,6 +8,7 @@ import hypothesis
 from hypothesis import strategies as st
 import numpy as np
 import pytest
+from seen_inputs import SeesInputs
 from word_engine import SIZES, make_engine, request, run, same, tokens_from
 
 from seerjax.engine.background import Room
@@ -268,7 +269,7 @@ def test_a_step_that_breaks_off_lets_each_go_on_in_its_own_queue():
   requests = asked(3)
   expected = {one.request_id: make_engine().generate([one])[0] for one in requests}
 
-  class Breaking(Engine):
+  class Breaking(SeesInputs):
     breaks = True
 
     def _inputs(self, scheduled):

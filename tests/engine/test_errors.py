@@ -162,7 +162,7 @@ def failing_engine(error: BaseException, *at: int) -> engine_lib.Engine:
   return engine_lib.Engine(
     Model(CONFIG, params(), NUMERICS, TOKENIZER),
     config=SIZES,
-    key=engine._key,
+    key=engine.key,
     runner=Failing(inner.config, inner.numerics, mesh, 2, inner=inner, errors=errors),
   )
 

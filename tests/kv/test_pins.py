@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from seen_inputs import SeesInputs
 from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
 
 from seerjax.engine.engine import Engine
@@ -135,7 +136,7 @@ def test_new_weights_forget_pins_off_the_devices():
 
 
 def test_a_step_that_breaks_off_takes_pinned_pages_too():
-  class Breaking(Engine):
+  class Breaking(SeesInputs):
     def _inputs(self, scheduled):
       if self.counters.visits == 4:
         self.counters.visits += 1

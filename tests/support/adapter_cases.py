@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import model_cases
 import numpy as np
+from seen_inputs import SeesInputs
 import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
@@ -127,7 +128,7 @@ def alone(model: Model, seed: int, generation: int, request: Request) -> Complet
   return engine.generate([dataclasses.replace(request, adapter="")])[0]
 
 
-class Counting(engine_lib.Engine):
+class Counting(SeesInputs):
   """Counts the steps whose rows use several adapters."""
 
   events: collections.Counter[str] = collections.Counter()

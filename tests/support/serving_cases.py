@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from made_drafters import Observed
 import numpy as np
 import openai
+from seen_inputs import SeesInputs
 import word_engine
 
 from seerjax import numerics as numerics_lib, parallel
@@ -252,7 +253,7 @@ class Knowing(Observed):
     return [paths[place] for place in order if paths[place]]
 
 
-class Restless(Engine):
+class Restless(SeesInputs):
   """An engine that is disturbed before each visit in every way that must not change a bit: requests
   end a chunk, are paused, spilled, migrated or lose their pages, and steps fail."""
 

@@ -21,11 +21,12 @@ from drawn_models import MAX_TOKENS, Case, Machine, Model
 from made_drafters import Observed
 import model_cases
 import numpy as np
+from seen_inputs import SeesInputs
 import tiny_model
 import tree_drafts as tree_lib
 
 from seerjax import numerics as numerics_lib
-from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.engine import runner as runner_lib
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import loading
@@ -291,7 +292,7 @@ def draft_program_of(machine: Machine) -> DraftProgram:
   )
 
 
-class CountedEngine(engine_lib.Engine):
+class CountedEngine(SeesInputs):
   """Counts properties of the trees, and compares rows with the distinct prefixes of paths.
 
   Attributes:
