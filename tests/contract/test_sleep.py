@@ -273,15 +273,13 @@ class Watched(Engine):
       remember(sequence, tokens, pages)
       held = sequence.pages if pages is None else pages
       for page in held[: -(-len(tokens) // self.config.page_size)]:
-        writers[sequence.instance, page] = sequence.request.namespace
+        writers[sequence.instance, page] = sequence.owner.namespace
 
     def check(sequence, pages):
       for page in pages:
-        whose, request = writers[sequence.instance, page], sequence.request
-        if whose != request.namespace:  # An exception here would end only the request.
-          self.strangers.append(
-            f"got a page of {whose!r} for {request.request_id!r} of {request.namespace!r}"
-          )
+        whose, namespace = writers[sequence.instance, page], sequence.owner.namespace
+        if whose != namespace:  # An exception here would end only the request.
+          self.strangers.append(f"got a page of {whose!r} for {sequence.name!r} of {namespace!r}")
 
     def finding(sequence, tokens):
       hit = find(sequence, tokens)
