@@ -115,8 +115,7 @@ class Engine:
       runner = runner_lib.Runner(shape, numerics, mesh, len(config.row_buckets))
     runner.require_is_of(shape, numerics, mesh)
     self.model, self.numerics, self.tokenizer = shape, numerics, model.tokenizer
-    self.policy_version = policy_version
-    self._runner, self.key = runner, key
+    self._runner, self.key, self.policy_version = runner, key, policy_version
     self.mesh, self.num_instances = runner.mesh, runner.num_instances
     self._weights = Weights(runner, model.params, {} if adapters is None else adapters)
     asked = min(config.max_context, shape.max_context)

@@ -108,6 +108,7 @@ class Keeps(Engine):
   def _forget_pages(self):
     pins = [sequence for sequence in self._pins.sequences if sequence.pages]
     self.memory.forget_all()
+    self._weights.publish(self.memory, self.policy_version)
     for sequence in pins:
       self.memory.remember(sequence, sequence.tokens[: sequence.num_written])
 
