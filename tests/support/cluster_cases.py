@@ -6,7 +6,7 @@ A seed draws a case: workers of several sizes, a policy, and the faults with the
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import pathlib
 
