@@ -297,6 +297,14 @@ def main(argv: list[str]) -> None:
     chat_config = chat_template.ChatConfig(
       system=args.system, variables=variables_of(args.variable), now=args.now
     )
+    # Before the model is loaded, because it rejects what cannot be sampled.
+    sampling = SamplingParams(
+      temperature=args.temperature,
+      top_k=args.top_k,
+      top_p=args.top_p,
+      max_tokens=args.max_tokens,
+      stop_strings=tuple(args.stop),
+    )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     placed = placement.of_flags(args.model, run_presets.main_job().numerics)
     print(placed.describe(), file=sys.stderr)
@@ -307,14 +315,7 @@ def main(argv: list[str]) -> None:
       print(f"the chat template reads the clock: it is {now} (--now={now})", file=sys.stderr)
     if tokenizer.ignored_generation:
       print(policy_lib.ignored_settings(tokenizer), file=sys.stderr)
-    sampling = SamplingParams(
-      temperature=args.temperature,
-      top_k=args.top_k,
-      top_p=args.top_p,
-      max_tokens=args.max_tokens,
-      stop_token_ids=policy.require_tokenizer().eos_ids,
-      stop_strings=tuple(args.stop),
-    )
+    sampling = dataclasses.replace(sampling, stop_token_ids=tokenizer.eos_ids)
     if is_chat:
       chat(policy, placed, sampling)
       return

@@ -401,7 +401,9 @@ def test_a_long_artefact_is_cut_with_a_word(tmp_path):
 
 
 def test_directories_that_are_no_discovery_are_refused(tmp_path):
-  with pytest.raises(ValueError, match=r"without best.json, expected the directory of experiments"):
+  with pytest.raises(
+    ValueError, match="without best.json, expected the directory of `seerjax discover`"
+  ):
     discovery_report.render(tmp_path, Stairs())
   (tmp_path / "best.json").write_text("{")
   with pytest.raises(ValueError, match=r"best.json, which is not JSON"):
