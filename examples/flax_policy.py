@@ -39,6 +39,7 @@ from seerjax.models import (
   parameters,
   tokenizer as tokenizer_lib,
 )
+from seerjax.models.decoder import decide
 from seerjax.ops import rotary
 from seerjax.rollout.groups import RolloutConfig
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -161,7 +162,7 @@ def main() -> bool:
 
   module.set_params(third)
   expected = flax_module.logits_of(
-    parameters.compute_params(third, NUMERICS), tokens, config=MODEL, numerics=NUMERICS
+    parameters.compute_params(third, NUMERICS), tokens, decoder=decide(MODEL, NUMERICS)
   )
   is_equal = np.array_equal(nnx.jit(lambda module, x: module(x))(module, tokens), expected)
   losses = [float(imitate(module, optimizer, tokens)) for _ in range(20)]

@@ -29,7 +29,7 @@ from seerjax import EngineConfig, Rollout, RolloutGroup, RunConfig, numerics
 from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
-from seerjax.run import config as config_lib, policy as policy_lib, programs as programs_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.tasks.word_problems import WordProblems
 from seerjax.trainer import advantages, losses, step as step_lib
 from seerjax.types import TrainState
@@ -67,10 +67,11 @@ def grpo(
       "grpo: got a RunConfig with adapters, a KL penalty, mini-batches, rounds, an overlong buffer,"
       " stale samples or workers, expected none of them; call seerjax.train."
     )
-  config = config_lib.for_model(config, model.config)  # Fills in what the model decides.
+  own = programs_lib.make_programs(config, model.config)
+  config = own.decided.config  # With what the model and the machine decide.
   policy = policy_lib.policy_of(model).with_chat(config.chat)
   tokenizer = policy.require_tokenizer()
-  programs = programs or programs_lib.make_programs(config, model.config)
+  programs = programs or own
   trainer = programs.trainer
   state = trainer.init(policy.params)  # f32 masters and moments.
   # Engine and trainer run the same weights.
@@ -113,7 +114,7 @@ def grpo(
     values = advantages.for_algorithm(config.loss.algorithm, rewards)
 
     # Learn: the trainer scores the completions anew, and the gap to the sampler's scores is 0.
-    batch = programs_lib.pack(config, groups, values)
+    batch = programs_lib.pack(config, trainer.decoder, groups, values)
     gradient, _, scores = trainer.gradient(weights, batch, losses.denominators(batch), None)
     state, norms = trainer.update(state, gradient)
     gap = step_lib.rollout_gap(scores, batch)

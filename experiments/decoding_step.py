@@ -15,6 +15,7 @@ import numpy as np
 
 from seerjax.engine import runner
 from seerjax.models import config as model_config, kv_layout, parameters
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import sampling
 from seerjax.types import SamplingParams, TokenBatch
@@ -29,7 +30,7 @@ def program(model: model_config.TransformerConfig, numerics: NumericsConfig) -> 
   copies are a separate program, and no row is special.
   """
   return functools.partial(
-    runner.instance_step, config=model, numerics=numerics, axis=None, is_plain=True
+    runner.instance_step, decoder=decide(model, numerics).for_rows(is_plain=True)
   )
 
 
@@ -88,4 +89,4 @@ def pages(
   model: model_config.TransformerConfig, numerics: NumericsConfig, num_pages: int
 ) -> kv_layout.Pages:
   """Returns empty pages; inside `jax.eval_shape`, only their shapes."""
-  return kv_layout.empty_pages(model, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  return kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=PAGE_SIZE)

@@ -31,6 +31,7 @@ from pallas_kernels import program
 from pallas_kernels.bench import timing
 from seerjax import numerics as numerics_lib
 from seerjax.models import config as model_config, parameters, presets
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
 
@@ -181,15 +182,14 @@ def main(args: flags.FlagValues) -> None:
   elif args.layers:
     model = dataclasses.replace(model, num_layers=args.layers)
     name += f" of {args.layers} layers"
-  numerics = model_config.numerics_for(
+  numerics = decide(
     model,
     NumericsConfig(
       implementation=implementation,
       compute_dtype="bfloat16",
-      reduction_shards=0,
       row_tile=args.row_tile,
     ),
-  )
+  ).numerics
   bandwidth = 0.0 if args.dry_run else timing.measure_machine().copy_bandwidth
   params = random_weights(model, numerics)
   out = pathlib.Path(args.out)

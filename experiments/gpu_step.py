@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 
 from experiments import decoding_step, measure
-from pallas_kernels import compile_report, program, roofline, sass
+from pallas_kernels import compile_report, gpu, program, roofline, sass
 from seerjax import numerics as numerics_lib, types
 from seerjax.models import config as model_config, presets
+from seerjax.models.decoder import decide
 from seerjax.trainer import step as trainer_step
 
 MODEL = "qwen3-8b"
@@ -85,7 +86,9 @@ def model(num_layers: int) -> model_config.TransformerConfig:
 
 def numerics() -> numerics_lib.NumericsConfig:
   """Returns the numerics of a GPU."""
-  return numerics_lib.NumericsConfig(implementation="pallas", compute_dtype="bfloat16")
+  return numerics_lib.NumericsConfig(
+    implementation="pallas", reduction_shards=8, compute_dtype="bfloat16"
+  )
 
 
 def shapes_of(tree: Any) -> Any:
@@ -127,11 +130,9 @@ def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tupl
       _, scores = trainer_step.score(
         params,
         batch,
-        model=config,
-        numerics=numerics(),
         num_pages=num_rows // decoding_step.PAGE_SIZE + 1,
         page_size=decoding_step.PAGE_SIZE,
-        is_plain=True,
+        decoder=decide(config, numerics()).for_rows(is_plain=True),
       )
       return jnp.sum(scores.logprob * batch.advantages)
 
@@ -147,7 +148,8 @@ def compiled(kind: str, num_rows: int, num_layers: int) -> Step:
   """Compiles a step in this process."""
   step = Step(kind, num_rows, num_layers)
   try:
-    call, arguments = KINDS[kind](num_rows, num_layers)
+    with gpu.h200():  # What is decided here is decided for the GPU.
+      call, arguments = KINDS[kind](num_rows, num_layers)
     made = sass.compile_for_hopper(call, *arguments, donated=(1,) if kind == "engine step" else ())
   # The report shows any error of a step.
   except Exception as error:

@@ -42,6 +42,7 @@ from seerjax.models import (
   presets,
   tokenizer as tokenizer_lib,
 )
+from seerjax.models.decoder import decide
 
 STEPS_PER_CHECKPOINT = 25
 STEPS_PER_LINE = 10
@@ -147,7 +148,7 @@ def make_step(
 
   def loss(params, tokens, weights):
     numerics = numerics_for(tokens.shape[1])
-    logits = flax_module.logits_of(params, tokens, config=model, numerics=numerics)[:, :-1]
+    logits = flax_module.logits_of(params, tokens, decoder=decide(model, numerics))[:, :-1]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     weights = weights[:, 1:]
     answers = (weights == 1.0).astype(jnp.float32)

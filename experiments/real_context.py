@@ -53,7 +53,7 @@ def step_seconds(engine: engine_lib.Engine, batch: int, context: int, rounds: in
 
 def table(model: pathlib.Path, dtype: str, rounds: int) -> str:
   """Measures all batches and contexts; returns a Markdown table."""
-  numerics = numerics_lib.NumericsConfig(compute_dtype=dtype, reduction_shards=0)
+  numerics = numerics_lib.NumericsConfig(compute_dtype=dtype)
   loaded = loading.load_model(model, numerics)
   sizes = engine_lib.EngineConfig(max_context=8192, max_sequences=16, num_pages=NUM_PAGES)
   engine = engine_lib.Engine(loaded, config=sizes, key=numerics_lib.key(0))

@@ -109,7 +109,7 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
   import jax
 
   from seerjax.models import parameters
-  from seerjax.run import config as run_config, policy as policy_lib, presets, programs
+  from seerjax.run import policy as policy_lib, presets, programs
   from seerjax.trainer import losses
   from seerjax.types import Completion, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
@@ -122,7 +122,8 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
     trainer=dataclasses.replace(run.trainer, remat="layer" if is_again else "none"),
   )
   policy = policy_lib.load_policy(config.model, run.numerics)
-  run = run_config.for_model(run, policy.model)
+  made = programs.make_programs(run, policy.model)
+  run, trainer = made.decided.config, made.trainer
   groups, num_prompt = [], config.num_prompt(dtype)
   for index, row in enumerate(tokens_of(config, dtype, policy.model.vocab_size).tolist()):
     prompt, answer = tuple(row[:num_prompt]), tuple(row[num_prompt:])
@@ -136,13 +137,12 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
     rollout = Rollout(request=request, completion=completion, verdict=verdict)
     problem: Any = None
     groups.append(RolloutGroup(group_index=index, problem=problem, rollouts=(rollout,)))
-  batch = programs.pack(run, groups, advantages(len(groups))[:, None])
+  batch = programs.pack(run, trainer.decoder, groups, advantages(len(groups))[:, None])
   if batch.targets.shape[0] > 1 or int(np.sum(batch.tokens.num_rows)) != config.rows(dtype):
     raise ValueError(
       f"--rows: got {config.rows(dtype)}, which do not fit a micro-batch of"
       f" {batch.targets.shape[1]} rows; request fewer."
     )
-  trainer = programs.make_programs(run, policy.model).trainer
   params = parameters.compute_params(policy.params, run.numerics)
   denominators = losses.denominators(batch)
 
@@ -150,7 +150,8 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
     total, metrics, _ = trainer.gradient(params, batch, denominators, None)
     return float(metrics["loss"]), jax.block_until_ready(jax.tree.leaves(total))
 
-  return gradient, lambda: None, trainer.plan(params, programs.layout(run), 1).learning
+  layout = programs.layout(run, trainer.decoder)
+  return gradient, lambda: None, trainer.plan(params, layout, 1).learning
 
 
 def their_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, Forget, int]:

@@ -115,7 +115,6 @@ def _engines(
   asked = numerics_lib.NumericsConfig(
     implementation="untiled" if path == "untiled" else "native",
     compute_dtype=dtype,
-    reduction_shards=0,
   )
   policy, numerics = generate.load(settings.model, asked)
   config = invariance.InvarianceConfig(model=settings.model, max_tokens=settings.max_tokens)

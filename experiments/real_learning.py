@@ -100,7 +100,7 @@ def config_of(settings: Settings, cell: Cell) -> RunConfig:
     num_steps=settings.num_steps,
     checkpoint_every=5,
     lora_rank=rank,
-    numerics=numerics_lib.NumericsConfig(compute_dtype=settings.compute_dtype, reduction_shards=0),
+    numerics=numerics_lib.NumericsConfig(compute_dtype=settings.compute_dtype),
     engine=engine_lib.EngineConfig(max_context=128, max_sequences=64, row_buckets=(64, 256)),
     rollout=groups.RolloutConfig(
       groups_per_step=settings.groups_per_step,
@@ -132,7 +132,7 @@ def measure(
   policy = policy_lib.load_policy(config.model, config.numerics)
   if cell.arm not in programs:
     programs[cell.arm] = programs_lib.make_programs(config, policy.model)
-    train.check_model(config, policy, programs[cell.arm], say=say)
+    train.check_model(policy, programs[cell.arm], say=say)
   rl.train(
     config, policy, load_task(cell.generator), place, log=say, programs=programs[cell.arm],
     resume=checkpoint.latest_step(place / "checkpoints") is not None,

@@ -121,7 +121,7 @@ def our_answer(directory: pathlib.Path, dtype: str) -> Answer:
   from seerjax.models import loading
   from seerjax.types import Request, SamplingParams
 
-  numerics = numerics_lib.NumericsConfig(compute_dtype=dtype, reduction_shards=0)
+  numerics = numerics_lib.NumericsConfig(compute_dtype=dtype)
   model = loading.load_model(directory, numerics)
   config = engine_lib.EngineConfig(max_context=1024, max_sequences=MOST, num_pages=400)
   engine = engine_lib.Engine(model, config=config, key=numerics_lib.key(0))
@@ -254,15 +254,15 @@ def write_random(directory: pathlib.Path, model: Any) -> None:
   import jax.numpy as jnp
 
   from seerjax.models import (
-    config as model_config,
     huggingface,
     loading,
     parameters,
     tokenizer as tokenizer_lib,
   )
+  from seerjax.models.decoder import decide
   from seerjax.run import presets
 
-  numerics = model_config.numerics_for(model, presets.main_job().numerics)
+  numerics = decide(model, presets.main_job().numerics).numerics
   random = np.random.default_rng(0)
 
   def leaf(path: Any, shape: Any) -> jax.Array:

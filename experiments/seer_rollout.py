@@ -32,6 +32,7 @@ from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib, output, runner as runner_lib, timing
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import parameters
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.reports import gantt, page
@@ -249,7 +250,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     row_buckets=(workload.rows,),
   )
   mesh = parallel.make_mesh(num_instances=workload.num_instances)
-  runner = runner_lib.Runner(policy.model, numerics, mesh, 1)
+  runner = runner_lib.Runner(decide(policy.model, numerics), mesh, 1)
   weights = parameters.compute_params(policy.params, numerics)
 
   def make_engine(drafter: Any = None) -> EndsWhereTold:
@@ -272,7 +273,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     flush=True,
   )
   # Also compiles, so that no system's time includes compilation.
-  self_test.check_model(policy.model, weights, numerics=numerics, config=config, runner=runner)
+  self_test.check_model(runner.decoder, weights, config=config, runner=runner)
   timing.step_seconds(make_engine(), [(1, 1)])
   results, rollouts, first = {}, {}, {}
   for name, (policy_of_system, drafts) in systems(workload).items():

@@ -161,7 +161,7 @@ def thinker_of(args: flags.FlagValues) -> tuple[Ask, dict[str, str]]:
     config = EndpointConfig(url=args.endpoint, model=args.model, key_variable=args.key_variable)
     ask = thinkers.asking(Endpoint(config), num_threads=args.num_threads)
     return ask, {"endpoint": config.url, "model": config.model}
-  usual = seerjax.NumericsConfig(reduction_shards=0)
+  usual = seerjax.NumericsConfig()
   placed = placement.of_flags(args.model, usual)
   print(placed.describe())
   model = seerjax.load_model(args.model, placed.numerics)

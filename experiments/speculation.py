@@ -212,15 +212,13 @@ class Pair:
       max_context=workload.max_context,
       row_buckets=ROW_BUCKETS,
     )
-    runner = runner_lib.Runner(model.config, model.numerics, parallel.make_mesh(), len(ROW_BUCKETS))
+    runner = runner_lib.Runner(model.decoder, parallel.make_mesh(), len(ROW_BUCKETS))
     self.plain, self.drafting = (
       engine_lib.Engine(model, config=config, runner=runner) for _ in range(2)
     )
     self.rivals = [self._untiled(target, config)] if workload.untiled else []
     self.draft = draft_loading.load_draft(draft, self.drafting)
-    self_test.check_model(
-      model.config, model.params, numerics=model.numerics, config=config, runner=runner
-    )
+    self_test.check_model(model.decoder, model.params, config=config, runner=runner)
     self.times = timing.measure(self.plain, seconds=math.inf)
     # Compiles the suffix trees' kernels now, so that no turn includes it.
     SuffixDrafter(budget=None).draft([DraftQuery("warm", "", [1, 2, 1, 2, 1], 3, 4)])

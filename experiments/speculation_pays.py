@@ -38,6 +38,7 @@ from seerjax import metrics, numerics as numerics_lib, parallel
 from seerjax.commands import flags as flags_lib
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import (
@@ -155,7 +156,7 @@ class Comparison:
     numerics = dataclasses.replace(job.numerics, implementation=implementation)
     job = dataclasses.replace(job, num_instances=1, engine=engine, numerics=numerics)
     self.policy = policy_lib.load_policy(workload.model, job.numerics)
-    self._job = job = config_lib.for_model(job, self.policy.model)
+    self._job = job = config_lib.for_model(job, self.policy.model).config
     self._task = loading.load(job.task)
     self._count = groups_lib.num_problems(self._task, "train")
     self._num_posed = 0
@@ -165,9 +166,8 @@ class Comparison:
       job.engine, row_buckets=UNTILED_ROW_BUCKETS, steps_per_visit=UNTILED_STEPS
     )
     self_test.check_model(
-      self.policy.model,
+      runner.decoder,
       parameters.compute_params(self.policy.params, job.numerics),
-      numerics=job.numerics,
       config=job.engine,
       runner=runner,
     )
@@ -185,7 +185,9 @@ class Comparison:
     self, numerics: numerics_lib.NumericsConfig, config: engine_lib.EngineConfig
   ) -> runner_lib.Runner:
     num_programs = len(config.row_buckets)
-    return runner_lib.Runner(self.policy.model, numerics, parallel.make_mesh(), num_programs)
+    return runner_lib.Runner(
+      decide(self.policy.model, numerics), parallel.make_mesh(), num_programs
+    )
 
   def _engine(
     self,

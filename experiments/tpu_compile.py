@@ -51,6 +51,7 @@ from seerjax.models import (
   presets,
   transformer,
 )
+from seerjax.models.decoder import decide
 from seerjax.ops import tiles
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import SamplingRows, TokenBatch, TrainBatch
@@ -112,7 +113,7 @@ class Case:
   def numerics(self) -> numerics_lib.NumericsConfig:
     """Returns the numerics."""
     return numerics_lib.NumericsConfig(
-      implementation="tiled", compute_dtype="bfloat16", row_tile=self.row_tile
+      implementation="tiled", compute_dtype="bfloat16", row_tile=self.row_tile, reduction_shards=8
     )
 
 
@@ -200,8 +201,8 @@ def _params(case: Case) -> parameters.Params:
 
 def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
   """Returns the lowered step of `case.rows` rows."""
-  runner = runner_lib.Runner(case.shape, case.numerics, mesh, max_programs=1)
-  stages = runner.stages
+  runner = runner_lib.Runner(decide(case.shape, case.numerics), mesh, max_programs=1)
+  stages = runner.decoder.backend
   inputs = batching.instance_inputs(
     [],
     [],
@@ -216,11 +217,7 @@ def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
   words, layout = runner_lib.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], inputs))
   pages = jax.eval_shape(
     lambda: kv_layout.empty_pages(
-      case.shape,
-      case.numerics,
-      num_pages=1 + SEQUENCES * CONTEXT // PAGE,
-      page_size=PAGE,
-      backend=stages,
+      runner.decoder, num_pages=1 + SEQUENCES * CONTEXT // PAGE, page_size=PAGE
     )
   )
   pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), pages)
@@ -244,16 +241,16 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
     bytes_per_position=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4,
     rows=case.rows,
   )
+  decoder = decide(shape, numerics)
   layout = packing.layout(
-    numerics=numerics,
+    decoder=decoder,
     page_size=PAGE,
     rows_per_micro_batch=rows,
     max_sequences=sequences,
     max_sequence_tokens=CONTEXT,
   )
   trainer = step_lib.Trainer(
-    shape,
-    numerics,
+    decoder,
     losses.dapo(),
     step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
     mesh,

@@ -8,7 +8,7 @@ defined elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ class NumericsConfig:
   """The numerics of one run.
 
   Attributes:
-    implementation: "auto" lets machine and model decide (`models.config.numerics_for`): on a CPU
+    implementation: "auto" lets machine and model decide (`models.decoder.decide`): on a CPU
       "native" if it can run, on a GPU "pallas" if the kernels support the model in bfloat16,
       otherwise "tiled", with a log line that gives the reason. "tiled" is the portable invariant
       path; "native" is the CPU's own, several times as fast, with handlers compiled by numba;
@@ -79,7 +79,7 @@ class NumericsConfig:
     slot_tile: items of attention (a segment and a split) that one compiled program processes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
     reduction_shards: logical slabs of every dimension a mesh may shard; contractions over them are
-      added as one balanced binary tree. 0 lets the model decide (`models.config.numerics_for`): the
+      added as one balanced binary tree. 0 lets the model decide (`models.decoder.decide`): the
       largest divisor, at most 8.
     compute_dtype: dtype of weights and activations; sums are always float32.
   """
@@ -89,7 +89,7 @@ class NumericsConfig:
   query_tile: int = 8
   slot_tile: int = 8
   kv_split: int = 256
-  reduction_shards: int = 8
+  reduction_shards: int = 0
   compute_dtype: str = "float32"
 
   def __post_init__(self):
@@ -118,7 +118,7 @@ class NumericsConfig:
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
           " row_tile=0 (chosen for the platform), query_tile=8, slot_tile=8, kv_split=256,"
-          " reduction_shards=8 (0 chooses for the model)."
+          " reduction_shards=0 (chosen for the model)."
         )
 
   @property
@@ -147,6 +147,12 @@ def with_row_tile(numerics: NumericsConfig) -> NumericsConfig:
   if numerics.row_tile:
     return numerics
   return dataclasses.replace(numerics, row_tile=row_tile_of(jax.devices()[0].platform))
+
+
+def largest_shards(sizes: Iterable[int]) -> int:
+  """Returns the largest number of slabs, at most 8, that divides every size."""
+  sizes = tuple(sizes)
+  return max(r for r in (1, 2, 4, 8) if all(size % r == 0 for size in sizes))
 
 
 def key(seed: int) -> PRNGKeyArray:
@@ -234,6 +240,25 @@ def require_finite(tree: Any, *, what: str, remedy: str) -> None:
     )
 
 
+def require_decided(numerics: NumericsConfig, *, why: str) -> None:
+  """Refuses numerics with an open setting.
+
+  Raises:
+    ValueError: if the number of slabs, the implementation or the rows of a tile are open; `why` is
+      the reason, for the message.
+  """
+  for field, got, expected in (
+    ("implementation", numerics.implementation, "a concrete implementation"),
+    ("row_tile", numerics.row_tile, "the number for this platform"),
+    ("reduction_shards", numerics.reduction_shards, "the number for the model"),
+  ):
+    if got in ("auto", 0):
+      raise ValueError(
+        f"NumericsConfig.{field}: got {got!r}, expected {expected}, because {why}; use"
+        " models.decoder.decide(model, numerics)."
+      )
+
+
 def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]:
   """Returns every value that determines bits, as text, and one digest of them all.
 
@@ -248,21 +273,7 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
     ValueError: if the number of slabs, the implementation or the rows of a tile are unresolved; on
       a GPU, if XLA's flags let measured speed determine bits (`xla_flags`).
   """
-  if numerics.implementation == "auto":
-    raise ValueError(
-      "NumericsConfig.implementation: got 'auto', expected a concrete implementation, because a"
-      " fingerprint names it; use models.config.numerics_for(model, numerics)."
-    )
-  if not numerics.row_tile:
-    raise ValueError(
-      "NumericsConfig.row_tile: got 0, expected the number for this platform, because a fingerprint"
-      " names it; use models.config.numerics_for(model, numerics)."
-    )
-  if not numerics.reduction_shards:
-    raise ValueError(
-      "NumericsConfig.reduction_shards: got 0, expected the number for the model, because a"
-      " fingerprint names it; use models.config.numerics_for(model, numerics)."
-    )
+  require_decided(numerics, why="a fingerprint names it")
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)
   if numerics.implementation == "native":

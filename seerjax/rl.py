@@ -366,7 +366,8 @@ def learn(
   is_old = any(one.policy_version < version for one in _completions(groups))
   parts = np.array_split(np.arange(len(groups)), config.trainer.num_mini_batches)
   batches = [
-    programs_lib.pack(config, [groups[i] for i in part.tolist()], values[part]) for part in parts
+    programs_lib.pack(config, trainer.decoder, [groups[i] for i in part.tolist()], values[part])
+    for part in parts
   ]
   sampling_params = policy_lib.running_weights(config.weights, state.params, base)
   references: list[Any] = [None] * len(batches)  # f32[m, n] each, or None.

@@ -280,7 +280,8 @@ def learn(
   # An attempt's advantage applies to each of its sequences.
   counts = [len(sequences) for group in sampled.sequences for sequences in group]
   each = np.repeat(values.ravel(), counts)[:, None]
-  batch = programs_lib.pack(run, attempts_lib.as_groups(attempts_lib.sequences(sampled)), each)
+  groups = attempts_lib.as_groups(attempts_lib.sequences(sampled))
+  batch = programs_lib.pack(run, trainer.decoder, groups, each)
   if base is not None:
     reference_weights = policy_lib.reference_weights(run.weights, state.params, base)
     reference = trainer.scores(reference_weights, batch).logprob

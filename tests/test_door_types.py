@@ -27,6 +27,7 @@ from seerjax.engine.beam import beam_search
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv.pool import KVPool
 from seerjax.models import lora, peft
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model, load_model
 from seerjax.rollout.divided import DividedRollout
 from seerjax.rollout.policies import LongestGroupFirst
@@ -74,7 +75,7 @@ def searched(**changes: Any) -> Any:
 
 def trainer(**changes: Any) -> step.Trainer:
   usual = {
-    "model": MODEL.config, "numerics": NUMERICS, "loss": losses.LossConfig(), "num_pages": 4,
+    "decoder": MODEL.decoder, "loss": losses.LossConfig(), "num_pages": 4,
     "optimizer": step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
     "mesh": engine().mesh, "page_size": 8,
   }  # fmt: skip
@@ -154,8 +155,9 @@ ROWS: list[tuple[Callable[[Any], Any], str, tuple[Any, ...]]] = [
   (lambda v: trained(model="nano", task=v), "train: task", ("x", None, 3)),
   (lambda v: searched(config=v), "discover: config", ({}, None, RunConfig())),
   (lambda v: searched(environment=v), "discover: environment", ("x", None, 3)),
-  (lambda v: trainer(model=v), "Trainer.model", ("nano", None)),
-  (lambda v: trainer(numerics=v), "Trainer.numerics", ("float32", None)),
+  (lambda v: decide(v, NUMERICS), "decide: shape", ("nano", None)),
+  (lambda v: decide(MODEL.config, v), "decide: asked", ("float32", None)),
+  (lambda v: trainer(decoder=v), "Trainer.decoder", ("nano", None, MODEL.config)),
   (lambda v: trainer(loss=v), "Trainer.loss", ("grpo", None, {})),
   (lambda v: trainer(num_pages=v), "Trainer.num_pages", NO_COUNT),
   (lambda v: trainer(page_size=v), "Trainer.page_size", NO_COUNT),

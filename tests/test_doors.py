@@ -36,6 +36,7 @@ from seerjax.engine import timing
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv import pages, pool as kv_pool, stores
 from seerjax.models import config as model_config, huggingface, lora, tokenizer as tokenizer_lib
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import rotary
@@ -276,7 +277,7 @@ class Doors:
     journal.Journal(path, fingerprint={}, settings=settings).close()
 
   def packed(self, of=None, values=((0.0,),), **changes) -> Any:
-    sizes = dict(numerics=NUMERICS, page_size=8, rows_per_micro_batch=64) | changes
+    sizes = dict(decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=64) | changes
     return packing.pack(one_group() if of is None else of, np.asarray(values), **sizes)
 
 

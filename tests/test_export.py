@@ -17,6 +17,7 @@ import pytest
 from seerjax import parallel
 from seerjax.engine import runner
 from seerjax.models import kv_layout, parameters, presets
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, packing, state as state_lib, step
 from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TrainBatch, TrainState
@@ -24,7 +25,9 @@ from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TrainBatch, Train
 PLATFORMS = ("tpu", "cuda")
 PAGE_SIZE = 64
 BIASES = 16
-NUMERICS = NumericsConfig(row_tile=64, compute_dtype="bfloat16", implementation="tiled")
+NUMERICS = NumericsConfig(
+  row_tile=64, reduction_shards=8, compute_dtype="bfloat16", implementation="tiled"
+)
 
 
 def models(name, num_layers):
@@ -103,10 +106,10 @@ def test_the_engine_step_exports(model):
   samples = 128
   inputs = step_inputs(samples=samples)
   pages = jax.eval_shape(
-    lambda: kv_layout.empty_pages(model, NUMERICS, num_pages=1024, page_size=PAGE_SIZE)
+    lambda: kv_layout.empty_pages(decide(model, NUMERICS), num_pages=1024, page_size=PAGE_SIZE)
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
-  function = functools.partial(runner.instance_step, config=model, numerics=NUMERICS, axis=None)
+  function = functools.partial(runner.instance_step, decoder=decide(model, NUMERICS))
   for platform in PLATFORMS:
     exported = export(function, platform, params_like(model, NUMERICS.dtype), pages, inputs, key)
     assert exported.out_avals[-1].shape == (samples,)
@@ -115,11 +118,13 @@ def test_the_engine_step_exports(model):
 def train_step(model, mesh):
   """Returns a trainer on a mesh, and shapes of one micro-batch of an instance and of its state."""
   layout = packing.layout(
-    numerics=NUMERICS, page_size=PAGE_SIZE, rows_per_micro_batch=1024, max_sequence_tokens=513
+    decoder=decide(model, NUMERICS),
+    page_size=PAGE_SIZE,
+    rows_per_micro_batch=1024,
+    max_sequence_tokens=513,
   )
   trainer = step.Trainer(
-    model,
-    NUMERICS,
+    decide(model, NUMERICS),
     losses.dapo(),
     step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4, warmup_steps=2)),
     mesh,
@@ -164,7 +169,7 @@ def test_the_train_step_exports(model):
 def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
   trainer, micro, state = train_step(model, parallel.make_mesh(model_shards=8))
   counts = losses.Denominators(f32(), f32())
-  params = params_like(model, trainer.numerics.dtype)
+  params = params_like(model, trainer.decoder.numerics.dtype)
   sums = jax.eval_shape(lambda: trainer._zeros(params))
   for platform in PLATFORMS:
     exported = export(trainer._gradient, platform, params, micro, counts, sums)
@@ -179,12 +184,12 @@ def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", models("qwen3-32b", 2))
 def test_the_engine_step_exports_for_eight_devices_of_the_model_axis(model):
-  run = runner.Runner(model, NUMERICS, parallel.make_mesh(model_shards=8), 1)
+  run = runner.Runner(decide(model, NUMERICS), parallel.make_mesh(model_shards=8), 1)
   inputs = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), step_inputs(1))
   words, layout = runner.pack(inputs)
   pages = jax.eval_shape(lambda: run.empty_pages(1024, PAGE_SIZE))
   key = jax.eval_shape(lambda: jax.random.key(0))
-  params = params_like(model, run.numerics.dtype)
+  params = params_like(model, run.decoder.numerics.dtype)
   for platform in PLATFORMS:
     exported = export(run._step_program, platform, params, pages, words, key, layout, False)
     assert exported.nr_devices == 8

@@ -15,7 +15,7 @@ from pallas_kernels import device
 from seerjax import numerics
 from seerjax.numerics import NumericsConfig
 
-TILED = NumericsConfig(implementation="tiled", row_tile=16)
+TILED = NumericsConfig(implementation="tiled", row_tile=16, reduction_shards=8)
 # Digests of a CPU's fields at BITS_VERSION 6, without the fields of the machine.
 RECORDED = {"tiled": "60902d78255cbd0c", "native": "c7ec1f82afc578dd"}
 
@@ -29,7 +29,7 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
   assert found["jax_version"] == jax.__version__
   # Every CPU is "cpu" to JAX; two with other instructions are not the same to XLA.
   assert found["device_kind"].startswith("cpu ")
-  other = numerics.fingerprint(NumericsConfig(row_tile=32, implementation="tiled"))
+  other = numerics.fingerprint(dataclasses.replace(TILED, row_tile=32))
   assert other["digest"] != found["digest"]
 
 
@@ -51,8 +51,8 @@ def test_a_fingerprint_names_layers_that_are_computed_again():
 
 
 def test_a_fingerprint_names_the_slabs_that_a_model_decided():
-  assert NumericsConfig(reduction_shards=0).reduction_shards == 0
-  with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* models.config.numerics_for"):
+  assert NumericsConfig().reduction_shards == 0
+  with pytest.raises(ValueError, match=r"reduction_shards: got 0, .* models.decoder.decide"):
     numerics.fingerprint(dataclasses.replace(TILED, reduction_shards=0))
 
 
@@ -60,7 +60,7 @@ def test_a_fingerprint_names_the_rows_of_a_tile_that_a_platform_decided():
   # A CPU's defaults are unchanged; a TPU's fill its matrix unit.
   assert [numerics.row_tile_of(name) for name in ("cpu", "cuda", "tpu")] == [16, 16, 128]
   open_rows = dataclasses.replace(TILED, row_tile=0)
-  with pytest.raises(ValueError, match=r"row_tile: got 0, .* models.config.numerics_for"):
+  with pytest.raises(ValueError, match=r"row_tile: got 0, .* models.decoder.decide"):
     numerics.fingerprint(open_rows)
   decided = numerics.with_row_tile(open_rows)
   assert numerics.fingerprint(decided) == numerics.fingerprint(TILED)
@@ -97,9 +97,8 @@ def test_on_a_gpu_a_fingerprint_names_what_compiles_and_drives_it():
 def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
   """Stored fingerprints of CPU runs are unchanged: they contain no GPU field."""
   for implementation in ("tiled", "native"):
-    found = numerics.fingerprint(
-      numerics.with_row_tile(NumericsConfig(implementation=implementation))
-    )
+    left_open = dataclasses.replace(TILED, row_tile=0, implementation=implementation)
+    found = numerics.fingerprint(numerics.with_row_tile(left_open))
     fixed = found | dict(jax_version="0", jaxlib_version="0", device_kind="cpu", xla_flags="")
     if implementation == "native":
       fixed["numba_version"] = "0"

@@ -20,6 +20,7 @@ SETTLED = (
   "kv.holding",
   "models.chat_template",
   "models.config",
+  "models.decoder",
   "models.gguf_write",
   "models.head",
   "models.huggingface",

@@ -21,8 +21,7 @@ import refusals
 import tiny_model
 import tiny_problem
 
-from seerjax import checkpoint, metrics, models, numerics as numerics_lib, ttt
-from seerjax.backends import choice
+from seerjax import checkpoint, metrics, models, ttt
 from seerjax.discovery import (
   archive as archive_lib,
   attempts as attempts_lib,
@@ -44,6 +43,7 @@ from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters, tokenizer as tokenizer_lib
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.rollout import policies
 from seerjax.run import (
@@ -153,7 +153,7 @@ def restored_from(directory, step=None):
   return checkpoint.restore(
     pathlib.Path(directory) / "checkpoints",
     abstract_state(),
-    fingerprint=numerics_lib.fingerprint(choice.decided(CONFIG.numerics)),
+    fingerprint=decide(model(), CONFIG.numerics).fingerprint(),
     step=step,
   )
 
@@ -342,7 +342,7 @@ def test_another_bit_of_one_weight_is_another_run(whole, crashed_copy):
     before.step,
     before.state | {"state": other},
     host_state=before.host_state,
-    fingerprint=numerics_lib.fingerprint(choice.decided(CONFIG.numerics)),
+    fingerprint=decide(model(), CONFIG.numerics).fingerprint(),
   )
   found = discover(crashed_copy, resume=True)
   assert not is_same_run(crashed_copy, found, whole)
@@ -733,7 +733,7 @@ def test_a_step_learns_what_the_best_of_each_group_did(sampled):
   weights = parameters.compute_params(after.params, CONFIG.numerics)
   run = CONFIG.run(tiny_problem.Row())
   groups = attempts_lib.as_groups(attempts_lib.sequences(found))
-  batch = programs_lib.pack(run, groups, values.reshape(-1, 1))
+  batch = programs_lib.pack(run, programs(1).trainer.decoder, groups, values.reshape(-1, 1))
   moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
   assert np.sum((moved * batch.advantages)[np.asarray(batch.loss_mask)]) > 0
 
@@ -747,7 +747,7 @@ def test_forced_tokens_get_no_gradient(sampled):
   answer = answer._replace(request=dataclasses.replace(answer.request, prompt=before))
   run = CONFIG.run(tiny_problem.Row())
   groups = attempts_lib.as_groups([thought, answer])
-  batch = programs_lib.pack(run, groups, np.ones((2, 1), np.float32))
+  batch = programs_lib.pack(run, programs(1).trainer.decoder, groups, np.ones((2, 1), np.float32))
   mask = np.asarray(batch.loss_mask)
   assert batch.targets[mask].tolist() == [*thought.completion.tokens, 1, 2]
 
@@ -929,7 +929,8 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
   def logprob(sequences: list[SampledSequence], params: parameters.Params) -> float:
     """Nats a token."""
     groups = attempts_lib.as_groups(sequences)
-    batch = programs_lib.pack(run, groups, np.ones((len(sequences), 1), np.float32))
+    ones = np.ones((len(sequences), 1), np.float32)
+    batch = programs_lib.pack(run, trainer.decoder, groups, ones)
     scores = programs(1).trainer.scores(parameters.compute_params(params, config.numerics), batch)
     return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
 

@@ -95,12 +95,9 @@ def _say_once(line: str) -> None:
   logging.warning(line)
 
 
-def backend_of(numerics: numerics_lib.NumericsConfig, shape: FullShape | None = None) -> Backend:
-  """Returns the backend that the numerics name, or the one for this machine if they leave it open.
-
-  Arguments and errors are those of `decided`.
-  """
-  numerics = decided(numerics, shape)
+def backend_of(numerics: numerics_lib.NumericsConfig) -> Backend:
+  """Returns the backend that numerics name; they come from `decided`."""
+  assert numerics.implementation != "auto" and numerics.row_tile, f"got open {numerics}"
   if numerics.uses_kernels:
     # Imported here: its JAX imports take a fifth of a command's start, and no CPU needs it.
     from seerjax.backends.mosaic_gpu import MosaicGpu

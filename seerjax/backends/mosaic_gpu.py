@@ -53,6 +53,7 @@ class MosaicGpu(Tiled):
     holds_logits=False,
     waits_for_predicates=True,
     shares_pages_under_gradient=False,
+    trains_on_slabs=False,
     shares_out_rows=False,
   )
 

@@ -38,6 +38,7 @@ class NumbaCpu(Tiled):
     # 7.8 thousand tokens per CPU second of nano.
     steps_per_visit=8,
     page_axes=("cz", "zc"),
+    keeps_pages=False,
     pads_adapters=True,
     shares_out_rows=False,
     reads_layers=True,

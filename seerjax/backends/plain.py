@@ -22,7 +22,7 @@ from seerjax.types import TokenBatch
 class Plain(Tiled):
   """See `protocol.Backend`."""
 
-  traits: ClassVar[Traits] = Traits(shares_out_rows=False)
+  traits: ClassVar[Traits] = Traits(holds_all_logits=True, shares_out_rows=False)
 
   def whole_rows(self, count: int) -> int:
     return count

@@ -16,6 +16,7 @@ class Traits:
   Attributes:
     smallest_width: minimum number of features of a head.
     holds_logits: whether `head` holds a row's logits in memory, so that they are available.
+    holds_all_logits: whether those of all rows of a step exist at once.
     waits_for_predicates: whether the host waits if a loop or a branch depends on a number computed
       on the device. A step then avoids these: its page copies are programs of their own, run only
       if there are any, and the host, which knows the sampling parameters, sets `Stage.is_plain` for
@@ -28,6 +29,8 @@ class Traits:
       (`models.kv_layout`).
     shares_pages_under_gradient: whether the gradient of `attend` reaches pages of another sequence
       of the batch.
+    keeps_pages: whether a gradient keeps the pages of every layer, rather than of one at a time.
+    trains_on_slabs: whether the gradient's slabs may be on several devices.
     pads_adapters: whether adapters of different ranks are stacked in one array, padded with zeros.
       Then `RowAdapters` has one form. Otherwise each rank has its own products, since padding may
       change the program that XLA compiles for a product.
@@ -39,10 +42,13 @@ class Traits:
 
   smallest_width: int = 8
   holds_logits: bool = True
+  holds_all_logits: bool = False
   waits_for_predicates: bool = False
   steps_per_visit: int = 1
   page_axes: tuple[str, ...] = ("zc", "zc")
   shares_pages_under_gradient: bool = True
+  keeps_pages: bool = True
+  trains_on_slabs: bool = True
   pads_adapters: bool = False
   shares_out_rows: bool = True
   reads_layers: bool = False

@@ -116,7 +116,7 @@ def check_model(name: str) -> Iterator[str]:
     ValueError: naming the fault in its files.
   """
   path = loading.path_of(name)
-  numerics = numerics_lib.NumericsConfig(reduction_shards=0)
+  numerics = numerics_lib.NumericsConfig()
   _, shape = huggingface.load(path, numerics)
   tokenizer = tokenizer_lib.load(path)
   yield (

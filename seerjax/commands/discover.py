@@ -45,7 +45,7 @@ from seerjax.discovery.config import DiscoverConfig, ProgramConfig, TinyConfig
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
-from seerjax.models import config as model_config
+from seerjax.models.decoder import decide
 from seerjax.reports import discovery_report
 from seerjax.rollout import groups, policies
 from seerjax.run import (
@@ -84,7 +84,7 @@ PAPER = DiscoverConfig(
   model="Qwen/Qwen3-8B",
   checkpoint_every=1,
   programs=ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
-  numerics=numerics.NumericsConfig(reduction_shards=0),
+  numerics=numerics.NumericsConfig(),
   engine=engine_lib.EngineConfig(max_context=32_768),
   scheduler=policies.LongestGroupFirst(),
   trainer=TrainerConfig(remat="layer"),
@@ -256,7 +256,7 @@ def discover(argv: list[str]) -> None:
     train.say_memory(config.run(environment), config.model)  # Before gigabytes are loaded.
     loaded = policy_lib.load_policy(config.model, config.numerics)
     policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
-    chosen = model_config.numerics_for(loaded.model, config.numerics)
+    chosen = decide(loaded.model, config.numerics).numerics
   print(self_test.describe(chosen), flush=True)
   policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
   run = config.run(environment)
@@ -264,7 +264,7 @@ def discover(argv: list[str]) -> None:
     run = directory_lib.as_begun(run, directory)
   programs = programs_lib.make_programs(run, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
-    train.check_model(run, policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
+    train.check_model(policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:
     found = ttt.discover(
       config,

@@ -94,7 +94,7 @@ def export_model(model: str, target: Target) -> str:
     ValueError: naming an error in the model's files, or what the format cannot represent.
   """
   source = loading.path_of(model)
-  params, config = huggingface.load(source, numerics_lib.NumericsConfig(reduction_shards=0))
+  params, config = huggingface.load(source, numerics_lib.NumericsConfig())
   return write(target, params, config, tokenizer_lib.load(source))
 
 

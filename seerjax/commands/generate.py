@@ -28,7 +28,7 @@ import jax
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
-from seerjax.models import chat_template, config as model_config, parameters
+from seerjax.models import chat_template, decoder as decoder_lib, parameters
 from seerjax.models.loading import Model
 from seerjax.run import (
   command_line,
@@ -60,7 +60,7 @@ def load(
   """Returns a model by name and its resolved numerics; None uses those of the main job."""
   numerics = run_presets.main_job().numerics if numerics is None else numerics
   policy = policy_lib.load_policy(name, numerics)
-  return policy, model_config.numerics_for(policy.model, numerics)
+  return policy, decoder_lib.decide(policy.model, numerics).numerics
 
 
 def prompt_tokens(policy: Policy, prompt: str, *, is_raw: bool = False) -> tuple[int, ...]:

@@ -174,7 +174,7 @@ def convert(file: pathlib.Path, directory: pathlib.Path) -> None:
   from seerjax import numerics as numerics_lib
   from seerjax.models import huggingface, tokenizer
 
-  numerics = numerics_lib.NumericsConfig(reduction_shards=0)
+  numerics = numerics_lib.NumericsConfig()
   masters, config = huggingface.load(file, numerics)
   huggingface.save(directory, masters, config, dtype="float32", tokenizer=tokenizer.load(file))
 

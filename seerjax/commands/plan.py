@@ -29,7 +29,7 @@ def describe(config: RunConfig, model: model_config.TransformerConfig) -> str:
   Raises:
     ValueError: with the figures, if the run does not fit.
   """
-  settled = config_lib.for_model(config, model)
+  settled = config_lib.for_model(config, model).config
   plan = memory_lib.memory_plan(config, model)
   rollout, trainer, engine = config.rollout, settled.trainer, plan.engine
   completions = rollout.groups_per_step * rollout.group_size

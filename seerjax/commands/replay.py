@@ -47,6 +47,7 @@ from seerjax.models import (
   parameters,
   transformer,
 )
+from seerjax.models.decoder import decide
 from seerjax.ops import penalties, sampling
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
@@ -301,7 +302,7 @@ def row_batch(batch: TokenBatch, position: int) -> TokenBatch:
 
 @functools.cache
 def _forward(model: model_config.TransformerConfig, numerics: numerics_lib.NumericsConfig):
-  return jax.jit(functools.partial(transformer.forward, config=model, numerics=numerics))
+  return jax.jit(functools.partial(transformer.forward, decoder=decide(model, numerics)))
 
 
 def _shortened(params: parameters.Params, depth: int) -> parameters.Params:
@@ -319,7 +320,7 @@ def in_one_piece(
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = kv_layout.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
+  pages = kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=page_size)
   hidden, _ = _forward(model, numerics)(params, jax.tree.map(jnp.asarray, batch), pages)
   return np.asarray(hidden)
 
@@ -334,7 +335,7 @@ def token_by_token(
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
   model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = kv_layout.empty_pages(model, numerics, num_pages=num_pages, page_size=page_size)
+  pages = kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=page_size)
   step = _forward(model, numerics)
   rows = []
   for position in range(len(tokens)):
@@ -395,7 +396,7 @@ def sample_again(
     [recorded.rollout.completion.tokens[:place] for place in positions],
   )
 
-  score = jax.jit(functools.partial(head.sample_and_score, config=model, numerics=numerics))
+  score = jax.jit(functools.partial(head.sample_and_score, decoder=decide(model, numerics)))
   tokens, scores = score(
     params,
     jnp.asarray(hidden[rows]),

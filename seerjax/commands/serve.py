@@ -142,7 +142,7 @@ def name_of(name: str) -> str:
 def load(name: str) -> Family:
   """Loads the model, its adapters and the engine."""
   args = flags.FLAGS
-  placed = placement.of_flags(name, numerics_lib.NumericsConfig(reduction_shards=0))
+  placed = placement.of_flags(name, numerics_lib.NumericsConfig())
   say(placed.describe())
   most = placed.shape.max_context
   config = EngineConfig(

@@ -35,6 +35,7 @@ import jax
 from seerjax import agreement, metrics, parallel, rl
 from seerjax.commands import compare, flags as flags_lib
 from seerjax.models import config as model_config, gguf_file, huggingface, loading, presets
+from seerjax.models.decoder import decide
 from seerjax.reports import run_report
 from seerjax.rollout import groups
 from seerjax.run import (
@@ -80,7 +81,7 @@ def say_memory(config: RunConfig, name: str) -> None:
   model = shape_of(name)
   if model is None:
     return  # The run reports its memory after the download.
-  if line := config_lib.chosen(config, config_lib.for_model(config, model)):
+  if line := config_lib.chosen(config, config_lib.for_model(config, model).config):
     print(line)
   print(memory_lib.memory_plan(config, model).describe(), flush=True)
 
@@ -107,7 +108,7 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
   # Limits on prompt plus completion, in evaluation and in training.
   engine = (config.engine.max_context, "EngineConfig.max_context")
   model = (policy.model.max_context, "the model's max_context")
-  of_model = config_lib.for_model(config, policy.model).trainer
+  of_model = config_lib.for_model(config, policy.model).config.trainer
   rows = (of_model.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
   heldout = [task, *evaluation.load_sets(config.evaluation).values()]
   for one, split, count, limits in (
@@ -146,7 +147,7 @@ def prepare(
     print(policy_lib.ignored_settings(policy.require_tokenizer()), flush=True)
   chat = (directory_lib.as_begun(config, directory) if resume else config).chat
   check_prompts(config, task, policy.with_chat(chat))
-  numerics = config_lib.for_model(config, policy.model).numerics
+  numerics = decide(policy.model, config.numerics).numerics
   print(self_test.describe(numerics), flush=True)
   if bitwise:
     self_test.require(numerics)
@@ -154,7 +155,6 @@ def prepare(
 
 
 def check_model(
-  config: RunConfig,
   policy: Policy,
   programs: Programs,
   *,
@@ -165,7 +165,6 @@ def check_model(
   """Checks and prints whether the run's model, buckets and trainer are invariant on this machine.
 
   Args:
-    config: the run, or a discovery run's configuration of the same fields.
     policy: the policy to sample.
     programs: programs of the run; the check compiles them.
     say: receives one line of output.
@@ -175,16 +174,15 @@ def check_model(
   Raises:
     ValueError: with `bitwise`, if they are not invariant.
   """
-  config = config_lib.for_model(config, policy.model)
+  config, decoder = programs.decided.config, programs.decided.decoder
   params = policy_lib.first_params(config.weights, policy)
   self_test.check_model(
-    policy.model,
+    decoder,
     policy_lib.running_weights(config.weights, params, programs_lib.base_weights(config, policy)),
-    numerics=config.numerics,
     config=config.engine,
     runner=programs.runner,
     trainer=programs.trainer if learns else None,
-    pack=functools.partial(programs_lib.pack, config),
+    pack=functools.partial(programs_lib.pack, config, decoder),
     say=say,
     bitwise=bitwise,
   )
@@ -378,7 +376,7 @@ def run(config: RunConfig, directory: pathlib.Path, own: Parts, *, resume: bool)
   begun = directory_lib.as_begun(config, directory) if resume else config
   programs = programs_lib.make_programs(begun, policy.model, loss=loss)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
-    check_model(begun, policy, programs, say=say, bitwise=args.bitwise)
+    check_model(policy, programs, say=say, bitwise=args.bitwise)
   result = rl.train(
     config,
     policy,

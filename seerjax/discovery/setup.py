@@ -96,7 +96,8 @@ def set_up(
   given = config.run(environment)
   if resume:
     given = directory_lib.as_begun(given, run.directory)
-  run_config = config_lib.for_model(given, policy.model)
+  own = programs_lib.make_programs(given, policy.model)
+  run_config = own.decided.config
   if policy.tokenizer is not None:
     policy = policy.with_chat(given.chat)
     run_config = dataclasses.replace(run_config, chat=policy.require_tokenizer().chat_config)
@@ -105,8 +106,8 @@ def set_up(
     trainer=run_config.trainer, optimizer=run_config.optimizer,
   )  # fmt: skip
   if programs is None:
-    programs = programs_lib.make_programs(run_config, policy.model)
-  elif programs.made_for != programs_lib.key_of(run_config, policy.model):
+    programs = own
+  elif programs.made_for != own.made_for:
     raise ValueError(
       "discover.programs: got programs for a different config or model, expected the result of"
       " make_programs for this one; share programs only between runs of one shape."
@@ -122,7 +123,7 @@ def set_up(
     free=discovery_config.NOT_COMPARED,
     data=discovery_config.data_of(config, environment),
   )
-  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  fingerprint = own.decided.fingerprint()
   like = dict(state=state, base=policy.params)
   if restored := run.restore(lambda: like, fingerprint=fingerprint):
     state = restored.state["state"]

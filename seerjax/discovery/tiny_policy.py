@@ -97,7 +97,7 @@ def warm_start(
       part = examples[first : first + size]
       # With advantage 1 everywhere, the update raises the likelihood of the sentences.
       ones = np.ones((len(part), 1), np.float32)
-      batch = programs_lib.pack(run, attempts_lib.as_groups(part), ones)
+      batch = programs_lib.pack(run, trainer.decoder, attempts_lib.as_groups(part), ones)
       params = policy_lib.running_weights(run.weights, state.params, None)
       gradient, _, _ = trainer.gradient(params, batch, losses.denominators(batch), None)
       state, _ = trainer.update(state, gradient)

@@ -39,7 +39,7 @@ from seerjax.kv.manifest import KVManifest
 from seerjax.kv.memory import KVSizes, Memory
 from seerjax.kv.pins import Pins
 from seerjax.kv.values import fingerprint_digest
-from seerjax.models import config as model_config, parameters
+from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
@@ -104,23 +104,25 @@ class Engine:
         kind; if pages do not fill splits exactly; if `runner` was made for another configuration;
         if free memory does not hold one page; for adapters, as `set_adapters`.
     """
-    shape, numerics = model.config, model_config.numerics_for(model.config, model.numerics)
+    decoder = model.decoder
+    shape, numerics = decoder.shape, decoder.numerics
     checks.whole("Engine.policy_version", policy_version, 0, None, "count updates")
     key = numerics_lib.key(0) if key is None else key
     numerics_lib.require_key(key, what="Engine.key")
     sizes.require_whole_splits(config, numerics)
-    config = sizes.with_buckets(config, shape, numerics)
+    config = sizes.with_buckets(config, decoder)
     if runner is None:
       mesh = parallel.make_mesh() if mesh is None else mesh
-      runner = runner_lib.Runner(shape, numerics, mesh, len(config.row_buckets))
-    runner.require_is_of(shape, numerics, mesh)
+      runner = runner_lib.Runner(decoder, mesh, len(config.row_buckets))
+    runner.require_is_of(decoder, mesh)
+    decoder = runner.decoder
     self.model, self.numerics, self.tokenizer = shape, numerics, model.tokenizer
     self._runner, self.key, self.policy_version = runner, key, policy_version
     self.mesh, self.num_instances = runner.mesh, runner.num_instances
     self._weights = Weights(runner, model.params, {} if adapters is None else adapters)
     asked = min(config.max_context, shape.max_context)
     host_memory.give_back()  # Else what loading the weights left would count as used.
-    config = sizes.fitted(config, shape, runner.stages, free_bytes=sizes.free_bytes(runner.mesh))
+    config = sizes.fitted(config, decoder, free_bytes=sizes.free_bytes(runner.mesh))
     # Maximum positions of one sequence, limited by the model's context.
     self._context = min(config.max_context, shape.max_context)
     self._held_by_pages = sizes.held_by_pages(config) if self._context < asked else ""
@@ -146,7 +148,7 @@ class Engine:
     self._drafting = Drafting(drafter)
     planned = planner(
       requests, memory, counters,
-      pins=self._pins, config=config, backend=runner.stages, table_width=table_width,
+      pins=self._pins, config=config, backend=decoder.backend, table_width=table_width,
       drafting=self._drafting, weights=self._weights, vocab_size=shape.vocab_size,
     )  # fmt: skip
     self._outputs = output.Outputs(
@@ -439,7 +441,7 @@ class Engine:
   def plan(self) -> str:
     """Returns a one-line summary of the allocated memory, per device if there are several."""
     line = sizes.described(
-      self.config, self._runner.stages, num_instances=self.num_instances,
+      self.config, self._runner.decoder.backend, num_instances=self.num_instances,
       allocated=(self.memory.pages, self._weights.params),
     )  # fmt: skip
     if not self._held_by_pages:

@@ -21,19 +21,17 @@ import numpy as np
 
 from seerjax import agreement, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Int, PRNGKeyArray
-from seerjax.backends import choice
-from seerjax.backends.protocol import Backend
 from seerjax.engine import sizes
 from seerjax.kv import page_moves as page_moves_lib
 from seerjax.models import (
   adapters as adapters_lib,
-  config as model_config,
   head,
   kv_layout,
   parameters,
   transformer,
   weights,
 )
+from seerjax.models.decoder import Decoder
 from seerjax.ops import sampling
 from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TokenScores
 
@@ -154,21 +152,11 @@ def instance_step(
   inputs: StepInputs,
   key: PRNGKeyArray,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None,
-  backend: Backend | None = None,
-  is_plain: bool = False,
+  decoder: Decoder,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores]:
-  """Runs one step of one instance (no instance axis): pages, sampled tokens i32[b], scores.
-
-  `is_plain` is passed to `head.sample_and_score`.
-  """
+  """Runs one step of one instance (no instance axis): pages, sampled tokens i32[b], scores."""
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
-  run_rows = functools.partial(
-    _run_rows, config=config, numerics=numerics, axis=axis, backend=backend, is_plain=is_plain
-  )
-  return run_rows(params, pages, inputs, key)[:3]
+  return _run_rows(params, pages, inputs, key, decoder=decoder)[:3]
 
 
 def instance_reading(
@@ -177,18 +165,17 @@ def instance_reading(
   inputs: StepInputs,
   key: PRNGKeyArray,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None,
-  backend: Backend | None = None,
-  is_plain: bool = False,
+  decoder: Decoder,
   num_top: int,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], Reading]:
   """Like `instance_step`, and returns the top tokens after each sampled row."""
-  shape: Any = dict(config=config, numerics=numerics, axis=axis, backend=backend)
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
-  pages, tokens, scores, hidden = _run_rows(params, pages, inputs, key, is_plain=is_plain, **shape)
-  top = head.likeliest_scores(params, hidden, inputs.sampling, inputs.num_samples, num_top, **shape)
+  pages, tokens, scores, hidden = _run_rows(params, pages, inputs, key, decoder=decoder)
+  # The rows of top tokens may be special even where the step's own are not.
+  of_top = decoder.for_rows(is_plain=False)
+  top = head.likeliest_scores(
+    params, hidden, inputs.sampling, inputs.num_samples, num_top, decoder=of_top
+  )
   return pages, tokens, Reading(scores, *top)
 
 
@@ -198,21 +185,14 @@ def _run_rows(
   inputs: StepInputs,
   key: PRNGKeyArray,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None,
-  backend: Backend | None,
-  is_plain: bool,
+  decoder: Decoder,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores, Array]:
   """Like `instance_step` after its page copies; also returns the sampled hidden rows f[b, d]."""
   hidden, pages = transformer.forward(
     params,
     inputs.batch,
     pages,
-    config=config,
-    numerics=numerics,
-    axis=axis,
-    backend=backend,
+    decoder=decoder,
     key_copies=inputs.key_copies,
     adapters=inputs.adapters,
   )
@@ -226,11 +206,7 @@ def _run_rows(
     inputs.positions,
     inputs.num_samples,
     key,
-    config=config,
-    numerics=numerics,
-    axis=axis,
-    backend=backend,
-    is_plain=is_plain,
+    decoder=decoder,
   )
   return pages, tokens, scores, sampled
 
@@ -263,11 +239,7 @@ def instance_visit(
   inputs: VisitInputs,
   key: PRNGKeyArray,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None,
-  backend: Backend,
-  is_plain: bool = False,
+  decoder: Decoder,
 ) -> tuple[kv_layout.Pages, Int[Array, "t n"], TokenScores]:
   """Runs several decode steps of one instance (no instance axis), with the bits of single steps.
 
@@ -281,10 +253,7 @@ def instance_visit(
     visit was over.
   """
   step, batch = inputs.step, inputs.step.batch
-  run_rows = functools.partial(
-    _run_rows, config=config, numerics=numerics, axis=axis, backend=backend, is_plain=is_plain
-  )
-  page_size = kv_layout.page_size_of(pages, backend)
+  page_size = kv_layout.page_size_of(pages, decoder)
   num_rows, num_segments = batch.tokens.shape[0], batch.segment_start.shape[0]
   rows = jnp.arange(num_rows, dtype=jnp.int32)
   segments = jnp.arange(num_segments, dtype=jnp.int32)
@@ -308,7 +277,7 @@ def instance_visit(
       ),
       positions=now.positions + 1,
     )
-    pages, tokens, scores, _ = run_rows(params, now.pages, one_step, key)
+    pages, tokens, scores, _ = _run_rows(params, now.pages, one_step, key, decoder=decoder)
     tokens = jnp.where(now.is_live, tokens, -1)
     keep = lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, now.count, 0)
     is_stop = jnp.any(inputs.stops == tokens[:, None], axis=1)
@@ -344,29 +313,18 @@ class Runner:
   """Places weights and pages on the mesh and runs steps.
 
   Attributes:
-    config: shape of the model.
-    numerics: the numerics configuration.
+    decoder: the model as it was decided; its slabs are spread over the mesh's model axis.
     mesh: `parallel.make_mesh`.
     max_programs: number of row buckets; more traces than that for one page shape mean an
       unintended retrace and fail. Engines that share a runner may hold different numbers of pages.
-    backend: backend of the forward's stages; None is the one that `numerics` names.
   """
 
-  config: model_config.TransformerConfig
-  numerics: numerics_lib.NumericsConfig
+  decoder: Decoder
   mesh: jax.sharding.Mesh
   max_programs: int
-  backend: Backend | None = None
 
   def __post_init__(self):
-    # Open settings are resolved first, so that two configurations can be compared.
-    decided = model_config.numerics_for(self.config, self.numerics)
-    object.__setattr__(self, "numerics", decided)
-
-  @functools.cached_property
-  def stages(self) -> Backend:
-    """The backend of the stages: `backend`, or the one that the numerics name."""
-    return self.backend or choice.backend_of(self.numerics)
+    object.__setattr__(self, "decoder", self.decoder.on(self.mesh))
 
   @property
   def num_instances(self) -> int:
@@ -375,8 +333,7 @@ class Runner:
 
   def require_is_of(
     self,
-    model: model_config.TransformerConfig,
-    numerics: numerics_lib.NumericsConfig,
+    decoder: Decoder,
     mesh: jax.sharding.Mesh | None,
   ) -> None:
     """Refuses an engine with another model, numerics, or mesh (if given) than this runner's.
@@ -384,16 +341,13 @@ class Runner:
     Raises:
       ValueError: with the runner's configuration.
     """
-    if (self.config, self.numerics) != (model, numerics) or mesh not in (None, self.mesh):
+    own, same = self.decoder, mesh in (None, self.mesh)
+    if (own.shape, own.numerics) != (decoder.shape, decoder.numerics) or not same:
       raise ValueError(
-        f"Engine.runner: got a runner of {self.numerics} for a model of {self.config.num_layers}"
+        f"Engine.runner: got a runner of {own.numerics} for a model of {own.shape.num_layers}"
         f" layers on {self.mesh.size} device(s), expected the engine's own model, numerics and"
         " mesh; share a Runner only between equal engines."
       )
-
-  @property
-  def _axis(self) -> str | None:
-    return parallel.MODEL_AXIS if self.mesh.shape[parallel.MODEL_AXIS] > 1 else None
 
   @functools.cached_property
   def page_moves(self) -> page_moves_lib.PageMoves:
@@ -412,7 +366,7 @@ class Runner:
       ValueError: if the weights have the wrong model, layout or dtype, or are not finite; `what`
         names the argument in the message.
     """
-    weights.check(params, self.config, self.numerics, dtype=self.numerics.dtype, what=what)
+    weights.check(params, self.decoder, dtype=self.decoder.numerics.dtype, what=what)
     numerics_lib.require_finite(
       params, what=what, remedy="they cannot be sampled from: go back to an earlier checkpoint"
     )
@@ -432,19 +386,14 @@ class Runner:
         in the message.
     """
     adapters_lib.check(params, named, what=what)
-    chosen = adapters_lib.stacked(params, named, pads=self.stages.traits.pads_adapters)
+    pads = self.decoder.backend.traits.pads_adapters
+    chosen = adapters_lib.stacked(params, named, pads=pads)
     return chosen._replace(forms=adapters_lib.placed(chosen.forms, self.mesh))
 
   def empty_pages(self, num_pages: int, page_size: int) -> Any:
     """Returns zeroed pages f[i, k, m, ...] of every layer, as `kv_layout.empty_pages` has them."""
     one = jax.eval_shape(
-      lambda: kv_layout.empty_pages(
-        self.config,
-        self.numerics,
-        num_pages=num_pages,
-        page_size=page_size,
-        backend=self.stages,
-      )
+      lambda: kv_layout.empty_pages(self.decoder, num_pages=num_pages, page_size=page_size)
     )
     shape, sharding = (self.num_instances,), self._page_sharding
     return jax.tree.map(lambda s: jnp.zeros(shape + s.shape, s.dtype, device=sharding), one)
@@ -481,13 +430,6 @@ class Runner:
 
   def _compiled(self, of_instance: Callable[..., Any]):
     """Returns the program of all instances, compiled once for each row bucket."""
-    local = functools.partial(
-      of_instance,
-      config=self.config,
-      numerics=self.numerics,
-      axis=self._axis,
-      backend=self.stages,
-    )
     num_traces = collections.Counter()
 
     def step(params, pages, words, key, layout, is_plain):
@@ -496,13 +438,15 @@ class Runner:
       size = jax.tree.leaves(pages)[0].shape, is_plain, str(forms), layout.tree
       num_traces[size] += 1
       # JAX's caches know the kernel interpreter only after its first run.
-      count, most = num_traces[size], self.max_programs + self.numerics.is_interpreted
+      most = self.max_programs + self.decoder.numerics.is_interpreted
+      count = num_traces[size]
       assert count <= most, (
         f"engine step: got trace {count}, expected one for each of {most} row buckets; an input"
         " changed its shape or type"
       )
       pages = jax.tree.map(lambda leaf: leaf[0], pages)
-      out = local(params, pages, unpack(words[0], layout), key, is_plain=is_plain)
+      decoder = self.decoder.for_rows(is_plain=is_plain)
+      out = of_instance(params, pages, unpack(words[0], layout), key, decoder=decoder)
       pages, *found = jax.tree.map(lambda leaf: leaf[None], out)
       return pages, *parallel.to_all_processes(found, self.mesh)
 
@@ -561,7 +505,7 @@ class Runner:
     """
     pages, inputs, is_plain = self._decided(pages, inputs)
     words, layout = self._packed(inputs)
-    num_top = min(num_top, self.config.vocab_size)
+    num_top = min(num_top, self.decoder.shape.vocab_size)
     kind = num_top, _num_penalties(inputs)
     program = self._reading_programs.get(kind)
     if program is None:
@@ -591,7 +535,7 @@ class Runner:
     since they would be extra rows of a scatter; a step with key copies is a program of its own. For
     other backends, nothing changes.
     """
-    if not self.stages.traits.waits_for_predicates:
+    if not self.decoder.backend.traits.waits_for_predicates:
       return pages, inputs, False
     for copies in page_moves_lib.copy_rounds(inputs.copies, inputs.num_copies):
       pages = self.page_moves.copy(pages, copies)

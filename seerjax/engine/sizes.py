@@ -10,7 +10,8 @@ import jax
 from seerjax import agreement, fields, host_memory, numerics as numerics_lib, parallel
 from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
-from seerjax.models import config as model_config, kv_layout
+from seerjax.models import kv_layout
+from seerjax.models.decoder import Decoder
 
 # Share of the free memory at the engine's creation; the rest is for steps and for training.
 PAGES_SHARE = 0.4
@@ -188,39 +189,23 @@ def free_bytes(mesh: jax.sharding.Mesh) -> float:
   return agreement.least(float(stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
 
 
-def pages_that_fit(
-  model: model_config.TransformerConfig,
-  backend: Backend,
-  *,
-  page_size: int,
-  memory_bytes: float,
-) -> int:
+def pages_that_fit(decoder: Decoder, *, page_size: int, memory_bytes: float) -> int:
   """Returns how many pages of all layers fit into `memory_bytes` (finite)."""
-  return int(memory_bytes // page_bytes(model, backend, page_size=page_size))
+  return int(memory_bytes // page_bytes(decoder, page_size=page_size))
 
 
-def page_bytes(
-  model: model_config.TransformerConfig,
-  backend: Backend,
-  *,
-  page_size: int,
-) -> int:
+def page_bytes(decoder: Decoder, *, page_size: int) -> int:
   """Returns the bytes of one page of all layers.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
   """
-  page = jax.eval_shape(
-    lambda: kv_layout.empty_pages(
-      model, backend.numerics, num_pages=1, page_size=page_size, backend=backend
-    )
-  )
+  page = jax.eval_shape(lambda: kv_layout.empty_pages(decoder, num_pages=1, page_size=page_size))
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
 def derived_buckets(
-  model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
   *,
   context: int,
   max_sequences: int = 0,
@@ -228,8 +213,7 @@ def derived_buckets(
   """Returns the row buckets derived from a model and its context; they change no bit.
 
   Args:
-    model: shape of the model.
-    numerics: `implementation` decides whether a step's logits are materialized at once.
+    decoder: its shape, and whether its backend holds a step's logits all at once.
     context: maximum positions of a sequence.
     max_sequences: maximum running sequences, 0 if undecided.
 
@@ -237,8 +221,9 @@ def derived_buckets(
     `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two whose arrays fit `STEP_BYTES` and that
     `max_sequences` full contexts can fill; the last one has a row for each sequence.
   """
+  model = decoder.shape
   features = MLP_ARRAYS * model.intermediate_size + HIDDEN_ARRAYS * model.hidden_size
-  if numerics.implementation == "untiled":
+  if decoder.backend.traits.holds_all_logits:
     features += LOGITS_ARRAYS * model.vocab_size
   fitting = 1 << max(1, STEP_BYTES // (4 * features)).bit_length() - 1
   few = min(DECODE_ROWS, fitting)
@@ -249,18 +234,13 @@ def derived_buckets(
   return (few, last) if few < last else (last,)
 
 
-def with_buckets(
-  config: EngineConfig,
-  model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-) -> EngineConfig:
+def with_buckets(config: EngineConfig, decoder: Decoder) -> EngineConfig:
   """Returns the config with its own row buckets, or with `derived_buckets` if it has none."""
   if config.row_buckets:
     return config
   buckets = derived_buckets(
-    model,
-    numerics,
-    context=min(config.max_context, model.max_context),
+    decoder,
+    context=min(config.max_context, decoder.shape.max_context),
     max_sequences=config.max_sequences,
   )
   return dataclasses.replace(config, row_buckets=buckets)
@@ -268,8 +248,7 @@ def with_buckets(
 
 def fitted(
   config: EngineConfig,
-  model: model_config.TransformerConfig,
-  backend: Backend,
+  decoder: Decoder,
   *,
   free_bytes: float,
 ) -> EngineConfig:
@@ -277,17 +256,16 @@ def fitted(
 
   Args:
     config: sizes; explicit values are kept if memory can hold them.
-    model: shape of the model.
-    backend: backend of the pages and steps.
+    decoder: the model of the pages and steps.
     free_bytes: free memory of one instance.
 
   Raises:
     ValueError: if no page fits, or memory does not hold the explicit pages or rows.
   """
-  config = with_buckets(config, model, backend.numerics)
+  config = with_buckets(config, decoder)
   per_context = -(-config.max_context // config.page_size)
   # Lower bound for a row: two arrays of hidden features, and its row of the page table.
-  row_bytes = 4 * (2 * model.hidden_size + per_context)
+  row_bytes = 4 * (2 * decoder.shape.hidden_size + per_context)
   if config.row_buckets[-1] * row_bytes > free_bytes:
     raise ValueError(
       f"EngineConfig.row_buckets: got {config.row_buckets[-1]} rows of at least {row_bytes} bytes,"
@@ -296,7 +274,7 @@ def fitted(
     )
   most_pages = checks.MAX_INT32
   if free_bytes < float("inf"):
-    most_pages = pages_that_fit(model, backend, page_size=config.page_size, memory_bytes=free_bytes)
+    most_pages = pages_that_fit(decoder, page_size=config.page_size, memory_bytes=free_bytes)
   if config.num_pages > most_pages:
     raise ValueError(
       f"EngineConfig.num_pages: got {config.num_pages} pages of {config.page_size} positions,"
@@ -310,9 +288,7 @@ def fitted(
     if free_bytes < float("inf"):
       num_pages = min(
         num_pages,
-        pages_that_fit(
-          model, backend, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes
-        ),
+        pages_that_fit(decoder, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes),
       )
     if num_pages < 2:
       free = f"{free_bytes / 2**20:.0f} MiB"
@@ -335,7 +311,7 @@ def fitted(
     num_pages=num_pages,
     max_sequences=max_sequences,
     max_context=min(config.max_context, most_tokens(num_pages, config.page_size)),
-    steps_per_visit=config.steps_per_visit or backend.traits.steps_per_visit,
+    steps_per_visit=config.steps_per_visit or decoder.backend.traits.steps_per_visit,
     background_rows=background_rows,
     pinned_pages=config.pinned_pages or num_pages // 4,
   )

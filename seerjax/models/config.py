@@ -1,11 +1,10 @@
-"""Shape of a decoder, and resolution of the numerics for it."""
+"""Shape of a decoder, and its number of slabs."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from seerjax import fields, numerics as numerics_lib
-from seerjax.backends import choice
 from seerjax.ops import rotary
 
 
@@ -79,24 +78,18 @@ class TransformerConfig:
 def largest_shards(config: TransformerConfig) -> int:
   """Returns the largest power of two, at most 8, that divides every sharded dimension."""
   sizes = (config.num_kv_heads, config.intermediate_size, config.vocab_size)
-  return max(r for r in (1, 2, 4, 8) if all(size % r == 0 for size in sizes))
+  return numerics_lib.largest_shards(sizes)
 
 
-def numerics_for(
-  config: TransformerConfig, numerics: numerics_lib.NumericsConfig
-) -> numerics_lib.NumericsConfig:
-  """Returns the numerics with open settings resolved for this machine and the model.
-
-  "auto" becomes the implementation for this machine, 0 rows of a tile become the platform's
-  default, and 0 slabs become the largest number that the model allows.
+def slabs_for(config: TransformerConfig, asked: numerics_lib.NumericsConfig) -> int:
+  """Returns the number of slabs: the asked one, or the largest that the model allows if it is 0.
 
   Raises:
-    ValueError: for an implementation that cannot run this model here, or a number of slabs that
-      does not divide the model, naming the dimension and both numbers.
+    ValueError: if the asked number does not divide the model, naming the dimension and both.
   """
-  if not numerics.reduction_shards:
-    numerics = dataclasses.replace(numerics, reduction_shards=largest_shards(config))
-  shards = numerics.reduction_shards
+  shards = asked.reduction_shards
+  if not shards:
+    return largest_shards(config)
   for field in ("num_kv_heads", "intermediate_size", "vocab_size"):
     size = dataclasses.asdict(config)[field]
     if size % shards:
@@ -104,4 +97,4 @@ def numerics_for(
         f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
         f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
       )
-  return choice.decided(numerics, config)
+  return shards

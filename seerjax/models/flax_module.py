@@ -12,9 +12,9 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
-from seerjax.backends import choice
-from seerjax.models import head, transformer
-from seerjax.models.config import TransformerConfig, numerics_for
+from seerjax.models import decoder as decoder_lib, head, transformer
+from seerjax.models.config import TransformerConfig
+from seerjax.models.decoder import Decoder
 from seerjax.models.kv_layout import ScratchPages
 from seerjax.models.parameters import Params, compute_params, init, shapes
 from seerjax.types import TokenBatch
@@ -56,7 +56,8 @@ class Transformer(nnx.Module):
         " weights."
       )
     self.config = config
-    self.numerics = numerics = numerics_for(config, numerics)
+    self.decoder = decoder_lib.decide(config, numerics)
+    self.numerics = numerics = self.decoder.numerics
     if params is None:
       assert rngs is not None
       params = init(rngs.params(), config, numerics)
@@ -103,10 +104,7 @@ class Transformer(nnx.Module):
   def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
     """Returns f32[b, t, v], logits of whole sequences."""
     return logits_of(
-      compute_params(self.pure_params(), self.numerics),
-      tokens,
-      config=self.config,
-      numerics=self.numerics,
+      compute_params(self.pure_params(), self.numerics), tokens, decoder=self.decoder
     )
 
 
@@ -142,12 +140,11 @@ def logits_of(
   params: Params,
   tokens: Int[Array, "b t"],
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> Float[Array, "b t v"]:
   """Returns f32[b, t, v], logits of sequences of equal length (`params` in compute dtype)."""
-  hidden = hidden_of(params, tokens, config=config, numerics=numerics)
-  logits = logits_of_hidden(params, hidden, config=config, numerics=numerics)
+  hidden = hidden_of(params, tokens, decoder=decoder)
+  logits = logits_of_hidden(params, hidden, decoder=decoder)
   return logits.reshape(*tokens.shape, -1)
 
 
@@ -155,20 +152,16 @@ def hidden_of(
   params: Params,
   tokens: Int[Array, "b t"],
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> Float[Array, "n d"]:
   """Returns f[b t, d], hidden rows of whole sequences before the final norm."""
-  numerics = numerics_for(config, numerics)
+  numerics = decoder.numerics
   batch_size, length = tokens.shape
   page_size = min(numerics.kv_split, 64)
   batch, num_pages = sequences_batch(batch_size, length, numerics, page_size)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens.reshape(-1))
   pages = ScratchPages(num_pages, page_size)
-  backend = choice.backend_of(numerics)
-  hidden, _ = transformer.forward(
-    params, batch, pages, config=config, numerics=numerics, backend=backend
-  )
+  hidden, _ = transformer.forward(params, batch, pages, decoder=decoder)
   return hidden
 
 
@@ -176,13 +169,10 @@ def logits_of_hidden(
   params: Params,
   hidden: Float[Array, "n d"],
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> Float[Array, "n v"]:
   """Returns f32[n, v], logits of hidden rows before the final norm."""
-  numerics = numerics_for(config, numerics)
-  backend = choice.backend_of(numerics)
-  table = head.table_of(params, config, numerics)
-  weights = {"final_norm": params["final_norm"], "head": table}
-  rows = functools.partial(head.logits_rows, backend, config, None)
+  backend = decoder.backend
+  weights = {"final_norm": params["final_norm"], "head": head.table_of(params, decoder)}
+  rows = functools.partial(head.logits_rows, backend, decoder.shape, None)
   return backend.map_rows(rows, weights, hidden, jnp.int32(hidden.shape[0]))

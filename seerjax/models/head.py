@@ -14,10 +14,9 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
-from seerjax.backends import choice
-from seerjax.backends.protocol import Backend, Operations, Shape, Stage
+from seerjax.backends.protocol import Operations, Shape, Stage
 from seerjax.backends.tiled import Tiled
-from seerjax.models.config import TransformerConfig, numerics_for
+from seerjax.models.decoder import Decoder
 from seerjax.models.parameters import Params
 from seerjax.ops import logprobs, sampling, tiles
 from seerjax.types import SamplingRows, TokenScores
@@ -53,11 +52,7 @@ def sample_and_score(
   num_rows: Array,
   key: PRNGKeyArray,
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None = None,
-  backend: Backend | None = None,
-  is_plain: bool = False,
+  decoder: Decoder,
 ) -> tuple[Int[Array, "n"], TokenScores]:
   """Samples the next token of each row, or takes the given one, and scores it.
 
@@ -73,36 +68,29 @@ def sample_and_score(
     positions: i32[n], absolute position of the token that is sampled or scored.
     num_rows: i32[], valid rows.
     key: the run's sampling key; folded, never consumed.
-    config: shape of the model.
-    numerics: the numerics configuration.
-    axis: mesh axis of the slabs, None on one device.
-    backend: backend of the head; None is the one that the numerics name.
-    is_plain: none of the first `num_rows` rows is biased, filtered or restricted, so the work for
-      such rows is left out. The bits of other rows do not depend on it.
+    decoder: the model as it was decided; with `is_plain` none of the first `num_rows` rows is
+      biased, filtered or restricted.
 
   Returns:
     (tokens i32[n], their scores). The gradient is that of the scores of forced tokens.
   """
-  numerics = numerics_for(config, numerics)
-  table = table_of(params, config, numerics)
+  table = table_of(params, decoder)
   if "head" not in params:
     hidden = parallel.held(hidden)
   weights = {"final_norm": params["final_norm"], "head": table, "key": jax.random.key_data(key)}
   count = forced.shape[0]
-  backend = backend or choice.backend_of(numerics)
+  backend = decoder.backend
   whole = backend.whole_rows(count)
   hidden, forced, seeds, positions = tiles.padded((hidden, forced, seeds, positions), whole)
   sampling_rows = sampling.padded(sampling_rows, whole)
   is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
-  stage = Stage(config, axis, score_rows, given_rows, is_plain)
+  stage = Stage(decoder.shape, decoder.axis, score_rows, given_rows, decoder.is_plain)
   out = backend.head(stage, weights, rows, num_rows)
   return jax.tree.map(lambda leaf: leaf[:count], out)
 
 
-def table_of(
-  params: Params, config: TransformerConfig, numerics: numerics_lib.NumericsConfig
-) -> Array:
+def table_of(params: Params, decoder: Decoder) -> Array:
   """Returns the slabs of the vocabulary table, f[r, v / r, d]; the embedding if it is tied.
 
   Under `shard_map` they are the slabs of this device, like the weights.
@@ -110,8 +98,8 @@ def table_of(
   table = params.get("head")
   if table is not None:
     return table
-  rows = config.vocab_size // numerics.reduction_shards
-  return params["embed"].reshape(-1, rows, config.hidden_size)
+  rows = decoder.shape.vocab_size // decoder.numerics.reduction_shards
+  return params["embed"].reshape(-1, rows, decoder.shape.hidden_size)
 
 
 def likeliest(
@@ -121,9 +109,7 @@ def likeliest(
   num_rows: Array,
   count: int,
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None = None,
+  decoder: Decoder,
 ) -> Int[Array, "n k"]:
   """Returns the ids of each row's top tokens under the processed distribution, k = `count`.
 
@@ -131,16 +117,14 @@ def likeliest(
   `sample_and_score` on rows that are forced to them, so requesting top tokens changes no program
   that samples.
   """
-  numerics = numerics_for(config, numerics)
-  tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
-  table = table_of(params, config, numerics)
-  weights = {"final_norm": params["final_norm"], "head": table}
+  tiled = Tiled(dataclasses.replace(decoder.numerics, implementation="tiled"))
+  weights = {"final_norm": params["final_norm"], "head": table_of(params, decoder)}
   size = hidden.shape[0]
   whole = tiled.whole_rows(size)
 
   def of_rows(weights: Params, rows: Any, one: Array) -> Array:
     hidden, parameters = rows
-    logits = logits_rows(tiled, config, axis, weights, hidden, one)
+    logits = logits_rows(tiled, decoder.shape, decoder.axis, weights, hidden, one)
     return lax.top_k(sampling.processed_rows(logits, parameters), count)[1].astype(jnp.int32)
 
   rows = (tiles.padded(hidden, whole), sampling.padded(sampling_rows, whole))
@@ -154,16 +138,11 @@ def likeliest_scores(
   num_rows: Array,
   count: int,
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None = None,
-  backend: Backend | None = None,
+  decoder: Decoder,
 ) -> tuple[Int[Array, "n k"], TokenScores]:
   """Returns `likeliest` ids and their scores f32[n, k], from rows forced to these ids."""
   shape = hidden.shape[0], count
-  ids = likeliest(
-    params, hidden, sampling_rows, num_rows, count, config=config, numerics=numerics, axis=axis
-  )
+  ids = likeliest(params, hidden, sampling_rows, num_rows, count, decoder=decoder)
   hidden, sampling_rows = jax.tree.map(
     lambda leaf: jnp.repeat(leaf, count, axis=0), (hidden, sampling_rows)
   )
@@ -177,10 +156,7 @@ def likeliest_scores(
     nothing,
     num_rows * count,
     numerics_lib.key(0),  # Nothing is sampled here.
-    config=config,
-    numerics=numerics,
-    axis=axis,
-    backend=backend,
+    decoder=decoder,
   )
   return ids.reshape(shape), jax.tree.map(lambda leaf: leaf.reshape(shape), scores)
 

@@ -100,7 +100,7 @@ def load(
     else:
       checkpoint = _Checkpoint(path, stack)
     config = checkpoint.config
-    numerics = model_config.numerics_for(config, numerics)
+    slabs = model_config.slabs_for(config, numerics)
     found = {name for name in checkpoint.names if not IGNORED.fullmatch(name)}
     if config.num_layers > len(found):  # Checked before a plan of that many layers is made.
       raise ValueError(
@@ -134,7 +134,7 @@ def load(
     for name, shape in expected.items():
       checkpoint.check_shape(name, shape)
     _require_memory(path, expected, dtype)
-    layout = parameters.shapes(config, numerics.reduction_shards)
+    layout = parameters.shapes(config, slabs)
     params: parameters.Params = {"layers": [{} for _ in range(config.num_layers)]}
     for leaf_path, leaf in plan:
       owner: Any = params
@@ -143,9 +143,7 @@ def load(
         owner, shape = owner[key], shape[key]
       shape = shape[leaf_path[-1]].shape
       parts = (
-        huggingface_layout.to_slabs(
-          leaf.kind, checkpoint.read(name, tensor_shape), numerics.reduction_shards
-        )
+        huggingface_layout.to_slabs(leaf.kind, checkpoint.read(name, tensor_shape), slabs)
         for name, tensor_shape in leaf.tensors
       )
       owner[leaf_path[-1]] = jnp.asarray(_side_by_side(parts, len(leaf.tensors), shape, dtype))

@@ -17,10 +17,7 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
-from seerjax.backends import choice
-from seerjax.backends.protocol import Backend
-from seerjax.models.config import TransformerConfig
-from seerjax.models.parameters import UNROLLED_LAYERS
+from seerjax.models.decoder import Decoder
 
 # Keys and values of a layer, each f[k, m, z, c] unless the backend has other page axes.
 LayerPages = tuple[Array, ...]
@@ -32,37 +29,33 @@ PAGE_AXIS = 1
 
 
 def empty_pages(
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
   *,
   num_pages: int,
   page_size: int,
-  backend: Backend | None = None,
 ) -> Pages:
   """Returns zeroed pages of one instance; page 0 is the dump page for padding.
 
   One pair per layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; otherwise one pair f[k, m, l, z, c].
 
   Args:
-    config: shape of the model.
-    numerics: numerics of the pages.
+    decoder: the model whose keys and values they hold.
     num_pages: m, page 0 included.
     page_size: z, positions of one page; a divisor of `kv_split`.
-    backend: backend that will write the pages; None is the one that the numerics name.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
   """
-  check_page_size(page_size, numerics)
-  backend = backend or choice.backend_of(numerics)
-  count, layers = config.num_layers, ()
-  if count > UNROLLED_LAYERS:
-    count, layers = 1, (count,)
+  check_page_size(page_size, decoder.numerics)
+  count, layers = decoder.shape.num_layers, ()
+  if pooled := decoder.pages.num_pooled:
+    count, layers = 1, (pooled,)
   shapes = [
-    (config.num_kv_heads, num_pages, *layers, *page)
-    for page in _page_shapes(config, page_size, backend)
+    (decoder.shape.num_kv_heads, num_pages, *layers, *page)
+    for page in _page_shapes(decoder, page_size)
   ]
-  return tuple(tuple(jnp.zeros(shape, numerics.dtype) for shape in shapes) for _ in range(count))
+  dtype = decoder.numerics.dtype
+  return tuple(tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(count))
 
 
 class ScratchPages(NamedTuple):
@@ -90,37 +83,35 @@ def check_page_size(page_size: int, numerics: numerics_lib.NumericsConfig) -> No
     )
 
 
-def _page_shapes(
-  config: TransformerConfig, page_size: int, backend: Backend
-) -> tuple[tuple[int, ...], ...]:
+def _page_shapes(decoder: Decoder, page_size: int) -> tuple[tuple[int, ...], ...]:
   """Returns the shape of one page of one head, for each of a layer's arrays."""
-  sizes = dict(z=page_size, c=config.head_dim)
-  return tuple(tuple(sizes[axis] for axis in axes) for axes in backend.traits.page_axes)
+  sizes = dict(z=page_size, c=decoder.shape.head_dim)
+  return tuple(tuple(sizes[axis] for axis in axes) for axes in decoder.pages.axes)
 
 
-def page_size_of(pages: Pages | ScratchPages, backend: Backend) -> int:
+def page_size_of(pages: Pages | ScratchPages, decoder: Decoder) -> int:
   """Returns the number of positions of one page."""
   if isinstance(pages, ScratchPages):
     return pages.page_size
-  axes = backend.traits.page_axes[0]
+  axes = decoder.pages.axes[0]
   return pages[0][0].shape[axes.index("z") - len(axes)]
 
 
-def is_pool(pages: Pages | ScratchPages, backend: Backend) -> bool:
+def is_pool(pages: Pages | ScratchPages, decoder: Decoder) -> bool:
   """Returns whether the pages of all layers are in one pool."""
   if isinstance(pages, ScratchPages):
     return False
   # In addition to the axes of a page, a pool has axes of heads, pages and layers.
-  return pages[0][0].ndim == 3 + len(backend.traits.page_axes[0])
+  return pages[0][0].ndim == 3 + len(decoder.pages.axes[0])
 
 
 def scratch_of_layer(
-  config: TransformerConfig, pages: ScratchPages, model_shards: int, backend: Backend
+  decoder: Decoder, pages: ScratchPages, model_shards: int
 ) -> tuple[tuple[int, ...], ...]:
   """Returns the shapes of a layer's arrays on one of `model_shards` devices."""
-  num_heads = config.num_kv_heads // model_shards
+  num_heads = decoder.shape.num_kv_heads // model_shards
   return tuple(
-    (num_heads, pages.num_pages, *page) for page in _page_shapes(config, pages.page_size, backend)
+    (num_heads, pages.num_pages, *page) for page in _page_shapes(decoder, pages.page_size)
   )
 
 

@@ -6,6 +6,7 @@ a name in `SHIPPED` | directory | GGUF file | Hub id -- load_model --> Model -- 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import types
@@ -13,6 +14,7 @@ import types
 from seerjax import fields, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
+  decoder as decoder_lib,
   huggingface,
   parameters,
   tokenizer as tokenizer_lib,
@@ -40,7 +42,7 @@ class Model:
   Attributes:
     config: shape of the model.
     params: weights in compute dtype, in the layout of `parameters.compute_params`.
-    numerics: the numerics configuration, resolved for the model.
+    numerics: the numerics configuration; `load_model` leaves nothing open.
     tokenizer: the tokenizer; None for an engine that is only given token ids.
     name: the argument of `load_model`; "" for weights from elsewhere.
   """
@@ -50,6 +52,11 @@ class Model:
   numerics: numerics_lib.NumericsConfig
   tokenizer: tokenizer_lib.Tokenizer | None = None
   name: str = ""
+
+  @functools.cached_property
+  def decoder(self) -> decoder_lib.Decoder:
+    """The model as it was decided for this machine."""
+    return decoder_lib.decide(self.config, self.numerics)
 
 
 def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
@@ -70,6 +77,18 @@ def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
       f" --workdir=runs/{name}`, and pass runs/{name}/model."
     )
   return huggingface.resolve(name_or_path)
+
+
+def load_masters(
+  path: str | os.PathLike[str], numerics: numerics_lib.NumericsConfig
+) -> tuple[parameters.Params, decoder_lib.Decoder]:
+  """Returns the f32 master weights of a directory or file, and the model as it was decided.
+
+  Numerics that cannot run here are refused before any weight is read. Raises as `load_model`.
+  """
+  decoder = decoder_lib.decide(huggingface.load_config(path), numerics)
+  masters, _ = huggingface.load(path, decoder.numerics)
+  return masters, decoder
 
 
 @fields.checked
@@ -94,14 +113,13 @@ def load_model(
     ValueError: if the directory or file holds no supported model, or slabs do not divide it.
   """
   if numerics is None:
-    numerics = numerics_lib.NumericsConfig(reduction_shards=0)
+    numerics = numerics_lib.NumericsConfig()
   path = path_of(name_or_path)
-  masters, config = huggingface.load(path, numerics)
-  numerics = model_config.numerics_for(config, numerics)
+  masters, decoder = load_masters(path, numerics)
   return Model(
-    config=config,
-    params=parameters.compute_params(masters, numerics),
-    numerics=numerics,
+    config=decoder.shape,
+    params=parameters.compute_params(masters, decoder.numerics),
+    numerics=decoder.numerics,
     tokenizer=tokenizer_lib.load(path),
     name=str(name_or_path),
   )

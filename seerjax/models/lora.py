@@ -67,8 +67,7 @@ def shapes(
       f"lora rank: got {rank}, expected 1 <= rank <= {smallest}, the smallest dimension of the"
       " adapted weights; 8 to 64 is usual."
     )
-  numerics = model_config.numerics_for(config, numerics)
-  layout = parameters.shapes(config, numerics.reduction_shards)
+  layout = parameters.shapes(config, model_config.slabs_for(config, numerics))
 
   def f32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)

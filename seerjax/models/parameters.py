@@ -17,7 +17,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
-from seerjax.models.config import TransformerConfig, numerics_for
+from seerjax.models.config import TransformerConfig, slabs_for
 
 Params = dict[str, Any]
 
@@ -71,9 +71,8 @@ def init(
   Raises:
     ValueError: if slabs do not divide the model, or the key is of another kind.
   """
-  numerics = numerics_for(config, numerics)
   numerics_lib.require_key(key, what="parameters.init: key")
-  layout = shapes(config, numerics.reduction_shards)
+  layout = shapes(config, slabs_for(config, numerics))
   paths, structure = jax.tree_util.tree_flatten_with_path(layout)
   residual_scale = (2 * config.num_layers) ** -0.5
 

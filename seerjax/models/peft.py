@@ -177,7 +177,7 @@ def load(
     ValueError: naming the field or tensor that is wrong or not supported.
   """
   directory = pathlib.Path(directory)
-  shards = model_config.numerics_for(config, numerics).reduction_shards
+  shards = model_config.slabs_for(config, numerics)
   path = directory / WEIGHTS_FILE
   for file in (directory / CONFIG_FILE, path):
     if not file.is_file():

@@ -20,9 +20,7 @@ import jax
 from jax import ad_checkpoint, lax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
-from seerjax.backends import choice
 from seerjax.backends.protocol import Backend, Stage
 from seerjax.models import (
   adapters as adapters_lib,
@@ -32,7 +30,7 @@ from seerjax.models import (
   mlp,
   parameters,
 )
-from seerjax.models.config import TransformerConfig, numerics_for
+from seerjax.models.decoder import Decoder
 from seerjax.models.parameters import Params
 from seerjax.ops import attention, tiles
 from seerjax.types import KeyCopies, TokenBatch
@@ -52,11 +50,8 @@ def forward(
   batch: TokenBatch,
   pages: kv_layout.Pages | kv_layout.ScratchPages,
   *,
-  config: TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
-  axis: str | None = None,
+  decoder: Decoder,
   remat: Remat = "none",
-  backend: Backend | None = None,
   key_copies: KeyCopies | None = None,
   adapters: Int[Array, "n"] | None = None,
 ) -> tuple[Float[Array, "n d"], kv_layout.Pages]:
@@ -69,13 +64,10 @@ def forward(
     pages: keys and values of all sequences (`empty_pages`); the keys and values of the batch's rows
       are written before they are read. `ScratchPages` if the batch needs no other rows; a gradient
       requires them where `empty_pages` has one pool for all layers.
-    config: shape of the model.
-    numerics: the numerics configuration.
-    axis: mesh axis of the slabs, None on one device.
+    decoder: the model as it was decided (`models.decoder.decide`).
     remat: rematerialisation for a gradient: "none" recomputes nothing, "layer" keeps only each
       layer's input and recomputes the layer in the backward pass, "layer_offloaded" keeps that
       input in host memory. The bits do not depend on it.
-    backend: backend of the stages; None is the one that the numerics name.
     key_copies: rows with keys and values that every layer also writes to further slots, before
       attention, so that a token tree computes shared tokens once. It changes no row's bits.
     adapters: i32[n], index into `params["adapters"]` of each row, 0 for none (`models.adapters`);
@@ -87,14 +79,13 @@ def forward(
 
   Raises:
     NotImplementedError: from a gradient through pages that all layers share, or key copies.
-    ValueError: for stacked layers with pages of single ones, slabs that do not divide the model, or
-      key copies with scratch pages, which nothing reads afterwards.
+    ValueError: for stacked layers with pages of single ones, or key copies with scratch pages,
+      which nothing reads afterwards.
   """
-  numerics = numerics_for(config, numerics)
+  config, numerics, backend = decoder.shape, decoder.numerics, decoder.backend
   num_rows = batch.tokens.shape[0]
-  backend = backend or choice.backend_of(numerics)
   batch = _whole_tiles(batch, backend)
-  is_pool = kv_layout.is_pool(pages, backend)
+  is_pool = kv_layout.is_pool(pages, decoder)
   is_scratch = isinstance(pages, kv_layout.ScratchPages)
   if is_scratch and key_copies is not None:
     raise ValueError(
@@ -102,10 +93,10 @@ def forward(
       " store keys for other segments; pass empty_pages, or no key_copies."
     )
   cos, sin = backend.turns(config.rotary, batch.positions, batch.num_rows)
-  page_size = kv_layout.page_size_of(pages, backend)
+  page_size = kv_layout.page_size_of(pages, decoder)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
-  inputs = Stage(config, axis, model_attention.input_rows)
-  outputs = Stage(config, axis, mlp.output_rows)
+  inputs = Stage(config, decoder.axis, model_attention.input_rows)
+  outputs = Stage(config, decoder.axis, mlp.output_rows)
   chosen = None
   if "adapters" in params:
     assert adapters is not None and not is_scratch, "adapters by row are for batches of engines"
@@ -143,11 +134,11 @@ def forward(
     run = _computed_again(functools.partial(layer, index=index), remat)
     return run(x, weights, tuple(leaf + zero for leaf in own))
 
-  x = embedding.rows_of(params["embed"], batch.tokens, axis)
+  x = embedding.rows_of(params["embed"], batch.tokens, decoder.axis)
   if is_scratch:
-    x, pages = _with_scratch(config, backend, axis, remat, pages, layer, x, params), ()
+    x, pages = _with_scratch(decoder, remat, pages, layer, x, params), ()
   elif is_pool:
-    x, pages = _with_pool(config, backend, layer, x, params, pages[0])
+    x, pages = _with_pool(decoder, layer, x, params, pages[0])
   elif parameters.is_stacked(params):
     raise ValueError(
       f"forward: got stacked layers and a pair of pages for each of {len(pages)}, expected one pool"
@@ -195,9 +186,7 @@ def _whole_tiles(batch: TokenBatch, backend: Backend) -> TokenBatch:
 
 
 def _with_scratch(
-  config: TransformerConfig,
-  backend: Backend,
-  axis: str | None,
+  decoder: Decoder,
   remat: Remat,
   pages: kv_layout.ScratchPages,
   layer: Any,
@@ -205,10 +194,10 @@ def _with_scratch(
   params: Params,
 ) -> Array:
   """Runs `layer` once per layer, each time on fresh pages."""
-  kv_layout.check_page_size(pages.page_size, backend.numerics)
-  model_shards = 1 if axis is None else lax.axis_size(axis)
-  shapes = kv_layout.scratch_of_layer(config, pages, model_shards, backend)
-  dtype = backend.numerics.dtype
+  kv_layout.check_page_size(pages.page_size, decoder.numerics)
+  model_shards = 1 if decoder.axis is None else lax.axis_size(decoder.axis)
+  shapes = kv_layout.scratch_of_layer(decoder, pages, model_shards)
+  dtype = decoder.numerics.dtype
 
   def zeros(shape: tuple[int, ...], x: Array) -> Array:
     if remat != "none":
@@ -228,8 +217,7 @@ def _with_scratch(
 
 
 def _with_pool(
-  config: TransformerConfig,
-  backend: Backend,
+  decoder: Decoder,
   layer: Any,
   x: Array,
   params: Params,
@@ -237,13 +225,13 @@ def _with_pool(
 ) -> tuple[Array, kv_layout.Pages]:
   """Runs `layer` once per layer on one pool of pages f[k, m, l, ...], updated in place."""
   shapes = [leaf.shape for leaf in pool]
-  count = shapes[0][2]
-  assert count == config.num_layers, f"got pages of {count} layers of {config.num_layers}"
+  count, num_layers = shapes[0][2], decoder.shape.num_layers
+  assert count == num_layers, f"got pages of {count} layers of {num_layers}"
   own = kv_layout.flat_pool(pool)
   if parameters.is_stacked(params):
     # Slabs are read one by one where they are multiplied; slicing out a layer would copy it.
     layers = params["layers"]
-    is_read = lambda leaf: backend.traits.reads_layers or leaf.shape[1] > 1
+    is_read = lambda leaf: decoder.backend.traits.reads_layers or leaf.shape[1] > 1
     names = [name for name in SLABS if name in layers and is_read(layers[name])]
     rest = {name: leaf for name, leaf in layers.items() if name not in names}
 
@@ -252,7 +240,7 @@ def _with_pool(
       slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
       return layer(carry[0], weights | slabs, carry[1], index), None
 
-    indices = jnp.arange(config.num_layers, dtype=jnp.int32)
+    indices = jnp.arange(num_layers, dtype=jnp.int32)
     (x, own), _ = lax.scan(body, (x, own), (rest, indices))
   else:
     for index, weights in enumerate(params["layers"]):

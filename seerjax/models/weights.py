@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
-from seerjax.models import config as model_config, parameters
+from seerjax.models import parameters
+from seerjax.models.decoder import Decoder
 
 # The base weight of each adapter; see `models.lora`.
 ADAPTED = {"qkv_lora": "qkv", "gate_up_lora": "gate_up", "out_lora": "out", "down_lora": "down"}
@@ -21,8 +21,7 @@ WHOLE_INPUTS = ("qkv_lora", "gate_up_lora")
 
 def check(
   params: Any,
-  model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
   *,
   dtype: Any,
   what: str,
@@ -31,15 +30,14 @@ def check(
 
   Args:
     params: params of `transformer.forward`; adapters as `lora.attach` puts them.
-    model: shape of the model.
-    numerics: its `reduction_shards` decides the layout.
+    decoder: the model; its number of slabs decides the layout.
     dtype: dtype of every weight; an adapter's scale is always float32.
     what: the argument, for the message.
 
   Raises:
     ValueError: naming the first path that differs, with the actual and the expected leaf.
   """
-  expected = parameters.shapes(model, model_config.numerics_for(model, numerics).reduction_shards)
+  expected = parameters.shapes(decoder.shape, decoder.numerics.reduction_shards)
   dtype = jnp.dtype(dtype)
   wanted = _described(expected, dtype)
   found = _described(_one_by_one(params), None)
@@ -53,8 +51,8 @@ def check(
       slabs = jax.tree.leaves(expected["layers"])[1].shape[0]
       raise ValueError(
         f"{what}{jax.tree_util.keystr(path)}: got {_word(got)}, expected {_word(should)} in a model"
-        f" of {model.num_layers} layers with reduction_shards={slabs} in {dtype.name}; create"
-        " weights for these numerics with huggingface.load or parameters.init, then call"
+        f" of {decoder.shape.num_layers} layers with reduction_shards={slabs} in {dtype.name};"
+        " create weights for these numerics with huggingface.load or parameters.init, then call"
         " compute_params."
       )
 

@@ -184,10 +184,12 @@ def token_logprobs(
 ) -> Float[Array, "n"]:
   """Returns f32[n], log softmax(logits)[token]; a row's bits depend on that row alone.
 
+  If `numerics.reduction_shards` is 0, the vocabulary decides.
+
   Raises:
     ValueError: if `numerics.reduction_shards` does not divide the vocabulary.
   """
-  num_slabs = numerics.reduction_shards
+  num_slabs = numerics.reduction_shards or numerics_lib.largest_shards([logits.shape[1]])
   if logits.shape[1] % num_slabs:
     raise ValueError(
       f"token_logprobs: got a vocabulary of {logits.shape[1]}, expected a multiple of"

@@ -11,7 +11,6 @@ takes 8 seconds on two quiet cores with AVX-512.
 
 from __future__ import annotations
 
-from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups
 from seerjax.run.config import RunConfig, TrainerConfig
@@ -30,7 +29,6 @@ def config() -> RunConfig:
     ),
     num_steps=40,
     checkpoint_every=5,
-    numerics=numerics_lib.NumericsConfig(reduction_shards=0),
     engine=engine_lib.EngineConfig(max_context=128, max_sequences=64, row_buckets=(64, 256)),
     # At temperature 1 the model begins at 8 %, at 0.6 at 30 %.
     rollout=groups.RolloutConfig(groups_per_step=8, group_size=8, max_tokens=24, temperature=0.6),

@@ -15,7 +15,13 @@ from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.cluster.config import ClusterConfig
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.kv import pool as kv_pool_lib
-from seerjax.models import chat_template, config as model_config, transformer
+from seerjax.models import (
+  chat_template,
+  config as model_config,
+  decoder as decoder_lib,
+  transformer,
+)
+from seerjax.models.decoder import Decoder
 from seerjax.rollout import groups as groups_lib, policies, policy_loading
 from seerjax.run import learning_rates, off_policy
 from seerjax.run.evaluation import EvaluationConfig
@@ -119,7 +125,7 @@ class RunConfig:
   checkpoint_every: int = 10
   lora_rank: int = 0
   lora_alpha: float = 16.0
-  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
+  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig()
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   rollout: groups_lib.RolloutConfig = groups_lib.RolloutConfig()
   chat: chat_template.ChatConfig = chat_template.ChatConfig()
@@ -230,8 +236,25 @@ class RunConfig:
     return bool(self.lora_rank or self.loss.kl_coefficient)
 
 
-def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunConfig:
-  """Returns the config with all model-dependent defaults filled in.
+@dataclasses.dataclass(frozen=True)
+class DecidedRun:
+  """What was decided for a run of one model on this machine; made by `for_model`.
+
+  Attributes:
+    config: the configuration, with nothing left open that depends on the model.
+    decoder: the model as it was decided.
+  """
+
+  config: RunConfig
+  decoder: Decoder
+
+  def fingerprint(self) -> dict[str, str]:
+    """Returns the numerics fingerprint of sampling and training."""
+    return self.decoder.fingerprint(self.config.trainer.remat)
+
+
+def for_model(config: RunConfig, model: model_config.TransformerConfig) -> DecidedRun:
+  """Returns the run with all model-dependent defaults decided.
 
   Raises:
     ValueError: if completions could exceed the model's context.
@@ -254,16 +277,17 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> RunCo
     rows=trainer.rows_per_micro_batch,
     sequences=trainer.sequences_per_micro_batch,
   )
-  numerics = model_config.numerics_for(model, config.numerics)
-  return dataclasses.replace(
+  decoder = decoder_lib.decide(model, config.numerics)
+  decided = dataclasses.replace(
     config,
-    numerics=numerics,
-    engine=sizes.with_buckets(config.engine, model, numerics),
+    numerics=decoder.numerics,
+    engine=sizes.with_buckets(config.engine, decoder),
     trainer=dataclasses.replace(
       trainer, rows_per_micro_batch=rows, sequences_per_micro_batch=sequences
     ),
     optimizer=optimizer,
   )
+  return DecidedRun(decided, decoder)
 
 
 def chosen(config: RunConfig, of_model: RunConfig) -> str:

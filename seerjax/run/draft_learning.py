@@ -65,7 +65,7 @@ class DraftLearner:
       optax.adam(drafter.config.learning_rate, b2=SECOND_MOMENT),
     )
     self.state = DraftState(masters, optimizer.init(masters))
-    self._step = distill.make_step(program.config, optimizer)
+    self._step = distill.make_step(program.decoder.shape, optimizer)
 
   def restore(self, state: DraftState) -> None:
     """Restores the state of a checkpoint and publishes its weights."""
@@ -86,7 +86,7 @@ class DraftLearner:
       if rollout.completion.tokens and rollout.completion.finish_reason != "error"
     ]
     # The target's vocabulary padding has ids that the draft cannot read.
-    readable = self.drafter.program.config.vocab_size
+    readable = self.drafter.program.decoder.shape.vocab_size
     texts = [text for text in texts if max(map(max, text)) < readable]
     if not texts:
       return {}
@@ -116,7 +116,7 @@ class DraftLearner:
     }
 
   def _publish(self) -> None:
-    numerics = self.drafter.program.numerics
+    numerics = self.drafter.program.decoder.numerics
     # Copied, because float32 weights would otherwise be the masters themselves.
     params = jax.tree.map(jnp.copy, self.state.params)
     self.drafter.set_params(parameters.compute_params(params, numerics))

@@ -49,7 +49,7 @@ class EvaluateConfig:
   max_tokens: int = 256
   stop_strings: tuple[str, ...] = ()
   reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
-  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig(reduction_shards=0)
+  numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig()
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
   chat: chat_template.ChatConfig = chat_template.ChatConfig()
   evaluation: evaluation.EvaluationConfig = evaluation.EvaluationConfig()

@@ -8,11 +8,10 @@ from typing import NamedTuple
 import jax
 
 from seerjax import host_memory
-from seerjax.backends import choice
 from seerjax.engine import engine as engine_lib, sizes
 from seerjax.models import config as model_config, parameters
 from seerjax.run import policy as policy_lib, programs as programs_lib
-from seerjax.run.config import RunConfig, for_model
+from seerjax.run.config import RunConfig
 from seerjax.trainer import plan as plan_lib, shards
 
 
@@ -73,13 +72,16 @@ def memory_plan(
   Raises:
     ValueError: with all figures, if the run does not fit in free memory.
   """
-  config = for_model(config, model)
-  trainer, mesh = programs_lib.make_programs(config, model).trainer, programs_lib.meshes(config)[1]
+  programs = programs_lib.make_programs(config, model)
+  config, decoder = programs.decided.config, programs.decided.decoder
+  trainer, mesh = programs.trainer, programs_lib.meshes(config)[1]
   dtype = config.numerics.dtype
   masters = parameters.shapes(model, config.numerics.reduction_shards)
   plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
   weights = policy_lib.running_shapes(config.weights, model)
-  learning = trainer.plan(weights, programs_lib.layout(config), _most_micro_batches(config))
+  learning = trainer.plan(
+    weights, programs_lib.layout(config, decoder), _most_micro_batches(config)
+  )
   # With adapters, the frozen weights are the running ones.
   keeps_base = config.keeps_base if keeps_base is None else keeps_base
   is_beside = keeps_base and not config.lora_rank
@@ -106,8 +108,7 @@ def memory_plan(
   left = (free - plan.needed) / sharers
   if plan.are_pages_given_back:
     left += learning.learning / sharers
-  backend = choice.backend_of(config.numerics)
-  engine = sizes.fitted(config.engine, model, backend, free_bytes=left)
+  engine = sizes.fitted(config.engine, decoder, free_bytes=left)
   context = min(config.engine.max_context, model.max_context)
   if engine.max_context < context:
     raise ValueError(
@@ -115,7 +116,7 @@ def memory_plan(
       f" ({plan.describe()}), expected room for a context of {context};"
       f" {sizes.held_by_pages(engine)}, or lower EngineConfig.max_context."
     )
-  page = sizes.page_bytes(model, backend, page_size=engine.page_size) // config.model_shards
+  page = sizes.page_bytes(decoder, page_size=engine.page_size) // config.model_shards
   return plan._replace(
     engine=engine,
     pages=engine.num_pages * page,

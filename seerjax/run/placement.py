@@ -12,28 +12,36 @@ from absl import flags
 import jax
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.models import config as model_config, huggingface, loading
+from seerjax.models import config as model_config, decoder as decoder_lib, huggingface, loading
+from seerjax.models.decoder import Decoder
 
 
 class Placement(NamedTuple):
   """Numerics and devices of a model.
 
   Attributes:
-    shape: shape of the model.
-    numerics: numerics with all defaults filled in for the model and this machine.
+    decoder: the model as it was decided for this machine.
     mesh: the devices; each instance has a copy of the weights, sharded over its devices.
   """
 
-  shape: model_config.TransformerConfig
-  numerics: numerics_lib.NumericsConfig
+  decoder: Decoder
   mesh: jax.sharding.Mesh
+
+  @property
+  def shape(self) -> model_config.TransformerConfig:
+    """Shape of the model."""
+    return self.decoder.shape
+
+  @property
+  def numerics(self) -> numerics_lib.NumericsConfig:
+    """Numerics with nothing left open."""
+    return self.decoder.numerics
 
   def describe(self) -> str:
     """Returns a one-line summary."""
-    numerics, shape = self.numerics, self.mesh.shape
+    shape = self.mesh.shape
     return (
-      f"runs in {numerics.compute_dtype} by {numerics.implementation!r},"
-      f" {numerics.reduction_shards} slabs, {shape[parallel.INSTANCE_AXIS]} instance(s) of"
+      f"runs in {self.decoder.describe()}, {shape[parallel.INSTANCE_AXIS]} instance(s) of"
       f" {shape[parallel.MODEL_AXIS]} {self.mesh.devices.flat[0].device_kind} device(s)"
     )
 
@@ -48,7 +56,9 @@ def define_flags() -> None:
     "implementation", usual.implementation,
     "Implementation of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
   )  # fmt: skip
-  flags.DEFINE_integer("reduction_shards", 0, "Number of slabs in sums; 0 chooses for the model.")
+  flags.DEFINE_integer(
+    "reduction_shards", usual.reduction_shards, "Number of slabs in sums; 0 chooses for the model."
+  )
   flags.DEFINE_integer("num_instances", 1, "Copies of the model, which share the requests.")
   flags.DEFINE_integer("model_shards", 1, "Devices that share the weights of a copy: 1, 2, 4 or 8.")
 
@@ -90,7 +100,7 @@ def placed(
   """
   parallel.require_sizes(num_instances, model_shards, numerics.reduction_shards, what="--")
   shape = huggingface.load_config(loading.path_of(model))
-  numerics = model_config.numerics_for(shape, numerics)
-  parallel.local_slabs(numerics.reduction_shards, model_shards)
+  decoder = decoder_lib.decide(shape, numerics)
+  parallel.local_slabs(decoder.numerics.reduction_shards, model_shards)
   mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
-  return Placement(shape, numerics, mesh)
+  return Placement(decoder.on(mesh), mesh)

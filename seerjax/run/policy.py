@@ -18,7 +18,6 @@ from seerjax import agreement, fields, numerics as numerics_lib, parallel
 from seerjax.models import (
   chat_template,
   config as model_config,
-  huggingface,
   loading,
   lora,
   parameters,
@@ -200,7 +199,7 @@ def running_shapes(
 ) -> parameters.Params:
   """Returns shapes and dtypes of `running_weights` without computing anything."""
   numerics = weights.numerics
-  masters = parameters.shapes(model, numerics.reduction_shards)
+  masters = parameters.shapes(model, model_config.slabs_for(model, numerics))
   found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, numerics.dtype), masters)
   if not weights.lora_rank:
     return found
@@ -234,8 +233,8 @@ def exported_weights(weights: WeightsConfig, policy: Policy, params: Any) -> par
 def load_policy(name: str, numerics: numerics_lib.NumericsConfig) -> Policy:
   """Loads a policy by name: "nano", a Hugging Face directory, a GGUF file, or a Hub id."""
   path = loading.path_of(name)
-  params, model = huggingface.load(path, numerics)
-  return Policy(model, params, tokenizer_lib.load(path))
+  params, decoder = loading.load_masters(path, numerics)
+  return Policy(decoder.shape, params, tokenizer_lib.load(path))
 
 
 def policy_of(model: loading.Model) -> Policy:

@@ -17,9 +17,7 @@ def main_job() -> RunConfig:
     num_steps=20,
     num_instances=2,
     checkpoint_every=10,
-    numerics=numerics_lib.NumericsConfig(
-      query_tile=4, slot_tile=32, kv_split=64, reduction_shards=0
-    ),
+    numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64),
     engine=engine_lib.EngineConfig(page_size=32, max_sequences=64, max_context=512),
     rollout=groups.RolloutConfig(groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216),
     loss=losses.dapo(),

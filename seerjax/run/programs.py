@@ -14,11 +14,11 @@ import numpy as np
 import optax
 
 from seerjax import parallel
-from seerjax.backends import choice
 from seerjax.engine import runner as runner_lib
 from seerjax.models import config as model_config, parameters
+from seerjax.models.decoder import Decoder
 from seerjax.run import policy as policy_lib
-from seerjax.run.config import RunConfig, for_model
+from seerjax.run.config import DecidedRun, RunConfig, for_model
 from seerjax.run.policy import Policy
 from seerjax.trainer import losses, packing, step as step_lib
 from seerjax.types import RolloutGroup, TrainState
@@ -26,8 +26,16 @@ from seerjax.types import RolloutGroup, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """Compiled programs of a run. Runs of equal shapes in one process may share them."""
+  """Compiled programs of a run. Runs of equal shapes in one process may share them.
 
+  Attributes:
+    decided: what was decided for the run that they were made for.
+    made_for: everything that determines them; equal for runs that may share them.
+    trainer: gradient and update.
+    runner: steps of the engine.
+  """
+
+  decided: DecidedRun
   made_for: tuple[Any, ...]
   trainer: step_lib.Trainer
   runner: runner_lib.Runner
@@ -40,7 +48,7 @@ def make_programs(
   loss: step_lib.PolicyLoss = losses.policy_loss,
   optimizer: optax.GradientTransformation | None = None,
 ) -> Programs:
-  """Returns a run's programs; each is compiled on first use.
+  """Decides what a run leaves open, and returns its programs; each is compiled on first use.
 
   Args:
     config: configuration of the run.
@@ -53,26 +61,22 @@ def make_programs(
       devices.
     NotImplementedError: if kernels would have to train on several devices of the model axis.
   """
-  config = for_model(config, model)
+  decided = for_model(config, model)
+  config, decoder = decided.config, decided.decoder
   parallel.local_slabs(config.numerics.reduction_shards, config.model_shards)
   sampling, learning = meshes(config)
-  backend = choice.backend_of(config.numerics)
   trainer = step_lib.Trainer(
-    model,
-    config.numerics,
+    decoder,
     config.loss,
     step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer,
     learning,
-    layout(config).num_pages,
+    layout(config, decoder).num_pages,
     config.engine.page_size,
     config.trainer.remat,
     loss,
-    backend,
   )
-  runner = runner_lib.Runner(
-    model, config.numerics, sampling, len(config.engine.row_buckets), backend
-  )
-  return Programs(key_of(config, model, loss, optimizer), trainer, runner)
+  runner = runner_lib.Runner(decoder, sampling, len(config.engine.row_buckets))
+  return Programs(decided, _key_of(decided, loss, optimizer), trainer, runner)
 
 
 def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
@@ -124,26 +128,25 @@ def base_weights(config: RunConfig, policy: Policy) -> parameters.Params | None:
   return policy_lib.frozen_weights(policy, config.numerics, meshes(config)[1])
 
 
-def key_of(
-  config: RunConfig,
-  model: model_config.TransformerConfig,
-  loss: step_lib.PolicyLoss = losses.policy_loss,
-  optimizer: optax.GradientTransformation | None = None,
+def _key_of(
+  decided: DecidedRun,
+  loss: step_lib.PolicyLoss,
+  optimizer: optax.GradientTransformation | None,
 ) -> tuple[Any, ...]:
   """Returns a key of everything that determines a run's programs (`Programs.made_for`)."""
+  config, decoder = decided.config, decided.decoder
   return (
-    model, config.num_instances, config.model_shards, config.stale.steps_ahead, config.lora_rank,
-    config.numerics,
-    config.engine, layout(config), config.trainer.remat, config.loss, config.optimizer,
+    decoder, config.num_instances, config.model_shards, config.stale.steps_ahead, config.lora_rank,
+    config.engine, layout(config, decoder), config.trainer.remat, config.loss, config.optimizer,
     loss, optimizer,
   )  # fmt: skip
 
 
-def _packing_arguments(config: RunConfig) -> dict[str, Any]:
+def _packing_arguments(config: RunConfig, decoder: Decoder) -> dict[str, Any]:
   rows = config.trainer.rows_per_micro_batch
   longest = min(config.engine.max_context, rows + 1)
   return dict(
-    numerics=config.numerics,
+    decoder=decoder,
     page_size=config.engine.page_size,
     rows_per_micro_batch=rows,
     max_sequence_tokens=longest,
@@ -151,10 +154,13 @@ def _packing_arguments(config: RunConfig) -> dict[str, Any]:
   )
 
 
-def layout(config: RunConfig) -> packing.Layout:
-  return packing.layout(**_packing_arguments(config))
+def layout(config: RunConfig, decoder: Decoder) -> packing.Layout:
+  """Returns the layout of a decided run's micro-batches."""
+  return packing.layout(**_packing_arguments(config, decoder))
 
 
-def pack(config: RunConfig, groups: Sequence[RolloutGroup], values: np.ndarray) -> Any:
-  """Packs groups into one `TrainBatch` with the run's fixed shapes."""
-  return packing.pack(groups, values, **_packing_arguments(config))
+def pack(
+  config: RunConfig, decoder: Decoder, groups: Sequence[RolloutGroup], values: np.ndarray
+) -> Any:
+  """Packs groups into one `TrainBatch` with the decided run's fixed shapes."""
+  return packing.pack(groups, values, **_packing_arguments(config, decoder))

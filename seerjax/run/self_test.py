@@ -26,9 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.backends import choice
 from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
-from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
+from seerjax.models import (
+  config as model_config,
+  decoder as decoder_lib,
+  head,
+  kv_layout,
+  parameters,
+  transformer,
+)
+from seerjax.models.decoder import Decoder
 from seerjax.models.loading import Model
 from seerjax.ops import logprobs, rotary, sampling
 from seerjax.trainer import losses, step as step_lib
@@ -164,9 +171,9 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
     Finding.
   """
   # Kernels multiply tiles, so heads need a minimum width.
-  config = _model(numerics, choice.backend_of(numerics).traits.smallest_width)
-  numerics = model_config.numerics_for(config, numerics)
-  backend = choice.backend_of(numerics)
+  width = decoder_lib.without_model(numerics).traits.smallest_width
+  decoder = decoder_lib.decide(_model(numerics, width), numerics)
+  config, numerics, backend = decoder.shape, decoder.numerics, decoder.backend
   params = _params(config, numerics)
   tile = numerics.row_tile
   total = 3 * tile
@@ -191,16 +198,14 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
       _, scores = head.sample_and_score(
         params, hidden, targets, jax.tree.map(jnp.asarray, drawn_by),
         jnp.zeros(count, jnp.uint32), jnp.zeros(count, jnp.int32), num_rows,
-        numerics_lib.key(0), config=config, numerics=numerics, backend=backend,
+        numerics_lib.key(0), decoder=decoder,
       )  # fmt: skip
       return scores
     weights = {"final_norm": params["final_norm"], "head": params["head"]}
     return backend.map_rows(scored, weights, (hidden, targets), num_rows)
 
   def run(params, pages, batch: TokenBatch):
-    hidden, pages = transformer.forward(
-      params, batch, pages, config=config, numerics=numerics, backend=backend
-    )
+    hidden, pages = transformer.forward(params, batch, pages, decoder=decoder)
     targets = (batch.tokens * 7 + 3) % config.vocab_size
     return hidden, scores_of(params, hidden, targets, batch.num_rows), pages
 
@@ -214,11 +219,9 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
   backward = jax.jit(jax.value_and_grad(loss, has_aux=True))
   width = _splits(numerics)
   empty = kv_layout.empty_pages(
-    config,
-    numerics,
+    decoder,
     num_pages=1 + num_sequences * width,
     page_size=numerics.kv_split,
-    backend=backend,
   )
 
   def numbers(hidden, scores: TokenScores, count: int) -> np.ndarray:
@@ -257,10 +260,9 @@ def measure(numerics: numerics_lib.NumericsConfig) -> Finding:
 
 
 def measure_model(
-  model: model_config.TransformerConfig,
+  decoder: Decoder,
   params: parameters.Params,
   *,
-  numerics: numerics_lib.NumericsConfig,
   config: engine_lib.EngineConfig,
   runner: runner_lib.Runner | None = None,
   trainer: step_lib.Trainer | None = None,
@@ -274,9 +276,8 @@ def measure_model(
   run does not need.
 
   Args:
-    model: shape of the model.
+    decoder: the run's model as it was decided.
     params: weights in compute dtype (`parameters.compute_params`).
-    numerics: the run's numerics.
     config: the run's engine sizes.
     runner: the run's compiled programs; new ones if None.
     trainer: the run's trainer; None compares engines only.
@@ -289,12 +290,12 @@ def measure_model(
   Raises:
     ValueError: as `Engine`.
   """
-  numerics = model_config.numerics_for(model, numerics)
-  config = sizes.with_buckets(config, model, numerics)
+  model, numerics = decoder.shape, decoder.numerics
+  config = sizes.with_buckets(config, decoder)
   context = min(config.max_context, model.max_context)
   requests = _requests(model, numerics, context)
   if runner is None:
-    runner = runner_lib.Runner(model, numerics, parallel.make_mesh(), len(config.row_buckets))
+    runner = runner_lib.Runner(decoder, parallel.make_mesh(), len(config.row_buckets))
 
   def answers(requests: Sequence[Request], bucket: int, steps: int) -> list[Completion]:
     buckets = tuple(sorted({bucket, config.row_buckets[-1]}))
@@ -376,17 +377,17 @@ def _num_differing(found: Sequence[Completion], wanted: Sequence[Completion]) ->
   return count
 
 
-def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> None:
+def require_model(finding: Finding, decoder: Decoder) -> None:
   """Raises if a model's bits depend on the rest of the batch.
 
   Args:
     finding: result of `measure_model`.
-    numerics: the measured numerics.
+    decoder: the measured model.
 
   Raises:
     ValueError: with the finding.
   """
-  numerics = choice.decided(numerics)
+  numerics = decoder.numerics
   if not finding.is_invariant:
     raise ValueError(
       f"self_test: got a model where, in {numerics.implementation} {numerics.compute_dtype} on"
@@ -397,10 +398,9 @@ def require_model(finding: Finding, numerics: numerics_lib.NumericsConfig) -> No
 
 
 def check_model(
-  model: model_config.TransformerConfig,
+  decoder: Decoder,
   params: parameters.Params,
   *,
-  numerics: numerics_lib.NumericsConfig,
   config: engine_lib.EngineConfig,
   runner: runner_lib.Runner,
   trainer: step_lib.Trainer | None = None,
@@ -411,9 +411,8 @@ def check_model(
   """Measures and reports the invariance of a run's model, before sampling starts.
 
   Args:
-    model: as for `measure_model`, like all arguments up to `pack`.
+    decoder: as for `measure_model`, like all arguments up to `pack`.
     params: weights in compute dtype.
-    numerics: the run's numerics.
     config: sizes of the engine.
     runner: compiled programs.
     trainer: trainer to compare with, or None.
@@ -424,17 +423,15 @@ def check_model(
   Raises:
     ValueError: with `bitwise`, as `require_model`.
   """
-  finding = measure_model(
-    model, params, numerics=numerics, config=config, runner=runner, trainer=trainer, pack=pack
-  )
+  finding = measure_model(decoder, params, config=config, runner=runner, trainer=trainer, pack=pack)
   say(f"model of this run: {finding}")
   if bitwise:
-    require_model(finding, numerics)
+    require_model(finding, decoder)
 
 
 def describe(numerics: numerics_lib.NumericsConfig) -> str:
   """Returns one line: the devices, the backend, and the result of the measurement."""
-  numerics, devices = choice.decided(numerics), jax.devices()
+  numerics, devices = decoder_lib.without_model(numerics).numerics, jax.devices()
   return (
     f"{devices[0].platform} ({devices[0].device_kind}, {len(devices)}"
     f" device{'s' if len(devices) > 1 else ''}), JAX {jax.__version__},"
@@ -448,7 +445,7 @@ def require(numerics: numerics_lib.NumericsConfig) -> None:
   Raises:
     ValueError: with the finding.
   """
-  numerics = choice.decided(numerics)
+  numerics = decoder_lib.without_model(numerics).numerics
   finding = measure(numerics)
   if not finding.is_invariant:
     raise ValueError(

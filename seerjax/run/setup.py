@@ -13,7 +13,7 @@ import optax
 from seerjax import metrics, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.kv import pool as kv_pool_lib, stores
-from seerjax.models import config as model_config, parameters
+from seerjax.models import decoder as decoder_lib, parameters
 from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib, journal as journal_lib, policy_loading
 from seerjax.run import (
@@ -119,7 +119,7 @@ def opened(
     return config, policy_lib.load_policy(name, config.numerics)
   if config.numerics == RunConfig().numerics:
     config = dataclasses.replace(config, numerics=model.numerics)
-  wanted = dataclasses.asdict(model_config.numerics_for(model.config, config.numerics))
+  wanted = dataclasses.asdict(decoder_lib.decide(model.config, config.numerics).numerics)
   found = dataclasses.asdict(model.numerics)
   if differing := [field for field in wanted if wanted[field] != found[field]]:
     both = [f"{field}={wanted[field]!r} (the model: {found[field]!r})" for field in differing]
@@ -153,7 +153,8 @@ def set_up(
   given, progress = config, run.progress
   if resume:
     config = directory_lib.as_begun(config, run.directory)
-  config = config_lib.for_model(config, policy.model)
+  own = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)
+  config = own.decided.config
   policy = policy.with_chat(config.chat)
   config = dataclasses.replace(config, chat=policy.require_tokenizer().chat_config)
   if resume and config.stale != off_policy.StaleConfig():
@@ -168,10 +169,10 @@ def set_up(
     max_tokens=config.rollout.max_tokens,
     context=min(config.engine.max_context, policy.model.max_context), seed=config.seed,
   )  # fmt: skip
-  fingerprint = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  fingerprint = own.decided.fingerprint()
   if programs is None:
-    programs = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)
-  elif programs.made_for != programs_lib.key_of(config, policy.model, loss, optimizer):
+    programs = own
+  elif programs.made_for != own.made_for:
     raise ValueError(
       "train.programs: got programs of another config or model, expected make_programs of this"
       " config and model; share them only between equal runs."

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from seerjax import numerics as numerics_lib
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.kv import values
 from seerjax.models.loading import Model
@@ -35,7 +34,7 @@ def fingerprint(
     weights: digest of the weights; "" computes it from the model.
   """
   parts = {
-    "numerics": numerics_lib.fingerprint(model.numerics)["digest"],
+    "numerics": model.decoder.fingerprint()["digest"],
     "model": repr(model.config),
     "weights": weights or values.weights_digest(model.params),
     "tokenizer": None if model.tokenizer is None else tokenizer_parts(model.tokenizer),

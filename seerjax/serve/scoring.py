@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
+from seerjax.models import head, kv_layout, parameters, transformer
+from seerjax.models.decoder import Decoder
 from seerjax.models.loading import Model
 from seerjax.ops import penalties, sampling
 from seerjax.serve.grammar import AnswerMask
@@ -59,15 +60,14 @@ class Scorer:
     self._most_kept_bytes = most_kept_bytes
     self._kept: weakref.WeakSet[Following] = weakref.WeakSet()
     self._num_uses = 0
-    self._config = model.config
-    self._numerics = model_config.numerics_for(model.config, model.numerics)
+    self._decoder = decoder = model.decoder
     self._context = context
-    self._num_top = min(MOST_TOP, model.config.vocab_size)
-    shape = dict(config=self._config, numerics=self._numerics)
-    self._hidden = jax.jit(functools.partial(_hidden_rows, **shape))
-    self._next_hidden = jax.jit(functools.partial(_next_rows, **shape), donate_argnums=1)
-    self._likeliest = jax.jit(functools.partial(_likeliest, count=self._num_top, **shape))
-    self._forced = jax.jit(functools.partial(_forced, **shape))
+    self._num_top = min(MOST_TOP, decoder.shape.vocab_size)
+    # Scorers of equal decoders share these programs.
+    self._hidden = functools.partial(_hidden_rows, decoder=decoder)
+    self._next_hidden = functools.partial(_next_rows, decoder=decoder)
+    self._likeliest = functools.partial(_likeliest, count=self._num_top, decoder=decoder)
+    self._forced = functools.partial(_forced, decoder=decoder)
 
   def prompt(
     self, tokens: Sequence[int], num_top: int
@@ -123,10 +123,9 @@ class Scorer:
 
   def _make_pages(self, size: int, following: Following) -> Any:
     """Returns pages for `size` positions; evicts those of others if there is no room for all."""
-    page_size = self._numerics.kv_split
-    pages = kv_layout.empty_pages(
-      self._config, self._numerics, num_pages=1 - size // -page_size, page_size=page_size
-    )
+    page_size = self._decoder.numerics.kv_split
+    num_pages = 1 - size // -page_size
+    pages = kv_layout.empty_pages(self._decoder, num_pages=num_pages, page_size=page_size)
     room = self._most_kept_bytes - _num_bytes(pages)
     for other in sorted(self._kept - {following}, key=lambda one: -one.last_use):
       room -= _num_bytes(other.pages)
@@ -270,23 +269,24 @@ def _chunk(rows: Any, start: int) -> tuple[Any, ...]:
   return *jax.tree.map(cut, rows), np.int32(count)
 
 
+@functools.partial(jax.jit, static_argnames="decoder")
 def _hidden_rows(
   params: parameters.Params,
   tokens: jax.Array,
   count: jax.Array,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> jax.Array:
   """Returns hidden rows f[n, d] of a sequence of `count` tokens, i32[n], on scratch pages."""
-  page_size = numerics.kv_split
+  page_size = decoder.numerics.kv_split
   num_pages = -(-tokens.shape[0] // page_size)
-  batch = _batch(tokens, jnp.int32(0), count, num_pages, numerics)
+  batch = _batch(tokens, jnp.int32(0), count, num_pages, decoder.numerics)
   pages = kv_layout.ScratchPages(num_pages + 1, page_size)
-  hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+  hidden, _ = transformer.forward(params, batch, pages, decoder=decoder)
   return hidden
 
 
+@functools.partial(jax.jit, static_argnames="decoder", donate_argnums=1)
 def _next_rows(
   params: parameters.Params,
   pages: kv_layout.Pages,
@@ -294,14 +294,13 @@ def _next_rows(
   first: jax.Array,
   count: jax.Array,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> tuple[jax.Array, kv_layout.Pages]:
   """Returns hidden rows f[n, d] of `count` tokens, i32[n], that start at position `first`, and the
   pages with their keys and values added; `pages` hold those of earlier positions."""
   num_pages = jax.tree.leaves(pages)[0].shape[kv_layout.PAGE_AXIS] - 1
-  batch = _batch(tokens, first, count, num_pages, numerics)
-  return transformer.forward(params, batch, pages, config=config, numerics=numerics)
+  batch = _batch(tokens, first, count, num_pages, decoder.numerics)
+  return transformer.forward(params, batch, pages, decoder=decoder)
 
 
 def _batch(
@@ -328,6 +327,7 @@ def _batch(
   )
 
 
+@functools.partial(jax.jit, static_argnames=("count", "decoder"))
 def _likeliest(
   params: parameters.Params,
   hidden: jax.Array,
@@ -335,12 +335,12 @@ def _likeliest(
   num_rows: jax.Array,
   *,
   count: int,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> jax.Array:
-  return head.likeliest(params, hidden, rows, num_rows, count, config=config, numerics=numerics)
+  return head.likeliest(params, hidden, rows, num_rows, count, decoder=decoder)
 
 
+@functools.partial(jax.jit, static_argnames="decoder")
 def _forced(
   params: parameters.Params,
   hidden: jax.Array,
@@ -348,8 +348,7 @@ def _forced(
   rows: SamplingRows,
   num_rows: jax.Array,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> TokenScores:
   nothing = jnp.zeros(tokens.shape, jnp.int32)
   _, scores = head.sample_and_score(
@@ -361,7 +360,6 @@ def _forced(
     nothing,
     num_rows,
     numerics_lib.key(0),  # Unused: nothing is sampled.
-    config=config,
-    numerics=numerics,
+    decoder=decoder,
   )
   return scores

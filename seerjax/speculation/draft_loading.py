@@ -16,7 +16,7 @@ from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.speculation import config as config_lib, statistics
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
-from seerjax.speculation.draft_program import numerics_of
+from seerjax.speculation.draft_program import decoder_of
 
 DEFAULT_CONFIG = DraftModelConfig()
 
@@ -42,7 +42,7 @@ def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
   path = loading.path_of(name_or_path)
   config = huggingface.load_config(path)
   context = context_of(engine)
-  numerics = numerics_of(engine.numerics, config, context)
+  numerics = decoder_of(engine.numerics, config, context).numerics
   masters, config = huggingface.load(path, numerics, allow_int8=True)
   tokenizer = tokenizer_lib.load(path)
   draft = Model(config, parameters.compute_params(masters, numerics), numerics, tokenizer)

@@ -34,7 +34,7 @@ from seerjax.speculation.draft_program import (
   MAX_WIDTH,
   DraftInputs,
   DraftProgram,
-  numerics_of,
+  decoder_of,
 )
 from seerjax.speculation.draft_slots import Slots
 from seerjax.types import SamplingParams, SamplingRows, TokenBatch
@@ -221,8 +221,7 @@ class ModelDrafter:
         " because it runs on one device; load it with draft_loading.load_draft."
       )
     own = DraftProgram(
-      config=draft.config,
-      numerics=numerics_of(draft.numerics, draft.config, context),
+      decoder=decoder_of(draft.numerics, draft.config, context),
       context=context,
       num_slots=config.num_slots,
       width=config.width,
@@ -321,7 +320,7 @@ class ModelDrafter:
       query = queries[place]
       first = self.slots.num_known(slot, query.tokens)
       # Ids beyond the draft's table are the target's padding, which is sampled very rarely.
-      if max(query.tokens[first:]) < self.program.config.vocab_size:
+      if max(query.tokens[first:]) < self.program.decoder.shape.vocab_size:
         found.append((place, _Piece(query, slot, first, len(query.tokens) - first)))
     self.counters.unreadable += len(places) - len(found)
     return [place for place, _ in found], [piece for _, piece in found]
@@ -358,8 +357,8 @@ class ModelDrafter:
     self, pieces: Sequence[_Piece], most: Sequence[int], temperatures: Sequence[float]
   ) -> DraftInputs:
     """Returns the arrays of a call that drafts up to `most` tokens each, at `temperatures`."""
-    program, backend = self.program, self.program.backend
-    size, query_tile = program.page_size, program.numerics.query_tile
+    program, backend = self.program, self.program.decoder.backend
+    size, query_tile = program.page_size, program.decoder.numerics.query_tile
     total = sum(piece.count for piece in pieces)
     bucket = next(bucket for bucket in program.row_buckets if bucket >= total)
     num_rows, num_segments = backend.whole_rows(bucket), backend.whole_segments(bucket)

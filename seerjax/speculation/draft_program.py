@@ -25,11 +25,17 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
-from seerjax.backends import choice
-from seerjax.backends.protocol import Backend
 from seerjax.backends.tiled import Tiled
 from seerjax.engine import runner as runner_lib
-from seerjax.models import config as model_config, head, kv_layout, parameters, transformer
+from seerjax.models import (
+  config as model_config,
+  decoder as decoder_lib,
+  head,
+  kv_layout,
+  parameters,
+  transformer,
+)
+from seerjax.models.decoder import Decoder
 from seerjax.ops import sampling, tiles
 from seerjax.types import SamplingRows, TokenBatch
 
@@ -97,8 +103,7 @@ def noisy_top_k(
   key: PRNGKeyArray,
   width: int,
   *,
-  config: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
 ) -> Int[Array, "n w"]:
   """Returns the `width` ids with the largest processed logit plus noise, largest first.
 
@@ -106,23 +111,23 @@ def noisy_top_k(
   The first id is the one that `head.sample_and_score` samples. Uses the portable program on every
   backend.
   """
-  tiled = Tiled(dataclasses.replace(numerics, implementation="tiled"))
+  tiled = Tiled(dataclasses.replace(decoder.numerics, implementation="tiled"))
   weights = {
     "final_norm": params["final_norm"],
-    "head": head.table_of(params, config, numerics),
+    "head": head.table_of(params, decoder),
     "key": jax.random.key_data(key),
   }
 
   def of_rows(weights: parameters.Params, rows: Any, one: Array) -> Array:
     hidden, sampling_rows, seeds, positions = rows
-    logits = head.logits_rows(tiled, config, None, weights, hidden, one)
+    logits = head.logits_rows(tiled, decoder.shape, None, weights, hidden, one)
     processed = sampling.processed_rows(logits, sampling_rows)
     noise = sampling.noise_rows(
       numerics_lib.wrap_key(weights["key"]),
       seeds,
       positions,
       sampling_rows.temperature > 0,
-      config.vocab_size,
+      decoder.shape.vocab_size,
     )
     noisy = jnp.where(processed > sampling.DROPPED, processed + noise, sampling.DROPPED)
     values, ids = lax.top_k(noisy, width)
@@ -140,30 +145,23 @@ class DraftProgram:
   """The compiled programs of one draft model.
 
   Attributes:
-    config: shape of the draft.
-    numerics: numerics of the draft, with defaults filled in (`numerics_of`).
+    decoder: the draft as it was decided (`decoder_of`).
     context: positions of a slot.
     num_slots: slots of the cache.
     width: ids drafted per position; only the first is continued.
     row_buckets: maximum rows of a call, ascending; one program each.
   """
 
-  config: model_config.TransformerConfig
-  numerics: numerics_lib.NumericsConfig
+  decoder: Decoder
   context: int
   num_slots: int
   width: int
   row_buckets: tuple[int, ...]
 
-  @functools.cached_property
-  def backend(self) -> Backend:
-    """The backend of the stages."""
-    return choice.backend_of(self.numerics)
-
   @property
   def page_size(self) -> int:
     """Positions of a page."""
-    return self.numerics.kv_split
+    return self.decoder.numerics.kv_split
 
   @property
   def table_width(self) -> int:
@@ -178,11 +176,9 @@ class DraftProgram:
   def empty_cache(self) -> kv_layout.Pages:
     """Returns a zeroed cache of all slots."""
     return kv_layout.empty_pages(
-      self.config,
-      self.numerics,
+      self.decoder,
       num_pages=1 + self.num_slots * self.table_width,
       page_size=self.page_size,
-      backend=self.backend,
     )
 
   def draft(
@@ -198,7 +194,7 @@ class DraftProgram:
       (pages, ids i32[t, n, w]) on the device; -1 means no draft.
     """
     is_special = bool(sampling.is_special(inputs.sampling)[: int(inputs.num_requests)].any())
-    is_plain = self.backend.traits.waits_for_predicates and not is_special
+    is_plain = self.decoder.backend.traits.waits_for_predicates and not is_special
     words, layout = runner_lib.pack(jax.tree.map(lambda leaf: leaf[None], inputs))
     return self._program(params, pages, words[0], key, layout, is_plain)
 
@@ -208,7 +204,8 @@ class DraftProgram:
 
     def run(params, pages, words, key, layout, is_plain):
       num_traces[is_plain] += 1
-      count, most = num_traces[is_plain], len(self.row_buckets) + self.numerics.is_interpreted
+      most = len(self.row_buckets) + self.decoder.numerics.is_interpreted
+      count = num_traces[is_plain]
       assert count <= most, (
         f"draft program: got trace {count}, expected one for each of {most} row buckets; an input"
         " changed its shape or type"
@@ -237,10 +234,7 @@ class DraftProgram:
       return now.count < jnp.maximum(inputs.num_steps, 1)
 
     def turn(now: _Drafting) -> _Drafting:
-      hidden, pages = transformer.forward(
-        params, now.batch, now.pages,
-        config=self.config, numerics=self.numerics, backend=self.backend,
-      )  # fmt: skip
+      hidden, pages = transformer.forward(params, now.batch, now.pages, decoder=self.decoder)
       low = lax.dynamic_index_in_dim(inputs.low, now.count, keepdims=False)
       high = lax.dynamic_index_in_dim(inputs.high, now.count, keepdims=False)
       ids = self._sampled(
@@ -292,7 +286,7 @@ class DraftProgram:
     if self.width > 1:
       return noisy_top_k(
         params, hidden, sampling_rows, seeds, positions, num_rows, key, self.width,
-        config=self.config, numerics=self.numerics,
+        decoder=self.decoder,
       )  # fmt: skip
     tokens, scores = head.sample_and_score(
       params,
@@ -303,19 +297,16 @@ class DraftProgram:
       positions,
       num_rows,
       key,
-      config=self.config,
-      numerics=self.numerics,
-      backend=self.backend,
-      is_plain=is_plain,
+      decoder=self.decoder.for_rows(is_plain=is_plain),
     )
     is_finite = jnp.isfinite(scores.raw_logprob) & jnp.isfinite(scores.entropy)
     return jnp.where(is_finite, tokens, -1)[:, None]
 
 
-def numerics_of(
+def decoder_of(
   target: numerics_lib.NumericsConfig, config: model_config.TransformerConfig, context: int
-) -> numerics_lib.NumericsConfig:
-  """Returns a draft's numerics: the target's backend and dtype, one slab, defaults filled in.
+) -> Decoder:
+  """Returns a draft as decided: the target's backend and dtype, one slab.
 
   Shapes that kernels do not support run on the portable path. On the native backend a slot is one
   page, since its handlers read only valid positions. Backends that compute whole splits get short
@@ -328,7 +319,7 @@ def numerics_of(
   elif not numerics.uses_kernels:
     numerics = dataclasses.replace(numerics, row_tile=4, query_tile=2, slot_tile=4, kv_split=SPLIT)
   try:
-    return model_config.numerics_for(config, numerics)
+    return decoder_lib.decide(config, numerics)
   except ValueError:
     plain = dataclasses.replace(numerics, implementation="tiled", kv_split=SPLIT)
-    return model_config.numerics_for(config, plain)
+    return decoder_lib.decide(config, plain)

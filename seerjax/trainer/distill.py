@@ -31,7 +31,12 @@ import optax
 
 from seerjax import fields, numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
-from seerjax.models import config as model_config, flax_module, parameters
+from seerjax.models import (
+  config as model_config,
+  decoder as decoder_lib,
+  flax_module,
+  parameters,
+)
 
 LEAST_REST = 1e-6  # Minimum probability of the entry for all other tokens.
 
@@ -224,6 +229,11 @@ def numerics_for(length: int) -> numerics_lib.NumericsConfig:
   )
 
 
+def decoder_for(model: model_config.TransformerConfig, length: int) -> decoder_lib.Decoder:
+  """Returns the decoder of sequences of a padded length; see `numerics_for`."""
+  return decoder_lib.decide(model, numerics_for(length))
+
+
 def likely_of(
   params: parameters.Params,
   model: model_config.TransformerConfig,
@@ -255,8 +265,8 @@ def likely_of(
 
   @jax.jit
   def of_rows(tokens: Array) -> tuple[Array, Array]:
-    numerics = numerics_for(tokens.shape[1])
-    logits = flax_module.logits_of(params, tokens, config=model, numerics=numerics)
+    decoder = decoder_for(model, tokens.shape[1])
+    logits = flax_module.logits_of(params, tokens, decoder=decoder)
     logprobs, ids = lax.top_k(jax.nn.log_softmax(logits), count)
     return ids.astype(jnp.int32), logprobs
 
@@ -327,8 +337,8 @@ def make_step(
   """
 
   def loss(params: Any, batch: Batch) -> tuple[Array, dict[str, Array]]:
-    numerics = numerics_for(batch.tokens.shape[1])
-    logits = flax_module.logits_of(params, batch.tokens, config=model, numerics=numerics)
+    decoder = decoder_for(model, batch.tokens.shape[1])
+    logits = flax_module.logits_of(params, batch.tokens, decoder=decoder)
     losses = losses_of(logits, batch)
     answers = (batch.weights == 1.0).astype(jnp.float32)
     said = jnp.pad(jnp.argmax(logits[:, :-1], axis=-1), ((0, 0), (1, 0))) == batch.tokens

@@ -43,10 +43,7 @@ from typing import Any, NamedTuple
 from jax.typing import ArrayLike
 import numpy as np
 
-from seerjax import numerics as numerics_lib
-from seerjax.backends import choice
-from seerjax.backends.protocol import Backend
-from seerjax.numerics import NumericsConfig
+from seerjax.models.decoder import Decoder
 from seerjax.ops import penalties as penalties_ops, sampling as sampling_ops
 from seerjax.types import Rollout, RolloutGroup, SamplingRows, TokenBatch, TrainBatch
 
@@ -107,12 +104,11 @@ def derived_sizes(
 
 def layout(
   *,
-  numerics: NumericsConfig,
+  decoder: Decoder,
   page_size: int,
   rows_per_micro_batch: int,
   max_sequences: int | None = None,
   max_sequence_tokens: int | None = None,
-  backend: Backend | None = None,
 ) -> Layout:
   """Returns the shapes of `pack` for the same arguments.
 
@@ -120,7 +116,7 @@ def layout(
   segments.
 
   Args:
-    numerics: `row_tile`, `query_tile` and `kv_split` are read.
+    decoder: its `row_tile`, `query_tile` and `kv_split` are read, and its backend's tiles.
     page_size: positions of one page, a divisor of `kv_split`.
     rows_per_micro_batch: rows, a multiple of `row_tile`.
     max_sequences: maximum number of sequences in a micro-batch. Scratch pages and the gradient of
@@ -128,7 +124,6 @@ def layout(
       many as fit at that length.
     max_sequence_tokens: maximum tokens of one sequence; None allows what fits, which is
       rows_per_micro_batch + 1.
-    backend: backend for the rows; None selects it by the numerics.
 
   Returns:
     Layout.
@@ -137,12 +132,13 @@ def layout(
     ValueError: if a number is out of range, rows are not a multiple of `row_tile`, or pages do not
       fill a split exactly.
   """
+  numerics, backend = decoder.numerics, decoder.backend
   if page_size < 1 or numerics.kv_split % page_size:
     raise ValueError(
       f"pack: got page_size={page_size}, expected a divisor of NumericsConfig.kv_split="
       f"{numerics.kv_split}; a split is read page by page, 16 is usual."
     )
-  tile = numerics_lib.with_row_tile(numerics).row_tile
+  tile = numerics.row_tile
   if rows_per_micro_batch < 1 or rows_per_micro_batch % tile:
     below = rows_per_micro_batch // tile * tile
     raise ValueError(
@@ -167,7 +163,6 @@ def layout(
   max_sequences = min(max_sequences, rows_per_micro_batch)
   query_tile = numerics.query_tile
   segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
-  backend = backend or choice.backend_of(numerics)
   segments = backend.whole_segments(segments)
   splits = -(-(max_sequence_tokens - 1) // numerics.kv_split)
   pages_per_sequence = splits * (numerics.kv_split // page_size)
@@ -185,21 +180,20 @@ def pack(
   groups: Sequence[RolloutGroup],
   advantages: ArrayLike,
   *,
-  numerics: NumericsConfig,
+  decoder: Decoder,
   page_size: int,
   rows_per_micro_batch: int,
   max_sequences: int | None = None,
   max_sequence_tokens: int | None = None,
   num_biases: int = 0,
   num_micro_batches: int | None = None,
-  backend: Backend | None = None,
 ) -> TrainBatch:
   """Packs rollouts into micro-batches, ordered by (group_index, member).
 
   Args:
     groups: in any order, with unique `group_index`.
     advantages: f32[b, g], row i for `groups[i]`, by member.
-    numerics: see `layout`.
+    decoder: see `layout`.
     page_size: see `layout`.
     rows_per_micro_batch: see `layout`.
     max_sequences: see `layout`.
@@ -207,7 +201,6 @@ def pack(
     num_biases: e, entries of `SamplingRows.bias_ids`.
     num_micro_batches: m; None makes as many as needed. A larger value adds empty ones, so that m
       can stay the same from batch to batch.
-    backend: see `layout`.
 
   Returns:
     TrainBatch of NumPy arrays with leading m. `SamplingRows` has the request's parameters on loss
@@ -221,19 +214,18 @@ def pack(
       log-probabilities are not one finite number per token; it has more logit biases than
       `num_biases`; or more micro-batches are needed than `num_micro_batches`. Also as `layout`.
   """
-  backend = backend or choice.backend_of(numerics)
   shapes = layout(
-    numerics=numerics,
+    decoder=decoder,
     page_size=page_size,
     rows_per_micro_batch=rows_per_micro_batch,
     max_sequences=max_sequences,
     max_sequence_tokens=max_sequence_tokens,
-    backend=backend,
   )
   ordered = _ordered(groups, advantages)
   for _, rollout, _ in ordered:
     _check_rollout(rollout, shapes, rows_per_micro_batch, num_biases)
-  shared_page_size = page_size if backend.traits.shares_pages_under_gradient else None
+  query_tile = decoder.numerics.query_tile
+  shared_page_size = page_size if decoder.backend.traits.shares_pages_under_gradient else None
   micro_batches = _next_fit(
     [rollout for _, rollout, _ in ordered], shapes, rows_per_micro_batch, shared_page_size
   )
@@ -258,12 +250,10 @@ def pack(
       page = 1 + place * width
       batch.tokens.positions[m, rows] = positions
       batch.tokens.slots[m, rows] = page * page_size + positions  # Consecutive pages.
-      starts = np.arange(0, positions.size, numerics.query_tile, dtype=np.int32)
+      starts = np.arange(0, positions.size, query_tile, dtype=np.int32)
       segments = slice(segment, segment + starts.size)
       batch.tokens.segment_start[m, segments] = row + starts
-      batch.tokens.segment_length[m, segments] = np.minimum(
-        positions.size - starts, numerics.query_tile
-      )
+      batch.tokens.segment_length[m, segments] = np.minimum(positions.size - starts, query_tile)
       pages = np.arange(page, page + width)
       pages[:num_shared] = 1 + owner * width + np.arange(num_shared)
       batch.tokens.page_table[m, segments] = pages

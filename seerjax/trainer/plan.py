@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from seerjax import numerics as numerics_lib
-from seerjax.models import config as model_config, transformer
+from seerjax.models import transformer
+from seerjax.models.decoder import Decoder
 from seerjax.trainer import packing
 
 MIB = 2**20
@@ -85,8 +85,7 @@ def tree_bytes(tree: Any) -> int:
 
 
 def scratch_bytes(
-  model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
   layout: packing.Layout,
   page_size: int,
   remat: transformer.Remat,
@@ -97,16 +96,16 @@ def scratch_bytes(
   Pages of all layers are counted, or of one layer if layers are rematerialised or the backend is
   native, which recreate them.
   """
+  model = decoder.shape
   positions = layout.num_pages * page_size
   heads = model.num_kv_heads // model_shards
-  per_layer = 2 * positions * heads * model.head_dim * numerics.dtype.itemsize
-  is_kept = remat == "none" and numerics.implementation != "native"
+  per_layer = 2 * positions * heads * model.head_dim * decoder.numerics.dtype.itemsize
+  is_kept = remat == "none" and decoder.backend.traits.keeps_pages
   return per_layer * (model.num_layers if is_kept else 1)
 
 
 def activation_bytes(
-  model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
   layout: packing.Layout,
   page_size: int,
   remat: transformer.Remat,
@@ -116,11 +115,12 @@ def activation_bytes(
 
   Counts one of `model_shards` devices, each with a part of the table, the heads and each layer.
   """
+  model = decoder.shape
   rows, d = layout.num_rows, model.hidden_size
   queries, keys = (
     heads * model.head_dim // model_shards for heads in (model.num_heads, model.num_kv_heads)
   )
-  item = numerics.dtype.itemsize
+  item = decoder.numerics.dtype.itemsize
   positions = layout.num_pages * page_size
   head = HEAD_TABLES * model.vocab_size * d * 4 / model_shards
   weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // model_shards

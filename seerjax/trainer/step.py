@@ -32,10 +32,7 @@ import optax
 
 from seerjax import agreement, fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
-from seerjax.backends import choice
-from seerjax.backends.protocol import Backend
 from seerjax.models import (
-  config as model_config,
   head,
   kv_layout,
   lora,
@@ -43,6 +40,7 @@ from seerjax.models import (
   transformer,
   weights,
 )
+from seerjax.models.decoder import Decoder
 from seerjax.ops import sampling
 from seerjax.trainer import (
   gathering,
@@ -227,8 +225,8 @@ class Trainer:
   """Gradient and update programs of one model.
 
   Attributes:
-    model: shape of the model.
-    numerics: all settings that determine bits; those of the engine.
+    decoder: the model as it was decided, as in the engine; its slabs are spread over the mesh's
+      model axis.
     loss: the objective.
     optimizer: an optax chain. If it is not elementwise, masters and moments are replicated on every
       device (`shards.is_elementwise`).
@@ -238,11 +236,9 @@ class Trainer:
     remat: activations kept for the backward pass ("none" recomputes nothing); see
       `transformer.forward`.
     policy_loss: loss of one micro-batch, like `losses.policy_loss`.
-    backend: backend of the forward's stages; None selects it by the numerics.
   """
 
-  model: model_config.TransformerConfig
-  numerics: numerics_lib.NumericsConfig
+  decoder: Decoder
   loss: losses.LossConfig
   optimizer: optax.GradientTransformation
   mesh: jax.sharding.Mesh
@@ -250,29 +246,22 @@ class Trainer:
   page_size: int
   remat: transformer.Remat = "none"
   policy_loss: PolicyLoss = losses.policy_loss
-  backend: Backend | None = None
 
   def __post_init__(self):
-    # Defaults are filled in, so that trainers can be compared.
     fields.check(self)
-    decided = model_config.numerics_for(self.model, self.numerics)
-    object.__setattr__(self, "numerics", decided)
+    object.__setattr__(self, "decoder", self.decoder.on(self.mesh))
+    numerics = self.decoder.numerics
     check_remat(
       self.remat, {memory.kind for memory in self.mesh.devices.flat[0].addressable_memories()}
     )
     shards = self.mesh.shape[parallel.MODEL_AXIS]
-    parallel.local_slabs(decided.reduction_shards, shards)
-    if shards > 1 and decided.uses_kernels:
+    parallel.local_slabs(numerics.reduction_shards, shards)
+    if shards > 1 and not self.decoder.backend.traits.trains_on_slabs:
       raise NotImplementedError(
-        f"Trainer.mesh: got model_shards={shards} with implementation={decided.implementation!r},"
+        f"Trainer.mesh: got model_shards={shards} with implementation={numerics.implementation!r},"
         " expected 1 (the kernels' gradients add up the slabs of one device); train with instances"
         " only, or set implementation='tiled'."
       )
-
-  @functools.cached_property
-  def stages(self) -> Backend:
-    """The backend of the stages: `backend`, or the one that the numerics select."""
-    return self.backend or choice.backend_of(self.numerics)
 
   def init(self, params: parameters.Params) -> TrainState:
     """Returns the initial training state.
@@ -282,7 +271,7 @@ class Trainer:
     """
     if "embed" in params:
       what = "Trainer.init: params"
-      weights.check(params, self.model, self.numerics, dtype=jnp.float32, what=what)
+      weights.check(params, self.decoder, dtype=jnp.float32, what=what)
     numerics_lib.require_finite(
       params, what="Trainer.init: params", remedy="start from finite weights"
     )
@@ -290,12 +279,8 @@ class Trainer:
 
   def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
     """Returns weights on the whole mesh; raises if they do not match the fingerprint."""
-    weights.check(params, self.model, self.numerics, dtype=self.numerics.dtype, what=what)
+    weights.check(params, self.decoder, dtype=self.decoder.numerics.dtype, what=what)
     return parameters.placed(params, self.mesh)
-
-  @property
-  def _axis(self) -> str | None:
-    return parallel.MODEL_AXIS if self.mesh.shape[parallel.MODEL_AXIS] > 1 else None
 
   @functools.cached_property
   def _gradient(self):
@@ -308,7 +293,7 @@ class Trainer:
   def _is_plain(self, batch: TrainBatch) -> bool:
     """Whether no row needs special sampling, if the backend benefits from knowing it in advance."""
     is_special = np.any(sampling.is_special(batch.sampling))
-    return bool(self.stages.traits.waits_for_predicates and not is_special)
+    return bool(self.decoder.backend.traits.waits_for_predicates and not is_special)
 
   def _gradient_program(self, *, is_plain: bool):
     """(params, MicroBatch [i, ...], denominators, sums [i, ...]) -> sums, ([i, ...] of the rest).
@@ -320,14 +305,10 @@ class Trainer:
       tokens, scores = score(
         lora.combine(trained, frozen),
         micro.batch,
-        model=self.model,
-        numerics=self.numerics,
+        decoder=self.decoder.for_rows(is_plain=is_plain),
         num_pages=self.num_pages,
         page_size=self.page_size,
-        axis=self._axis,
         remat=self.remat,
-        backend=self.stages,
-        is_plain=is_plain,
       )
       if not parallel.BARRIERS_HOLD:
         scores = parallel.rounded(scores)  # Prevents fusion with mesh-dependent operations.
@@ -386,13 +367,9 @@ class Trainer:
       return score(
         params,
         batch,
-        model=self.model,
-        numerics=self.numerics,
+        decoder=self.decoder.for_rows(is_plain=is_plain),
         num_pages=self.num_pages,
         page_size=self.page_size,
-        axis=self._axis,
-        backend=self.stages,
-        is_plain=is_plain,
       )
 
     function = _traced_once(one)
@@ -612,9 +589,9 @@ class Trainer:
     # An instance's own sum, before resharding, is sharded like the weights.
     of_sum, _ = lora.partition(parameters.specs_of(params))
     of_others = plan_lib.num_sums(len(runs(num_micro_batches))) - 1
-    is_deep = self.model.num_layers > parameters.UNROLLED_LAYERS
-    is_apart = is_deep or self.numerics.dtype != jnp.float32 or mesh.size > 1
-    sizes = (self.model, self.numerics, layout, self.page_size, self.remat)
+    is_deep = self.decoder.shape.num_layers > parameters.UNROLLED_LAYERS
+    is_apart = is_deep or self.decoder.numerics.dtype != jnp.float32 or mesh.size > 1
+    sizes = (self.decoder, layout, self.page_size, self.remat)
     shards = mesh.shape[parallel.MODEL_AXIS]
     weights = shards_lib.bytes_of(params, parameters.specs_of(params), mesh)
     return plan_lib.Plan(
@@ -678,26 +655,19 @@ def score(
   params: parameters.Params,
   batch: TrainBatch,
   *,
-  model: model_config.TransformerConfig,
-  numerics: numerics_lib.NumericsConfig,
+  decoder: Decoder,
   num_pages: int,
   page_size: int,
-  axis: str | None = None,
   remat: transformer.Remat = "none",
-  backend: Backend | None = None,
-  is_plain: bool = False,
 ) -> tuple[Array, TokenScores]:
   """Scores the targets of one micro-batch (no leading axis): (tokens i32[n], scores f32[n]).
 
   The tokens are the targets again; they are returned so that the head has the same outputs as in
-  the engine. For `axis` (slabs), `remat` and `backend` see `transformer.forward`; for `is_plain`
-  see `head.sample_and_score`.
+  the engine. For `remat` see `transformer.forward`.
   """
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
-  hidden, _ = transformer.forward(
-    params, rows, pages, config=model, numerics=numerics, axis=axis, remat=remat, backend=backend
-  )
+  hidden, _ = transformer.forward(params, rows, pages, decoder=decoder, remat=remat)
   return head.sample_and_score(
     params,
     hidden,
@@ -707,11 +677,7 @@ def score(
     rows.positions + 1,
     rows.num_rows,
     numerics_lib.key(0),  # Nothing is sampled here.
-    config=model,
-    numerics=numerics,
-    axis=axis,
-    backend=backend,
-    is_plain=is_plain,
+    decoder=decoder,
   )
 
 

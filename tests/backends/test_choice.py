@@ -10,6 +10,7 @@ import pytest
 from seerjax import numerics as numerics_lib
 from seerjax.backends import choice
 from seerjax.backends.native import availability
+from seerjax.models import decoder
 from seerjax.numerics import NumericsConfig
 
 
@@ -44,9 +45,9 @@ def test_native_by_name_is_refused_where_it_cannot_run(no_compiler):
 
 def test_a_backend_has_the_numerics_that_were_decided():
   decided = NumericsConfig(implementation="native", row_tile=16)
-  assert choice.backend_of(NumericsConfig()).numerics == decided
+  assert decoder.without_model(NumericsConfig()).numerics == decided
 
 
 def test_what_is_left_to_the_machine_has_no_fingerprint():
-  with pytest.raises(ValueError, match=r"implementation: got 'auto', .* models.config.numerics_fo"):
+  with pytest.raises(ValueError, match=r"implementation: got 'auto', .* models.decoder.dec"):
     numerics_lib.fingerprint(NumericsConfig())

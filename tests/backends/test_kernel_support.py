@@ -17,10 +17,11 @@ from seerjax import numerics as numerics_lib
 from seerjax.backends import choice, kernel_support
 from seerjax.engine import runner
 from seerjax.models import config as model_config, kv_layout, parameters, presets
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.types import SamplingRows, TokenBatch
 
-BFLOAT16 = NumericsConfig(compute_dtype="bfloat16", row_tile=16)
+BFLOAT16 = NumericsConfig(compute_dtype="bfloat16", row_tile=16, reduction_shards=8)
 PALLAS = dataclasses.replace(BFLOAT16, implementation="pallas")
 QWEN3 = presets.get("qwen3-8b")
 CPU = "got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
@@ -38,7 +39,7 @@ def test_on_hopper_in_bfloat16_the_kernels_are_taken():
   with gpu.h200():
     assert choice.chosen_on_gpu(BFLOAT16, QWEN3) == ("pallas", "")
     assert choice.chosen_on_gpu(BFLOAT16, None) == ("pallas", "")
-    by_name = model_config.numerics_for(QWEN3, PALLAS)
+    by_name = decide(QWEN3, PALLAS).numerics
   assert by_name == PALLAS
 
 
@@ -102,7 +103,7 @@ def test_what_a_kernel_does_not_take_is_its_own_sentence(model, changes, message
     assert reason.startswith(message)
     by_name = dataclasses.replace(numerics, implementation="pallas")
     with pytest.raises(ValueError) as refused:
-      model_config.numerics_for(model, by_name)
+      decide(model, by_name)
   said = str(refused.value)
   assert said.startswith(f"NumericsConfig.implementation: got 'pallas', but {message}")
   assert said.endswith("use 'auto', which falls back to another implementation.")
@@ -118,7 +119,7 @@ def test_a_machine_without_hopper_stays_tiled_and_a_name_is_refused():
   chosen, reason = choice.chosen_on_gpu(BFLOAT16, QWEN3)
   assert chosen == "tiled" and reason.startswith(CPU)
   with pytest.raises(ValueError, match=r"got 'pallas', but got the platform 'cpu', expected an NV"):
-    model_config.numerics_for(QWEN3, PALLAS)
+    decide(QWEN3, PALLAS)
   device = jax.sharding.AbstractDevice(device_kind="NVIDIA B200", num_cores=148, platform="gpu")
   with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
     _, reason = choice.chosen_on_gpu(BFLOAT16, None)
@@ -146,9 +147,9 @@ def step_of(model: model_config.TransformerConfig, numerics: NumericsConfig) -> 
     parameters.shapes(model, numerics.reduction_shards),
   )
   pages = jax.eval_shape(
-    lambda: kv_layout.empty_pages(model, numerics, num_pages=9, page_size=page)
+    lambda: kv_layout.empty_pages(decide(model, numerics), num_pages=9, page_size=page)
   )
-  step = functools.partial(runner.instance_step, config=model, numerics=numerics, axis=None)
+  step = functools.partial(runner.instance_step, decoder=decide(model, numerics))
   jax.eval_shape(step, params, pages, inputs, jax.eval_shape(lambda: numerics_lib.key(0)))
 
 

@@ -14,6 +14,7 @@ import tiny_model
 from seerjax.backends import choice
 from seerjax.backends.mosaic_gpu import MosaicGpu
 from seerjax.models import kv_layout, transformer
+from seerjax.models.decoder import decide
 from seerjax.types import KeyCopies, TokenBatch
 
 HEADS, PAGES, SIZE, WIDTH = 3, 5, 4, 6
@@ -83,9 +84,8 @@ def _forward(x, pages, numerics=tiny_model.NATIVE):
     params | {"embed": embed},
     batch,
     pages,
-    config=tiny_model.CONFIG,
-    numerics=numerics,
     key_copies=copies,
+    decoder=decide(tiny_model.CONFIG, numerics),
   )[0].sum()
 
 
@@ -97,7 +97,7 @@ def test_copies_are_refused_where_nothing_could_read_them():
 
 def test_no_gradient_goes_through_copies():
   numerics = tiny_model.NATIVE
-  pages = kv_layout.empty_pages(tiny_model.CONFIG, numerics, num_pages=3, page_size=16)
+  pages = kv_layout.empty_pages(decide(tiny_model.CONFIG, numerics), num_pages=3, page_size=16)
   message = "through key copies, expected one of a forward without them; pass no key_copies."
   with pytest.raises(NotImplementedError, match=re.escape(message)):
     jax.grad(_forward)(jnp.float32(0), pages)

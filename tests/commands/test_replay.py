@@ -17,12 +17,12 @@ import small_run
 import tiny_model
 
 from seerjax import checkpoint, numerics as numerics_lib, rl
-from seerjax.backends import choice
 from seerjax.commands import replay
 from seerjax.models import (
   chat_template,
   huggingface,
 )
+from seerjax.models.decoder import decide
 from seerjax.rollout import groups, journal as journal_lib
 from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.evaluation import EvaluationConfig
@@ -72,9 +72,9 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
   return directory
 
 
-OTHER_NUMERICS = numerics_lib.fingerprint(
-  choice.decided(dataclasses.replace(tiny_model.ONE_SLAB, row_tile=4))
-)
+OTHER_NUMERICS = decide(
+  tiny_model.SMALLEST, dataclasses.replace(tiny_model.ONE_SLAB, row_tile=4)
+).fingerprint()
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import loading, lora
+from seerjax.models.decoder import decide
 from seerjax.types import Request, SamplingParams
 
 BLOCKS = 16  # Models of the long run.
@@ -68,7 +69,7 @@ def adapters(numerics):
 
 @functools.cache
 def runner_of(numerics, max_programs: int) -> runner_lib.Runner:
-  return runner_lib.Runner(MODEL, numerics, parallel.make_mesh(), max_programs=max_programs)
+  return runner_lib.Runner(decide(MODEL, numerics), parallel.make_mesh(), max_programs=max_programs)
 
 
 def make_engine(numerics, kind=engine_lib.Engine):

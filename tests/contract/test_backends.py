@@ -20,6 +20,7 @@ import tiny_model
 from seerjax import parallel
 from seerjax.backends import protocol, tiled
 from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models.decoder import decide
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
@@ -116,10 +117,15 @@ def turned(pages):
   return jnp.swapaxes(keys, 2, 3), values
 
 
+def decided(backend=None):
+  """Returns the model as decided, with a backend other than that of its numerics."""
+  return decide(tiny_model.CONFIG, NUMERICS, backend=backend)
+
+
 def sampled(backend) -> list:
   """Returns completions of a new engine, which traces its programs anew."""
   mesh = parallel.make_mesh(num_instances=1)
-  runner = runner_lib.Runner(tiny_model.CONFIG, NUMERICS, mesh, max_programs=2, backend=backend)
+  runner = runner_lib.Runner(decided(backend), mesh, max_programs=2)
   return tiny_model.make_engine(SIZES, NUMERICS, runner=runner).generate(REQUESTS)
 
 
@@ -140,20 +146,18 @@ def packed(completions, backend):
   )
   group = RolloutGroup(group_index=0, problem=Problem(problem_id="0", prompt=""), rollouts=rollouts)
   advantages = np.asarray([[-1.0, 1.0, -1.0, 1.0]], np.float32)
-  return packing.pack([group], advantages, numerics=NUMERICS, backend=backend, **LAYOUT)
+  return packing.pack([group], advantages, decoder=decided(backend), **LAYOUT)
 
 
 def trainer_of(backend):
   """Returns a new trainer, which traces its programs anew."""
   return step.Trainer(
-    model=tiny_model.CONFIG,
-    numerics=NUMERICS,
+    decoder=decided(backend),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
     mesh=parallel.make_mesh(num_instances=1),
-    num_pages=packing.layout(numerics=NUMERICS, **LAYOUT).num_pages,
+    num_pages=packing.layout(decoder=decided(), **LAYOUT).num_pages,
     page_size=LAYOUT["page_size"],
-    backend=backend,
   )
 
 

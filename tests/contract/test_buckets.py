@@ -15,6 +15,7 @@ import tiny_model
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import rotary, tiles
 from seerjax.trainer import losses, packing, step as step_lib
@@ -107,14 +108,17 @@ def gap_of(completion, row_tile: int) -> dict[str, float]:
   problem = Problem(problem_id="0", prompt="")
   group = RolloutGroup(group_index=0, problem=problem, rollouts=(rollout,))
   rows = 48 if row_tile == 16 else 64
-  sizes = dict(numerics=numerics, page_size=PAGE_SIZE, rows_per_micro_batch=rows)
+  sizes = dict(decoder=decide(MODEL, numerics), page_size=PAGE_SIZE, rows_per_micro_batch=rows)
   layout = packing.layout(**sizes)
   batch = packing.pack([group], np.zeros((1, 1)), **sizes)
   trainer = step_lib.Trainer(
-    MODEL, numerics, losses.dapo(),
+    decide(MODEL, numerics),
+    losses.dapo(),
     step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
-    parallel.make_mesh(), layout.num_pages, PAGE_SIZE,
-  )  # fmt: skip
+    parallel.make_mesh(),
+    layout.num_pages,
+    PAGE_SIZE,
+  )
   return step_lib.rollout_gap(trainer.scores(weights(), batch), batch)
 
 
@@ -135,7 +139,7 @@ def test_a_step_is_allocated_in_whole_tiles_of_rows_and_segments_and_the_plan_na
 
 
 def test_a_micro_batch_of_one_tile_is_allocated_as_two():
-  sizes = dict(numerics=numerics_of(16), page_size=8, rows_per_micro_batch=16)
+  sizes = dict(decoder=decide(MODEL, numerics_of(16)), page_size=8, rows_per_micro_batch=16)
   layout = packing.layout(**sizes)
   assert layout.num_rows == 32 and layout.num_segments % 4 == 0
 

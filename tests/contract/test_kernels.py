@@ -28,6 +28,7 @@ from seerjax.models import (
   parameters,
   transformer,
 )
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import rotary, sampling
 from seerjax.types import KeyCopies, Request, SamplingParams
@@ -70,12 +71,19 @@ def params():
 
 def forward(params, batch, forced, rows, numerics):
   """Runs `ROWS` rows through forward and head; rows at the same position share their noise."""
-  pages = kv_layout.empty_pages(CONFIG, numerics, num_pages=9, page_size=PAGE_SIZE)
-  hidden, _ = transformer.forward(params, batch, pages, config=CONFIG, numerics=numerics)
+  pages = kv_layout.empty_pages(decide(CONFIG, numerics), num_pages=9, page_size=PAGE_SIZE)
+  hidden, _ = transformer.forward(params, batch, pages, decoder=decide(CONFIG, numerics))
   return hidden, head.sample_and_score(
-    params, hidden, forced, rows, jnp.zeros(ROWS, jnp.uint32), batch.positions,
-    batch.num_rows, jax.random.key(1), config=CONFIG, numerics=numerics,
-  )  # fmt: skip
+    params,
+    hidden,
+    forced,
+    rows,
+    jnp.zeros(ROWS, jnp.uint32),
+    batch.positions,
+    batch.num_rows,
+    jax.random.key(1),
+    decoder=decide(CONFIG, numerics),
+  )
 
 
 step = jax.jit(forward, static_argnums=4)
@@ -162,9 +170,9 @@ def test_a_branch_of_a_tree_has_the_bits_of_its_path():
 
   @jax.jit
   def run(batch, copies):
-    pages = kv_layout.empty_pages(CONFIG, NUMERICS, num_pages=9, page_size=PAGE_SIZE)
+    pages = kv_layout.empty_pages(decide(CONFIG, NUMERICS), num_pages=9, page_size=PAGE_SIZE)
     return transformer.forward(
-      params(), batch, pages, config=CONFIG, numerics=NUMERICS, key_copies=copies
+      params(), batch, pages, key_copies=copies, decoder=decide(CONFIG, NUMERICS)
     )[0]
 
   i32 = functools.partial(jnp.asarray, dtype=jnp.int32)
@@ -190,9 +198,9 @@ def test_rows_of_several_adapters_have_the_bits_of_each_alone():
 
   @jax.jit
   def hidden(params, adapters):
-    pages = kv_layout.empty_pages(CONFIG, NUMERICS, num_pages=9, page_size=PAGE_SIZE)
+    pages = kv_layout.empty_pages(decide(CONFIG, NUMERICS), num_pages=9, page_size=PAGE_SIZE)
     return transformer.forward(
-      params, batch, pages, config=CONFIG, numerics=NUMERICS, adapters=adapters
+      params, batch, pages, adapters=adapters, decoder=decide(CONFIG, NUMERICS)
     )[0]
 
   chosen = adapters_lib.stacked(params(), named, pads=False)

@@ -19,6 +19,7 @@ from pallas_kernels import gpu, matmul
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends import mosaic_gpu
 from seerjax.models import config as model_config, flax_module, kv_layout, parameters, transformer
+from seerjax.models.decoder import decide
 from seerjax.ops import rotary
 
 REASON = gpu.device_reason(interpret=True)
@@ -87,10 +88,7 @@ def hidden_rows(params, batch, *, slabs, num_pages, axis=None, kind=mosaic_gpu.M
     params,
     batch,
     kv_layout.ScratchPages(num_pages, PAGE_SIZE),
-    config=config_of(slabs),
-    numerics=numerics,
-    axis=axis,
-    backend=kind(numerics),
+    decoder=decide(config_of(slabs), numerics, axis=axis, backend=kind(numerics)),
   )[0]
 
 

@@ -19,6 +19,7 @@ import tiny_model
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import flax_module, kv_layout, lora, parameters, transformer, weights
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import rotary
 from seerjax.trainer import losses, packing, step as step_lib
@@ -70,7 +71,7 @@ DEEP_NUMERICS = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=2)
 
 def pool_of(config, numerics, num_pages):
   """Stacks the pages of all layers in one pool, for any number of layers."""
-  pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  pages = kv_layout.empty_pages(decide(config, numerics), num_pages=num_pages, page_size=PAGE_SIZE)
   return (tuple(jnp.stack(leaves, axis=2) for leaves in zip(*pages, strict=True)),)
 
 
@@ -102,8 +103,8 @@ def test_rows_and_keys_are_those_of_layers_in_a_row(case, numerics, length):
   loop = parameters.stacked(row)
   assert_equal(parameters.unstacked(loop), row)
   batch, tokens, num_pages = sequences(config, numerics, length)
-  forward = jax.jit(functools.partial(transformer.forward, config=config, numerics=numerics))
-  pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
+  forward = jax.jit(functools.partial(transformer.forward, decoder=decide(config, numerics)))
+  pages = kv_layout.empty_pages(decide(config, numerics), num_pages=num_pages, page_size=PAGE_SIZE)
   pool = pool_of(config, numerics, num_pages)
   expected, expected_pages = forward(row, batch, pages)
   found, found_pages = forward(loop, batch, pool)
@@ -114,7 +115,7 @@ def test_rows_and_keys_are_those_of_layers_in_a_row(case, numerics, length):
   assert not np.array_equal(turned, expected)
 
   def loss(params):
-    logits = flax_module.logits_of(params, tokens, config=config, numerics=numerics)
+    logits = flax_module.logits_of(params, tokens, decoder=decide(config, numerics))
     return jnp.mean(jnp.square(logits)), logits
 
   (_, found), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(loop)
@@ -132,12 +133,13 @@ def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards, numerics):
   row = lora.attach(tiny_model.random_params(ODD, numerics), adapter, 0.5)
   loop = lora.attach(parameters.stacked(tiny_model.random_params(ODD, numerics)), adapter, 0.5)
   batch, _, num_pages = sequences(ODD, numerics, 5)
-  pages = kv_layout.empty_pages(ODD, numerics, num_pages=num_pages, page_size=PAGE_SIZE)
-  run = functools.partial(transformer.forward, config=ODD, numerics=numerics)
+  pages = kv_layout.empty_pages(decide(ODD, numerics), num_pages=num_pages, page_size=PAGE_SIZE)
+  decoder, mesh = decide(ODD, numerics), parallel.make_mesh(model_shards=model_shards)
+  run = functools.partial(transformer.forward, decoder=decoder)
   expected, expected_pages = jax.jit(run)(row, batch, pages)
   sharded = jax.shard_map(
-    functools.partial(run, axis="model"),
-    mesh=parallel.make_mesh(model_shards=model_shards),
+    functools.partial(transformer.forward, decoder=decoder.on(mesh)),
+    mesh=mesh,
     in_specs=(parameters.specs_of(loop), jax.P(), jax.P("model")),
     out_specs=(jax.P(), jax.P("model")),
     check_vma=False,
@@ -177,7 +179,7 @@ def answers(params, numerics, mesh, *, is_moved: bool) -> list:
       page_size=PAGE_SIZE, num_pages=40, max_sequences=3, max_context=48, row_buckets=(8,)
     ),
     key=jax.random.key(7),
-    runner=runner_lib.Runner(DEEP, numerics, mesh, max_programs=2),
+    runner=runner_lib.Runner(decide(DEEP, numerics), mesh, max_programs=2),
   )
   for index in range(6):
     engine.submit(request_of(index), instance=0, chunk_tokens=3 if is_moved else None)
@@ -206,7 +208,7 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
     for index, one in enumerate(completions)
   ]
   layout = dict(
-    numerics=numerics,
+    decoder=decide(DEEP, numerics),
     page_size=PAGE_SIZE,
     rows_per_micro_batch=128,
     max_sequences=8,
@@ -219,8 +221,7 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
   ]
   batch = packing.pack(groups, np.ones((6, 1), np.float32), **layout)
   trainer = step_lib.Trainer(
-    DEEP,
-    numerics,
+    decide(DEEP, numerics),
     losses.LossConfig(),
     optax.sgd(1.0),
     parallel.make_mesh(),
@@ -272,10 +273,10 @@ def test_the_program_of_a_deep_model_does_not_grow_with_its_depth():
     batch, _, num_pages = sequences(config, DEEP_NUMERICS, 5)
     pages = jax.eval_shape(
       lambda config=config, num_pages=num_pages: kv_layout.empty_pages(
-        config, DEEP_NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE
+        decide(config, DEEP_NUMERICS), num_pages=num_pages, page_size=PAGE_SIZE
       )
     )
-    run = functools.partial(transformer.forward, config=config, numerics=DEEP_NUMERICS)
+    run = functools.partial(transformer.forward, decoder=decide(config, DEEP_NUMERICS))
     sizes.append(len(jax.jit(run).lower(params, batch, pages).as_text()))
   assert sizes[1] < 1.02 * sizes[0]
 
@@ -289,7 +290,7 @@ def test_a_gradient_through_pages_that_layers_share_is_refused():
   pool = pool_of(ODD, tiny_model.NUMERICS, num_pages)
 
   def loss(params):
-    run = functools.partial(transformer.forward, config=ODD, numerics=tiny_model.NUMERICS)
+    run = functools.partial(transformer.forward, decoder=decide(ODD, tiny_model.NUMERICS))
     return jnp.sum(run(params, batch, pool)[0])
 
   with pytest.raises(NotImplementedError, match="got a gradient .* expected one through Scratch"):
@@ -299,8 +300,10 @@ def test_a_gradient_through_pages_that_layers_share_is_refused():
 def test_a_loop_needs_pages_in_one_pool():
   params = parameters.stacked(tiny_model.random_params(ODD, tiny_model.NUMERICS))
   batch, _, num_pages = sequences(ODD, tiny_model.NUMERICS, 3)
-  run = functools.partial(transformer.forward, config=ODD, numerics=tiny_model.NUMERICS)
-  pages = kv_layout.empty_pages(ODD, tiny_model.NUMERICS, num_pages=num_pages, page_size=PAGE_SIZE)
+  run = functools.partial(transformer.forward, decoder=decide(ODD, tiny_model.NUMERICS))
+  pages = kv_layout.empty_pages(
+    decide(ODD, tiny_model.NUMERICS), num_pages=num_pages, page_size=PAGE_SIZE
+  )
   with pytest.raises(ValueError, match="got stacked layers and a pair of pages for each of 2"):
     jax.eval_shape(run, params, batch, pages)
   with pytest.raises(ValueError, match="page_size: got 12, expected a divisor of kv_split=16"):
@@ -316,7 +319,7 @@ def test_a_loop_needs_pages_in_one_pool():
 )
 def test_weights_in_a_loop_are_refused_by_the_path_of_a_layer(change, message):
   params = deep_params(DEEP_NUMERICS)
-  check = functools.partial(weights.check, model=DEEP, numerics=DEEP_NUMERICS, dtype=jnp.float32)
+  check = functools.partial(weights.check, decoder=decide(DEEP, DEEP_NUMERICS), dtype=jnp.float32)
   check(params, what="params")
   changed = {**params, "layers": jax.tree.map(change, params["layers"])}
   with pytest.raises(ValueError, match=message):

@@ -27,6 +27,7 @@ import pytest
 
 from seerjax import numerics as numerics_lib
 from seerjax.engine import runner as runner_lib
+from seerjax.models.decoder import decide
 
 BLOCKS = 26  # Models of the long run.
 # First number of fresh cases, beyond the long run's.
@@ -120,8 +121,10 @@ class ReadsTheBucket(runner_lib.Runner):
   def step(self, params, pages, inputs, key):
     tile = 1 << (inputs.batch.tokens.shape[1] - 1).bit_length()
     if tile not in self._by_tile:
-      numerics = dataclasses.replace(self.numerics, row_tile=tile)
-      self._by_tile[tile] = runner_lib.Runner(self.config, numerics, self.mesh, self.max_programs)
+      numerics = dataclasses.replace(self.decoder.numerics, row_tile=tile)
+      self._by_tile[tile] = runner_lib.Runner(
+        decide(self.decoder.shape, numerics), self.mesh, self.max_programs
+      )
     return self._by_tile[tile].step(params, pages, inputs, key)
 
 

@@ -24,6 +24,7 @@ from seerjax.backends.native import ffi, numbers, pointers, threads
 from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import flax_module, head, kv_layout, transformer
+from seerjax.models.decoder import decide
 from seerjax.ops import sampling
 from seerjax.types import SamplingParams
 
@@ -71,13 +72,20 @@ def scored(
 
   @jax.jit
   def run(params, batch):
-    pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
-    hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+    pages = kv_layout.empty_pages(decide(config, numerics), num_pages=num_pages, page_size=8)
+    hidden, _ = transformer.forward(params, batch, pages, decoder=decide(config, numerics))
     given = jnp.full(count, -1, jnp.int32)
     return head.sample_and_score(
-      params, hidden, given, jax.tree.map(jnp.asarray, drawn_by), jnp.arange(count, dtype="uint32"),
-      batch.positions, batch.num_rows, numerics_lib.key(0), config=config, numerics=numerics,
-    )  # fmt: skip
+      params,
+      hidden,
+      given,
+      jax.tree.map(jnp.asarray, drawn_by),
+      jnp.arange(count, dtype="uint32"),
+      batch.positions,
+      batch.num_rows,
+      numerics_lib.key(0),
+      decoder=decide(config, numerics),
+    )
 
   with threaded(num_threads):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params, batch))]
@@ -105,13 +113,19 @@ def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
   drawn_by = sampling.sampling_rows([SamplingParams(temperature=0.8)] * count)
 
   def loss(params):
-    pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
-    hidden, _ = transformer.forward(params, batch, pages, config=config, numerics=numerics)
+    pages = kv_layout.empty_pages(decide(config, numerics), num_pages=num_pages, page_size=8)
+    hidden, _ = transformer.forward(params, batch, pages, decoder=decide(config, numerics))
     _, scores = head.sample_and_score(
-      params, hidden, jnp.asarray(given), jax.tree.map(jnp.asarray, drawn_by),
-      jnp.arange(count, dtype="uint32"), batch.positions, batch.num_rows, numerics_lib.key(0),
-      config=config, numerics=numerics,
-    )  # fmt: skip
+      params,
+      hidden,
+      jnp.asarray(given),
+      jax.tree.map(jnp.asarray, drawn_by),
+      jnp.arange(count, dtype="uint32"),
+      batch.positions,
+      batch.num_rows,
+      numerics_lib.key(0),
+      decoder=decide(config, numerics),
+    )
     return jnp.sum(scores.logprob)
 
   def gradient(num_threads):
@@ -174,7 +188,7 @@ class FollowsTheBatch(NumbaCpu):
 def test_a_chain_that_follows_the_batch_is_noticed(numerics):
   mesh = parallel.make_mesh()
   runner = runner_lib.Runner(
-    tiny_model.CONFIG, numerics, mesh, max_programs=2, backend=FollowsTheBatch(numerics)
+    decide(tiny_model.CONFIG, numerics, backend=FollowsTheBatch(numerics)), mesh, max_programs=2
   )
   engine = tiny_model.make_engine(SIZES, numerics, runner=runner)
   assert tiny_model.num_differing(engine.generate(tiny_model.random_requests(8)), numerics) > 0

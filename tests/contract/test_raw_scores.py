@@ -27,6 +27,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import config as model_config, head
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import penalties, rotary, sampling
 from seerjax.serve import scoring
@@ -140,9 +141,16 @@ def scores_of(
 
   def run(params):
     found = head.sample_and_score(
-      params, hidden, forced, parameters, seeds, positions, jnp.int32(ROWS), KEY, config=config,
-      numerics=numerics, backend=backend,
-    )  # fmt: skip
+      params,
+      hidden,
+      forced,
+      parameters,
+      seeds,
+      positions,
+      jnp.int32(ROWS),
+      KEY,
+      decoder=decide(config, numerics, backend=backend),
+    )
     return sum(map(jnp.sum, found[1])), found
 
   if has_gradient:
@@ -223,12 +231,11 @@ LAYOUT = {
 @functools.cache
 def trainer(numerics) -> step.Trainer:
   return step.Trainer(
-    model=tiny_model.CONFIG,
-    numerics=numerics,
+    decoder=decide(tiny_model.CONFIG, numerics),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
     mesh=parallel.make_mesh(num_instances=1),
-    num_pages=packing.layout(numerics=numerics, **LAYOUT).num_pages,
+    num_pages=packing.layout(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT).num_pages,
     page_size=LAYOUT["page_size"],
   )
 
@@ -281,7 +288,7 @@ def compare_readers(numerics, rng, count, events, *, trains=True):
     ]
     batch = packing.pack(
       [made_rollouts.group(place, one) for place, one in enumerate(rollouts)], advantages,
-      numerics=numerics, num_biases=sampling.MAX_LOGIT_BIAS, **LAYOUT,
+      decoder=decide(tiny_model.CONFIG, numerics), num_biases=sampling.MAX_LOGIT_BIAS, **LAYOUT,
     )  # fmt: skip
     _, _, scores = trainer(numerics).gradient(
       tiny_model.params(numerics), batch, losses.denominators(batch), None

@@ -33,6 +33,7 @@ from seerjax.kv.owner import BASE, Owner
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.kv.prefix_index import PrefixIndex
 from seerjax.models import parameters
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.sleep import contexts as contexts_lib, planner, runner as sleep_lib
 from seerjax.sleep.contexts import Contexts, Identity, Rewrite
@@ -196,7 +197,7 @@ def programs(numerics, mesh: tuple[int, int]) -> runner_lib.Runner:
   if numerics == word_engine.NUMERICS and mesh == (1, 1):
     return word_engine.runner()
   made = parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1])
-  return runner_lib.Runner(word_engine.CONFIG, numerics, made, max_programs=64)
+  return runner_lib.Runner(decide(word_engine.CONFIG, numerics), made, max_programs=64)
 
 
 def make_engine(numerics, mesh, weights: int, *, config=SIZES, kind=Engine, **others) -> Engine:

@@ -20,6 +20,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.engine.engine import EngineConfig
+from seerjax.models.decoder import decide
 from seerjax.ops import sampling as sampling_lib
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
@@ -121,16 +122,19 @@ def pack(sampled, order, numerics):
   ]
   advantages = np.tile(np.asarray([-1.0, 1.0], np.float32), (len(groups), 1))
   return packing.pack(
-    groups, advantages, numerics=numerics, num_biases=sampling_lib.MAX_LOGIT_BIAS, **LAYOUT
+    groups,
+    advantages,
+    decoder=decide(tiny_model.CONFIG, numerics),
+    num_biases=sampling_lib.MAX_LOGIT_BIAS,
+    **LAYOUT,
   )
 
 
 @functools.cache
 def trainer(numerics, num_instances: int = 1) -> step.Trainer:
-  layout = packing.layout(numerics=numerics, **LAYOUT)
+  layout = packing.layout(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT)
   return step.Trainer(
-    model=tiny_model.CONFIG,
-    numerics=numerics,
+    decoder=decide(tiny_model.CONFIG, numerics),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
     mesh=parallel.make_mesh(num_instances=num_instances),

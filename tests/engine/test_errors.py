@@ -163,7 +163,7 @@ def failing_engine(error: BaseException, *at: int) -> engine_lib.Engine:
     Model(CONFIG, params(), NUMERICS, TOKENIZER),
     config=SIZES,
     key=engine.key,
-    runner=Failing(inner.config, inner.numerics, mesh, 2, inner=inner, errors=errors),
+    runner=Failing(inner.decoder, mesh, 2, inner=inner, errors=errors),
   )
 
 

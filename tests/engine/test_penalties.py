@@ -13,6 +13,7 @@ import tiny_model
 from seerjax import parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import EngineConfig
+from seerjax.models.decoder import decide
 from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(
@@ -110,7 +111,7 @@ class ForgetsDrafts(runner_lib.Runner):
 @pytest.mark.thorough
 def test_a_draft_whose_earlier_tokens_do_not_count_is_noticed():
   mesh = parallel.make_mesh(num_instances=1)
-  twin = ForgetsDrafts(tiny_model.CONFIG, tiny_model.NATIVE, mesh, max_programs=64)
+  twin = ForgetsDrafts(decide(tiny_model.CONFIG, tiny_model.NATIVE), mesh, max_programs=64)
   found = drafted(runner=twin)
   assert any(not tiny_model.same(found[one.request_id], alone(one)) for one in REQUESTS[:3])
   assert tiny_model.same(found["plain"], alone(REQUESTS[3]))

@@ -17,6 +17,7 @@ from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv import page_moves
 from seerjax.models import kv_layout
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.types import SamplingRows, TokenBatch
 
@@ -159,14 +160,14 @@ def test_weights_keep_their_values_and_slabs_are_spread_over_the_model_axis():
 def test_a_runner_is_equal_to_one_of_the_same_things():
   # Engines check the settings of a shared runner.
   mesh = parallel.make_mesh()
-  one = runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
-  assert one == runner_lib.Runner(tiny_model.CONFIG, tiny_model.NUMERICS, mesh, 1)
-  assert one != runner_lib.Runner(tiny_model.CONFIG, tiny_model.BFLOAT16, mesh, 1)
+  one = runner_lib.Runner(decide(tiny_model.CONFIG, tiny_model.NUMERICS), mesh, 1)
+  assert one == runner_lib.Runner(decide(tiny_model.CONFIG, tiny_model.NUMERICS), mesh, 1)
+  assert one != runner_lib.Runner(decide(tiny_model.CONFIG, tiny_model.BFLOAT16), mesh, 1)
 
 
 @pytest.mark.thorough
 def test_nothing_is_traced_after_the_first_step_of_each_bucket():
-  own = runner_lib.Runner(tiny_model.CONFIG, NUMERICS, parallel.make_mesh(), max_programs=1)
+  own = runner_lib.Runner(decide(tiny_model.CONFIG, NUMERICS), parallel.make_mesh(), max_programs=1)
   sizes = EngineConfig(page_size=8, num_pages=9, max_sequences=2, max_context=32, row_buckets=(8,))
 
   def engine(config):
@@ -209,7 +210,7 @@ class SeesNoCopies(page_moves.PageMoves):
 def said_by(backend, moves=page_moves.PageMoves):
   """Returns completions of six requests that share (part) pages; some are filtered or biased."""
   mesh = parallel.make_mesh()
-  own = runner_lib.Runner(CONFIG, NUMERICS, mesh, max_programs=1, backend=backend)
+  own = runner_lib.Runner(decide(CONFIG, NUMERICS, backend=backend), mesh, max_programs=1)
   vars(own)["page_moves"] = moves(mesh)
   engine = Engine(
     Model(CONFIG, params(), NUMERICS),

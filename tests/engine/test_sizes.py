@@ -11,15 +11,15 @@ import tiny_model
 import word_engine
 
 from seerjax import parallel
-from seerjax.backends import choice
 from seerjax.engine import sizes
 from seerjax.engine.engine import Engine
 from seerjax.models import presets
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
 MODEL, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
-BACKEND = choice.backend_of(NUMERICS)
+DECODER = decide(MODEL, NUMERICS)
 PAGE_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 8 * 4
 OPEN = sizes.EngineConfig(page_size=8, max_context=32, row_buckets=(4, 16))
 
@@ -27,15 +27,15 @@ OPEN = sizes.EngineConfig(page_size=8, max_context=32, row_buckets=(4, 16))
 def fitted(config: sizes.EngineConfig, num_pages: float) -> sizes.EngineConfig:
   """Returns the config when PAGES_SHARE of free memory holds `num_pages` pages."""
   free = (num_pages + 0.5) * PAGE_BYTES / sizes.PAGES_SHARE
-  return sizes.fitted(config, MODEL, BACKEND, free_bytes=free)
+  return sizes.fitted(config, DECODER, free_bytes=free)
 
 
 def test_pages_that_fit_is_memory_over_the_bytes_of_a_page():
   for numerics, expected in ((NUMERICS, 10), (tiny_model.BFLOAT16, 20)):
     memory = 10 * PAGE_BYTES
-    backend = choice.backend_of(numerics)
-    assert sizes.pages_that_fit(MODEL, backend, page_size=8, memory_bytes=memory) == expected
-  assert sizes.pages_that_fit(MODEL, BACKEND, page_size=8, memory_bytes=memory - 1) == 9
+    decoder = decide(MODEL, numerics)
+    assert sizes.pages_that_fit(decoder, page_size=8, memory_bytes=memory) == expected
+  assert sizes.pages_that_fit(DECODER, page_size=8, memory_bytes=memory - 1) == 9
 
 
 def test_zeros_are_filled_from_free_memory():
@@ -47,37 +47,38 @@ def test_zeros_are_filled_from_free_memory():
   # Whole answers, where they are reserved.
   whole = fitted(dataclasses.replace(OPEN, reserved_tokens=0), 10)
   assert (whole.num_pages, whole.max_sequences) == (10, 2)
-  unknown = sizes.fitted(OPEN, MODEL, BACKEND, free_bytes=float("inf"))
+  unknown = sizes.fitted(OPEN, DECODER, free_bytes=float("inf"))
   assert unknown == plenty
 
 
 @pytest.mark.parametrize(("implementation", "expected"), [("tiled", 1), ("native", 8)])
 def test_steps_of_a_visit_that_are_left_open_are_the_backend_s(implementation, expected):
-  backend = choice.backend_of(dataclasses.replace(NUMERICS, implementation=implementation))
-  found = sizes.fitted(OPEN, MODEL, backend, free_bytes=float("inf"))
+  decoder = decide(MODEL, dataclasses.replace(NUMERICS, implementation=implementation))
+  found = sizes.fitted(OPEN, decoder, free_bytes=float("inf"))
   assert found.steps_per_visit == expected
 
 
-UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
+OPEN_SLABS = dataclasses.replace(NUMERICS, reduction_shards=0)
+UNTILED = dataclasses.replace(OPEN_SLABS, implementation="untiled")
 
 
 @pytest.mark.parametrize(
   ("name", "numerics", "context", "max_sequences", "expected"),
   [
     # 4 (3 * 384 + 4 * 128) = 6,656 bytes a row: far more than 512 rows fit a GiB.
-    ("nano", NUMERICS, 512, 64, (64, 512)),
-    ("nano", NUMERICS, 1024, 0, (64, 512)),
+    ("nano", OPEN_SLABS, 512, 64, (64, 512)),
+    ("nano", OPEN_SLABS, 1024, 0, (64, 512)),
     ("nano", UNTILED, 512, 64, (64, 512)),
     # 4 (3 * 3,072 + 4 * 1,024) = 53,248 and 4 (3 * 12,288 + 4 * 4,096) = 212,992: 5,041 of them.
-    ("qwen3-0.6b", NUMERICS, 1024, 0, (64, 512)),
-    ("qwen3-8b", NUMERICS, 32_768, 0, (64, 512)),
+    ("qwen3-0.6b", OPEN_SLABS, 1024, 0, (64, 512)),
+    ("qwen3-8b", OPEN_SLABS, 32_768, 0, (64, 512)),
     # 8 * 151,936 logits more, 4,915,200 and 5,074,944 bytes: 218 and 211 rows.
     ("qwen3-0.6b", UNTILED, 1024, 0, (64, 128)),
     ("qwen3-8b", UNTILED, 32_768, 0, (64, 128)),
     # No more than sequences can fill, and no fewer than sequences.
-    ("nano", NUMERICS, 64, 3, (64, 256)),
-    ("nano", NUMERICS, 16, 1, (16,)),
-    ("nano", NUMERICS, 2, 0, (64, 128)),
+    ("nano", OPEN_SLABS, 64, 3, (64, 256)),
+    ("nano", OPEN_SLABS, 16, 1, (16,)),
+    ("nano", OPEN_SLABS, 2, 0, (64, 128)),
     ("qwen3-8b", UNTILED, 1024, 1000, (64, 1024)),
   ],
 )
@@ -86,18 +87,19 @@ def test_row_buckets_follow_from_model_and_context(
 ):
   model = presets.get(name)
   config = sizes.EngineConfig(max_context=context, max_sequences=max_sequences)
-  assert sizes.with_buckets(config, model, numerics).row_buckets == expected
+  assert sizes.with_buckets(config, decide(model, numerics)).row_buckets == expected
   # A model with a smaller context limits it.
   short = dataclasses.replace(model, max_context=context)
   config = sizes.EngineConfig(max_context=2**20, max_sequences=max_sequences)
-  assert sizes.with_buckets(config, short, numerics).row_buckets == expected
+  assert sizes.with_buckets(config, decide(short, numerics)).row_buckets == expected
 
 
 def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
   # 16 * 2**20 bytes a row: 64 rows, a byte more: 32; 16 * 2**27: none.
   for features, expected in ((2**20, (64,)), (2**20 + 1, (32,)), (2**27, (1,))):
     model = dataclasses.replace(presets.get("nano"), hidden_size=features - 3, intermediate_size=4)
-    assert sizes.with_buckets(sizes.EngineConfig(), model, NUMERICS).row_buckets == expected
+    decoder = decide(model, OPEN_SLABS)
+    assert sizes.with_buckets(sizes.EngineConfig(), decoder).row_buckets == expected
 
 
 def test_what_is_named_is_taken_as_it_is():
@@ -111,7 +113,7 @@ def test_what_is_named_is_taken_as_it_is():
     background_rows=2,
     pinned_pages=1,
   )
-  assert fitted(named, 5) == named == sizes.with_buckets(named, MODEL, NUMERICS)
+  assert fitted(named, 5) == named == sizes.with_buckets(named, DECODER)
 
 
 def test_memory_that_holds_no_context_holds_shorter_requests():
@@ -127,12 +129,12 @@ def test_a_real_model_answers_many_at_once():
   model = presets.get("qwen3-8b")
   numerics = dataclasses.replace(NUMERICS, kv_split=256)
   for dtype, whole in (("float32", 1), ("bfloat16", 3)):
-    backend = choice.backend_of(dataclasses.replace(numerics, compute_dtype=dtype))
+    decoder = decide(model, dataclasses.replace(numerics, compute_dtype=dtype))
     config = sizes.EngineConfig(max_context=40_960)
-    found = sizes.fitted(config, model, backend, free_bytes=45 * 2**30)
+    found = sizes.fitted(config, decoder, free_bytes=45 * 2**30)
     assert (found.max_sequences, found.max_context) == (64, 40_960)
     config = dataclasses.replace(config, reserved_tokens=0)
-    assert sizes.fitted(config, model, backend, free_bytes=45 * 2**30).max_sequences == whole
+    assert sizes.fitted(config, decoder, free_bytes=45 * 2**30).max_sequences == whole
 
 
 @pytest.mark.thorough
@@ -172,7 +174,7 @@ def test_the_plan_says_what_was_allocated():
   place = jax.sharding.NamedSharding(parallel.make_mesh(model_shards=8), jax.P("model"))
   line = sizes.described(
     word_engine.make_engine().config,
-    BACKEND,
+    DECODER.backend,
     num_instances=1,
     allocated=(
       jnp.zeros(2**18, jnp.float32, device=place),

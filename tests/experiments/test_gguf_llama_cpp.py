@@ -78,7 +78,7 @@ def test_llama_cpp_answers_as_we_do_from_what_we_wrote(case, tmp_path, seed):
     tokenizer=gguf_cases.tokenizer("qwen2"),
   )
   loaded = loading.load_model(
-    tmp_path / "m.gguf", numerics_lib.NumericsConfig(reduction_shards=0, implementation="native")
+    tmp_path / "m.gguf", numerics_lib.NumericsConfig(implementation="native")
   )
   engine = engine_lib.Engine(
     loaded,

@@ -183,7 +183,7 @@ class OneArray(Runner):
 @pytest.mark.parametrize("tier", ["host", "store"])
 def test_a_layout_of_one_array_spills_migrates_and_comes_back(tier, tmp_path):
   inner = tiny_model.runner(tiny_model.NUMERICS, 2, 2)
-  runner = OneArray(inner.config, inner.numerics, inner.mesh, inner.max_programs)
+  runner = OneArray(inner.decoder, inner.mesh, inner.max_programs)
   pool = KVPool(
     KVPoolConfig(host_pages=64 if tier == "host" else 16), DiskStore(tmp_path, max_bytes=10**7)
   )

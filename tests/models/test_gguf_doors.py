@@ -33,7 +33,7 @@ from seerjax.speculation import draft_loading
 
 CONFIG = gguf_cases.QWEN3
 ROOT = pathlib.Path(__file__).parents[2]
-AUTO = numerics_lib.NumericsConfig(reduction_shards=0)
+AUTO = numerics_lib.NumericsConfig()
 
 
 @pytest.fixture(scope="module")

@@ -286,7 +286,7 @@ def test_a_model_from_a_file_is_one_from_its_directory(tmp_path):
   directory = gguf_cases.saved(tmp_path / "model", gguf_cases.QWEN2)
   params, config = huggingface.load(directory, gguf_cases.NUMERICS)
   gguf_write.save(tmp_path / "m.gguf", params, config, tokenizer=tokenizer_lib.load(directory))
-  numerics = numerics_lib.NumericsConfig(reduction_shards=0)
+  numerics = numerics_lib.NumericsConfig()
   one, other = (loading.load_model(p, numerics) for p in (directory, tmp_path / "m.gguf"))
   assert one.config == other.config and one.numerics == other.numerics
   assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), one.params, other.params))

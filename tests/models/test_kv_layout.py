@@ -9,6 +9,7 @@ import tiny_model
 
 from seerjax.backends.tiled import Tiled
 from seerjax.models import kv_layout, parameters
+from seerjax.models.decoder import decide
 
 NUMERICS = tiny_model.NUMERICS
 
@@ -24,7 +25,8 @@ class KeysTurned(Tiled):
 @pytest.mark.parametrize("backend", [Tiled(NUMERICS), KeysTurned(NUMERICS)])
 def test_pages_of_layers_and_pools_have_the_axes_that_the_backend_names(num_layers, backend):
   config = dataclasses.replace(tiny_model.CONFIG, num_layers=num_layers)
-  pages = kv_layout.empty_pages(config, NUMERICS, num_pages=5, page_size=4, backend=backend)
+  decoder = decide(config, NUMERICS, backend=backend)
+  pages = kv_layout.empty_pages(decoder, num_pages=5, page_size=4)
   is_pool = num_layers > parameters.UNROLLED_LAYERS
   layers = (num_layers,) if is_pool else ()
   of_a_page = {"zc": (4, config.head_dim), "cz": (config.head_dim, 4)}
@@ -33,20 +35,20 @@ def test_pages_of_layers_and_pools_have_the_axes_that_the_backend_names(num_laye
   ]
   assert len(pages) == (1 if is_pool else num_layers)
   assert all([leaf.shape for leaf in layer] == wanted for layer in pages)
-  assert kv_layout.is_pool(pages, backend) == is_pool
-  assert kv_layout.page_size_of(pages, backend) == 4
+  assert kv_layout.is_pool(pages, decoder) == is_pool
+  assert kv_layout.page_size_of(pages, decoder) == 4
 
 
 def test_scratch_pages_have_the_axes_that_the_backend_names_and_a_shards_heads():
   config, scratch = tiny_model.CONFIG, kv_layout.ScratchPages(5, 4)
   heads, features = config.num_kv_heads, config.head_dim
-  assert (
-    kv_layout.scratch_of_layer(config, scratch, 1, Tiled(NUMERICS))
-    == ((heads, 5, 4, features),) * 2
+  tiled, turned = (
+    decide(config, NUMERICS, backend=backend) for backend in (Tiled(NUMERICS), KeysTurned(NUMERICS))
   )
-  assert kv_layout.scratch_of_layer(config, scratch, 2, KeysTurned(NUMERICS)) == (
+  assert kv_layout.scratch_of_layer(tiled, scratch, 1) == ((heads, 5, 4, features),) * 2
+  assert kv_layout.scratch_of_layer(turned, scratch, 2) == (
     (heads // 2, 5, features, 4),
     (heads // 2, 5, 4, features),
   )
-  assert kv_layout.page_size_of(scratch, KeysTurned(NUMERICS)) == 4
-  assert not kv_layout.is_pool(scratch, KeysTurned(NUMERICS))
+  assert kv_layout.page_size_of(scratch, turned) == 4
+  assert not kv_layout.is_pool(scratch, turned)

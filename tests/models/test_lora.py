@@ -13,6 +13,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.models import flax_module, kv_layout, lora, parameters, transformer
+from seerjax.models.decoder import decide
 
 NUMERICS, BFLOAT16 = tiny_model.NUMERICS, tiny_model.BFLOAT16
 MODEL = tiny_model.ODD
@@ -85,7 +86,7 @@ def test_merging_by_hand():
 
 
 def loss_of(params, numerics):
-  logits = flax_module.logits_of(params, tokens_of(2, LENGTH), config=MODEL, numerics=numerics)
+  logits = flax_module.logits_of(params, tokens_of(2, LENGTH), decoder=decide(MODEL, numerics))
   return jnp.mean(jax.nn.logsumexp(logits * logits, axis=-1)), logits
 
 
@@ -145,7 +146,7 @@ def test_without_adapters_everything_learns():
 
 
 def hidden_rows(params, pages, batch, axis=None):
-  return transformer.forward(params, batch, pages, config=MODEL, numerics=NUMERICS, axis=axis)[0]
+  return transformer.forward(params, batch, pages, decoder=decide(MODEL, NUMERICS, axis=axis))[0]
 
 
 # One program for all meshes to compare with.
@@ -159,7 +160,7 @@ def test_devices_change_no_bit(model_shards):
   params = lora.attach(base_of(NUMERICS), adapter_of(), SCALE)
   batch, num_pages = flax_module.sequences_batch(2, 5, NUMERICS, 16)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens_of(2, 5).reshape(-1))
-  pages = kv_layout.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
+  pages = kv_layout.empty_pages(decide(MODEL, NUMERICS), num_pages=num_pages, page_size=16)
   sharded = jax.shard_map(
     functools.partial(hidden_rows, axis="model"),
     mesh=parallel.make_mesh(model_shards=model_shards),

@@ -12,6 +12,7 @@ import pytest
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import flax_module, huggingface
+from seerjax.models.decoder import decide
 
 torch = pytest.importorskip("torch", reason="parity needs the optional torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="parity needs the optional transformers")
@@ -135,7 +136,7 @@ def ours(directory, case):
   numerics = numerics_lib.NumericsConfig(**(vars(NUMERICS) | {"reduction_shards": CASES[case][1]}))
   params, config = huggingface.load(directory, numerics)
   logits = jax.jit(
-    lambda params, tokens: flax_module.logits_of(params, tokens, config=config, numerics=numerics)
+    lambda params, tokens: flax_module.logits_of(params, tokens, decoder=decide(config, numerics))
   )
   return params, config, logits
 

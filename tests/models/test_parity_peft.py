@@ -9,6 +9,7 @@ import pytest
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import flax_module, huggingface, lora, peft
+from seerjax.models.decoder import decide
 
 torch = pytest.importorskip("torch", reason="parity needs the optional torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="parity needs the optional transformers")
@@ -40,7 +41,7 @@ def ours(base, adapter, scale):
   params, config = huggingface.load(base, NUMERICS)
   params = lora.attach(params, adapter, scale)
   logits = lambda params: flax_module.logits_of(
-    params, jnp.asarray(TOKENS, jnp.int32), config=config, numerics=NUMERICS
+    params, jnp.asarray(TOKENS, jnp.int32), decoder=decide(config, NUMERICS)
   )
   return np.asarray(jax.jit(logits)(params))
 

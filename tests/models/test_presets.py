@@ -8,6 +8,7 @@ import pytest
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import config as model_config, parameters, presets
+from seerjax.models.decoder import decide
 from seerjax.ops import rotary
 
 # Parameters by the safetensors metadata of each repository; tied heads count once.
@@ -54,7 +55,7 @@ def test_every_preset_divides_into_its_slabs(name):
   numerics = numerics_lib.NumericsConfig(
     reduction_shards=shards, implementation="tiled", row_tile=16
   )
-  assert model_config.numerics_for(presets.get(name), numerics) == numerics
+  assert decide(presets.get(name), numerics).numerics == numerics
   assert shards == (
     2
     if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")

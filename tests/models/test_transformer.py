@@ -25,6 +25,7 @@ from seerjax.models import (
   presets,
   transformer,
 )
+from seerjax.models.decoder import decide
 from seerjax.ops import norms, sampling
 from seerjax.types import SamplingParams
 
@@ -59,7 +60,7 @@ def test_logits_and_gradients_are_the_definitions(family):
     return jnp.sum(jnp.tanh(logits / 10) * weights), logits
 
   def ours(params):
-    return flax_module.logits_of(params, tokens[None], config=config, numerics=NUMERICS)[0]
+    return flax_module.logits_of(params, tokens[None], decoder=decide(config, NUMERICS))[0]
 
   def reference(params):
     return decoder_reference.logits(params, tokens, config)
@@ -126,8 +127,8 @@ def stacked_rows(params, tokens, num_rows):
   batch, num_pages = flax_module.sequences_batch(tokens.shape[0], 1, NUMERICS, page_size)
   batch = jax.tree.map(jnp.asarray, batch)
   batch = batch._replace(tokens=tokens, num_rows=num_rows, num_segments=num_rows)
-  pages = kv_layout.empty_pages(QWEN3, NUMERICS, num_pages=num_pages, page_size=page_size)
-  return transformer.forward(params, batch, pages, config=QWEN3, numerics=NUMERICS)[0]
+  pages = kv_layout.empty_pages(decide(QWEN3, NUMERICS), num_pages=num_pages, page_size=page_size)
+  return transformer.forward(params, batch, pages, decoder=decide(QWEN3, NUMERICS))[0]
 
 
 stacked = jax.jit(stacked_rows)
@@ -225,9 +226,16 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
   def ours(hidden, table):
     name = "head" if "head" in params else "embed"
     _, scores = head.sample_and_score(
-      {**params, name: table}, hidden, tokens, rows, seeds, positions, jnp.int32(count),
-      jax.random.key(0), config=QWEN3, numerics=NUMERICS,
-    )  # fmt: skip
+      {**params, name: table},
+      hidden,
+      tokens,
+      rows,
+      seeds,
+      positions,
+      jnp.int32(count),
+      jax.random.key(0),
+      decoder=decide(QWEN3, NUMERICS),
+    )
     return scores.logprob, scores.raw_logprob, scores.entropy
 
   def total(hidden, table, function):
@@ -245,7 +253,7 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
 def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   """Hidden rows and pages of the forward, tokens and scores of the head."""
   hidden, pages = transformer.forward(
-    params, batch, pages, config=config, numerics=numerics, axis=axis
+    params, batch, pages, decoder=decide(config, numerics, axis=axis)
   )
   count = hidden.shape[0]
   seeds = jnp.arange(count, dtype=jnp.uint32)
@@ -259,9 +267,7 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
     batch.positions,
     batch.num_rows,
     jax.random.key(8),
-    config=config,
-    numerics=numerics,
-    axis=axis,
+    decoder=decide(config, numerics, axis=axis),
   )
   return (hidden, scored), pages
 
@@ -286,7 +292,7 @@ def test_a_mesh_changes_no_bit(config, numerics, sizes):
   params, length = params_of(config, numerics), 6
   batch, num_pages = flax_module.sequences_batch(2, length, numerics, 8)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens_of(2, length).reshape(-1))
-  pages = kv_layout.empty_pages(config, numerics, num_pages=num_pages, page_size=8)
+  pages = kv_layout.empty_pages(decide(config, numerics), num_pages=num_pages, page_size=8)
   rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(SAMPLING * 3))
   run = functools.partial(scored_forward, config=config, numerics=numerics)
   specs = parameters.partition_specs(config, 8)
@@ -387,7 +393,7 @@ def test_a_module_learns_as_its_weights_do_under_nnx():
   def plain(params):
     def loss(params):
       compute = parameters.compute_params(params, NUMERICS)
-      return loss_of(flax_module.logits_of(compute, tokens, config=config, numerics=NUMERICS))
+      return loss_of(flax_module.logits_of(compute, tokens, decoder=decide(config, NUMERICS)))
 
     value, gradient = jax.value_and_grad(loss)(params)
     return value, jax.tree.map(lambda leaf, slope: leaf - 0.5 * slope, params, gradient)
@@ -414,12 +420,12 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
   config = dataclasses.replace(QWEN2, num_kv_heads=kv_heads, num_heads=8)
   left = dataclasses.replace(NUMERICS, reduction_shards=0)
   chosen = dataclasses.replace(NUMERICS, reduction_shards=slabs)
-  assert model_config.numerics_for(config, left) == chosen
-  assert model_config.numerics_for(config, chosen) is chosen
+  assert decide(config, left).numerics == chosen
+  assert decide(config, chosen).numerics is chosen
   params = parameters.init(jax.random.key(0), config, left)
   assert params["layers"][0]["down"].shape[0] == slabs
   tokens = tiny_model.random_tokens(config, 1, 5)
-  logits = functools.partial(flax_module.logits_of, config=config, numerics=left)
+  logits = functools.partial(flax_module.logits_of, decoder=decide(config, left))
   assert jax.eval_shape(logits, params, tokens).shape == (1, 5, config.vocab_size)
 
 
@@ -471,7 +477,7 @@ def test_a_module_has_weights_of_one_kind(arguments, given, unchecked_annotation
    "TransformerConfig.num_heads: got 12 query heads for 8 key/value heads"),
   (lambda: dataclasses.replace(QWEN3, head_dim=8),
    "TransformerConfig.rotary.head_dim: got 6, expected head_dim=8"),
-  (lambda: kv_layout.empty_pages(QWEN3, NUMERICS, num_pages=2, page_size=12),
+  (lambda: kv_layout.empty_pages(decide(QWEN3, NUMERICS), num_pages=2, page_size=12),
    "page_size: got 12, expected a divisor of kv_split=16"),
 )  # fmt: skip
 def test_refusals(row):
@@ -483,7 +489,7 @@ def test_kernels_without_a_gpu_are_refused():
   message = "got 'pallas', but got the platform 'cpu', expected an NVIDIA GPU of compute capability"
   with pytest.raises(ValueError, match=message):
     flax_module.logits_of(
-      params_of(QWEN3, BFLOAT16), tokens_of(1, 2), config=QWEN3, numerics=numerics
+      params_of(QWEN3, BFLOAT16), tokens_of(1, 2), decoder=decide(QWEN3, numerics)
     )
 
 

@@ -13,6 +13,7 @@ import tiny_model
 from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, lora, parameters, weights
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.trainer import losses, packing, step as step_lib
 
@@ -92,10 +93,10 @@ def engine_of(params):
 
 
 def trainer_of():
-  layout = packing.layout(numerics=NUMERICS, page_size=8, rows_per_micro_batch=16)
+  layout = packing.layout(decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16)
   optimizer = step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4))
   return step_lib.Trainer(
-    MODEL, NUMERICS, losses.dapo(), optimizer, parallel.make_mesh(), layout.num_pages, 8
+    decide(MODEL, NUMERICS), losses.dapo(), optimizer, parallel.make_mesh(), layout.num_pages, 8
   )
 
 
@@ -124,17 +125,18 @@ def test_a_trainer_begins_from_masters_of_its_numerics():
 
 def test_weights_and_adapters_of_the_numerics_are_taken():
   for params in (running(), adapted(), adapted(rank=1)):
-    weights.check(params, MODEL, NUMERICS, dtype=jnp.float32, what="params")
+    weights.check(params, decide(MODEL, NUMERICS), dtype=jnp.float32, what="params")
   bfloat16 = dataclasses.replace(tiny_model.NUMERICS, compute_dtype="bfloat16")
   deep = dataclasses.replace(MODEL, num_layers=parameters.UNROLLED_LAYERS + 1)
   stacked = running(deep)
   assert parameters.is_stacked(stacked)
-  weights.check(stacked, deep, NUMERICS, dtype=jnp.float32, what="params")
+  weights.check(stacked, decide(deep, NUMERICS), dtype=jnp.float32, what="params")
   cut = stacked["layers"] | {"out": stacked["layers"]["out"][:-1]}
+  cut_short = {**stacked, "layers": cut}
   with pytest.raises(ValueError, match=r"params\['layers'\]\[8\]\['out'\]: got nothing, expected"):
-    weights.check({**stacked, "layers": cut}, deep, NUMERICS, dtype=jnp.float32, what="params")
+    weights.check(cut_short, decide(deep, NUMERICS), dtype=jnp.float32, what="params")
   slabs = tiny_model.random_params(tiny_model.CONFIG, bfloat16)
-  weights.check(slabs, tiny_model.CONFIG, bfloat16, dtype=jnp.bfloat16, what="params")
+  weights.check(slabs, decide(tiny_model.CONFIG, bfloat16), dtype=jnp.bfloat16, what="params")
 
 
 def poisoned(value, params=None):

@@ -50,6 +50,13 @@ def test_logprobs_and_gradients_are_the_definitions(count):
     np.testing.assert_array_equal(whole(logits[row : row + 1], tokens[row : row + 1]), found[row])
 
 
+@pytest.mark.parametrize(("vocabulary", "slabs_of_it"), [(44, 4), (64, 8), (7, 1), (6, 2)])
+def test_slabs_that_are_left_open_are_the_vocabularys(vocabulary, slabs_of_it):
+  given = arguments(3, vocabulary)
+  found, wanted = (logprobs.token_logprobs(*given, numerics=slabs(n)) for n in (0, slabs_of_it))
+  np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("num_slabs", [1, 2, 4])
 def test_scores_by_hand(num_slabs):
   logits = jnp.log(jnp.asarray([[1.0, 2.0, 4.0, 1.0], [4.0, 4.0, 7.0, 1.0]]))

@@ -79,7 +79,7 @@ def test_llama_cpp_answers_as_we_do_from_the_file_that_we_write(shipped, answere
   if not llama_cpp.is_installed():
     pytest.skip("llama.cpp is not installed (launch/peers.sh)")
   model, prompts, completions = answered
-  params, config = huggingface.load(shipped, numerics_lib.NumericsConfig(reduction_shards=0))
+  params, config = huggingface.load(shipped, numerics_lib.NumericsConfig())
   file = tmp_path / "smollm2.gguf"
   gguf_write.save(file, params, config, tokenizer=tokenizer_lib.load(shipped))
   del params

@@ -32,18 +32,18 @@ def save(directory: pathlib.Path, step: int, sizes: dict[str, Any]) -> None:
 def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path):
   open_config = RunConfig(engine=engine_lib.EngineConfig(max_context=512))
   nano = presets.get("nano")
-  found = config_lib.for_model(open_config, nano)
+  found = config_lib.for_model(open_config, nano).config
   assert config_lib.chosen(open_config, found) == (
     "chosen for this model and context: numerics.implementation=native,"
     " numerics.row_tile=16, numerics.reduction_shards=8, engine.row_buckets=(64, 512),"
     " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32,"
     " optimizer.learning_rate=0.0001"
   )
-  assert config_lib.for_model(found, nano) == found and config_lib.chosen(found, found) == ""
+  assert config_lib.for_model(found, nano).config == found and config_lib.chosen(found, found) == ""
   chosen = config_lib.chosen_sizes(found)
   sizes = chosen | {"sequences_per_micro_batch": 16, "row_buckets": [32, 256]}
   save(tmp_path, 0, sizes)
-  resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
+  resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano).config
   assert resumed.trainer.sequences_per_micro_batch == 16
   assert resumed.engine.row_buckets == (32, 256)
   assert resumed.optimizer.learning_rate == 1e-4
@@ -54,19 +54,19 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   )
   assert directory_lib.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
   begun = directory_lib.as_begun(named, tmp_path)
-  assert config_lib.for_model(begun, nano).engine.row_buckets == (16,)
+  assert config_lib.for_model(begun, nano).config.engine.row_buckets == (16,)
   # A run started before this setting existed was tiled, and stays tiled.
   assert resumed.numerics.implementation == "native"
   del sizes["implementation"]
   save(tmp_path, 1, sizes)
-  older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano)
+  older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano).config
   assert older.numerics.implementation == "tiled"
   # Its learning rate was not a setting either.
   adapters = dataclasses.replace(open_config, lora_rank=4)
-  assert config_lib.for_model(adapters, nano).optimizer.learning_rate == 2e-4
+  assert config_lib.for_model(adapters, nano).config.optimizer.learning_rate == 2e-4
   del sizes["learning_rate"]
   save(tmp_path, 2, sizes)
-  older = config_lib.for_model(directory_lib.as_begun(adapters, tmp_path), nano)
+  older = config_lib.for_model(directory_lib.as_begun(adapters, tmp_path), nano).config
   assert older.optimizer.learning_rate == 1e-4
 
 

@@ -20,7 +20,7 @@ from seerjax.run.draft_learning import DraftLearner, DraftState
 from seerjax.run.drafter import PART, RunDrafts
 from seerjax.speculation.config import SpeculationConfig
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
-from seerjax.speculation.draft_program import numerics_of
+from seerjax.speculation.draft_program import decoder_of
 
 SHAPE = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 DRAFT = DraftModelConfig(num_slots=4, row_buckets=(16,))
@@ -29,7 +29,7 @@ DRAFT = DraftModelConfig(num_slots=4, row_buckets=(16,))
 def drafter(**changes) -> ModelDrafter:
   one = dataclasses.replace(NUMERICS, reduction_shards=1)
   params = parameters.init(numerics_lib.key(5), SHAPE, one)
-  draft = Model(SHAPE, parameters.compute_params(params, one), numerics_of(one, SHAPE, 48))
+  draft = Model(SHAPE, parameters.compute_params(params, one), decoder_of(one, SHAPE, 48).numerics)
   return ModelDrafter(draft, context=48, config=dataclasses.replace(DRAFT, **changes))
 
 
@@ -42,12 +42,12 @@ def test_a_step_teaches_its_answers_and_follows_from_them_alone():
   assert losses[-1] < losses[0]
   last = learner.state
   assert_equal_bits(
-    learner.drafter.params, parameters.compute_params(last.params, program.numerics)
+    learner.drafter.params, parameters.compute_params(last.params, program.decoder.numerics)
   )
   # Neither buffers of a checkpoint nor of the drafter were donated, so the run continues equally.
   learner.restore(first)
   assert_equal_bits(
-    learner.drafter.params, parameters.compute_params(first.params, program.numerics)
+    learner.drafter.params, parameters.compute_params(first.params, program.decoder.numerics)
   )
   assert [learner.learn(groups, step)["draft/answer_loss"] for step in range(4)] == losses
   assert_equal_bits(learner.state, last)

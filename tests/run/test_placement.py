@@ -11,7 +11,7 @@ from seerjax.run import placement
 
 
 def placed(num_instances=1, model_shards=1, model="nano", **numerics) -> placement.Placement:
-  found = NumericsConfig(**{"reduction_shards": 0, **numerics})
+  found = NumericsConfig(**numerics)
   return placement.placed(model, found, num_instances=num_instances, model_shards=model_shards)
 
 

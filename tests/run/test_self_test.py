@@ -12,6 +12,7 @@ import tiny_model
 
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.run import self_test
 from seerjax.trainer import losses, packing, step as step_lib
@@ -72,6 +73,7 @@ def test_a_finding_names_the_comparisons_that_differ():
   assert str(finding) == "rows are NOT invariant: 4 of 30 values differ (alone 4 of 10)"
 
 
+DECODER = decide(tiny_model.SMALLEST, tiny_model.ONE_SLAB)
 SIZES = engine_lib.EngineConfig(
   page_size=8, num_pages=17, max_sequences=4, max_context=32, row_buckets=(3, 24)
 )
@@ -79,7 +81,7 @@ SIZES = engine_lib.EngineConfig(
 
 @functools.cache
 def runner():
-  return runner_lib.Runner(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  return runner_lib.Runner(DECODER, parallel.make_mesh(), 2)
 
 
 class Leaning(runner_lib.Runner):
@@ -106,9 +108,8 @@ class LeaningInVisits(runner_lib.Runner):
 
 def of_model(runner, config=SIZES, **changes):
   return self_test.measure_model(
-    tiny_model.SMALLEST,
+    DECODER,
     tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
-    numerics=tiny_model.ONE_SLAB,
     config=config,
     runner=runner,
     **changes,
@@ -120,20 +121,20 @@ def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
   finding = of_model(runner())
   # Four requests of four tokens: the token and two numbers.
   assert finding.by_comparison == (("bucket 3", 0, 48), ("bucket 24", 0, 48))
-  self_test.require_model(finding, tiny_model.ONE_SLAB)
+  self_test.require_model(finding, DECODER)
 
-  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  leaning = Leaning(DECODER, parallel.make_mesh(), 2)
   finding = of_model(leaning)
   assert {name: bad for name, bad, _ in finding.by_comparison}["bucket 24"] > 0
   with pytest.raises(ValueError, match="got a model where, in native float32 .*rows are NOT"):
-    self_test.require_model(finding, tiny_model.ONE_SLAB)
+    self_test.require_model(finding, DECODER)
 
 
 @pytest.mark.thorough
 def test_the_model_at_hand_is_asked_in_visits_as_the_run_s():
   config = dataclasses.replace(SIZES, steps_per_visit=8)
   assert of_model(runner(), config).is_invariant
-  leaning = LeaningInVisits(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  leaning = LeaningInVisits(DECODER, parallel.make_mesh(), 2)
   found = of_model(leaning, config).by_comparison
   assert [bad > 0 for _, bad, _ in found] == [True, True]
   assert of_model(leaning, dataclasses.replace(SIZES, steps_per_visit=1)).is_invariant
@@ -145,9 +146,8 @@ def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
 
   def check(runner, **changes):
     self_test.check_model(
-      tiny_model.SMALLEST,
+      DECODER,
       tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
-      numerics=tiny_model.ONE_SLAB,
       config=SIZES,
       runner=runner,
       say=said.append,
@@ -156,7 +156,7 @@ def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
 
   check(runner())
   assert said == ["model of this run: rows are invariant: 0 of 96 values differ"]
-  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  leaning = Leaning(DECODER, parallel.make_mesh(), 2)
   with pytest.raises(ValueError, match="got a model where, .*, or pass"):
     check(leaning)
   check(leaning, bitwise=False)
@@ -165,15 +165,18 @@ def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
 
 @pytest.mark.long
 def test_the_trainer_is_asked_what_the_model_at_hand_said():
-  sizes = dict(numerics=tiny_model.ONE_SLAB, page_size=8, rows_per_micro_batch=64)
+  sizes = dict(decoder=DECODER, page_size=8, rows_per_micro_batch=64)
   layout = packing.layout(**sizes)
   trainer = step_lib.Trainer(
-    tiny_model.SMALLEST, tiny_model.ONE_SLAB, losses.dapo(),
+    DECODER,
+    losses.dapo(),
     step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
-    parallel.make_mesh(), layout.num_pages, 8,
-  )  # fmt: skip
+    parallel.make_mesh(),
+    layout.num_pages,
+    8,
+  )
   pack = functools.partial(packing.pack, **sizes)
   assert of_model(runner(), trainer=trainer, pack=pack).by_comparison[-1] == ("trainer", 0, 32)
-  leaning = Leaning(tiny_model.SMALLEST, tiny_model.ONE_SLAB, parallel.make_mesh(), 2)
+  leaning = Leaning(DECODER, parallel.make_mesh(), 2)
   found = of_model(leaning, trainer=trainer, pack=pack).by_comparison[-1]
   assert found[0] == "trainer" and 0 < found[1] < 32

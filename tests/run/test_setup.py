@@ -104,7 +104,7 @@ def test_a_loaded_model_is_what_learns_and_names_the_run():
   assert jax.tree.all(jax.tree.map(np.array_equal, by_name.params, loaded.params))
   assert by_name.model == loaded.model and loaded.tokenizer is not None
   # Settings that the config leaves open come from the loaded model.
-  numerics = numerics_lib.NumericsConfig(reduction_shards=0, compute_dtype="bfloat16")
+  numerics = numerics_lib.NumericsConfig(compute_dtype="bfloat16")
   rounded = load_model("nano", numerics)
   config, policy = setup.opened(RunConfig(), rounded)
   assert config.numerics == rounded.numerics

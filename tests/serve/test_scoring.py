@@ -8,6 +8,7 @@ import pytest
 import tiny_model
 
 from seerjax.models.loading import Model
+from seerjax.serve import scoring
 from seerjax.serve.scoring import SHORTEST, Scorer
 from seerjax.types import SamplingParams
 
@@ -66,3 +67,13 @@ def test_streams_beside_one_another_keep_no_more_than_they_may():
   assert [top for piece in found for top in piece] == alone
   del second  # A disconnected client's kept pages are freed.
   assert not jax.tree.leaves(first.pages) and not scorer._kept
+
+
+def test_scorers_of_equal_models_share_their_programs():
+  programs = (scoring._hidden_rows, scoring._likeliest, scoring._forced)
+  counted = lambda: [program._cache_size() for program in programs]
+  wanted = make_scorer(tiny_model.NUMERICS).prompt(PROMPT, 2)
+  before = counted()
+  assert all(before)
+  assert make_scorer(tiny_model.NUMERICS).prompt(PROMPT, 2) == wanted
+  assert counted() == before

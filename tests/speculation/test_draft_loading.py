@@ -117,7 +117,9 @@ def test_a_directory_that_is_no_draft_is_refused(tmp_path, engine):
 def test_a_drafter_has_the_engines_key_context_and_backend(tmp_path, engine):
   written(tmp_path / "draft")
   drafter = draft_loading.drafter_for(engine, tmp_path / "draft")
-  assert drafter.program.context == 64 and drafter.program.numerics.implementation == "tiled"
+  assert (
+    drafter.program.context == 64 and drafter.program.decoder.numerics.implementation == "tiled"
+  )
   assert np.array_equal(jax.random.key_data(drafter._key), jax.random.key_data(jax.random.key(3)))
 
 

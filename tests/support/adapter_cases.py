@@ -27,6 +27,7 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.kv import pages as pages_lib
 from seerjax.models import adapters as adapters_lib, loading, lora, parameters
+from seerjax.models.decoder import decide
 from seerjax.types import Completion, Request
 
 NAMES = ("poet", "judge", "clerk", "cook", "pilot")
@@ -95,7 +96,7 @@ def weights_of(model: Model, generation: int) -> Any:
 @functools.lru_cache(maxsize=2)
 def _lone_runner(model: Model) -> runner_lib.Runner:
   mesh = parallel.make_mesh()
-  return runner_lib.Runner(model.config, model.numerics, mesh, max_programs=16)
+  return runner_lib.Runner(decide(model.config, model.numerics), mesh, max_programs=16)
 
 
 @functools.lru_cache(maxsize=16)
@@ -175,7 +176,9 @@ def _runner(machine: Machine) -> runner_lib.Runner:
   mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
   model = machine.model
   # Exactly one program per bucket: adapters that come and go compile no new one.
-  return runner_lib.Runner(model.config, model.numerics, mesh, len(machine.sizes.row_buckets))
+  return runner_lib.Runner(
+    decide(model.config, model.numerics), mesh, len(machine.sizes.row_buckets)
+  )
 
 
 class AdapterSchedule(model_cases.Schedule):

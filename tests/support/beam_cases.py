@@ -11,6 +11,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import config as model_config, head, parameters
+from seerjax.models.decoder import decide
 from seerjax.ops import sampling
 from seerjax.serve import scoring
 from seerjax.types import SamplingParams
@@ -27,11 +28,11 @@ class Plain:
     numerics: numerics_lib.NumericsConfig,
     params: parameters.Params,
   ):
-    shape = dict(config=config, numerics=numerics)
+    shape = dict(decoder=decide(config, numerics))
     self._params, self._vocab_size = params, config.vocab_size
-    self._hidden = jax.jit(functools.partial(scoring._hidden_rows, **shape))
+    self._hidden = functools.partial(scoring._hidden_rows, **shape)
     self._likeliest = jax.jit(functools.partial(head.likeliest, **shape), static_argnums=4)
-    self._forced = jax.jit(functools.partial(scoring._forced, **shape))
+    self._forced = functools.partial(scoring._forced, **shape)
 
   @functools.cache  # noqa: B019, lives as long as the tests.
   def likeliest(self, tokens: tuple[int, ...]) -> list[tuple[int, np.float32]]:

@@ -19,7 +19,7 @@ from seerjax.models import parameters
 from seerjax.models.loading import Model
 from seerjax.speculation.budget import Budget
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
-from seerjax.speculation.draft_program import DraftProgram, numerics_of
+from seerjax.speculation.draft_program import DraftProgram, decoder_of
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
@@ -72,8 +72,7 @@ def program(
 ) -> DraftProgram:
   shape = dataclasses.replace(tiny_model.CONFIG, vocab_size=vocab_size)
   return DraftProgram(
-    config=shape,
-    numerics=numerics_of(numerics, shape, CONTEXT),
+    decoder=decoder_of(numerics, shape, CONTEXT),
     context=CONTEXT,
     num_slots=config.num_slots,
     width=config.width,
@@ -88,7 +87,7 @@ def drafter(
 ) -> ModelDrafter:
   shared = program(numerics, config)
   return ModelDrafter(
-    Model(tiny_model.CONFIG, draft_params(kind, numerics), shared.numerics),
+    Model(tiny_model.CONFIG, draft_params(kind, numerics), shared.decoder.numerics),
     context=CONTEXT,
     key=numerics_lib.key(KEY),
     config=config,

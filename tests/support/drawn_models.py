@@ -32,6 +32,7 @@ from seerjax.models import (
   parameters,
   tokenizer as tokenizer_lib,
 )
+from seerjax.models.decoder import decide
 from seerjax.ops import rotary
 from seerjax.tasks import word_problems
 from seerjax.types import Completion, Request, SamplingParams
@@ -304,10 +305,8 @@ def pretrained(
 ) -> Model:
   """Returns a pretrained model with its default numerics, except for two fields."""
   config = huggingface.load_config(directory)
-  asked = numerics_lib.NumericsConfig(
-    compute_dtype=compute_dtype, implementation=implementation, reduction_shards=0
-  )
-  numerics = model_config.numerics_for(config, asked)
+  asked = numerics_lib.NumericsConfig(compute_dtype=compute_dtype, implementation=implementation)
+  numerics = decide(config, asked).numerics
   return Model(
     config=config,
     numerics=numerics,
@@ -476,7 +475,9 @@ def _runner_of(machine: Machine, kind: type[runner_lib.Runner]) -> runner_lib.Ru
   instances, shards = machine.mesh
   mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
   model = machine.model
-  return kind(model.config, model.numerics, mesh, max_programs=len(machine.sizes.row_buckets))
+  return kind(
+    decide(model.config, model.numerics), mesh, max_programs=len(machine.sizes.row_buckets)
+  )
 
 
 def make_engine(

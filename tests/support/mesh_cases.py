@@ -15,6 +15,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel, types
 from seerjax.models import config as model_config, lora, parameters
+from seerjax.models.decoder import decide
 from seerjax.ops import rotary, sampling
 from seerjax.trainer import losses, packing, step
 
@@ -49,7 +50,7 @@ class Case:
   @property
   def layout(self) -> dict[str, Any]:
     return dict(
-      numerics=self.numerics,
+      decoder=decide(self.config, self.numerics),
       page_size=4,
       rows_per_micro_batch=self.rows,
       max_sequences=3,
@@ -107,8 +108,7 @@ def meshes_of(case: Case) -> list[tuple[int, int]]:
 def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
   """Returns a trainer on a mesh (instance, model)."""
   return step.Trainer(
-    model=case.config,
-    numerics=case.numerics,
+    decoder=decide(case.config, case.numerics),
     loss=losses.dapo(),
     optimizer=step.make_optimizer(OPTIMIZER),
     mesh=parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1]),

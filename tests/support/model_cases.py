@@ -31,6 +31,7 @@ from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.kv.disk_store import DiskStore
 from seerjax.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
 from seerjax.models import huggingface_config
+from seerjax.models.decoder import decide
 from seerjax.ops import sampling as sampling_lib
 from seerjax.speculation import suffix_drafter, suffix_tree
 from seerjax.trainer import losses, packing, step
@@ -340,10 +341,9 @@ def count_case(case: Case, events: collections.Counter[str]) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _trainer(model: Model) -> step.Trainer:
-  layout = packing.layout(numerics=model.numerics, **_layout(model))
+  layout = packing.layout(decoder=decide(model.config, model.numerics), **_layout(model))
   return step.Trainer(
-    model=model.config,
-    numerics=model.numerics,
+    decoder=decide(model.config, model.numerics),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
     mesh=parallel.make_mesh(num_instances=model.train_instances),
@@ -387,7 +387,7 @@ def _compare_with_trainer(
   batch = packing.pack(
     groups,
     advantages,
-    numerics=model.numerics,
+    decoder=decide(model.config, model.numerics),
     num_biases=sampling_lib.MAX_LOGIT_BIAS,
     **_layout(model),
   )

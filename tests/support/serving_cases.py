@@ -31,6 +31,7 @@ from seerjax.engine import runner as runner_lib, texts
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv.pool import KVPool, KVPoolConfig
 from seerjax.models import adapters as adapters_lib, loading, lora
+from seerjax.models.decoder import decide
 from seerjax.serve import identity, server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.scoring import Scorer
@@ -101,9 +102,7 @@ def subject(kind: str, implementation: Any, seed: int, number: int) -> Subject:
   rng = np.random.default_rng((seed, number, 0))
   if kind == "nano":
     dtype = ("float32", "bfloat16")[int(rng.integers(2))]
-    numerics = numerics_lib.NumericsConfig(
-      reduction_shards=0, implementation=implementation, compute_dtype=dtype
-    )
+    numerics = numerics_lib.NumericsConfig(implementation=implementation, compute_dtype=dtype)
     model = loading.load_model("nano", numerics)
   else:
     drawn = drawn_models.draw_model(rng)
@@ -189,7 +188,9 @@ def _runner(of: Subject, sizes: Sizes, alone: str = "") -> runner_lib.Runner:
   instances, shards = sizes.mesh
   mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
   config, numerics = of.model.config, of.model.numerics
-  return runner_lib.Runner(config, numerics, mesh, max_programs=len(sizes.engine.row_buckets))
+  return runner_lib.Runner(
+    decide(config, numerics), mesh, max_programs=len(sizes.engine.row_buckets)
+  )
 
 
 @contextlib.contextmanager

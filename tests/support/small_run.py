@@ -18,9 +18,9 @@ import pytest
 import tiny_model
 
 from seerjax import checkpoint, metrics, parallel, rl
-from seerjax.backends import choice
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models import parameters, tokenizer as tokenizer_lib
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
 from seerjax.run import programs as programs_lib, stops
@@ -35,7 +35,7 @@ NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
 # A model with nano's vocabulary.
 MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
 # The resolved form of the numerics in CONFIG.
-NUMERICS = choice.decided(tiny_model.ONE_SLAB)
+NUMERICS = decide(MODEL, tiny_model.ONE_SLAB).numerics
 CONFIG = RunConfig(
   model="tiny",
   task="vowels",
@@ -112,7 +112,9 @@ def policy() -> Policy:
 @functools.cache
 def runner(num_instances, numerics, has_adapters):
   del has_adapters  # Other weights, another program.
-  return runner_lib.Runner(MODEL, numerics, parallel.make_mesh(num_instances=num_instances), 1)
+  return runner_lib.Runner(
+    decide(MODEL, numerics), parallel.make_mesh(num_instances=num_instances), 1
+  )
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from seerjax.models import (
   parameters,
   tokenizer as tokenizer_lib,
 )
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import rotary
 from seerjax.types import SamplingParams
@@ -118,7 +119,7 @@ def logits_of(
   numerics: numerics_lib.NumericsConfig,
 ) -> jax.Array:
   """Returns f32[b, t, v] of whole sequences: one program per shape, model and numerics."""
-  return flax_module.logits_of(params, tokens, config=config, numerics=numerics)
+  return flax_module.logits_of(params, tokens, decoder=decide(config, numerics))
 
 
 @functools.cache
@@ -127,7 +128,7 @@ def runner(
 ) -> runner_lib.Runner:
   """One runner for all engines of one kind; the engine tests check how often they trace."""
   mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
-  return runner_lib.Runner(CONFIG, numerics, mesh, max_programs=64)
+  return runner_lib.Runner(decide(CONFIG, numerics), mesh, max_programs=64)
 
 
 def make_engine(

@@ -31,7 +31,7 @@ from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import loading
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
-from seerjax.speculation.draft_program import DraftProgram, numerics_of
+from seerjax.speculation.draft_program import DraftProgram, decoder_of
 from seerjax.speculation.history import History
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.suffix_drafter import SuffixDrafter
@@ -262,7 +262,7 @@ class MergedDrafter(HybridDrafter):
       dataclasses.replace(draft, model=dataclasses.replace(model, weights_seed=0, deviation=0.0))
     )
     drafter = ModelDrafter(
-      loading.Model(model.config, drawn_models.params_of(model), program.numerics),
+      loading.Model(model.config, drawn_models.params_of(model), program.decoder.numerics),
       context=context,
       key=numerics_lib.key(11),
       config=DRAFT,
@@ -283,8 +283,7 @@ def draft_program_of(machine: Machine) -> DraftProgram:
   """Returns a draft model's programs, which are independent of the weights."""
   config, context = machine.model.config, machine.sizes.max_context
   return DraftProgram(
-    config=config,
-    numerics=numerics_of(machine.model.numerics, config, context),
+    decoder=decoder_of(machine.model.numerics, config, context),
     context=context,
     num_slots=DRAFT.num_slots,
     width=DRAFT.width,

@@ -14,6 +14,7 @@ from seerjax import models, parallel
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import parameters, tokenizer as tokenizer_lib
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.types import Request, SamplingParams
 
@@ -39,7 +40,7 @@ def runner() -> runner_lib.Runner:
 @functools.cache
 def _runner(dtype_promotion: str) -> runner_lib.Runner:
   del dtype_promotion  # Part of JAX's trace context: some folders set it to strict.
-  return runner_lib.Runner(CONFIG, NUMERICS, parallel.make_mesh(), max_programs=2)
+  return runner_lib.Runner(decide(CONFIG, NUMERICS), parallel.make_mesh(), max_programs=2)
 
 
 def make_engine(

@@ -12,11 +12,12 @@ import pytest
 import tiny_model
 
 from seerjax.models import kv_layout, parameters, transformer
+from seerjax.models.decoder import decide
 from seerjax.trainer import packing
 
 NUMERICS, CONFIG = tiny_model.ONE_SLAB, tiny_model.SMALLEST
 SIZES = {
-  "numerics": NUMERICS,
+  "decoder": decide(CONFIG, NUMERICS),
   "page_size": 4,
   "rows_per_micro_batch": 48,
   "max_sequences": 3,
@@ -40,9 +41,9 @@ def hidden_and_gradient(master, rows, num_pages):
   def loss(master):
     params = parameters.compute_params(master, NUMERICS)
     pages = kv_layout.empty_pages(
-      CONFIG, NUMERICS, num_pages=num_pages, page_size=SIZES["page_size"]
+      decide(CONFIG, NUMERICS), num_pages=num_pages, page_size=SIZES["page_size"]
     )
-    hidden, _ = transformer.forward(params, rows.tokens, pages, config=CONFIG, numerics=NUMERICS)
+    hidden, _ = transformer.forward(params, rows.tokens, pages, decoder=decide(CONFIG, NUMERICS))
     wanted = jnp.where(rows.loss_mask[:, None], jnp.sin(3.0 * hidden), 0.0)
     return jnp.sum(wanted), hidden
 

@@ -10,15 +10,19 @@ import jax
 from made_rollouts import group, rollout
 import numpy as np
 import pytest
+import tiny_model
 
 from seerjax import types
+from seerjax.backends import choice
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, packing
 
 NUMERICS = NumericsConfig(
   implementation="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1
 )
-SIZES = {"numerics": NUMERICS, "page_size": 2, "rows_per_micro_batch": 12}
+DECODER = decide(tiny_model.SMALLEST, NUMERICS)
+SIZES = {"decoder": DECODER, "page_size": 2, "rows_per_micro_batch": 12}
 # For the random cases: at most four groups of four rollouts, each with its own rows.
 MOST_MICRO_BATCHES, MOST_ROWS = 16, 32
 
@@ -57,7 +61,7 @@ def cases(draw):
   )
   rows = draw(st.sampled_from([8, 20, MOST_ROWS]))
   sizes = {
-    "numerics": numerics,
+    "decoder": decide(tiny_model.SMALLEST, numerics),
     "page_size": draw(st.sampled_from([1, 4, 8])),
     "rows_per_micro_batch": rows,
     "max_sequences": draw(st.sampled_from([None, 1, 3, 100])),
@@ -222,7 +226,7 @@ def test_sequences_segments_and_pages_are_laid_out_as_promised(case):
     assert len(set(tokens.slots[valid])) == tokens.num_rows
 
     covered = []
-    query_tile = sizes["numerics"].query_tile
+    query_tile = sizes["decoder"].numerics.query_tile
     assert tokens.segment_start.shape == (shapes.num_segments,)
     assert not tokens.segment_length[tokens.num_segments :].any()
     assert not tokens.page_table[tokens.num_segments :].any()
@@ -242,7 +246,7 @@ def test_sequences_segments_and_pages_are_laid_out_as_promised(case):
     assert covered == list(range(tokens.num_rows))
   assert seen == list(range(len(rollouts)))  # Each in one micro-batch, in (group, member) order.
   positions = shapes.pages_per_sequence * sizes["page_size"]
-  assert positions % sizes["numerics"].kv_split == 0
+  assert positions % sizes["decoder"].numerics.kv_split == 0
   assert positions >= shapes.max_sequence_tokens - 1
 
 
@@ -295,8 +299,9 @@ def test_a_group_of_one_prompt_has_rows_for_it_once():
   # Nine tokens, eight of them in whole pages: 10 rows, then the ninth and the response's first.
   assert batch.tokens.num_rows.tolist() == [14]
   kernels = dataclasses.replace(NUMERICS, implementation="pallas", compute_dtype="bfloat16")
+  decoder = dataclasses.replace(DECODER, numerics=kernels, backend=choice.backend_of(kernels))
   batch = packing.pack(
-    [group(0, *members)], np.zeros((1, 3), np.float32), **sizes | {"numerics": kernels}
+    [group(0, *members)], np.zeros((1, 3), np.float32), **sizes | {"decoder": decoder}
   )
   assert batch.tokens.num_rows.tolist() == [20, 10]  # Kernels' gradients: not shown to share.
 

@@ -11,17 +11,18 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.models import lora, parameters, presets
+from seerjax.models.decoder import decide
 from seerjax.trainer import losses, packing, plan, step
 
 NUMERICS = numerics_lib.NumericsConfig(
-  implementation="tiled", query_tile=4, slot_tile=32, kv_split=64
+  implementation="tiled", query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8
 )
 QWEN3 = presets.get("qwen3-0.6b")
 
 
 def layout_of(rows=2048, sequences=4, context=1024):
   return packing.layout(
-    numerics=NUMERICS,
+    decoder=decide(QWEN3, NUMERICS),
     page_size=32,
     rows_per_micro_batch=rows,
     max_sequences=sequences,
@@ -47,7 +48,7 @@ def layout_of(rows=2048, sequences=4, context=1024):
 def test_activations_are_about_what_xla_says(changes, dtype, remat, measured):
   model = dataclasses.replace(QWEN3, **changes)
   numerics = dataclasses.replace(NUMERICS, compute_dtype=dtype)
-  sizes = (model, numerics, layout_of(), 32, remat)
+  sizes = (decide(model, numerics), layout_of(), 32, remat)
   found = (plan.activation_bytes(*sizes) + plan.scratch_bytes(*sizes)) / plan.MIB
   assert 0.9 * measured < found < 1.15 * measured
 
@@ -59,10 +60,9 @@ def test_sums_alive_by_hand():
 
 def test_a_plan_counts_what_learns_and_what_runs():
   model, numerics = tiny_model.CONFIG, tiny_model.BFLOAT16
-  layout = packing.layout(numerics=numerics, page_size=8, rows_per_micro_batch=64)
+  layout = packing.layout(decoder=decide(model, numerics), page_size=8, rows_per_micro_batch=64)
   trainer = step.Trainer(
-    model,
-    numerics,
+    decide(model, numerics),
     losses.grpo(),
     step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
     parallel.make_mesh(),
@@ -83,7 +83,8 @@ def test_a_plan_counts_what_learns_and_what_runs():
   kept = layout.num_rows * plan.KEPT_BYTES * model.hidden_size
   assert again.activations - away.activations == (model.num_layers - 1) * kept
   assert away.scratch == again.scratch
-  float32 = dataclasses.replace(trainer, numerics=tiny_model.NUMERICS).plan(shapes, layout, 20)
+  plain = dataclasses.replace(trainer, decoder=decide(model, tiny_model.NUMERICS))
+  float32 = plain.plan(shapes, layout, 20)
   assert float32.weights == 0  # They are the masters.
   adapters = lora.shapes(model, numerics, 2)
   both = jax.eval_shape(lambda base, pair: lora.attach(base, pair, 1.0), weights, adapters)

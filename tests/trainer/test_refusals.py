@@ -10,15 +10,20 @@ from made_rollouts import group, rollout
 import numpy as np
 import pytest
 import refusals
+import tiny_model
 
 from seerjax import types
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import advantages, entropic, losses, packing
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 SIZES = dict(
-  numerics=NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1),
+  decoder=decide(
+    tiny_model.CONFIG,
+    NumericsConfig(row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1),
+  ),
   page_size=2,
   rows_per_micro_batch=12,
 )

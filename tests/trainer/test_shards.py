@@ -16,6 +16,7 @@ import tiny_model
 
 from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.models import lora, parameters, presets
+from seerjax.models.decoder import decide
 from seerjax.run import policy as policy_lib
 from seerjax.trainer import losses, shards, state as state_lib, step
 
@@ -98,7 +99,7 @@ def test_what_may_work_on_parts(make, expected):
 def updated(case: mesh_cases.Case, mesh, optimizer, master, gradients):
   """Returns (state after the gradients, on the host; norms; arrays of devices that have parts)."""
   mesh = mesh_of(*mesh)
-  trainer = step.Trainer(case.config, case.numerics, losses.dapo(), optimizer, mesh, 1, 4)
+  trainer = step.Trainer(decide(case.config, case.numerics), losses.dapo(), optimizer, mesh, 1, 4)
   state, norms = trainer.init(jax.tree.map(jnp.asarray, master)), []
   specs = state_lib.params_specs(master, optimizer, mesh)
   place = lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
@@ -179,8 +180,8 @@ def test_a_checkpoint_goes_on_on_another_mesh_to_the_same_bits(tmp_path, seed):
   expected, *_ = updated(case, (1, 1), optimizer, master, gradients)
 
   def trainer_on(mesh):
-    parts = (case.config, case.numerics, losses.dapo(), optimizer, mesh_of(*mesh), 1, 4)
-    return step.Trainer(*parts)
+    decoder = decide(case.config, case.numerics)
+    return step.Trainer(decoder, losses.dapo(), optimizer, mesh_of(*mesh), 1, 4)
 
   def placed(trainer, gradient):
     specs = state_lib.params_specs(gradient, optimizer, trainer.mesh)

@@ -14,13 +14,14 @@ import tiny_model
 
 from seerjax import parallel, types
 from seerjax.models import flax_module, head, kv_layout, parameters, presets, transformer
+from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.ops import sampling
 from seerjax.trainer import gathering, losses, packing, state as state_lib, step
 
 NUMERICS, MODEL = tiny_model.ONE_SLAB, tiny_model.SMALLEST
 SIZES = {
-  "numerics": NUMERICS,
+  "decoder": decide(MODEL, NUMERICS),
   "page_size": 4,
   "rows_per_micro_batch": 32,
   "max_sequences": 3,
@@ -31,8 +32,7 @@ SIZES = {
 @functools.cache
 def trainer_of(num_instances=1, remat: transformer.Remat = "none"):
   return step.Trainer(
-    MODEL,
-    NUMERICS,
+    decide(MODEL, NUMERICS),
     losses.dapo(),
     step.make_optimizer(step.OptimizerConfig(learning_rate=0.02)),
     parallel.make_mesh(num_instances=num_instances),
@@ -87,8 +87,8 @@ def scores_alone(params, tokens, targets):
   count = tokens.shape[0]
   rows, num_pages = flax_module.sequences_batch(1, count, NUMERICS, 16)
   rows = jax.tree.map(jnp.asarray, rows)._replace(tokens=tokens)
-  pages = kv_layout.empty_pages(MODEL, NUMERICS, num_pages=num_pages, page_size=16)
-  hidden, _ = transformer.forward(params, rows, pages, config=MODEL, numerics=NUMERICS)
+  pages = kv_layout.empty_pages(decide(MODEL, NUMERICS), num_pages=num_pages, page_size=16)
+  hidden, _ = transformer.forward(params, rows, pages, decoder=decide(MODEL, NUMERICS))
   params_rows = sampling.sampling_rows([types.SamplingParams()] * count)
   return head.sample_and_score(
     params,
@@ -99,8 +99,7 @@ def scores_alone(params, tokens, targets):
     rows.positions + 1,
     rows.num_rows,
     jax.random.key(3),
-    config=MODEL,
-    numerics=NUMERICS,
+    decoder=decide(MODEL, NUMERICS),
   )[1]
 
 
@@ -211,16 +210,21 @@ def test_layers_that_are_computed_again_score_with_the_same_bits(remat):
 
 def computed_once_and_again(model, numerics, **changes):
   """(gradient, scores) with layers kept, rematerialised, and with offloaded inputs."""
-  sizes = SIZES | {"numerics": numerics, **changes}
+  sizes = SIZES | {"decoder": decide(model, numerics), **changes}
   groups = groups_of()
   batch = packing.pack(groups, values_of(groups), **sizes)
   master = tiny_model.random_master(model, numerics)
   found = []
   for remat in transformer.REMATS:
     trainer = step.Trainer(
-      model, numerics, losses.dapo(), step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
-      parallel.make_mesh(), packing.layout(**sizes).num_pages, sizes["page_size"], remat,
-    )  # fmt: skip
+      decide(model, numerics),
+      losses.dapo(),
+      step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
+      parallel.make_mesh(),
+      packing.layout(**sizes).num_pages,
+      sizes["page_size"],
+      remat,
+    )
     params = parameters.compute_params(master, numerics)
     gradient, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
     found.append((gradient, scores))
@@ -244,7 +248,9 @@ def test_layers_in_a_row_that_are_computed_again_have_the_same_gradients(config,
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype):
   deep = dataclasses.replace(presets.get("nano"), num_layers=parameters.UNROLLED_LAYERS + 1)
-  numerics = NumericsConfig(query_tile=4, slot_tile=32, kv_split=64, compute_dtype=dtype)
+  numerics = NumericsConfig(
+    query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8, compute_dtype=dtype
+  )
   (kept, kept_scores), (again, again_scores), (away, away_scores) = computed_once_and_again(
     deep, numerics, page_size=8, rows_per_micro_batch=64
   )
