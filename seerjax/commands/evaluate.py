@@ -1,4 +1,4 @@
-"""Evaluates a model directory on a task: accuracy, mean reward, pass@k, with their errors.
+r"""Evaluates a model directory on a task: accuracy, mean reward, pass@k, with their errors.
 
     seerjax evaluate --config.model=runs/grpo/model
 
