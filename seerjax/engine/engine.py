@@ -8,10 +8,8 @@ A step takes one row from every decoding sequence and fills the remaining rows w
 A decoding sequence and a prefill chunk are the same thing: positions whose keys are not yet
 written. When a chunk reaches the sequence's end, its last row is sampled. Drafted tokens may follow
 that row; they are sampled in the same step and accepted as long as they equal the samples. Nothing
-here can change the tokens of a response (DESIGN: the contract), only when they are produced.
-
-`requests` holds the queues, `visits` runs the steps that `planner` plans and hands their samples to
-`output`, `chunks` has the operations of a scheduler, and `kv` holds keys and values.
+here can change the tokens of a response, only when they are produced. `visits` runs the steps that
+`planner` plans, and `chunks` has the operations of a scheduler.
 """
 
 from __future__ import annotations
