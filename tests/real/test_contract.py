@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ DTYPES = ("float32", "bfloat16")
 OF_A_BLOCK = drawn_models.OF_A_MACHINE  # Schedules, which share an engine's programs.
 BLOCKS = 12  # In both dtypes, on one instance and on two.
 ANOTHER_PROCESS, TWIN, DAILY = ((BLOCKS + place) * OF_A_BLOCK for place in range(3))
+SHORT_CHUNK = 2
 EVENTS = (
   "chunks",
   "preempted",
@@ -52,9 +54,20 @@ def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, t
 @pytest.mark.real
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_schedule_changes_no_bit_of_a_pretrained_model(dtype, smollm2, seed, tell_events):
-  case = drawn_models.draw_of(drawn_models.pretrained(str(smollm2), dtype), seed, DAILY)
-  # Few requests, with drafts from their group's texts; pages leave for the host and the disk.
-  case = dataclasses.replace(case, groups=1, group_size=2, right=0.8, suffix_paths=1)
+  model = drawn_models.pretrained(str(smollm2), dtype)
+  # Few requests, with drafts from their group's texts; pages leave for the host and the disk. The
+  # first draw whose responses are longer than a chunk.
+  case = next(
+    case
+    for number in itertools.count(DAILY)
+    for drawn in (drawn_models.draw_of(model, seed, number),)
+    for case in (
+      dataclasses.replace(
+        drawn, groups=1, group_size=2, right=0.8, suffix_paths=1, chunk_tokens=SHORT_CHUNK
+      ),
+    )
+    if drawn_models.requests_of(case)[0].sampling.max_tokens > 3 * SHORT_CHUNK
+  )
   events = collections.Counter()
   model_cases.run_case(case, events)
   tell_events("one schedule", events, ("chunks", "drafted tokens", "comparisons", "micro-batches"))
