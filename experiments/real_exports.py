@@ -21,11 +21,10 @@ import jax
 import numpy as np
 
 from experiments import llama_cpp
-from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.commands import export, generate, replay
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, loading
-from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
+from seerjax.run import command_line, policy as policy_lib
 from seerjax.types import Request, SamplingParams
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -50,13 +49,7 @@ def has_equal_weights(run: pathlib.Path, directory: pathlib.Path) -> bool:
   """Returns whether an exported float32 directory has the weights of the run's last step."""
   config = replay.read_config(run)
   policy = policy_lib.load_policy(config.model, config.numerics)
-  restored = checkpoint.restore(
-    run / "checkpoints",
-    programs_lib.abstract_state(config, policy, mesh=parallel.make_mesh()),
-    fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
-    step=None,
-    accept_new_numerics=True,  # Exported weights do not depend on the numerics.
-  )
+  restored = export.restored_step(run, None, config, policy)
   ours = policy_lib.exported_weights(config.weights, policy, restored.state.params)
   theirs, _ = huggingface.load(directory, config.numerics)
   pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)

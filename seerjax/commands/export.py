@@ -31,6 +31,7 @@ from seerjax.models import (
   tokenizer as tokenizer_lib,
 )
 from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
+from seerjax.run.config import RunConfig
 
 
 class Target(NamedTuple):
@@ -98,6 +99,19 @@ def export_model(model: str, target: Target) -> str:
   return write(target, params, config, tokenizer_lib.load(source))
 
 
+def restored_step(
+  run: pathlib.Path, step: int | None, config: RunConfig, policy: policy_lib.Policy
+) -> checkpoint.Restored:
+  """Restores a saved step of a run, the latest if `step` is None, under any numerics."""
+  return checkpoint.restore(
+    run / "checkpoints",
+    programs_lib.abstract_state(config, policy, mesh=parallel.make_mesh()),
+    fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
+    step=step,
+    accept_new_numerics=True,  # Exported weights do not depend on the numerics.
+  )
+
+
 def export(
   run: pathlib.Path, step: int | None, target: Target, *, is_adapter: bool = False
 ) -> tuple[int, str]:
@@ -126,13 +140,7 @@ def export(
       " flag out."
     )
   policy = policy_lib.load_policy(config.model, config.numerics)
-  restored = checkpoint.restore(
-    run / "checkpoints",
-    programs_lib.abstract_state(config, policy, mesh=parallel.make_mesh()),
-    fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
-    step=step,
-    accept_new_numerics=True,  # Exported weights do not depend on the numerics.
-  )
+  restored = restored_step(run, step, config, policy)
   if is_adapter:
     peft.save(
       target.out,

@@ -1,4 +1,4 @@
-"""Plans the next step by a list of passes, each of which adds to the plan of the ones before it.
+"""Plans the next step by a list of passes; each pass adds to the plan.
 
     pages -> a row of every decoding sequence, the rest to prefills -> pins, if nothing runs
           -> top tokens -> drafts -> steps of the visit -> background requests

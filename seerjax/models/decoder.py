@@ -1,10 +1,10 @@
 """A decoder with nothing left open: shape, numerics, backend, mesh axis and layout of its pages.
 
-    what is asked: TransformerConfig, NumericsConfig ("auto" and zeros are open)
+    settings: TransformerConfig, NumericsConfig ("auto" and zeros are open)
       -- decide, once --> Decoder --> forward, head, engine, trainer, scoring, drafts
 
-`decide` alone asks what the machine can run. Whoever has a `Decoder` asks nothing again. Decoders
-are hashable, and equal ones are equal keys of compiled programs.
+Only `decide` looks up what the machine can run; code that has a `Decoder` decides nothing again.
+Decoders are hashable, and equal ones are equal keys of compiled programs.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class RunConfig:
     engine: sizes of the engine.
     rollout: problems, group size and sampling of a step.
     chat: chat settings of every prompt, including evaluations.
-    scheduler: policy of which request's next chunk runs, and where: a record or "module:Policy";
+    scheduler: policy that chooses the next request and its instance: a record or "module:Policy";
       does not affect results.
     kv_pool: where KV pages of waiting requests are spilled; does not affect results.
     speculation: drafter and draft budget; does not affect results.
