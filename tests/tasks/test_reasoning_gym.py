@@ -260,17 +260,20 @@ def test_problems_do_not_depend_on_the_process():
     import sys
     sys.path.insert(0, "tests/tasks")
     import test_reasoning_gym as here
+    unlike = []
     for name in here.GENERATORS:
       task = here.loading.load(f"reasoning_gym.{name}")
       # In another order than the stored digests were made in.
       found = [task.problem(*place) for place in reversed(here.PLACES)]
       task.close()
       if here.digest_of(reversed(found)) != here.GOLDEN[name]:
-        print(name)
+        unlike.append(name)
+    # Not on standard output, on which the package's compiler of "bf" prints dots.
+    sys.exit(f"unlike: {unlike}" if unlike else 0)
   """
   for seed in ("0", "1"):
     done = subprocess.run(
       [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, capture_output=True, text=True,
-      env=os.environ | {"PYTHONHASHSEED": seed}, check=True,
+      env=os.environ | {"PYTHONHASHSEED": seed},
     )  # fmt: skip
-    assert done.stdout == ""
+    assert done.returncode == 0, done.stderr
