@@ -1,4 +1,4 @@
-r"""Compares digests of one rollout on one engine and on clusters of workers, some of which die.
+r"""Compares digests of one rollout on one engine and on clusters, with and without dying workers.
 
 Claim: tokens and both log-probabilities of every completion are bit-identical with one engine,
 with 1, 2 and 3 workers, and with workers that die in the middle of their chunks.
@@ -57,7 +57,7 @@ class ClusterRolloutConfig:
     chunk_tokens: maximum tokens of a chunk.
     num_pages: KV pages of a worker.
     max_sequences: concurrent sequences of a worker.
-    processes: workers in separate processes, one of which is killed; 0 skips this case.
+    processes: workers in separate processes; one is killed. 0 skips this case.
     seed: seed of problems and samples.
   """
 
@@ -99,7 +99,7 @@ class Deaf(EngineWorker):
 
 
 class Timed(LocalWorkers):
-  """Local workers whose CPU seconds are counted."""
+  """Local workers that count their CPU seconds."""
 
   seconds = 0.0
 

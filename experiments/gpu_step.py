@@ -148,7 +148,7 @@ def compiled(kind: str, num_rows: int, num_layers: int) -> Step:
   """Compiles a step in this process."""
   step = Step(kind, num_rows, num_layers)
   try:
-    with gpu.h200():  # What is decided here is decided for the GPU.
+    with gpu.h200():  # Decisions made here are for the GPU.
       call, arguments = KINDS[kind](num_rows, num_layers)
     made = sass.compile_for_hopper(call, *arguments, donated=(1,) if kind == "engine step" else ())
   # The report shows any error of a step.

@@ -49,7 +49,7 @@ from seerjax.types import Completion, Request, SamplingParams
 
 PARTS = ("a", "b", "c", "d")
 FEYNMAN = "Tell me about Richard Feynman"
-# Engines whose batches also differ in shape: (maximum sequences, row buckets).
+# Engines with batches of other shapes: (maximum sequences, row buckets).
 ENGINES = ((8, (1, 2, 8, 64)), (64, (16, 64, 256)))
 CANDIDATES = 64  # Held-out problems from which (a) and (b) choose the one with the longest answer.
 

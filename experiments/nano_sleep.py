@@ -72,7 +72,7 @@ KNOWN_RATE = 0.6
 # Percent of questions by requested length; see `stateful.LENGTHS`.
 LENGTHS = {0: 10, 1: 12, 2: 13, None: 65}
 BRANCH_RATE = 0.12  # Contexts in which each person is compared with any earlier one.
-VARIED_RATE = 0.2  # Sentences whose adverb is added, changed or dropped.
+VARIED_RATE = 0.2  # Sentences with an adverb added, changed or dropped.
 LARGE_RATE = 0.3  # Contexts with operands up to 99, as in nano's corpus.
 LONG_RATE = 0.1  # Contexts with four to eight events.
 PLAIN = StatefulConfig(num_questions=4)

@@ -178,7 +178,7 @@ def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
     max_tokens=settings.max_tokens,
     temperature=cell.temperature,
     seed=cell.seed,
-    # Prompts of batches of up to 8, some of which are the prompt under test.
+    # Prompts of batches of up to 8; some are the prompt under test.
     batches=peer_batches(rng, question, policy.require_tokenizer().vocab_size),
   )
   python = peers.python if cell.path == "transformers" else sys.executable

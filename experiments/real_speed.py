@@ -244,7 +244,7 @@ class Process(peer_process.Process):
 
 
 def write_random(directory: pathlib.Path, model: Any) -> None:
-  """Writes random bfloat16 weights with nano's tokenizer, whose ids are the vocabulary's first.
+  """Writes random bfloat16 weights with nano's tokenizer, which uses the vocabulary's first ids.
 
   Args:
     directory: the directory to create.
@@ -433,8 +433,8 @@ def run(config: Config, directory: pathlib.Path, say: Say, torch_python: str = "
         record |= dict(settings=settings, bandwidth=bandwidth)
         cells_lib.append(path, record)
         records[cell] = record
-        said = ", ".join(f"{name} {middle(values)}" for name, values in record["rates"].items())
-        say(f"{cell.dtype}, {cell.kind}: {said}")
+        rates = ", ".join(f"{name} {middle(values)}" for name, values in record["rates"].items())
+        say(f"{cell.dtype}, {cell.kind}: {rates}")
     finally:
       for process in processes.values():
         process.close()

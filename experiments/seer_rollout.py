@@ -100,7 +100,7 @@ class Workload:
 
 
 class EndsWhereTold(engine_lib.Engine):
-  """An engine whose completions end at prescribed lengths that schedulers cannot see."""
+  """An engine that ends completions at prescribed lengths that schedulers cannot see."""
 
   lengths: dict[str, int] = {}
 

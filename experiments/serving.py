@@ -154,10 +154,10 @@ async def same(
       )
     )
     for reply, counts in zip(replies, is_it, strict=True):
-      said = http_load.said(reply)
+      answer = http_load.said(reply)
       if counts:
-        texts[said.text] = texts.get(said.text, 0) + 1
-        patterns.add(struct.pack(f"{len(said.logprobs)}d", *said.logprobs))
+        texts[answer.text] = texts.get(answer.text, 0) + 1
+        patterns.add(struct.pack(f"{len(answer.logprobs)}d", *answer.logprobs))
     asked += sum(is_it)
     num_others += size - sum(is_it)
     num_streamed += sum(streamed)

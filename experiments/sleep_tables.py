@@ -231,7 +231,7 @@ def by_steps(test_cells: Cells, cells: Cells, steps: Callable[[About], int]) -> 
 
 
 def where_test_is_long(test_cells: Cells, cells: Cells, least: int) -> Steps:
-  """Returns the results of questions whose answer without sleep took `least` tokens or more."""
+  """Returns the results of questions answered in `least` tokens or more without sleep."""
   chosen = test_cells.tokens(TEST) >= least
   return _steps(test_cells, cells, f"T_B takes {least} tokens or more", chosen)
 
@@ -278,7 +278,7 @@ def crossing(base: Cells, cells: Cells, test: Arm, wake: Arm, latency_price: flo
 
 
 def foreseen(base: Cells, cells: Cells, test: Arm, wake: Arm, others: Cells) -> planner.Estimate:
-  """Returns the mean of the planner's estimates for other contexts, of which it knows the lengths.
+  """Returns the mean of the planner's estimates for other contexts; it knows their lengths.
 
   Args:
     base: rows without sleep from which the planner learns, which may be another model's.

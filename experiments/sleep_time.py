@@ -519,7 +519,7 @@ def curves(main: Main, short: Main) -> list[Curves]:
   """Returns the charts of the picture.
 
   Args:
-    main: the part whose prices are drawn.
+    main: the part to plot.
     short: the part "curves".
   """
   own, base = short.own, short.base

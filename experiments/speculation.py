@@ -160,7 +160,7 @@ class Cell(NamedTuple):
 
 
 class Timed:
-  """A drafter whose time is measured.
+  """A drafter that measures its own time.
 
   Attributes:
     seconds: seconds spent in `draft`.

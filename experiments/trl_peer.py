@@ -48,7 +48,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     ]
 
   class Timed(trl.GRPOTrainer):
-    """A trainer whose phases are timed."""
+    """A trainer that times its phases."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
       begin = time.perf_counter()

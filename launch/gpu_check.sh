@@ -34,7 +34,7 @@ or ran out of time.
 
   --part=N,N    run only these parts
   --together    run processes that measure no time (all but those of parts 4 and 5) concurrently: for a
-                machine with many cores whose GPU is billed by the minute
+                machine with many cores and a GPU that is billed by the minute
   --dry_run     run all parts on a CPU, with small sizes and the interpreter instead of the GPU
   --out=DIR     directory for summary.txt, and partN.log and partN.tar.gz of each part N, which grow
                 after every process (runs/gpu_check)

@@ -83,9 +83,9 @@ unset JAX_COMPILATION_CACHE_DIR JAX_COMPILATION_CACHE_MAX_SIZE # launch/programs
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 
 # Concurrent processes end with this script, and their files are deleted.
-beside=""
+in_parallel=""
 scratch=$(mktemp -d) || exit 1
-trap 'kill $beside 2>/dev/null; rm -rf "$scratch"' EXIT
+trap 'kill $in_parallel 2>/dev/null; rm -rf "$scratch"' EXIT
 
 # place_of_programs: prints the folder of compiled programs for this tier; nothing if there is none.
 place_of_programs() {
@@ -206,8 +206,8 @@ real_model() {
   return 2
 }
 
-# real_weights DIR: runs the tests on real weights in one process, so that dtypes share what is
-# loaded.
+# real_weights DIR: runs the tests on real weights in one process, so that dtypes share
+# everything loaded.
 real_weights() {
   real_model "$1"
   case $? in
@@ -281,13 +281,13 @@ served_wheel() {
       curl -sS --max-time 60 "$url/chat/completions" -H 'content-type: application/json' -d \
         '{"messages": [{"role": "user", "content": "How many?"}], "seed": 7, "logprobs": true}' |
         "$python" -c 'import json, sys; print(json.dumps(json.load(sys.stdin)["choices"]))'
-    done >"$work/said"
+    done >"$work/answers"
     kill -TERM $server
     wait $server
     # Expect two responses with equal contents.
-    [ "$(grep -c '"finish_reason": "[sl]' "$work/said")" -eq 2 ] &&
-      [ "$(sort -u "$work/said" | wc -l)" -eq 1 ] && status=0
-    cut -c 1-300 "$work/said"
+    [ "$(grep -c '"finish_reason": "[sl]' "$work/answers")" -eq 2 ] &&
+      [ "$(sort -u "$work/answers" | wc -l)" -eq 1 ] && status=0
+    cut -c 1-300 "$work/answers"
     [ $status -eq 0 ] || cat "$log"
   fi
   rm -rf "$work"
@@ -339,9 +339,9 @@ runpy.run_path(str(path), run_name="__main__")
 EOF
     printf '%s\0' examples/*.py examples/*.ipynb |
       (cd "$work" && xargs -0 -n 1 -P 2 bash -c '
-        said=$("$0" -I run.py "$1/$2" 2>&1)
+        output=$("$0" -I run.py "$1/$2" 2>&1)
         status=$?
-        printf "%s\n" "-- $2" "$said"
+        printf "%s\n" "-- $2" "$output"
         exit $status' "$python" "$ROOT") || status=1
   fi
   rm -rf "$work"
@@ -362,7 +362,7 @@ finished_long() {
 # run_long DIR ARGUMENT...: runs each test marked `long` that has not passed for these sources.
 #
 # Each file runs in a separate process, so that its tests share programs; one process for all would
-# reach the kernel's limit on mappings (vm.max_map_count), of which each program uses some.
+# reach the kernel's limit on mappings (vm.max_map_count), since each program uses some.
 run_long() {
   local dir=$1 finished work tests status=0
   shift
@@ -380,10 +380,10 @@ run_long() {
   )
   # --timeout=0: long tests have no time limit.
   find "$work" -type f -print0 | sort -z | xargs -0 -r -n 1 -P "$((WORKERS > 1 ? WORKERS : 1))" bash -c '
-    said=$("$0" -m pytest -m long -q --timeout=0 --hypothesis-profile=long \
+    output=$("$0" -m pytest -m long -q --timeout=0 --hypothesis-profile=long \
       --hypothesis-seed="$SEERJAX_TEST_SEED" --finished="$1" "@$2" 2>&1 </dev/null)
     status=$?
-    printf "%s\n" "-- $(basename "$2")" "$said"
+    printf "%s\n" "-- $(basename "$2")" "$output"
     exit $status' "$dir/bin/python" "$finished" || status=1
   rm -rf "$work"
   printf '\nevents of the tests that passed:\n'
@@ -434,11 +434,11 @@ begin_pyright() {
   typed="$scratch/pyright"
   "$newest/bin/python" -m pyright --pythonpath "$newest/bin/python" >"$typed" 2>&1 &
   typing=$!
-  beside="$beside $typing"
+  in_parallel="$in_parallel $typing"
 }
 
 pyright_ended() {
-  stage "pyright (beside them)" settled "$typing" "$typed"
+  stage "pyright (in parallel)" settled "$typing" "$typed"
 }
 
 # tests/launch sources this file for its functions.
@@ -496,14 +496,14 @@ fi
 begin_pyright
 drawn=$(part_of_oldest)
 if [ -n "$oldest" ]; then
-  said="$scratch/environment"
+  output="$scratch/environment"
   # Parity tests are in the models' room.
   case $drawn in
     rooms) oldest_environment "$oldest" "$oldest_python" ;;
     *) environment_for "$OLDEST" "$oldest" "$oldest_python" ;;
-  esac >"$said" 2>&1 &
+  esac >"$output" 2>&1 &
   preparing=$!
-  beside="$beside $preparing"
+  in_parallel="$in_parallel $preparing"
 fi
 
 stage "ruff" ruff "$newest"
@@ -523,7 +523,7 @@ SEERJAX_TEST_SHARE_OF_THOROUGH=0.025 stage "tests, Python $minor" run_pytest "$n
 stage "tests on real weights, Python $minor" real_weights "$newest"
 
 if [ -n "$oldest" ]; then
-  if stage "environment, Python $OLDEST (made beside the examples)" settled "$preparing" "$said"; then
+  if stage "environment, Python $OLDEST (made during the examples)" settled "$preparing" "$output"; then
     case $drawn in
       rooms) stage "part of the contract and of the rooms, Python $OLDEST" run_oldest "$oldest" 0.05 "" ;;
       avx2) stage "part of the contract with AVX2 alone, Python $OLDEST" run_oldest "$oldest" 0 "$AVX2" ;;

@@ -11,8 +11,8 @@ The report fails on:
   a case that does not compile;
   a warning that products of the tensor core are serialised (C7510 to C7512);
   more spilled bytes than `ALLOWANCES` permits for the kernel's file;
-  floating-point opcodes or their numbers that depend on the number of rows; for products, whose
-    tiles of few rows are swapped, numbers per element of a tile;
+  floating-point opcodes or their numbers that depend on the number of rows; for products, numbers
+    per element of a tile, since tiles of few rows are swapped;
   a product with unspecified rounding in a kernel that merges or folds (`FOLDS`): two programs that
     must agree would agree by chance.
 

@@ -22,7 +22,7 @@ class Plan:
   Attributes:
     block_m, block_n, block_k: a tile's tokens, columns, and elements of the contraction at a time.
     swapped: whether the weight's columns are on wgmma's 64-row axis.
-    num_weights: 2 for a pair, whose columns are multiplied together.
+    num_weights: 2 for a pair of matrices; their columns are multiplied together.
     joined: whether the pair is one array: the columns of its first half, then of its second.
     x_k_last, w_k_last: whether the contraction is the last axis.
     shards: parts of the contraction that are added as one tree.

@@ -131,12 +131,12 @@ def compare(what: str, decisions: Mapping[str, Any]) -> None:
   sides: dict[int, list[int]] = {}
   for process, digest in enumerate(found[:, place].tolist()):
     sides.setdefault(digest, []).append(process)
-  told = "; ".join(
+  values = "; ".join(
     f"{_text_of(texts[who[0]])} (digest {digest:08x}) in process {', '.join(map(str, who))}"
     for digest, who in sides.items()
   )
   raise Disagreement(
-    f"{what}: got {name} that differs between processes ({told}), expected a single value; give all"
+    f"{what}: got {name} that differs between processes ({values}), expected one value; give all"
     " processes the same code, flags and files. Checkpoints are intact: restart with --resume."
   )
 

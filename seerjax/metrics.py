@@ -436,7 +436,7 @@ class Writer:
     self._offset += len(line)
 
   def _event(self, event: event_pb2.Event) -> None:
-    # Bypasses tensorboardX's queue, whose thread hides a full disk and then blocks.
+    # Bypasses tensorboardX's queue: its thread hides a full disk and then blocks.
     assert self._events is not None
     try:
       self._events.write(event.SerializeToString())

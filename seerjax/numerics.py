@@ -329,7 +329,7 @@ def require_same(stored: dict[str, str], current: dict[str, str], *, what: str) 
   Args:
     stored: fingerprint found with `what`.
     current: fingerprint of this run.
-    what: what is being resumed, for the message.
+    what: name of the resumed object, for the message.
 
   Raises:
     ValueError: naming every field that differs, with both values.

@@ -3,11 +3,11 @@
   gs://bucket/run/step_00000012/state/...     objects, one a file, each whole or not there
   gs://bucket/run/step_00000012/MARKER        written when all others are there, removed first
 
-A store renames nothing in one move: a folder whose copy was cut off looks like any other, but that
-its marker is missing. So whoever reads looks for the marker, and nothing else makes a folder one.
+A store has no atomic rename: a folder that was copied in part looks like any other, except that its
+marker is missing. Readers therefore look for the marker; a folder without one does not exist.
 
-Google's and Amazon's stores are strongly consistent: what was written is seen by the next reader.
-`gs://` needs the package gcsfs, `s3://` s3fs (by way of fsspec); credentials are theirs.
+Google's and Amazon's stores are strongly consistent: the next reader sees everything written.
+`gs://` needs the package gcsfs, `s3://` s3fs (through fsspec); these packages read the credentials.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ class SamplingParams:
     temperature: 0 is greedy (the argmax of the biased logits); otherwise logits are divided by
       it, and it must lie between `MIN_TEMPERATURE` and `MAX_TEMPERATURE`.
     top_k: keep the k most likely tokens; 0 keeps all. Ties at the border are kept.
-    top_p: keep the smallest set of most likely tokens whose probability reaches it; 1 keeps all.
+    top_p: keep the smallest set of most likely tokens with at least this total probability; 1 keeps
+      all.
     min_p: drop tokens less likely than `min_p` times the most likely one; 0 drops none.
     presence_penalty: subtracted from the logits of tokens that occur in the completion so far, -2
       to 2. At a drafted position, earlier draft tokens count as part of the completion.

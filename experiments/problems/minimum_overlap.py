@@ -1,6 +1,6 @@
 """Erdős' minimum overlap problem: two halves of an interval with little overlap at any shift.
 
-h: [0, 2] -> [0, 1] with integral 1 has n equal steps, whose heights sum to n / 2. Minimise
+h: [0, 2] -> [0, 1] with integral 1 has n equal steps with heights that sum to n / 2. Minimise
 
   C5 = (2 / n) max_k sum_i h_i (1 - h_(i+k)),   1 - h being 0 outside of [0, 2],
 
@@ -63,7 +63,7 @@ GOAL = 0.380871
 
 
 def admissible(numbers: Sequence[int]) -> tuple[list[int], int] | None:
-  """Returns the numerators and the denominator of min(1, s H), whose sum is n / 2.
+  """Returns the numerators and the denominator of min(1, s H), with s such that the sum is n / 2.
 
   Args:
     numbers: H, non-negative integers, not all 0.
@@ -142,7 +142,7 @@ def is_symmetric(heights: np.ndarray) -> bool:
 
 
 def mirrored(half: np.ndarray, num_steps: int) -> np.ndarray:
-  """Returns the symmetric heights whose first ceil(n / 2) are given."""
+  """Returns the symmetric heights; the first ceil(n / 2) are given."""
   return np.concatenate([half, half[: num_steps - half.size][::-1]])
 
 
@@ -183,7 +183,7 @@ def polish(heights: np.ndarray, num_iterations: int, radius: float) -> np.ndarra
         slopes, values = slopes[n - 1 :], values[n - 1 :]
         slopes = (slopes[:, :num_free] + slopes[:, ::-1][:, :num_free]) * (times / 2)
       steepest = np.abs(slopes).sum(axis=1)
-    # Leaves out shifts whose maximum overlap stays below another's minimum.
+    # Leaves out shifts with a maximum overlap below another's minimum.
     rows = values + steepest * radius >= (values - steepest * radius).max()
     most = best - values[rows]
     answer = linear_programs.solve(

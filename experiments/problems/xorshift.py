@@ -12,7 +12,7 @@ from seerjax import compiled
 
 @compiled.function
 def bits(state: np.ndarray) -> int:
-  """Advances the state; returns the next 64 bits, u64, of which the upper ones are the best."""
+  """Advances the state; returns the next 64 bits, u64; the upper ones are the most random."""
   x = state[0]
   x ^= x >> np.uint64(12)
   x ^= x << np.uint64(25)

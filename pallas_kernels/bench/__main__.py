@@ -54,7 +54,7 @@ from pallas_kernels.bench.timing import (
 CHECKS_SHARE = 0.5
 # Approximate minimum time of a case, including compilation.
 CASE_SECONDS = 3.0
-# Kinds of check: those whose failure hides a kernel's speed, and those whose failure fails the run.
+# Kinds of check: a failure of the first hides a kernel's speed, one of the second fails the run.
 REFUSING = ("agreement", "invariance")
 FAILING = (*REFUSING, "claim")
 DRY_RUN = "dry run: nothing here was measured"
@@ -423,15 +423,15 @@ def table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 def markdown(report: Report) -> str:
   """Returns a report as a Markdown page in the form of docs/results."""
-  said = report.header
+  header = report.header
   lines = ["# Kernels on a GPU", ""]
-  if said["dry_run"]:
-    lines += [f"**{said['dry_run']}.** Checks ran in the interpreter, shapes were lowered.", ""]
+  if header["dry_run"]:
+    lines += [f"**{header['dry_run']}.** Checks ran in the interpreter, shapes were lowered.", ""]
   lines += [
-    f"    {said['command']}",
+    f"    {header['command']}",
     "",
-    f"{said['date']} at {said['commit']}: {said['device']}, {said['driver']}, Python"
-    f" {said['python']}, JAX {said['jax']}.",
+    f"{header['date']} at {header['commit']}: {header['device']}, {header['driver']}, Python"
+    f" {header['python']}, JAX {header['jax']}.",
     "",
   ]
   if report.machine is not None:
@@ -465,8 +465,8 @@ def markdown(report: Report) -> str:
       "## Speed",
       "",
       "Microseconds of one call: the median of interleaved turns, then their range; with several"
-      " copies of the inputs, so that L2 holds none, and many calls a launch. Beside each peer, its"
-      " time over the kernel's: above 1, the kernel is faster.",
+      " copies of the inputs, so that L2 holds none, and many calls per launch. Next to each peer,"
+      " its time divided by the kernel's: above 1, the kernel is faster.",
       "",
     ]
     names = ("shape", "us", "of copy", "of peak", "peers", "bar", "verdict")

@@ -151,7 +151,7 @@ def normal(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 
 def uneven(seed: int, *shape: int) -> jax.Array:
-  """Returns normal numbers times powers of two from 2^-8 to 2^8, whose sums depend on the order."""
+  """Returns normal numbers times powers of two from 2^-8 to 2^8: sums depend on the order."""
   rng = np.random.default_rng(seed)
   powers = np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
   return jnp.asarray(rng.standard_normal(shape, np.float32) * powers, jnp.bfloat16)
@@ -354,7 +354,7 @@ def _matmul_claims(
       swapped | {"swapped_block_n": 128},
     ),
   )
-  # The interpreter multiplies with numpy, whose bits depend on the shape.
+  # The interpreter multiplies with numpy, and numpy's bits depend on the shape.
   of_orientations: Kind = "question" if sizes.interpret else "claim"
   kinds: tuple[tuple[Kind, Any], ...] = (("claim", claims), (of_orientations, orientations))
   for kind, asked in kinds:
@@ -736,7 +736,7 @@ def grouped_matmul_checks(sizes: Sizes) -> Iterator[Check]:
     yield same_bits(
       kernel,
       "invariance",
-      f"rows alone, permuted, beside fewer, again; {name}",
+      f"rows alone, permuted, with fewer others, again; {name}",
       [
         (call(x[chosen], sizes_of(experts[chosen], num_experts), w), whole[chosen])
         for chosen in choices

@@ -160,9 +160,9 @@ class MosaicGpu(Tiled):
     num_rows: Array,
     copies: KeyCopies | None = None,
   ) -> tuple[Array, ...]:
-    """Writes all rows at once, which is no sum: valid slots differ, and padding rows are dropped.
+    """Writes all rows at once; nothing is summed, as valid slots differ and padding is dropped.
 
-    XLA is told that no two indices are equal, which also holds for dropped ones. Otherwise, it
+    The scatter declares its indices unique, which also holds for dropped ones. Otherwise, XLA
     would order them with six more launches to be deterministic. Copies are further rows of the same
     scatter, dropped if they are padding, so that no number is read back.
     """

@@ -68,7 +68,7 @@ def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterato
 
   Raises:
     ValueError: for what would break a run: a split without problems, a problem that differs when it
-      is asked for again, two of one id, or a verdict that raises or is not finite.
+      is requested again, two with the same id, or a verdict that raises or is not finite.
   """
   for split in SPLITS:
     total = groups.num_problems(task, split)

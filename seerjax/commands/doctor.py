@@ -21,7 +21,7 @@ import seerjax
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.run import command_line, placement, presets, self_test
 
-# Packages whose versions matter to a report of a fault, the first ones to bits.
+# Packages to list in a bug report; the versions of the first ones affect bits.
 PACKAGES = (
   "jax", "jaxlib", "numba", "numpy", "flax", "optax", "orbax-checkpoint", "tokenizers",
   "safetensors", "gguf", "llguidance", "reasoning-gym",

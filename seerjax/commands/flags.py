@@ -44,7 +44,7 @@ class Command(Protocol):
     ...
 
   def main(self, argv: list[str], /) -> None:
-    """Runs the command; flags are parsed, and `argv` is what is left of the command line."""
+    """Runs the command; flags are parsed, and `argv` holds the remaining arguments."""
     ...
 
 
@@ -272,7 +272,7 @@ def define_slice_flags() -> None:
   flags.DEFINE_integer(
     "num_processes",
     usual.num_processes,
-    "Number of processes whose devices form one mesh; all run this command.",
+    "Number of processes that form one mesh; all run this command.",
   )
   flags.DEFINE_integer("process_id", usual.process_id, "Index of this process, from 0.")
   flags.DEFINE_string("coordinator", usual.coordinator, "HOST:PORT on which process 0 listens.")

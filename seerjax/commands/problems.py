@@ -29,7 +29,7 @@ def load(name: str, *, allow_weak_sandbox: bool = False) -> Environment:
 
   Args:
     name: see `loading.load`.
-    allow_weak_sandbox: for loaders whose problems run programs; without effect here.
+    allow_weak_sandbox: for loaders of problems that run programs; has no effect here.
   """
   del allow_weak_sandbox
   return loading.load(name)

@@ -82,7 +82,7 @@ class Finding(NamedTuple):
   Attributes:
     is_equal: whether every compared token and log-probability has the journal's bits.
     text: readable result.
-    layer: the first layer whose rows differ between the two computations (0 is the embedding), None
+    layer: the first layer with differing rows in the two computations (0 is the embedding), None
       if none does or the comparison was not made.
   """
 
@@ -424,7 +424,7 @@ def replay(
     directory: directory of the run.
     request: "STEP/GROUP/MEMBER".
     token: index in the completion; None for all.
-    perturb: a layer in whose weights a bit is flipped first.
+    perturb: a layer; one bit of its weights is flipped first.
     say: receives a line for each step that is trained again.
 
   Raises:
@@ -509,4 +509,4 @@ def define_flags() -> None:
     "request", "0/0/0", "Request as STEP/GROUP/MEMBER, as in the journal, from 0."
   )
   flags.DEFINE_integer("token", None, "Index of a token in the response; all tokens by default.")
-  flags.DEFINE_integer("perturb", None, "Layer in whose weights to flip one bit (1 is the first).")
+  flags.DEFINE_integer("perturb", None, "Layer to flip one bit of (1 is the first).")

@@ -279,7 +279,7 @@ def learn(argv: list[str]) -> None:
     return
   places = {seed: directory / f"seed_{seed}" for seed in seeds}
   for seed, place in places.items():
-    # A command that was killed may not have begun the later seeds.
+    # A command that was killed may not have started the later seeds.
     has_begun = agreement.from_first(lambda place=place: (place / "config.json").is_file())
     if agreement.is_first():
       print(f"seed {seed}, in {place}", flush=True)

@@ -11,8 +11,8 @@
 "puct" takes states in order of score, and skips ancestors and descendants of states already taken:
 one state per lineage, though siblings and cousins may be taken together. Roots of growing trees are
 never evicted, so each tree offers at least one state, and a batch is full if there are at least as
-many seeds as groups; otherwise the call is refused. Groups and seeds may be divided into islands,
-each of which scores only its own trees, so that no family can take all groups.
+many seeds as groups; otherwise the call is refused. Groups and seeds may be divided into islands;
+each island scores only its own trees, so that no family can take all groups.
 
 The rules have no state. `select` is a pure function of (archive, num, config, seed); random draws
 depend on (seed, T), and T grows with every step.

@@ -5,7 +5,7 @@
                  +---- resume <- paused <-----+  at the end of a chunk of the response
 
 A step takes one row from every decoding sequence and fills the remaining rows with prefill chunks.
-A decoding sequence and a prefill chunk are the same thing: positions whose keys are not yet
+A decoding sequence and a prefill chunk are the same thing: positions with keys that are not yet
 written. When a chunk reaches the sequence's end, its last row is sampled. Drafted tokens may follow
 that row; they are sampled in the same step and accepted as long as they equal the samples. Nothing
 here can change the tokens of a response, only when they are produced. `visits` runs the steps that
@@ -199,7 +199,7 @@ class Engine:
       resume_from: partial response of the same request by the same weights. Generation continues
         after it; its keys come from the store or are computed again.
       instance: instance to run on; None keeps groups together, else takes the least loaded one.
-      chunk_tokens: pause after this many tokens, for all of which memory is reserved. None
+      chunk_tokens: pause after this many tokens; memory is reserved for all of them. None
         generates to the end, and pages are allocated as the response grows
         (`EngineConfig.reserved_tokens`).
       mask: maps the response so far to a bitmask u32[w] of the allowed next ids, one bit per id of

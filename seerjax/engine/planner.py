@@ -107,8 +107,8 @@ class Planner:
     """Returns the plan of the next visit.
 
     Args:
-      table: measured step times; without one, background requests get no row beside foreground
-        requests.
+      table: measured step times; without one, background requests run only while no
+        foreground request does.
     """
     passes: tuple[Callable[[Plan], Plan], ...] = (
       self.with_pages,

@@ -31,7 +31,7 @@ class Requests:
     background: background requests that hold pages; they get spare rows of a step, or none.
     num_background: number of background requests in `live`.
     paused: ids, in the order in which their chunks ended.
-    held: ids of requests whose responses must not grow for now.
+    held: ids of requests that may not generate tokens for now.
     busy: the request that a step is working on, and its number of tokens before the step; None
       while the work belongs to no single request.
   """

@@ -51,8 +51,8 @@ class EngineConfig:
     row_buckets: maximum rows of one step, per instance; each bucket is one compiled program. ()
       derives them from model and context (`derived_buckets`), never from free memory. A decode-only
       step uses the smallest bucket that fits. Arrays are whole tiles, at least two, of
-      `NumericsConfig.row_tile` rows (`Engine.plan` prints them), of which the bucket's rows are
-      used.
+      `NumericsConfig.row_tile` rows (`Engine.plan` prints them); the bucket's rows are
+      used, the others are padding.
     steps_per_visit: maximum decode steps, up to 32, on the devices before control returns to the
       host; 0 lets the backend decide, 1 returns after each step. A visit has one step while a
       prompt is prefilled, a draft verified, or a row has stop strings or a grammar. Larger values
@@ -218,8 +218,8 @@ def derived_buckets(
     max_sequences: maximum running sequences, 0 if undecided.
 
   Returns:
-    `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two whose arrays fit `STEP_BYTES` and that
-    `max_sequences` full contexts can fill; the last one has a row for each sequence.
+    `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two with arrays within `STEP_BYTES`, and no
+    more than `max_sequences` full contexts can fill; the last one has a row for each sequence.
   """
   model = decoder.shape
   features = MLP_ARRAYS * model.intermediate_size + HIDDEN_ARRAYS * model.hidden_size

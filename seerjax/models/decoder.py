@@ -64,7 +64,7 @@ class Decoder:
     return PageLayout(self.backend.traits.page_axes, count if is_pooled else 0)
 
   def on(self, mesh: jax.sharding.Mesh) -> Decoder:
-    """Returns the decoder whose slabs are spread over the model axis of a mesh."""
+    """Returns the decoder with its slabs spread over the model axis of a mesh."""
     axis = parallel.MODEL_AXIS if mesh.shape[parallel.MODEL_AXIS] > 1 else None
     return dataclasses.replace(self, axis=axis)
 

@@ -68,7 +68,7 @@ def save(
     params: weights in our layout, of any `reduction_shards`.
     config: shape of the model.
     kind: kind of the matrices, one of `KINDS`. Vectors are F32, as llama.cpp requires, and matrices
-      whose rows do not divide into blocks are F16.
+      with rows that do not divide into blocks are F16.
     tokenizer: is written too, with its chat template and the tokens that end a generation; without
       one, the file works with token ids only.
     pre: the pre-tokenizer, of `gguf_tokenizer.PRE_TOKENIZERS`, for llama.cpp to use if none of its

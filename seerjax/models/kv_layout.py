@@ -39,7 +39,7 @@ def empty_pages(
   One pair per layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; otherwise one pair f[k, m, l, z, c].
 
   Args:
-    decoder: the model whose keys and values they hold.
+    decoder: the model that computes the keys and values.
     num_pages: m, page 0 included.
     page_size: z, positions of one page; a divisor of `kv_split`.
 

@@ -31,7 +31,7 @@ class Kind(NamedTuple):
   fix: str
 
   def check(self, path: pathlib.Path, record: Mapping[str, Any]) -> None:
-    """Refuses a file whose first record is not a header of this kind.
+    """Refuses a file that does not begin with a header of this kind.
 
     Raises:
       ValueError: naming the record.

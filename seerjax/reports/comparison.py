@@ -55,7 +55,7 @@ OVERLAYS = (
 
 
 def labels(paths: Sequence[str]) -> list[str]:
-  """Returns a short name of each path: what is left without the folders that all share."""
+  """Returns a short name of each path: the path without the folders that all share."""
   whole = [os.path.abspath(path) for path in paths]
   shared = os.path.commonpath(whole)
   return [os.path.relpath(path, shared) for path in whole]

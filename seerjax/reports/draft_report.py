@@ -172,7 +172,7 @@ def html(title: str, transcripts: Sequence[Transcript]) -> str:
   num_guessed = sum(1 for paths, _ in said if paths)
   num_held = sum(len(pieces) - 1 for paths, pieces in said if paths)
   tiles = [
-    (page.number(num_tokens), "tokens said", f"{len(transcripts)} answers"),
+    (page.number(num_tokens), "tokens generated", f"{len(transcripts)} answers"),
     (page.number(len(said)), "steps", f"{num_guessed} of them with drafts"),
     (page.number(1 + num_held / max(num_guessed, 1), 3), "tokens per step", "that had a draft"),
   ]

@@ -115,7 +115,7 @@ figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; gap
 .k1::before { background: var(--c1); } .k2::before { background: var(--c2); }
 .note { color: var(--soft); font-size: 12.5px; margin: 2px 0 2px; }
 svg { display: block; width: 100%; height: auto; }
-.scroll { overflow-x: auto; }  /* What is wider than a small screen moves in a frame of its own. */
+.scroll { overflow-x: auto; }  /* Content wider than a small screen scrolls in its own frame. */
 .scroll > svg { min-width: 1080px; } .scroll > svg.bars { min-width: 510px; }
 .scroll > .ranks { min-width: 460px; }
 figcaption + svg { overflow: visible; }  /* The longest numbers of the axis. */

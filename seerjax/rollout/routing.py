@@ -31,7 +31,7 @@ class ByPrefix:
       )
 
   def choose(self, item: Item, pages: int, instances: Instances) -> int:
-    """Returns the instance of a chunk that needs `pages`; at least one has so many."""
+    """Returns the instance of a chunk that needs `pages`; at least one instance has them free."""
     running = instances.num_running
     if max(running) - min(running) <= self.max_spread:
       holders = item.group.prompt_instances
@@ -57,7 +57,7 @@ class ByRoom:
   """
 
   def choose(self, item: Item, pages: int, instances: Instances) -> int:
-    """Returns the instance of a chunk that needs `pages`; at least one has so many."""
+    """Returns the instance of a chunk that needs `pages`; at least one instance has them free."""
     free, home = instances.room, item.kv_instance
     if home == NOWHERE and item.group.prompt_instances:
       home = max(item.group.prompt_instances, key=lambda i: (free[i], -i))

@@ -156,7 +156,7 @@ class Sandbox:
       self._finalizer()
 
   def describe(self) -> str:
-    """Describes in one line what is enforced, and what is not, with reasons."""
+    """Describes in one line which limits are enforced and which are not, with reasons."""
     plan = self._plan
     parts = []
     if plan.namespaces:

@@ -1,1 +1,1 @@
-"""An OpenAI-compatible HTTP server whose responses do not depend on concurrent requests."""
+"""An OpenAI-compatible HTTP server with responses that do not depend on concurrent requests."""

@@ -50,7 +50,7 @@ NUM_TRIALS = 2
 TRIAL_NICE, QUICK_NICE, SLOW_NICE = 5, 0, 10
 # More than most grammars take to compile on a busy machine; longer trials yield.
 TRIAL_PATIENCE_SECONDS, YIELDING_NICE = 0.1, 15
-MOST_REMEMBERED = 1024  # Grammars whose trial result is cached.
+MOST_REMEMBERED = 1024  # Grammars with a cached trial result.
 MOST_DEATHS = 2
 MAX_REASON = 160  # Characters of the library's error message.
 MOST_LOST = 3  # Consecutive workers that ended without an answer and not because of a grammar.

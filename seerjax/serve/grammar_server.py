@@ -208,7 +208,7 @@ class Worker:
     return first
 
   def _follow(self, ask: Mapping[str, Any], spent: list[float]) -> bytes:
-    """Returns the mask after a response whose beginning the session already has."""
+    """Returns the mask after a response; the session already has its beginning."""
     settings, session, digest = self._settings, ask["session"], ask["digest"]
     seconds = settings["mask_seconds"]
     if not ask["from"]:  # The session starts again.

@@ -90,7 +90,7 @@ class Served:
     fingerprint: `identity.fingerprint`; changes when weights are replaced.
     defaults: used where a request sets no value.
     created: seconds since 1970.
-    beside: for an adapter, the base whose engine it shares; None for a base.
+    beside: for an adapter, the base with the engine that it shares; None for a base.
   """
 
   name: str

@@ -3,9 +3,9 @@
     event (a chunk ends | pages run out | KV arrives) -> buffer -> scheduler.next ... -> events
 
 Each instance decodes its batch in steps. A step takes `CostModel.step_seconds` and adds one token
-to each request, or more with speculation. Between two events only the context changes, so many
-steps are taken at once: their total time is quadratic in their number. A request joins an instance
-at the end of the current step.
+to each request, or more with speculation. Between two events only the context changes, hence
+many steps are taken at once: their total time is quadratic in their number. A request joins an
+instance at the end of the current step.
 
 Simplifications: instances do not wait for each other at the end of steps, prefill stalls an
 instance's decoding, and network transfers overlap with decoding (only the request waits).

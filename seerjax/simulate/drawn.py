@@ -1,6 +1,6 @@
 """Randomly drawn workloads, for testing claims about schedulers.
 
-    seed -> likeness, spread, group size, what is scarce, chunk, mean, cap, machines -> lengths
+    seed -> likeness, spread, group size, scarce resource, chunk, mean, cap, machines -> lengths
 
 They are small enough to run hundreds in minutes: 128 to 768 requests on 1 to 8 instances of one of
 the paper's machines, with room for a sixth to two thirds of them at once.

@@ -25,7 +25,7 @@ import numpy as np
 
 from seerjax import fields
 
-MAX_SIGHTS = 1024  # Contexts of which the number of questions is remembered.
+MAX_SIGHTS = 1024  # Contexts with a remembered number of questions.
 # Bin edges of predictability, in nats a token; a question of -1 is likelier than one of -3.
 PREDICTABILITY_EDGES = (-3.0, -2.0, -1.5, -1.0)
 

@@ -11,7 +11,7 @@
 | "both"  | q, c and k rewrites                  | T_b(q, c, c')                                   |
 | "facts" | q and a perfect rewrite              | the bound for a better sleeper                  |
 | "rule"  | q and a rewrite by a fixed rule      | the effect of shortening alone                  |
-| "leak"  | c without q                          | what is possible without any question           |
+| "leak"  | c without q                          | the score reached without any question          |
 | "pass"  | q and c, several times               | correct if any is, within "wake"'s test tokens  |
 | "same"  | q and c, several times               | the majority, within all tokens of "wake",      |
 |         |                                      | sleep included: the same total without sleep    |

@@ -44,7 +44,7 @@ from seerjax.types import Completion, Request, SamplingParams
 NAME = "\0sleep"  # Prefix of the request ids of this module; no other request has it.
 _SEEDS = 3  # Distinct from the seed streams of `protocol`.
 _ANTICIPATED = MAX_RETHINKS  # Call number of anticipated answers; no sleeper reaches it.
-# Two questions that differ at both ends: their prompts share only what is not the question.
+# Two questions that differ at both ends: their prompts share only the text around them.
 _ANY_QUESTIONS = ("How many?", "Who has 1.")
 
 
@@ -61,7 +61,7 @@ class RunnerConfig:
     num_at_once: most jobs that run concurrently.
     num_anticipated: most questions of `Prompts.anticipated` to answer ahead of time, for drafts.
     answer_tokens: most tokens of such an answer.
-    verbosity: verbosity of the answers whose prompts are pinned, as an index.
+    verbosity: index of the verbosity of the answers with pinned prompts.
     seed: seed of the run.
   """
 
@@ -163,7 +163,7 @@ class _Account:
   starts: list[Start] = dataclasses.field(default_factory=list)
   scores: list[float] = dataclasses.field(default_factory=list)
   prepared: tuple[str, ...] = ()
-  num_truncated: int = 0  # Jobs without a rewrite whose last call hit its limit.
+  num_truncated: int = 0  # Jobs that ended without a rewrite because the last call hit its limit.
 
   @property
   def predicted(self) -> float | None:

@@ -1,7 +1,8 @@
 """Interface of the models that answer calls in sleep-time compute.
 
-Texts of contexts, rewrites and answers are data. They are put into messages whose boundaries only
-the chat template can write (`models.chat_template`), so no text can end its turn.
+Texts of contexts, rewrites and answers are data. They are put into messages, and only
+the chat template can write a message's boundaries (`models.chat_template`), so no text can end its
+turn.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     queries -> slots -> one compiled program (`draft_program`) -> paths -> the target verifies them
 
 The draft samples each token like the target, with the target's noise, so its tokens are correct
-wherever the two distributions are close. A draft whose distribution is far from the target's is
+wherever the two distributions are close. A draft with a distribution far from the target's is
 more often accepted at a lower temperature. Of `TEMPERATURES` (factors on the request's own), the
 one with most accepted tokens recently is used; the others are tried occasionally.
 

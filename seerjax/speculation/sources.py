@@ -1,7 +1,7 @@
 """Selects a draft source, length and width for each request, by expected tokens per second.
 
-Two sources: the group's suffix tree, whose drafts are almost free and good where text repeats
-itself, and a draft model, whose cost grows with the length N of its program. Both may be merged
+There are two sources. Drafts of the group's suffix tree are almost free, and good where text
+repeats itself. The cost of a draft model grows with the length N of its program. Both may be merged
 into one tree. For requests i, each with its own choice,
 
     tokens / seconds = sum (1 + gain[i]) / (T(B, B + sum rows[i]) + D_suffix + D_model(N))

@@ -9,7 +9,7 @@ For the data structure and its use see `speculation.suffix_tree`. Storage:
                          string is contiguous, and an edge refers to an occurrence of its string
 
 Appending costs far less than DEPTH steps per token: a string that occurs in no other text is an
-open leaf, whose edge extends to the end of its text, so growth does not touch it. Only the last few
+open leaf with an edge to the end of its text, so growth does not touch it. Only the last few
 strings of a text that also occur in other texts (as many as the match is long) follow their edges.
 Drafting is cheap because the most likely child is first in its list and sums are stored.
 
@@ -127,7 +127,7 @@ def _depth(t, node):
 
 @compiled.inlined
 def _child(t, parent, token):
-  """Returns the child of `parent` whose edge begins with `token`, or 0."""
+  """Returns the child of `parent` along the edge that begins with `token`, or 0."""
   # The most likely child is first, and most nodes have few. The root's children are not listed.
   node = t.nodes[parent, _CHILD]
   if not _is_hashed(t, parent):
@@ -531,7 +531,7 @@ def _choose(t, parent):
 
 @compiled.inlined
 def _locate(t, tokens, start, stop):
-  """Returns the node on whose edge a string ends, or -1 if no text contains it."""
+  """Returns the node at the lower end of the edge on which a string ends, or -1 for no match."""
   node, depth, length = np.int32(0), np.int64(0), stop - start
   while depth < length:
     node = _child(t, node, tokens[start + depth])

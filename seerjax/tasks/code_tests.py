@@ -209,8 +209,8 @@ def load(
   """Reads the task, and starts its sandbox.
 
   Args:
-    path: directory with train.jsonl and test.jsonl ("heldout"), or one file, of which every tenth
-      problem is held out.
+    path: directory with train.jsonl and test.jsonl ("heldout"), or one file; every tenth
+      problem of it is held out.
     instruction: appended to every prompt on a separate line; "" for none.
     limits: limits for one program with all its tests.
     allow_weak_sandbox: also run where programs could access files, network or other processes.

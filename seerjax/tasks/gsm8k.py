@@ -232,8 +232,8 @@ def load(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> Gsm
   """Reads the task.
 
   Args:
-    path: directory with train.jsonl and test.jsonl ("heldout"), or one file, of which every tenth
-      problem is held out.
+    path: directory with train.jsonl and test.jsonl ("heldout"), or one file; every tenth
+      problem of it is held out.
     instruction: appended to every question on a separate line; "" for none.
 
   Raises:

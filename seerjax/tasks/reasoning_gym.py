@@ -17,7 +17,7 @@ score outside [0, 1], the reward is 0 and the case is counted (`ReasoningGym.fau
 lists unusable generators.
 
 Source: Stojanovski et al. 2025, "Reasoning Gym", https://arxiv.org/abs/2505.24760; generators and
-scorers are in its package (Apache-2.0), none of which is copied here.
+scorers are in its package (Apache-2.0); nothing of it is copied here.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def _package() -> Any:
   """Imports the package.
 
   Raises:
-    ValueError: if it cannot be imported; names what is missing.
+    ValueError: if it cannot be imported; the message names the missing package.
   """
   try:
     importlib.import_module("reasoning_gym.factory")

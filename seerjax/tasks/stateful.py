@@ -11,7 +11,7 @@ the first person, and "mixed", where people who were compared trade. "train" and
 only in their contexts: budgets are tuned on "heldout", and "test" is evaluated once.
 
 Questions follow Zipf's law over the questions that a context allows: the higher `predictability`,
-the more often the first one is asked.
+the more often the first one comes.
 
 Source: Lin et al. 2025, https://arxiv.org/abs/2504.13171; the templates of its contexts may not be
 redistributed, and these stories are ours.

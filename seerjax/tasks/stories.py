@@ -219,7 +219,7 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
-  """A told story, and the resulting numbers.
+  """A story and the numbers at its end.
 
   Attributes:
     kind: "story" (one person), "trade" (two who give to each other), "people" (each compared with

@@ -130,7 +130,7 @@ def _question(
       chain = context.chains[number]
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)
   else:
-    # Not the first person, whose number is stated and needs no reasoning.
+    # Not the first person: their number is stated and needs no reasoning.
     if number == 0 or (number == 2 and len(context.chains) > 2):
       chain = context.chains[-1] if number == 0 else draws.choice(context.chains[1:-1])
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)

@@ -293,7 +293,7 @@ def losses_of(logits: Float[Array, "b t v"], batch: Batch) -> Float[Array, "b t"
   """Returns each token's loss as the successor of the token before it, f32[b, t], in nats.
 
   For sampled tokens this is the cross-entropy; for likely tokens (k > 0) the forward KL divergence
-  of the distribution with k + 1 entries, the last of which covers all other tokens. The first
+  of the distribution with k + 1 entries; the last entry covers all other tokens. The first
   token's loss is 0, since nothing precedes it.
   """
   logprobs = jax.nn.log_softmax(logits[:, :-1])

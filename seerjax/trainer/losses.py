@@ -67,8 +67,9 @@ class LossConfig:
       KL(policy || reference).
     entropy_bonus: weight of the entropy, in loss units per nat; 0 is off.
     tis_cap: truncated importance sampling: rows are weighted by min(exp(old_logprobs -
-      behaviour_logprobs), tis_cap), without gradient, to correct for an engine whose
-      log-probabilities differ from the trainer's. None is off; the tiled path needs no correction.
+      behaviour_logprobs), tis_cap), without gradient, to correct for an engine with
+      log-probabilities that differ from the trainer's. None is off; the tiled path needs no
+      correction.
   """
 
   algorithm: str = "grpo"

@@ -160,7 +160,7 @@ def is_spec(value: Any) -> bool:
 
 
 def _folded(x: Array, axis: int) -> Array:
-  """Sums one dimension by halves: a tree whose bits do not depend on other dimensions."""
+  """Sums one dimension by halves: a binary tree, independent of the other dimensions."""
   while (size := x.shape[axis]) > 1:
     half = (size + 1) // 2
     low = lax.slice_in_dim(x, 0, half, axis=axis)

@@ -7,9 +7,9 @@ The gradient program never receives the engine's log-probabilities. Its own, com
 difference is exactly zero.
 
 Micro-batches are divided into runs of about eight (`runs`). A run stays on one instance of the
-mesh, whose program adds each gradient to the sum in place; the sums of runs are added as one binary
-tree. The division depends only on the number of micro-batches, so the number of devices does not
-affect the result, and only a few gradients of a large model exist at a time. An optimiser step
+mesh, and its program adds each gradient to the sum in place; the sums of runs are added as one
+binary tree. The division depends only on the number of micro-batches, so the number of devices does
+not affect the result, and only a few gradients of a large model exist at a time. An optimiser step
 donates the state that it starts from.
 
 Each device of the mesh holds and updates a part of masters, moments and sums (`trainer.shards`).
@@ -147,8 +147,9 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
 
 
 BY_INSTANCE = jax.P(parallel.INSTANCE_AXIS)
-# Micro-batches whose gradients are added sequentially on one instance. Runs are longer if there
-# would otherwise be more than MOST_RUNS; 1 + log2(runs) sums exist at the same time.
+# Number of micro-batches in a run: their gradients are added sequentially on one instance. Runs are
+# longer if there would otherwise be more than MOST_RUNS; 1 + log2(runs) sums exist at the same
+# time.
 RUN_LENGTH, MOST_RUNS = 8, 8
 
 

@@ -174,7 +174,7 @@ def _edit(circles: np.ndarray, verb: str, a: int, b: int, c: int, rng: np.random
       length = ((a + 1) / NUM_LEVELS) ** 2 / 4
       circles[:2] += length * (2 * rng.random((2, n)) - 1)
     case "turn":
-      # (1 - t², 2t) / (1 + t²) is on the unit circle; avoids sine, whose last bit is not portable.
+      # (1 - t², 2t) / (1 + t²) is on the unit circle; sine is not portable to the last bit.
       t = (2 * c + 1 - NUM_LEVELS) / (NUM_LEVELS - 1)
       cos, sin = (1 - t * t) / (1 + t * t), 2 * t / (1 + t * t)
       near = geometry.nearest(circles, i, b + 1)

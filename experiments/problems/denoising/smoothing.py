@@ -12,7 +12,8 @@ EMBEDDING_RANK = 20
 def leading(x: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns the leading singular vectors, scaled: x ~ left @ right, f64[c, k] and f64[k, g].
 
-  Uses the eigenvectors of the smaller Gram matrix, whose halved precision is far below the noise.
+  Uses the eigenvectors of the smaller Gram matrix. They have half the digits, and the remaining
+  error is far below the noise.
   """
   if x.shape[1] <= x.shape[0]:
     vectors = np.linalg.eigh(x.T @ x)[1][:, ::-1][:, :rank]

@@ -32,7 +32,7 @@ FLOAT32_TOLERANCE = 1e-4
 # Laps of `verify` and of `confirm`; odd, so that the median is the ratio of a lap.
 LAPS, CONFIRMING_LAPS = 9, 31
 
-# Distributions of inputs: normal, or Cauchy of scale 2, whose outliers stress the norms.
+# Distributions of inputs: normal, or Cauchy of scale 2 (outliers stress the norms).
 KINDS = ("normal", "masked", "cauchy")
 
 
