@@ -147,23 +147,13 @@ def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
 @pytest.mark.thorough
 @BOTH
 def test_stale_pages_may_hold_anything_even_nan(numerics):
-  engine = tiny_model.make_engine(SIZES, numerics)
-  for request in tiny_model.random_requests(4):
-    engine.submit(request)
-  while engine.num_unfinished:
-    engine.step()
-    is_written = np.zeros((SIZES.num_pages, SIZES.page_size), bool)
-    for sequence in engine._requests.running[0]:
-      positions = np.arange(sequence.num_written)
-      pages = np.asarray(sequence.pages)[positions // SIZES.page_size]
-      is_written[pages, positions % SIZES.page_size] = True
-    keys, values = jnp.asarray(is_written)[None, None, :, None], jnp.asarray(is_written)
+  def change(written, pages):
     stale = lambda written, leaf: jnp.where(written, leaf, jnp.asarray(np.nan, leaf.dtype))
-    engine.memory.pages = tuple(
-      (stale(keys, of_keys), stale(values[None, None, :, :, None], of_values))
-      for of_keys, of_values in engine.memory.pages
-    )
-  assert tiny_model.num_differing(engine.poll(), numerics) == 0
+    of_keys, of_values = written[None, None, :, None], written[None, None, :, :, None]
+    return tuple((stale(of_keys, keys), stale(of_values, values)) for keys, values in pages)
+
+  found = tiny_model.generate_amid(SIZES, numerics, change)
+  assert tiny_model.num_differing(found, numerics) == 0
 
 
 # Twins.

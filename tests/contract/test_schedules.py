@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 from seen_inputs import SeesInputs
 import tiny_model
+import twins
 
 from seerjax.engine import engine as engine_lib, planner as planner_lib
 from seerjax.engine.engine import EngineConfig
@@ -622,24 +623,13 @@ class FollowsTheBatch(SeesInputs):
     return inputs._replace(seeds=inputs.seeds + crowded[:, None])
 
 
-class TakesASlot(planner_lib.Planner):
-  """Twin: background rows are written to the slots of foreground rows."""
-
-  def with_background(self, plan, table):
-    front = [piece.sequence for piece in plan.rows[0]]
-    plan = super().with_background(plan, table)
-    for piece, sequence in zip(plan.rows[0][len(front) :], front):
-      piece.sequence.page_row = sequence.page_row
-    return plan
-
-
 @pytest.mark.thorough
 def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
   def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
     config = dataclasses.replace(
       SIZES["chunks of 16"], max_context=context, steps_per_visit=steps_per_visit
     )
-    return make_engine(config, NUMERICS["native f32"], planner=TakesASlot, **others)
+    return make_engine(config, NUMERICS["native f32"], planner=twins.TakesASlot, **others)
 
   plan, events = beside_sleepers(64, host_pages=0), collections.Counter()
   with pytest.raises(AssertionError, match="got Completion"):

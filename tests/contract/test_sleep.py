@@ -12,6 +12,7 @@ event with count 0 is a failure.
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 import dataclasses
 import functools
 import pathlib
@@ -22,11 +23,13 @@ import hypothesis
 from hypothesis import strategies as st
 import jax
 import pytest
+import sleep_prompts
 import tiny_model
+import twins
 import word_engine
 
 from seerjax import numerics as numerics_lib, parallel
-from seerjax.engine import planner as planner_lib, runner as runner_lib
+from seerjax.engine import runner as runner_lib
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.step_times import StepTimes
 from seerjax.kv.owner import BASE, Owner
@@ -39,7 +42,6 @@ from seerjax.sleep import contexts as contexts_lib, planner, runner as sleep_lib
 from seerjax.sleep.contexts import Contexts, Identity, Rewrite
 from seerjax.sleep.engine_thinker import EngineThinker
 from seerjax.sleep.planner import Mean, PlannerConfig, Seen
-from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.runner import Runner, RunnerConfig
 from seerjax.sleep.thinkers import Call
 from seerjax.speculation.suffix_drafter import SuffixDrafter
@@ -75,10 +77,6 @@ EVENTS = (
 )  # fmt: skip
 
 
-def user(text: str):
-  return ({"role": "user", "content": text},)
-
-
 def read(reply: str, notes: str) -> tuple[str, bool]:
   """Finishes with the second reply; some texts, selected by content, get a false equation."""
   text = f"{notes}{reply[:9]}"
@@ -86,18 +84,7 @@ def read(reply: str, notes: str) -> tuple[str, bool]:
   return text + "\n1+1=3" * is_false, bool(notes)
 
 
-# Two calls per job; the second reads what the first wrote.
-PROMPTS = Prompts(
-  sleep=lambda context, notes, number: user(f"{context.text}{notes}"),
-  read=read,
-  wake=lambda question, context, rewritten, verbosity: user(f"{context}{rewritten} {question}"),
-  leak=lambda context, verbosity: user(context),
-  joined="\n".join,
-  rule=lambda context: "",
-  facts=lambda context: "",
-  num_verbosities=1,
-  anticipated=lambda notes: ("Who?",),
-)
+PROMPTS = dataclasses.replace(sleep_prompts.PROMPTS, read=read, anticipated=lambda notes: ("Who?",))
 QUESTIONS = ("Who?", "Ana?", "How many has Bo?")
 
 
@@ -245,7 +232,7 @@ def rewrite_alone(
   notes, total, is_finished = "", 0, False
   for number in range(config.max_rethinks):
     call = Call(
-      messages=user(f"{text}{notes}"),
+      messages=sleep_prompts.user(f"{text}{notes}"),
       max_tokens=config.sleep_tokens,
       temperature=config.parallel_temperature if job else config.temperature,
       seed=sleep_lib.job_seed(config.seed, context_id, job, number),
@@ -307,7 +294,7 @@ class Schedule:
     directory: pathlib.Path,
     events: collections.Counter[str],
     *,
-    engine_kind: type[Engine] = Watched,
+    engine_kind: Callable[..., Engine] = Watched,
     runner_kind: type[Runner] = Runner,
     contexts_kind: type[Contexts] = Contexts,
   ):
@@ -670,7 +657,7 @@ def run_schedules(
   *,
   seed: int,
   num: int,
-  **kinds: type,
+  **kinds: Callable[..., Any],
 ) -> None:
   """Runs the schedules that always run, and `num` drawn ones."""
 
@@ -727,16 +714,6 @@ def test_no_sleep_of_three_hundred_changes_a_bit(dtype, mesh, seed, tell_events)
 # Twins: each breaks one rule, and a schedule that always runs detects it.
 
 
-class FromTheClock(Runner):
-  """Twin: seeds depend on the step at which a job starts."""
-
-  def _begin(self, context, job):
-    config, steps = self._config, self._engine.counters.steps
-    self._config = dataclasses.replace(config, seed=config.seed + steps)
-    super()._begin(context, job)
-    self._config = config
-
-
 class Careless(Contexts):
   """Twin: rewrites of version n are served for n + 1."""
 
@@ -772,22 +749,7 @@ class KeepsPins(Watched):
       self.memory.remember(sequence, sequence.tokens[: sequence.num_written])
 
 
-class SlotTaker(planner_lib.Planner):
-  """A planner that writes background rows to the slots of foreground rows."""
-
-  def with_background(self, plan, table):
-    front = [piece.sequence for piece in plan.rows[0]]
-    plan = super().with_background(plan, table)
-    for piece, sequence in zip(plan.rows[0][len(front) :], front):
-      piece.sequence.page_row = sequence.page_row
-    return plan
-
-
-class TakesASlot(Watched):
-  """Twin: background rows are written to the slots of foreground rows."""
-
-  def __init__(self, *args, **others):
-    super().__init__(*args, planner=SlotTaker, **others)
+TAKES_A_SLOT = functools.partial(Watched, planner=twins.TakesASlot)
 
 
 class Shared(PrefixIndex):
@@ -812,11 +774,13 @@ class FindsAnothers(Watched):
 @pytest.mark.parametrize(
   "plan, kinds, message",
   [
-    pytest.param(ALWAYS[1], dict(runner_kind=FromTheClock), "expected .'", id="seeds of a clock"),
+    pytest.param(
+      ALWAYS[1], dict(runner_kind=twins.FromTheClock), "expected .'", id="seeds of a clock"
+    ),
     pytest.param(ALWAYS[1], dict(contexts_kind=Careless), "expected version 2", id="old version"),
     pytest.param(ALWAYS[1], dict(contexts_kind=Trusting), "expected .'", id="a changed token"),
     pytest.param(PINNED, dict(engine_kind=KeepsPins), "got pins of old", id="pins of old weights"),
-    pytest.param(ALWAYS[2], dict(engine_kind=TakesASlot), "got ", id="another's slot"),
+    pytest.param(ALWAYS[2], dict(engine_kind=TAKES_A_SLOT), "got ", id="another's slot"),
     pytest.param(
       SHARED, dict(engine_kind=FindsAnothers), "got a page of '(ours|theirs)' for", id="namespaces"
     ),

@@ -8,6 +8,7 @@ import pathlib
 import numpy as np
 import pytest
 from sleep_prompts import PROMPTS
+import twins
 from word_engine import SIZES, make_engine, params, request, run, same, tokens_from
 
 from seerjax.engine.drafting import DraftQuery
@@ -81,18 +82,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
   return case.rewrites()
 
 
-class FromTheClock(Runner):
-  """Twin: a runner whose seeds depend on when a job starts."""
-
-  def _begin(self, context, job):
-    config, step = self._config, self._engine.counters.visits
-    self._config = dataclasses.replace(config, seed=config.seed + step)
-    super()._begin(context, job)
-    self._config = config
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind, is_same", [(Runner, True), (FromTheClock, False)])
+@pytest.mark.parametrize("kind, is_same", [(Runner, True), (twins.FromTheClock, False)])
 def test_rewrites_are_equal_under_load(alone, tmp_path, kind, is_same):
   case = Sleeping(tmp_path, kind=kind)
   loads = [request(f"f{i}", tokens_from(i, 20), seed=i, max_tokens=9) for i in range(5)]

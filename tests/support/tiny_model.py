@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
@@ -196,6 +197,32 @@ def num_differing(completions, numerics: numerics_lib.NumericsConfig = NUMERICS)
   found = {completion.request_id: completion for completion in completions}
   requests = random_requests(len(completions))
   return sum(not same(found[one.request_id], answer(numerics, one)) for one in requests)
+
+
+def generate_amid(
+  config: engine_lib.EngineConfig,
+  numerics: numerics_lib.NumericsConfig,
+  change: Callable[[jax.Array, Any], Any],
+) -> list:
+  """Returns completions of four requests; `change` gives unwritten memory other values each step.
+
+  Args:
+    config, numerics: the engine's.
+    change: given bool[n, s], which slots of which pages are written, and the engine's pages,
+      returns its new pages.
+  """
+  engine = make_engine(config, numerics)
+  for request in random_requests(4):
+    engine.submit(request)
+  while engine.num_unfinished:
+    engine.step()
+    is_written = np.zeros((config.num_pages, config.page_size), bool)
+    for sequence in engine._requests.running[0]:
+      positions = np.arange(sequence.num_written)
+      pages = np.asarray(sequence.pages)[positions // config.page_size]
+      is_written[pages, positions % config.page_size] = True
+    engine.memory.pages = change(jnp.asarray(is_written), engine.memory.pages)
+  return engine.poll()
 
 
 def bits(values: np.ndarray) -> list[int]:

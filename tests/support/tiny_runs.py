@@ -6,6 +6,7 @@ import dataclasses
 import pathlib
 
 import jax
+import pytest
 import tiny_model
 
 from experiments import invariance
@@ -30,6 +31,21 @@ def write_model(directory: pathlib.Path) -> str:
   params = jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params)
   huggingface.save(directory, params, model, tokenizer=tokenizer_lib.load(loading.NANO))
   return str(directory)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+  """The directory of a random model of two layers with nano's vocabulary."""
+  return write_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="session")
+def trained(
+  tiny: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[pathlib.Path, dict[str, dict[str, list[float]]]]:
+  """Part c on the tiny model: a directory with the two runs, and their log lines."""
+  directory = tmp_path_factory.mktemp("trained")
+  return directory, train(tiny, directory)
 
 
 def train(model: str, directory: pathlib.Path) -> dict[str, dict[str, list[float]]]:
