@@ -26,15 +26,13 @@ import math
 import os
 import pathlib
 import socket
-import subprocess
 import sys
 import threading
 import types
 from typing import Any, NamedTuple
-import weakref
 
 from seerjax import fields
-from seerjax.sandbox import server
+from seerjax.sandbox import helper, server
 
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 MAX_DEPTH = 64  # Nesting of lists in a result, so that no reader overflows its stack.
@@ -128,7 +126,7 @@ class Sandbox:
     self._lock = threading.Lock()
     self._is_closed = False
     self._preloaded = tuple(preloaded)
-    self._start()
+    self._helper, self._plan = self._start()
     plan = self._plan
     missing = [] if plan.namespaces or plan.landlock else ["file-system isolation"]
     missing += [] if plan.namespaces or plan.seccomp else ["network isolation"]
@@ -153,7 +151,7 @@ class Sandbox:
     """Ends the server; running calls still end within their limits."""
     with self._lock:
       self._is_closed = True
-      self._finalizer()
+      self._helper.close()
 
   def describe(self) -> str:
     """Describes in one line which limits are enforced and which are not, with reasons."""
@@ -263,44 +261,19 @@ class Sandbox:
       reason = f"{function}: got an invalid result: {error}\n".encode(errors="replace")
       return None, outcome._replace(status="failed", stderr=outcome.stderr + reason)
 
-  def _start(self) -> None:
-    """Starts the server, and waits for its report of what it can enforce."""
-    control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    settings = json.dumps(
-      {
-        "readable": readable_paths(),
-        "packages": package_paths(),
-        "preloaded": self._preloaded,
-      }
-    )
-    # Pass on no variables of the interpreter, no credentials and no paths of the caller.
-    environment = {**server.ENVIRONMENT, "HOME": "/", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without it.
-      environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    with theirs:
-      process = subprocess.Popen(
-        [sys.executable, "-P", "-s", server.__file__, str(theirs.fileno()), settings],
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        cwd="/",
-        start_new_session=True,  # Shields it from an interrupt at the terminal.
-      )
-    self._control = control
-    self._finalizer = weakref.finalize(self, _end_server, control, process)
-    report = control.recv(2**16)
-    if not report:
-      self._finalizer()
-      raise RuntimeError(
-        f"Sandbox: got exit code {process.returncode} from its server, expected it to start; run"
-        f" `{sys.executable} {server.__file__}` by hand to see why."
-      )
-    plan = json.loads(report)
+  def _start(self) -> tuple[helper.Helper, server.Plan]:
+    """Returns a new server, with what it can enforce."""
+    settings = {
+      "readable": readable_paths(),
+      "packages": package_paths(),
+      "preloaded": self._preloaded,
+    }
+    environment = {**server.ENVIRONMENT, "HOME": "/"}
+    started = helper.Helper(server.__name__, settings, environment=environment, has_session=True)
+    plan = started.report()
     for field in ("denied", "readable"):
       plan[field] = tuple(tuple(item) if isinstance(item, list) else item for item in plan[field])
-    self._plan = server.Plan(**plan)
+    return started, server.Plan(**plan)
 
   def _call(
     self, request: dict[str, Any], blobs: list[bytes], limits: Limits
@@ -309,8 +282,11 @@ class Sandbox:
     request["limits"] = dataclasses.asdict(limits)
     request["blobs"] = [len(blob) for blob in blobs]
     reply = self._ask(request, blobs)
-    if reply is None and not self._is_served():
-      reply = self._ask(request, blobs)  # The server was killed before it forked.
+    if reply is None:
+      with self._lock:
+        is_served = self._helper.is_alive
+      if not is_served:  # The server was killed, perhaps before it forked.
+        reply = self._ask(request, blobs)
     if reply is None:
       reason = b"sandbox: the supervisor was killed (no memory left on this machine?)\n"
       return Outcome("killed", None, b"", reason, {}, 0.0, 0.0), b""
@@ -345,47 +321,21 @@ class Sandbox:
         ours.recv(1)  # Returns nothing; waits until the supervisor has ended.
     return reply
 
-  def _is_served(self) -> bool:
-    """Returns whether the server is alive, that is, whether its socket is open."""
-    with self._lock:
-      try:
-        self._control.recv(1, socket.MSG_DONTWAIT)
-      except BlockingIOError:
-        return True
-      except OSError:  # Closed by this side, or reset.
-        pass
-      return False
-
   def _supervisor(self) -> socket.socket:
     """Returns a socket to a fresh supervisor; restarts the server if it was killed."""
     with self._lock:
       if self._is_closed:
         raise ValueError("Sandbox: got a call after close(), expected none; create a new Sandbox.")
-      ours, theirs = socket.socketpair()
-      with theirs:
-        try:
-          socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        except (BrokenPipeError, ConnectionResetError):
-          plan = self._plan
-          self._finalizer()
-          self._start()
-          if self._plan != plan:
-            ours.close()
-            raise RuntimeError(
-              f"Sandbox: got {self.describe()} from a restarted server, expected the isolation of"
-              " the first one; create a new Sandbox."
-            ) from None
-          socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-      return ours
-
-
-def _end_server(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-  control.close()  # Tells the server to end.
-  try:
-    process.wait(timeout=10)
-  except subprocess.TimeoutExpired:
-    process.kill()
-    process.wait()
+      if not self._helper.is_alive:
+        self._helper.close()
+        self._helper, plan = self._start()
+        if self._plan != plan:
+          self._plan = plan
+          raise RuntimeError(
+            f"Sandbox: got {self.describe()} from a restarted server, expected the isolation of the"
+            " first one; create a new Sandbox."
+          )
+      return self._helper.call(b"+")
 
 
 def package_paths() -> list[str]:

@@ -10,7 +10,7 @@ exceeds a limit, the supervisor kills all remaining processes: as pid 1 it is ou
 reach, and nothing outlives it. The program's process drops its privileges and sets its limits
 before it reads any untrusted line. All of this uses only the standard library and system calls.
 
-Started by path; programs never import it. Source: man pages namespaces(7), landlock(7),
+`helper` starts it; programs never import it. Source: man pages namespaces(7), landlock(7),
 seccomp(2), pivot_root(2), getrlimit(2).
 """
 
@@ -1065,7 +1065,3 @@ def as_plain(value: Any) -> Any:
   if type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
     return value.tolist()
   raise TypeError(f"got a {type(value).__name__}, expected what JSON can hold; return lists")
-
-
-if __name__ == "__main__":
-  main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))

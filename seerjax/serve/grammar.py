@@ -38,6 +38,7 @@ import numpy as np
 
 from seerjax import fields
 from seerjax.models.tokenizer import Tokenizer
+from seerjax.sandbox import helper
 from seerjax.serve import grammar_server, grammar_workers as workers
 from seerjax.serve.protocol import Grammar
 from seerjax.serve.refusals import Refusal, refuse
@@ -170,7 +171,7 @@ class Compiler:
     }
     self._lock = threading.Lock()
     self._num_sessions = 0
-    self._server: workers.Server | None = None
+    self._server: helper.Helper | None = None
     self._trials: queue.LifoQueue[workers.Line[AnswerMask] | None] = queue.LifoQueue()
     for _ in range(NUM_TRIALS):
       self._trials.put(None)
@@ -274,7 +275,7 @@ class Compiler:
           line = None  # Stays None if starting another one fails.
         if line is None:
           with self._lock:
-            line = self._started().line(TRIAL_NICE)
+            line = workers.Line(self._started(), TRIAL_NICE)
         line.put([{**_source(grammar), "session": 0, "is_new": True}])
         answers, ending = self._await_trial(line)
         if answers:
@@ -377,7 +378,7 @@ class Compiler:
     if line is not None:
       line.close()
     with self._lock:
-      line = self._started().line(SLOW_NICE if is_slow else QUICK_NICE)
+      line = workers.Line(self._started(), SLOW_NICE if is_slow else QUICK_NICE)
     self._lines[is_slow] = line
     return line
 
@@ -473,12 +474,12 @@ class Compiler:
       ending = signal.Signals(-int(ending)).name
     return f"the library that compiles it crashed ({ending or 'unknown cause'})"
 
-  def _started(self) -> workers.Server:
+  def _started(self) -> helper.Helper:
     """Returns the server, starting it if it does not run. The caller holds the lock."""
     if self._server is None or not self._server.is_alive:
       if self._server is not None:
         self._server.close()
-      self._server = workers.Server(self._tokenizer, self._settings)
+      self._server = workers.start(self._tokenizer, self._settings)
     return self._server
 
 

@@ -10,7 +10,7 @@ time for each request.
     asks     u32 length, JSON {"gone": [session], "asks": [{...}]}
     answers  `HEAD`, then a mask or a text; the first one reports the worker's process id
 
-Started by path and imported only for constants; needs only the standard library and llguidance.
+`sandbox.helper` starts it. It needs only the standard library and llguidance.
 Source: man pages getrlimit(2), setitimer(2).
 """
 
@@ -267,7 +267,3 @@ def _why(matcher: Any) -> str:
   reason = f"{matcher.stop_reason()}: {matcher.get_error()}".replace("<non-verbose/>", "")
   reason = reason.removeprefix("InternalError: ")
   return "no text can continue from here" if "NoExtension" in reason else reason
-
-
-if __name__ == "__main__":
-  main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[3]), int(sys.argv[2]))

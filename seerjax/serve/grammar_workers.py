@@ -15,13 +15,10 @@ import json
 import os
 import pathlib
 import select
-import socket
-import subprocess
-import sys
 import tempfile
 from typing import Any, Generic, TypeVar
-import weakref
 
+from seerjax.sandbox import helper
 from seerjax.serve import grammar_server
 
 # Per worker; above these a fresh worker replaces it, so that state left by earlier grammars is not
@@ -32,12 +29,27 @@ Asker = TypeVar("Asker")
 Answer = tuple[int, float, float, bytes]  # Kind, seconds of compiling and of masks, mask or text.
 
 
+def start(tokenizer: str, settings: Mapping[str, Any]) -> helper.Helper:
+  """Starts the process that forks the workers, without waiting for it.
+
+  Args:
+    tokenizer: the tokenizer as JSON.
+    settings: vocab_size, eos_ids, and the fields of `Limits`.
+  """
+  settings = {**settings, "packages": [_package_path()]}
+  with tempfile.TemporaryFile() as file:
+    file.write(tokenizer.encode())
+    file.flush()
+    return helper.Helper(grammar_server.__name__, settings, descriptors=[file.fileno()])
+
+
 class Line(Generic[Asker]):
   """Socket of one worker, with its outstanding requests in order."""
 
-  def __init__(self, channel: socket.socket):
-    channel.setblocking(False)
-    self.channel = channel
+  def __init__(self, server: helper.Helper, nice: int):
+    """Connects to a fresh worker of this nice value; `take` reports a server that has died."""
+    self.channel = server.call(bytes([nice]))
+    self.channel.setblocking(False)
     self.asked: collections.deque[tuple[Asker, int]] = collections.deque()
     self.digests: set[str] = set()
     self.sessions: dict[int, list[int]] = {}
@@ -119,58 +131,6 @@ class Line(Generic[Asker]):
     self.channel.close()
 
 
-class Server:
-  """The process that forks the workers."""
-
-  def __init__(self, tokenizer: str, settings: Mapping[str, Any]):
-    """Starts the process without waiting for it.
-
-    Args:
-      tokenizer: the tokenizer as JSON.
-      settings: vocab_size, eos_ids, and the fields of `Limits`.
-    """
-    self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    # Pass on no variables of the interpreter, no token and no paths.
-    environment = {"LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    if "LD_LIBRARY_PATH" in os.environ:  # Some interpreters do not start without it.
-      environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
-    said = json.dumps({**settings, "packages": [_package_path()]})
-    with theirs, tempfile.TemporaryFile() as file:
-      file.write(tokenizer.encode())
-      file.flush()
-      passed = [theirs.fileno(), file.fileno()]
-      process = subprocess.Popen(
-        [sys.executable, "-P", "-s", grammar_server.__file__, *map(str, passed), said],
-        pass_fds=passed,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        cwd="/",
-        # Shields the process from an interrupt at the terminal. A separate session would, too, but
-        # Linux first divides the cores between sessions and would ignore nice values across them.
-        process_group=0,
-      )
-    self._process = process
-    self._finalizer = weakref.finalize(self, _end, self._control, process)
-
-  @property
-  def is_alive(self) -> bool:
-    """Whether the process runs."""
-    return self._process.poll() is None
-
-  def line(self, nice: int) -> Line:
-    """Returns a line to a fresh worker with this nice value."""
-    ours, theirs = socket.socketpair()
-    with theirs, contextlib.suppress(OSError):  # If the server just died, the line reports it.
-      socket.send_fds(self._control, [bytes([nice])], [theirs.fileno()])
-    return Line(ours)
-
-  def close(self) -> None:
-    """Ends the process, and thereby its idle workers."""
-    self._finalizer()
-
-
 def wait(lines: Sequence[Line], seconds: float) -> bool:
   """Waits until a worker answers or accepts data; returns whether one did in time."""
   poll = select.poll()  # Unlike select, takes descriptors of any number.
@@ -180,15 +140,6 @@ def wait(lines: Sequence[Line], seconds: float) -> bool:
   for line in lines:
     line.flush()
   return bool(found)
-
-
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-  control.close()  # Tells the server to end.
-  try:
-    process.wait(timeout=10)
-  except subprocess.TimeoutExpired:
-    process.kill()
-    process.wait()
 
 
 def _package_path() -> str:

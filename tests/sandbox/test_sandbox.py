@@ -685,11 +685,9 @@ def test_a_pipe_that_was_sent_and_never_received_has_an_end(tmp_path: pathlib.Pa
   # A sandbox like ours that permits sockets: the pipe's last writer is in a message that no process
   # can receive, and is not closed.
   room = tmp_path / "seerjax/sandbox"
-  room.mkdir(parents=True)
-  for name in ("sandbox.py", "server.py"):
-    shutil.copy(REPOSITORY / "seerjax/sandbox" / name, room)
-  for package in (room, room.parent):
-    (package / "__init__.py").touch()
+  shutil.copytree(REPOSITORY / "seerjax/sandbox", room)
+  for name in ("__init__.py", "fields.py"):
+    shutil.copy(REPOSITORY / "seerjax" / name, room.parent)
   text = (room / "server.py").read_text()
   assert text.count('"socketpair": (53, 199),') == 1
   (room / "server.py").write_text(text.replace('"socketpair": (53, 199),', ""))
