@@ -33,7 +33,7 @@ class FieldsAndConstants(griffe.Extension):
           left.append(item)
       section.value = left
     kept = [section for section in sections if section.value]
-    vars(cls.docstring)["parsed"] = kept  # What is rendered: a cached property.
+    vars(cls.docstring)["parsed"] = kept  # The rendered tree: a cached property.
 
   def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
     """Gives constants the comment above them, or behind them; their value alone may suffice."""

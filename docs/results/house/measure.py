@@ -3,7 +3,7 @@
 Command: PYTHONPATH=. python docs/results/house/measure.py [engine filters gradient run discovery]
 
   engine     nano on two instances, with drafts, chunks, spills and moves; float32 and bfloat16
-  filters    nano on one device: filters, biases, penalties and an adapter beside plain requests
+  filters    nano on one device: filters, biases, penalties and an adapter together with plain requests
   gradient   the weights after one step of a run, as exported, on 1, 2 and 2 x 2 devices
   run        the weights after three steps of the main job, as exported
   discovery  the archive after five steps on apple_machines:0
@@ -119,7 +119,7 @@ def digest_of(answers: Sequence[Completion]) -> str:
 
 
 def drawn_adapter(model: Model) -> lora.Adapter:
-  """Returns an adapter of rank 4 of which neither matrix is zero."""
+  """Returns an adapter of rank 4 with two nonzero matrices."""
   rng = np.random.default_rng(0)
   fresh = lora.init(numerics_lib.key(3), model.config, model.numerics, rank=4)
   return jax.tree.map(lambda a: 0.05 * rng.standard_normal(a.shape).astype(np.float32), fresh)
