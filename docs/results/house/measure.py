@@ -3,7 +3,7 @@
 Command: PYTHONPATH=. python docs/results/house/measure.py [engine filters gradient run discovery]
 
   engine     nano on two instances, with drafts, chunks, spills and moves; float32 and bfloat16
-  filters    nano on one device: filters, biases, penalties and an adapter together with plain requests
+  filters    nano on one device: filters, biases, penalties and an adapter among plain requests
   gradient   the weights after one step of a run, as exported, on 1, 2 and 2 x 2 devices
   run        the weights after three steps of the main job, as exported
   discovery  the archive after five steps on apple_machines:0
