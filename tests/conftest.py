@@ -71,7 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     "--whole", metavar="FILE,...", help="with --everyday: the files that count as named"
   )
   parser.addoption(
-    "--concerned", metavar="PATH,...", help="files and folders whose thorough tests are drawn first"
+    "--concerned",
+    metavar="PATH,...",
+    help="files and folders of the thorough tests to draw first",
   )
   parser.addoption(
     "--finished", type=pathlib.Path, help="run no test that it names; those that pass enter it"
@@ -378,7 +380,7 @@ def programs_folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def programs_on_disk(programs_folder: pathlib.Path) -> Iterator[None]:
-  """Keeps compiled programs on disk for the tests of a file whose runs each compile them."""
+  """Keeps compiled programs on disk, for files with tests that would each compile them."""
   if jax.config.jax_compilation_cache_dir:
     yield  # The whole session already keeps them.
     return

@@ -11,7 +11,7 @@ from seerjax import agreement
 
 def test_a_process_that_is_alone_agrees_with_itself():
   assert agreement.is_first()
-  assert agreement.from_first(lambda: "told") == "told"
+  assert agreement.from_first(lambda: "broadcast") == "broadcast"
   assert agreement.least(2.5) == 2.5 and agreement.most(7) == 7
   agreement.compare("a step", {"tokens": np.arange(3)})
   with pytest.raises(OSError, match="the disk is full"):
@@ -28,7 +28,7 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   assert [status for status, _, _ in found] == [0, 0], found
   (_, first, _), (_, second, _) = found
   for one in (first, second):
-    assert one["told"] == {"rank": 0, "data": list(range(3000))}
+    assert one["broadcast"] == {"rank": 0, "data": list(range(3000))}
     first_bytes = agreement.FIRST_BYTES
     assert one["sizes"] == [0, *range(first_bytes - 24, first_bytes + 4), 2048]
     assert one["least"] == 4.5 and one["most"] == 4

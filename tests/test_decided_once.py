@@ -1,4 +1,4 @@
-"""What is open is decided in one place: who uses the functions that decide, read from the source.
+"""Open settings are decided in one place: the uses of the deciding functions, read from the source.
 
 A use is any mention of the function outside its definition, under whatever name it was imported; so
 passing it on counts as well as calling it.

@@ -164,7 +164,7 @@ class Own:
 
 
 def judged(reward: Any) -> Verdict:
-  """Judges by a task that returns this reward, or whose verdict raises it."""
+  """Judges by a task with a verdict that returns this reward, or raises it."""
   is_error = isinstance(reward, BaseException)
   said = raising(reward) if is_error else lambda *_: verdict(reward)
   return groups_lib.judge(Own(verdict=said), problem(), "text")
@@ -551,7 +551,7 @@ FIELDS: list[tuple[Callable[..., Any], str, list[Any], str, str]] = [
   (ProgramConfig, "seconds", [0.0], "expected a positive number", "10 is usual"),
 ]  # fmt: skip
 
-# What rows have in common: what is expected, and what to change.
+# Pieces of the message that several rows share: the expected value, and the change to make.
 NO_OTHER = ("expected 0 to 0", "the mesh has no other")
 NO_NUMBER = ("expected a finite number below 1e+15 in", "fix the task and resume: earlier")
 NO_ID = ("expected 0 to 511", "encode with this model's tokenizer")
@@ -654,18 +654,18 @@ ROWS = [
       "got 1", *NO_OTHER),
   Row("awaited pages of instance -1", lambda d: d.engine.chunks.awaited_pages(-1),
       "got -1", *NO_OTHER),
-  Row("resumed, unknown", lambda d: d.engine.chunks.resume("nobody"),
-      "got request 'nobody'", *UNKNOWN),
-  Row("cancelled, unknown", lambda d: d.engine.cancel("nobody"),
-      "Engine.cancel: got request 'nobody'", *UNKNOWN),
-  Row("paused, unknown", lambda d: d.engine.chunks.pause("nobody"),
-      "got request 'nobody'", *UNKNOWN),
-  Row("preempted, unknown", lambda d: d.engine.chunks.preempt("nobody"),
-      "Chunks.preempt: got request 'nobody'", *UNKNOWN),
-  Row("asked after, unknown", lambda d: d.engine.progress("nobody"),
-      "Engine.progress: got request 'nobody'", *UNKNOWN),
-  Row("spilled, unknown", lambda d: d.engine.chunks.spill(["nobody"]),
-      "got request 'nobody'", *UNKNOWN),
+  Row("resumed, unknown", lambda d: d.engine.chunks.resume("unknown"),
+      "got request 'unknown'", *UNKNOWN),
+  Row("cancelled, unknown", lambda d: d.engine.cancel("unknown"),
+      "Engine.cancel: got request 'unknown'", *UNKNOWN),
+  Row("paused, unknown", lambda d: d.engine.chunks.pause("unknown"),
+      "got request 'unknown'", *UNKNOWN),
+  Row("preempted, unknown", lambda d: d.engine.chunks.preempt("unknown"),
+      "Chunks.preempt: got request 'unknown'", *UNKNOWN),
+  Row("asked after, unknown", lambda d: d.engine.progress("unknown"),
+      "Engine.progress: got request 'unknown'", *UNKNOWN),
+  Row("spilled, unknown", lambda d: d.engine.chunks.spill(["unknown"]),
+      "got request 'unknown'", *UNKNOWN),
   Row("spilled by letters", lambda d: d.paused().chunks.spill("p"),
       "got 'p'", "expected an iterable of texts", "write ['p']"),
   Row("resumed while it runs", lambda d: d.running().chunks.resume("x"),
@@ -832,15 +832,15 @@ ROWS = [
       "expected a number of circles behind the", "circle_packing:26 is usual"),
   # User tasks and rewards.
   Row("a syntax error in a task", lambda d: d.module("def f(:\n"),
-      "got 'own_task:Task', whose", "expected Python", "fix that line"),
+      "got 'own_task:Task', but", "expected Python", "fix that line"),
   Row("a task that raises at import", lambda d: d.module("raise RuntimeError('boom')"),
-      "got 'own_task:Task', whose",
+      "got 'own_task:Task', but",
       "expected one with only definitions", "fix it, or move other code under if"),
   Row("a task that exits at import", lambda d: d.module("import sys; sys.exit(3)"),
-      "got 'own_task:Task', whose",
+      "got 'own_task:Task', but",
       "expected one with only definitions", "fix it, or move other code under if"),
   Row("a task without its library", lambda d: d.module("import nowhere_at_all"),
-      "got 'own_task:Task', whose", *NO_MODULE),
+      "got 'own_task:Task', but", *NO_MODULE),
   Row("a task that raises when made", lambda d: d.module(MADE.format("raise KeyError('no')")),
       "got KeyError ('no') from Task()", "expected a task", "fix it, or set --config.task_path"),
   Row("a task that exits when made", lambda d: d.module(MADE.format("raise SystemExit(1)")),
@@ -861,9 +861,9 @@ ROWS = [
       "got a bare reward function and no path",
       "expected a JSON-lines file with \"prompt\"", "set --config.task_path"),
   Row("no such module", lambda d: tasks_loading.load("no_such_module:Task"),
-      "got 'no_such_module:Task', whose module", *NO_MODULE),
+      "got 'no_such_module:Task', but module", *NO_MODULE),
   Row("no module", lambda d: tasks_loading.load(":Task"),
-      "got ':Task', whose module '' cannot be imported", *NO_MODULE),
+      "got ':Task', but module '' cannot be imported", *NO_MODULE),
   Row("no such task", lambda d: tasks_loading.load("nothing"),
       "got name 'nothing'",
       "expected 'code', 'math', 'countdown',", "check the spelling of --config.task"),

@@ -28,7 +28,7 @@ ASKED = re.compile(
 
 
 def build(source: pathlib.Path, folder: pathlib.Path) -> tuple[int, list[str]]:
-  """Builds the site whose mkdocs.yml lies in `source`; returns the exit code and all warnings.
+  """Builds the site of `source`/mkdocs.yml; returns the exit code and all warnings.
 
   A quieter log level would be wrong: mkdocs counts only printed warnings, even with --strict. Skips
   where launch/locks/docs-*.txt is not installed.
@@ -227,8 +227,8 @@ for folder in sys.argv[1:]:
   if not child:
     os.chdir(folder)
     sys.path.insert(0, folder)
-    said = os.open("said", os.O_CREAT | os.O_WRONLY)
-    os.dup2(said, 1), os.dup2(said, 2)
+    output = os.open("output", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1), os.dup2(output, 2)
     runpy.run_path("guide_of_docs.py", run_name="__main__")
     open("passed", "w").close()
     sys.exit()
@@ -255,4 +255,4 @@ def run_guides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pathlib.Pa
 def test_the_programs_of_a_guide_run(name: str, run_guides: dict[str, pathlib.Path]):
   if name not in run_guides:
     pytest.skip("no program on this page")
-  assert (run_guides[name] / "passed").exists(), (run_guides[name] / "said").read_text()
+  assert (run_guides[name] / "passed").exists(), (run_guides[name] / "output").read_text()

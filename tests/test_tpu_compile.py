@@ -16,7 +16,7 @@ from seerjax import numerics, parallel
 ROOT = pathlib.Path(__file__).parents[1]
 PYTHON = ROOT / ".venv-tpu" / "bin" / "python"
 
-# libtpu's output, cut to the parsed parts: a loop of four in a loop whose bound is an argument.
+# libtpu's output, cut to the parsed parts: a loop of four in a loop with an argument as bound.
 TEXT = """HloModule jit_f, is_scheduled=true
 
 %fused_computation (param_0: bf16[128,1024]) -> bf16[128,1024] {
@@ -86,7 +86,7 @@ def test_loops_of_unknown_length_are_told_from_those_of_a_constant():
 
 
 def test_cycles_are_those_of_what_runs():
-  # The expensive branch, plus per trip of the outer loop a copy and four times the fusion, whose
+  # The expensive branch, plus per trip of the outer loop a copy and four times the fusion; its
   # own instructions are within its estimate.
   assert [hlo.parsed(TEXT).cycles(n) for n in (0, 1, 8)] == [7, 7 + 43, 7 + 8 * 43]
 

@@ -556,7 +556,7 @@ def test_an_island_that_is_stuck_is_planted_anew_and_the_best_is_kept(tmp_path):
 
 @functools.cache
 def author() -> Policy:
-  """Returns a model with random weights, whose texts are not programs."""
+  """Returns a model with random weights; its texts are not programs."""
   tokenizer = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
   config = dataclasses.replace(
     tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_context=1024
@@ -785,7 +785,7 @@ def sequence(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> SampledSe
 
 
 def step_of(*groups, starts=None, start_rewards=None) -> Sampled:
-  """Returns a step whose attempts have these values."""
+  """Returns a step with attempts of these values."""
   return Sampled(
     starts=tuple(range(len(groups))) if starts is None else starts,
     start_rewards=(0.0,) * len(groups) if start_rewards is None else start_rewards,

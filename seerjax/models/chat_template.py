@@ -331,8 +331,8 @@ def _printable(value: Any) -> Any:
   is_object = callable(value) or isinstance(value, (jinja2.utils.Cycler, jinja2.utils.Joiner))
   if is_object and not isinstance(value, jinja2.Undefined):
     raise jinja2.exceptions.TemplateError(
-      f"it prints an object of type {type(value).__name__}, whose text is a memory address: call"
-      " it, or print a value"
+      f"it prints an object of type {type(value).__name__} by its memory address: call it, or"
+      " print a value"
     )
   return value
 

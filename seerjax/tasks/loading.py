@@ -143,18 +143,18 @@ def imported(name: str, *, caller: str, example: str, expected: str) -> Any:
     module = importlib.import_module(module_name)
   except SyntaxError as error:
     raise ValueError(
-      f"{caller}: got {name!r}, whose module has a syntax error in line {error.lineno} of"
+      f"{caller}: got {name!r}, but its module has a syntax error in line {error.lineno} of"
       f" {error.filename} ({error.msg}), expected Python"
       f" {sys.version_info.major}.{sys.version_info.minor}; fix that line."
     ) from error
   except (ImportError, ValueError) as error:
     raise ValueError(
-      f"{caller}: got {name!r}, whose module {module_name!r} cannot be imported ({error}),"
+      f"{caller}: got {name!r}, but module {module_name!r} cannot be imported ({error}),"
       f" expected {example!r}; run from the folder of my_module.py or install it."
     ) from error
   except (Exception, SystemExit) as error:
     raise ValueError(
-      f"{caller}: got {name!r}, whose module {module_name!r} raised {type(error).__name__}"
+      f"{caller}: got {name!r}, but module {module_name!r} raised {type(error).__name__}"
       f" ({error}) when it was imported, expected one with only definitions; fix it, or move other"
       " code under if __name__ == '__main__'."
     ) from error

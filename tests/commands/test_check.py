@@ -1,4 +1,4 @@
-"""The command `check`: tasks, problems and models, each with what is wrong about it."""
+"""The command `check` names the fault of each broken task, problem and model."""
 
 from __future__ import annotations
 

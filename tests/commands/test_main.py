@@ -134,7 +134,7 @@ def test_the_help_of_a_command_has_its_own_flags():
 
 
 def test_a_loader_of_problems_that_is_not_there_is_refused():
-  with pytest.raises(ValueError, match=r"--problems: got 'nowhere:load', whose module 'nowhere'"):
+  with pytest.raises(ValueError, match=r"--problems: got 'nowhere:load', but module 'nowhere'"):
     problems.factory_of("nowhere:load", "x")
   with pytest.raises(ValueError, match=r"problem: got 'circle_packing:26', expected 'my_module:My"):
     problems.factory_of("seerjax.commands.problems:load", "circle_packing:26")()

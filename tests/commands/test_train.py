@@ -141,7 +141,7 @@ def test_what_to_try_next_begins_with_the_script_that_began_the_run(added, scrip
 @pytest.mark.parametrize(
   ("loss", "message"),
   [
-    ("nowhere:f", "--loss: got 'nowhere:f', whose module 'nowhere' cannot be imported"),
+    ("nowhere:f", "--loss: got 'nowhere:f', but module 'nowhere' cannot be imported"),
     ("seerjax.trainer.losses:grop", "--loss: got .*, but 'seerjax.trainer.losses' has no 'grop'"),
     ("seerjax.types:__name__", "--loss: got 'seerjax.types:__name__', a str, expected a function"),
   ],

@@ -43,7 +43,7 @@ REQUESTS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Wrapping:
-  """A backend whose methods call the tiled ones and count the stages.
+  """A backend that calls the tiled backend's methods and counts the stages.
 
   Its key pages have another layout, so that other code cannot depend on the layout.
   """

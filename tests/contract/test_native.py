@@ -185,7 +185,7 @@ def test_a_chain_that_follows_the_batch_is_noticed(numerics):
 
 
 def running_sum(name, is_of_piece):
-  """A handler of x f32[n] whose items should be independent of each other."""
+  """A handler of x f32[n]; its items should be independent of each other."""
 
   @numbers.jit
   def count(arguments):

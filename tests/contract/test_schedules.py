@@ -96,7 +96,7 @@ VISIT_EVENTS = (
 BACKGROUND_EVENTS = (
   "requests in background",
   "rows in background",
-  "rows beside others",
+  "rows among others",
   "paused for others",
   "taken off for others",
 )
@@ -445,7 +445,7 @@ class Schedule:
     for update in updates:
       if update.request_id not in self.sleepers:
         rows = self.engine.counters.background_rows - rows_before
-        self.events["rows beside others"] += rows
+        self.events["rows among others"] += rows
         break
     for completion in self.engine.poll():
       request_id = completion.request_id
@@ -634,7 +634,7 @@ def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
   plan, events = beside_sleepers(64, host_pages=0), collections.Counter()
   with pytest.raises(AssertionError, match="got Completion"):
     Schedule(plan, make, (64,), (1,), NUMERICS["native f32"], events).run()
-  assert events["rows beside others"] > 0
+  assert events["rows among others"] > 0
 
 
 class BeginsLate(planner_lib.Planner):

@@ -70,7 +70,7 @@ MAX_VISITS = 1500
 LOADS = (0, 7, 1)  # Visits between two foreground requests: never, now and then, always.
 EVENTS = (
   "contexts", "edits", "expired", "forgotten", "rewrites", "quarantined", "questions from rewrites",
-  "questions from text", "scored questions", "requests in front", "rows beside others",
+  "questions from text", "scored questions", "requests in front", "rows among others",
   "paused", "preempted sleep", "spilled sleep", "taken off for others", "cut short", "pins held",
   "pins taken off", "restored pins", "other weights", "restarts", "stale refused", "damaged",
   "drafted tokens", "accepted tokens", "positions reused",
@@ -226,7 +226,7 @@ def config_of(plan: Plan) -> RunnerConfig:
 def rewrite_alone(
   numerics, weights: int, context_id: str, text: str, job: int, num_jobs: int
 ) -> tuple[str, int]:
-  """Returns (text, tokens) of a job whose calls run alone in a plain engine, one by one."""
+  """Returns (text, tokens) of a job; its calls run alone in a plain engine, one by one."""
   config = config_of(Plan(0, 0, 0, num_jobs, False, False, ()))
   thinker = EngineThinker(plain_engine(numerics, weights))
   notes, total, is_finished = "", 0, False
@@ -564,8 +564,8 @@ class Schedule:
     rows, spilled = self.engine.counters.background_rows, self._off()
     updates = self.engine.step()
     assert not self.engine.strangers, self.engine.strangers
-    is_beside = any(update.request_id in self.live for update in updates)
-    self.events["rows beside others"] += is_beside * (self.engine.counters.background_rows - rows)
+    is_shared = any(update.request_id in self.live for update in updates)
+    self.events["rows among others"] += is_shared * (self.engine.counters.background_rows - rows)
     taken = self._off() - spilled
     self.events["pins taken off"] += len(taken)
     self.off |= taken
@@ -696,7 +696,7 @@ def test_no_sleep_changes_a_bit(dtype, num, seed, tell_events):
   events = collections.Counter()
   run_schedules(NUMERICS[dtype], (1, 1), events, seed=seed, num=num)
   assert events["schedules"] >= len(ALWAYS) + num
-  always = ("rewrites", "questions from rewrites", "rows beside others", "restored pins")
+  always = ("rewrites", "questions from rewrites", "rows among others", "restored pins")
   tell_events(dtype, events, (*always, "other weights", "restarts", "damaged", "stale refused"))
 
 

@@ -39,7 +39,7 @@ BOTH = pytest.mark.parametrize("numerics", TILED)
 
 
 class Disturbed(SeesInputs):
-  """An engine whose step inputs pass through `disturb(inputs, work)` (NumPy in and out)."""
+  """An engine that passes step inputs through `disturb(inputs, work)` (NumPy in and out)."""
 
   disturb = staticmethod(lambda inputs, work: inputs)
 

@@ -108,7 +108,7 @@ def test_a_name_of_another_form_is_refused(name):
      r"problem: got KeyError: 'no' from raises\(\), expected a problem; fix it"),
     ("made_problems:refuses:4", "^refuses: got 4"),
     ("no_such:Row",
-     r"problem: got 'no_such:Row', whose module 'no_such' cannot be imported \(No module"),
+     r"problem: got 'no_such:Row', but module 'no_such' cannot be imported \(No module"),
   ],
 )  # fmt: skip
 def test_what_gives_no_problem_is_refused(name: str, message: str):

@@ -19,7 +19,7 @@ import pytest
 from seerjax.discovery import problem_check, problem_file
 from seerjax.discovery.environment import Environment, Published, Score
 
-# Maximise the product of numbers in 0..1 whose sum is at most 1: a fully sound problem.
+# Maximise the product of numbers in 0..1 with a sum of at most 1: a fully sound problem.
 SOUND = """
 import random
 
@@ -85,7 +85,7 @@ def written(tmp_path: pathlib.Path):
 
 
 def scored(written, returned: str, *changes: tuple[str, str], more: str = "") -> Score:
-  """Returns the score of three numbers by a file whose `verify` returns this."""
+  """Returns the score of three numbers by a file with a `verify` that returns this."""
   path = written((VALUE, f"return {returned}"), *changes, more=more)
   return problem_file.load(path).verify([0.1, 0.3, 0.1])
 

@@ -100,7 +100,7 @@ def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Cou
       for done in engine.poll():
         other = others[int(done.request_id)]
         assert done.has_bits_of(tiny_model.answer(numerics, other))
-        events["sampled beside"] += 1
+        events["sampled among others"] += 1
       assert pool.num_available == num_free
       events["read places"] += counters.read_tokens
       events["key copies"] += counters.key_copies
@@ -115,7 +115,7 @@ def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Cou
 
 
 EVENTS = (
-  "sampled beside",
+  "sampled among others",
   "key copies",
   "fewer steps",
   "ended by a stop id",

@@ -98,7 +98,7 @@ def test_a_paused_request_may_be_cancelled():
 
 @pytest.mark.parametrize("count", [1, 5, 29])
 def test_another_engine_goes_on_from_what_was_said(count):
-  """Also in the middle of a stop string, part of which is held back."""
+  """Also in the middle of a stop string, while a part of it is held back."""
   [free] = make_engine(ROOM).generate([request(max_tokens=30)])
   place = len(free.text) // 2
   one = request(max_tokens=30, stop_strings=(free.text[place : place + 6],))
@@ -120,7 +120,7 @@ def test_another_engine_goes_on_from_what_was_said(count):
 
 
 def test_a_member_waits_for_memory_with_what_it_has():
-  """Two requests whose next chunks do not fit together run one after the other."""
+  """Two requests run one after the other if their next chunks do not fit together."""
   requests = [request(name, tokens_from(i, 20), max_tokens=40) for i, name in enumerate("ab")]
   plain = make_engine(ROOM).generate(requests)
   engine = make_engine()

@@ -143,7 +143,7 @@ class Stumbling(tokenizer_lib.TextStream):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StumblingTokenizer(tokenizer_lib.Tokenizer):
-  """A tokenizer whose streams raise once."""
+  """A tokenizer; its streams raise once."""
 
   errors: list[BaseException]
 

@@ -1,4 +1,4 @@
-"""A Ray cluster whose link between two nodes is cut: one local worker, one beyond the link.
+"""A Ray cluster loses the link between two nodes: one local worker, one beyond the link.
 
 At three drawn moments the link goes down for longer than the patience and comes up again. Every
 completion has one engine's bits and arrives once; every chunk ends once. The loss of the worker

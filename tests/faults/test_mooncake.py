@@ -1,4 +1,4 @@
-"""A rollout whose Mooncake master is killed at a drawn moment gives one engine's completions.
+"""A rollout gives one engine's completions though its Mooncake master is killed at any moment.
 
 Needs the packages of launch/locks/mooncake-*.txt and the system's libibverbs; skips without.
 """

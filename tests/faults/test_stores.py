@@ -1,4 +1,4 @@
-"""A rollout on workers whose store loses or changes data gives one engine's completions.
+"""A rollout on workers gives one engine's completions though the store loses or changes data.
 
 At a drawn response of a worker the data in the store are damaged and the worker is lost: its
 requests continue elsewhere, and look for their pages in the store. Each kind of damage to an

@@ -56,7 +56,7 @@ def test_what_was_put_comes_back_and_goes(store):
   store.remove("long")
   store.remove("long")
   assert store.put("long", long[::-1]) and store.get("long") == long[::-1]
-  assert store.get("nobody") is None
+  assert store.get("absent") is None
 
 
 def test_a_full_cluster_says_so_and_keeps_what_it_has(store):

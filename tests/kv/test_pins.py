@@ -103,7 +103,7 @@ def test_pins_make_way_for_one_in_background_once_nothing_runs(host_pages, kept)
 
 
 class Keeps(Engine):
-  """Twin: an engine whose pins keep pages of the old weights."""
+  """Twin: an engine with pins that keep pages of the old weights."""
 
   def _forget_pages(self):
     pins = [sequence for sequence in self._pins.sequences if sequence.pages]

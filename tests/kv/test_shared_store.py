@@ -48,7 +48,7 @@ def test_two_processes_read_each_others_pages_to_equal_bits(tmp_path):
   try:
     engine = make_peer(tmp_path)
     begun = begin(engine, ("r/4",))
-    theirs = wait_for(tmp_path / "begun.pickle")
+    theirs = wait_for(tmp_path / "started.pickle")
     found = end(engine, theirs)
     tell(tmp_path / "theirs.pickle", begun)
     their_found, their_counters = wait_for(tmp_path / "done.pickle")

@@ -175,7 +175,7 @@ def test_processes_that_slurm_begins_find_each_other(tmp_path):
     "import sys, jax; from seerjax import agreement, parallel\n"
     "config = parallel.SliceConfig(num_processes=2, launcher='slurm')\n"
     "parallel.start(config, num_devices=2)\n"
-    "print('told', agreement.from_first(lambda: 'by the first'), jax.process_index(), flush=True)\n"
+    "print('got', agreement.from_first(lambda: 'by the first'), jax.process_index(), flush=True)\n"
   )
   (tmp_path / "program.py").write_text(program)
   python = f'#!/bin/sh\nPYTHONPATH={launched.ROOT} exec {sys.executable} "{tmp_path}/program.py"\n'
@@ -183,7 +183,7 @@ def test_processes_that_slurm_begins_find_each_other(tmp_path):
   assert slurm(tmp_path).returncode == 0
   for rank in (0, 1):
     text = (tmp_path / f"runs/slurm-31.logs/process_{rank}.log").read_text()
-    assert f"told by the first {rank}" in text, text
+    assert f"got by the first {rank}" in text, text
 
 
 def test_a_jobsets_pods_are_the_processes_of_one_slice(tmp_path):

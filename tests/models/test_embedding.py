@@ -50,7 +50,7 @@ WHOLE, OWN = jax.P(), jax.P(AXIS)
 
 
 def on_devices(function, count: int, *arguments, out=WHOLE):
-  """Runs a function whose first argument's rows are divided over `count` devices."""
+  """Runs a function with its first argument's rows divided over `count` devices."""
   run = jax.shard_map(
     function,
     mesh=parallel.make_mesh(model_shards=count),

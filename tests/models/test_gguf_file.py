@@ -398,7 +398,7 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "a window":
     (entry("llama.attention.sliding_window", "u32", 64), NotImplementedError,
      ["llama.attention.sliding_window: got 64"]),
-  "no layers said": (without("llama.block_count"), ValueError, ["llama.block_count: got nothing"]),
+  "no layer count": (without("llama.block_count"), ValueError, ["llama.block_count: got nothing"]),
   "layers that are not there":
     (entry("llama.block_count", "u32", 3), ValueError, ["no tensor blk.2.attn_k.weight"]),
   "more layers than tensors":

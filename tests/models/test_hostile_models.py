@@ -105,7 +105,7 @@ def test_a_config_that_lies_is_refused_by_its_field(field, value, expected, expo
 
 
 def holes(directory: pathlib.Path, shapes: dict[str, tuple[int, ...]]) -> None:
-  """Writes safetensors with a true header whose data are a hole in the file: zeros."""
+  """Writes safetensors with a true header and a hole in the file as data: zeros."""
   header, place = {}, 0
   for name, shape in shapes.items():
     end = place + 4 * int(np.prod(shape, dtype=np.int64))
@@ -134,7 +134,7 @@ def with_header(text: bytes, length: int = -1) -> bytes:
 
 
 def of_tensor(dtype: str, shape: list[int], *offsets: int) -> bytes:
-  """Weights of one tensor, whose header may lie."""
+  """Weights of one tensor, with a header that may be false."""
   entry = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
   return with_header(json.dumps({"model.embed_tokens.weight": entry}).encode()) + bytes(2048)
 

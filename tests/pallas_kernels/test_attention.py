@@ -169,7 +169,7 @@ def test_values_that_are_parked_keep_their_bits():
     (1, 1, 8, 4, 256, "sequential"),
     # Partials that take more memory than "auto" gives them.
     (128, 16, 8, 4, 131072, "sequential"),
-    # Two warpgroups, whose partials do not fit shared memory.
+    # Two warpgroups: their partials do not fit shared memory.
     (16, 1, 8, 8, 8192, "sequential"),
   ],
 )

@@ -230,11 +230,13 @@ def test_a_stream_is_added_to_the_rounded_sum(mode, transposed):
 @pytest.mark.thorough
 @needs_interpreter
 @pytest.mark.parametrize(
-  "num_rows, beside, transposed",
+  "num_rows, side_by_side, transposed",
   [(5, True, False), long(9, False, True), long(0, False, False), long(70, True, True)],
 )
-def test_gradients_of_a_contraction_of_slabs_are_the_definitions(num_rows, beside, transposed):
-  shape = (num_rows, 4 * 64) if beside else (4, num_rows, 64)
+def test_gradients_of_a_contraction_of_slabs_are_the_definitions(
+  num_rows, side_by_side, transposed
+):
+  shape = (num_rows, 4 * 64) if side_by_side else (4, num_rows, 64)
   x, w = array(*shape), array(4, *((192, 64) if transposed else (64, 192)), seed=1)
   stream = array(num_rows, 192, seed=3)
   weights = array(num_rows, 192, seed=4).astype(jnp.float32)
@@ -296,8 +298,8 @@ def test_slabs_of_no_rows_are_empty():
 
 @pytest.mark.thorough
 @pytest.mark.few(1)
-# The interpreter multiplies tiles with NumPy, whose bits depend on a tile's shape: each orientation
-# is compared with itself. Whether the tensor core gives equal bits must be tested on a GPU.
+# The interpreter multiplies tiles with NumPy, and NumPy's bits depend on a tile's shape: each
+# orientation is compared with itself. Equal bits of the tensor core must be tested on a GPU.
 @needs_interpreter
 @pytest.mark.parametrize(
   "shards, swapped_rows, most, sizes",

@@ -56,7 +56,7 @@ def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, t
 def test_one_schedule_changes_no_bit_of_a_pretrained_model(dtype, smollm2, seed, tell_events):
   model = drawn_models.pretrained(str(smollm2), dtype)
   # Few requests, with drafts from their group's texts; pages leave for the host and the disk. The
-  # first draw whose responses are longer than a chunk.
+  # first draw with responses longer than a chunk.
   case = next(
     case
     for number in itertools.count(DAILY)

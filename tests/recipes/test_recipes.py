@@ -1,4 +1,4 @@
-"""Recipes are the runs whose results they state."""
+"""Recipes are the runs that gave the results they state."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def test_a_recipe_of_ones_own_is_a_function():
   [
     (
       "nothing",
-      r"--recipe: got 'seerjax.recipes.nothing:config', whose module .* cannot be",
+      r"--recipe: got 'seerjax.recipes.nothing:config', but module .* cannot be",
     ),
     (
       "nowhere:config",
-      r"--recipe: got 'nowhere:config', whose module 'nowhere' cannot be",
+      r"--recipe: got 'nowhere:config', but module 'nowhere' cannot be",
     ),
     ("seerjax.run.presets:sorted", r"--recipe: got .*, but 'seerjax.run.presets' has no 'sorted'"),
     ("seerjax.run.presets:__name__", r"--recipe: got '.*', a str, expected a function"),

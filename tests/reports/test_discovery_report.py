@@ -28,7 +28,7 @@ OTHERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stairs(tiny_problem.Row):
-  """A problem whose artefact is a list of heights, of which it draws a picture."""
+  """A problem with a list of heights as artefact; it draws them as a picture."""
 
   name: str = "stairs_3"
   published: tuple[environment_lib.Published, ...] = OTHERS

@@ -177,7 +177,7 @@ def test_ours_probes_all_groups_and_then_takes_the_longest_once_lengths_are_alik
   rest = [tuple(map(int, name.split("/"))) for name in order[common:]]
   num_probes = sum(member == 0 for _, member in rest)
   assert rest[:num_probes] == [(group, 0) for group in range(28 - num_probes, 28)]
-  # Groups whose first member has finished before the others start run longest first.
+  # Groups run longest first if their first member has finished before the others start.
   lengths = [ALIKE[group][0] for group, _ in rest[-20:]]
   assert lengths == sorted(lengths, reverse=True)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
 
 
 def save(directory: pathlib.Path, step: int, sizes: dict[str, Any]) -> None:
-  """Writes a checkpoint of a run that was begun with these sizes."""
+  """Writes a checkpoint of a run that was started with these sizes."""
   checkpoint.save(
     directory / "checkpoints", step, {"w": jnp.zeros(1)}, host_state={"sizes": sizes},
     fingerprint=numerics_lib.fingerprint(NUMERICS),

@@ -1,4 +1,4 @@
-"""Off-policy baselines: which steps overlap, and what is carried over."""
+"""Off-policy baselines: overlapping steps, and groups carried over to the next step."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Empty(Vowels):
 
 
 class Wordy(Vowels):
-  """A task whose prompts exceed the context."""
+  """A task with prompts that exceed the context."""
 
   name = "wordy"
 

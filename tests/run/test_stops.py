@@ -56,9 +56,9 @@ def test_a_signal_that_comes_where_nothing_can_be_raised_comes_again(number):
   assert sys.unraisablehook is hook
 
 
-def test_another_error_where_nothing_can_be_raised_is_told_as_ever():
+def test_another_error_where_nothing_can_be_raised_is_reported_as_ever():
   def fails():
-    raise ValueError("told")
+    raise ValueError("reported")
 
   before, told = sys.unraisablehook, []
   sys.unraisablehook = lambda lost: told.append(lost.exc_value)
@@ -67,7 +67,7 @@ def test_another_error_where_nothing_can_be_raised_is_told_as_ever():
       ctypes.CFUNCTYPE(None)(fails)()
   finally:
     sys.unraisablehook = before
-  assert [str(error) for error in told] == ["told"]
+  assert [str(error) for error in told] == ["reported"]
 
 
 @pytest.mark.parametrize("number", stops.SIGNALS)

@@ -48,7 +48,7 @@ def test_a_run_on_two_workers_goes_on_in_its_own_engine_to_the_same_bits(tmp_pat
   tell_events("run on workers", events, ("joined", "ended", "rollouts"))
 
 
-# Twin: a run whose workers do not receive new weights.
+# Twin: a run that sends its workers no new weights.
 
 SIX = SamplingParams(max_tokens=6)
 REQUESTS = [

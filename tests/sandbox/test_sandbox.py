@@ -93,7 +93,7 @@ PROGRAMS = (
     time.sleep(60)
     """, ("failed",)),  # Pages may be unmapped and still exist, counted for no process.
   Program("a memory bomb of pages of /dev/zero", "open('/dev/zero', 'r+b')", ("failed",)),
-  Program("a memory bomb of processes whose first thread has ended", """
+  Program("a memory bomb of processes with an ended first thread", """
     import ctypes, os, threading, time
     for _ in range(6):
       if os.fork() == 0:
@@ -119,12 +119,12 @@ PROGRAMS = (
     mmap = ctypes.CDLL(None).mmap
     mmap.restype, mmap.argtypes = ctypes.c_void_p, [ctypes.c_size_t] * 2 + [ctypes.c_int] * 4
     os.fork()
-    # The page of zeros, which is nobody's, 60,000 times, each with a table of its own.
+    # The shared page of zeros, 60,000 times, each with a table of its own.
     for i in range(60_000):
       ctypes.string_at(mmap(2**44 + i * 2**21, 2**12, 1, 0x32, -1, 0), 1)
     time.sleep(60)
     """, ("memory",)),
-  Program("huge pages, of which a pipe would keep all for one byte", """
+  Program("huge pages that a pipe would keep whole for one byte", """
     import ctypes
     prctl = ctypes.CDLL(None).prctl
     # Whether they are off; what asking for them again gets.

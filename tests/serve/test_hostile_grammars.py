@@ -182,7 +182,7 @@ def run(hostile: list[Case], workers: int = 1) -> dict[str, Any]:
       num_answered = [one.result() for one in counts]
     assert service.thread.is_alive and client.get("/health").json() == {"status": "ok"}
     assert min(num_answered) > 0
-  names = {200: "answered", 400: "refused", 429: "told to wait"}
+  names = {200: "answered", 400: "refused", 429: "asked to wait"}
   statuses = dict.fromkeys(names.values(), 0)
   for fields, (status, said_of, seconds) in zip(hostile, found, strict=True):
     shown = json.dumps(fields)[:200]

@@ -69,7 +69,7 @@ class Recording(Engine):
 
 
 class Failing(Engine):
-  """An engine whose next step fails if `fails` is set."""
+  """An engine that fails in the next step if `fails` is set."""
 
   fails = False
 

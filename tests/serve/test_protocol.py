@@ -130,7 +130,7 @@ def test_response_formats_are_grammars():
   assert chat(response_format={"type": "text"}).grammar is None
 
 
-# By the routes that refuse them: (fields, the field that is named, what is said of it).
+# By the routes that refuse them: (fields, the field that is named, a piece of the message).
 WRONG = {
   (chat, complete): [
     ({"audio": {}}, "audio", "got a field that is not supported, expected one of model,"),

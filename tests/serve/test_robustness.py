@@ -182,14 +182,14 @@ def test_whatever_strangers_send_the_others_are_answered(count: int, seed, tell_
       is_over.set()
       others.join()
     assert not wrong and num_asked
-    events["answered beside them"] = num_asked
+    events["answered at the same time"] = num_asked
     engine = service.models["tiny"].engine
     assert engine.num_unfinished == 0 and not service.thread.num_waiting
     assert engine.chunks.free_pages(0) == engine.config.num_pages - 1
   left = {thread.name for thread in threading.enumerate()} - threads
   assert not [name for name in left if name in ("engine", "http")]
   statuses = ("status 400", "status 413", "status 405", "status 404")
-  tell_events("strangers", events, (*KINDS, *statuses, "answered beside them"))
+  tell_events("strangers", events, (*KINDS, *statuses, "answered at the same time"))
 
 
 # A server in a separate process.

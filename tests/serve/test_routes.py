@@ -259,7 +259,7 @@ CALLING = (
 
 
 class Saying(Engine):
-  """An engine whose model generates a given text, which no request contains."""
+  """An engine with a model that generates a given text, which no request contains."""
 
   compiler: grammar.Compiler
   form = r'<think>[a-c]</think>[a-c]<tool_call>\{"name":"f","arguments":\{\}\}</tool_call>'

@@ -101,7 +101,7 @@ def test_a_trace_of_several_turns_is_read_group_by_group(tmp_path: pathlib.Path)
 
 
 GOOD = '{"output": [5, 6]}'
-# Lines of a trace, and what is said of them.
+# Lines of a trace, and pieces of the message that refuses each.
 BAD = [
   *(([GOOD, line], r"in line 2, expected JSON with a list 'output' of posit")
     for line in ('{"output": [1, 0]}', '{"output": [1, 2.5]}', '{"output": []}', '{"input": 1}',

@@ -172,7 +172,7 @@ def test_better_drafts_are_never_drafted_less_where_rows_cost_the_same(situation
 
 
 def drive(plans, num_high, num_low, num_steps, accept):
-  """Runs steps with full drafts of which `accept(step)` tokens are accepted; returns plans."""
+  """Runs steps with full drafts and accepts `accept(step)` tokens of each; returns plans."""
   made = []
   for step in range(num_steps):
     plan = plans.plan(num_high, num_low)

@@ -1,8 +1,8 @@
-"""Cases of `drawn_models` whose requests use adapters, and each request's reference completion.
+"""Cases of `drawn_models` with requests that use adapters, and each reference completion.
 
 A case has a base model and three to five adapters: two of one shape, the others with ranks from 1
-to 16 and their own targets and scales. The reference runs a request alone in an engine whose
-weights are `lora.attach` of its adapter, or the plain base; it has one device and 64 rows.
+to 16 and their own targets and scales. The reference runs a request alone in an engine
+with `lora.attach` of its adapter, or with the plain base, on one device and 64 rows.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def alone(model: Model, seed: int, generation: int, request: Request) -> Complet
 
 
 class Counting(SeesInputs):
-  """Counts the steps whose rows use several adapters."""
+  """Counts the steps with rows of several adapters."""
 
   events: collections.Counter[str] = collections.Counter()
 

@@ -439,7 +439,7 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
 
 @functools.lru_cache(maxsize=4)
 def params_of(model: Model) -> parameters.Params:
-  """Returns weights in the compute dtype, with an adapter whose B is not zero."""
+  """Returns weights in the compute dtype, with an adapter with a nonzero B."""
   if model.directory:
     return loading.load_model(model.directory, model.numerics).params
   rng = np.random.default_rng(model.weights_seed)

@@ -63,7 +63,7 @@ def met(directory: pathlib.Path) -> list[tuple[int, float]]:
 
 
 class DyingStore(DiskStore):
-  """A disk store whose process may die between two bytes of a file."""
+  """A disk store; its process may die between two bytes of a file."""
 
   def __init__(self, faults: Faults):
     super().__init__(faults.directory / "store", max_bytes=10**8)
@@ -104,7 +104,7 @@ class FaultyWorker(EngineWorker):
 
 @dataclasses.dataclass(frozen=True)
 class _Met:
-  """A piece of weights during whose reading a process may die."""
+  """A piece of weights; a process may die while reading it."""
 
   piece: object
   faults: Faults

@@ -13,7 +13,7 @@ from experiments.problems.purse_seine import edits, rectangles, rules
 WHOLE = purse_seine.PurseSeine(0)
 PLAIN = purse_seine.PurseSeine(0, with_polish=False)
 SQUARE = [[10, 10], [20, 10], [20, 20], [10, 20]]
-# A cross of five squares, and a spiral whose arms lie one unit apart.
+# A cross of five squares, and a spiral with arms one unit apart.
 CROSS = [
   [10, 0], [20, 0], [20, 10], [30, 10], [30, 20], [20, 20], [20, 30], [10, 30], [10, 20], [0, 20],
   [0, 10], [10, 10],

@@ -21,7 +21,7 @@ def completion(
   finish_reason: str = "stop",
   policy_version: int = 0,
 ) -> types.Completion:
-  """Returns a completion whose log-probabilities follow from its tokens."""
+  """Returns a completion with log-probabilities that follow from its tokens."""
   return types.Completion(
     request_id=name,
     tokens=tuple(tokens),

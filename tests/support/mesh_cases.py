@@ -162,7 +162,7 @@ class Learnt(dict[str, bytes]):
   """Scores, gradient and updated weights by leaf, for comparison as bytes."""
 
   def differing(self, other: Mapping[str, bytes]) -> list[str]:
-    """Returns the leaves whose bits differ."""
+    """Returns the leaves that differ in any bit."""
     assert self.keys() == other.keys()
     return [name for name, bits in self.items() if bits != other[name]]
 

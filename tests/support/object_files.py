@@ -2,7 +2,7 @@
 
 Each object is a file of one folder, named by the quoted object name; there are no subfolders, only
 common prefixes. An object exists once its writer has closed it. The process dies (SIGKILL) when it
-starts to write an object whose name ends in $OBJECTS_DIE_AT.
+starts to write an object with a name that ends in $OBJECTS_DIE_AT.
 """
 
 from __future__ import annotations

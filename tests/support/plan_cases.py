@@ -15,7 +15,7 @@ PLAIN = rules.Instance(
   apples=(1, 5, *[100] * 8),
   costs=((1, 3, *[9] * 8), (2, 4, *[9] * 8), (3, 9, *[9] * 8), (5, 9, *[9] * 8)),
 )
-# A plan whose numbers overflow int64, which the contest's costs hardly allow.
+# A plan with numbers that overflow int64, which the contest's costs hardly allow.
 RICH = rules.Instance(apples=(10**9,) * 10, costs=((1,) * 10, *[(2,) * 10] * 3))
 # Simple enough to check by hand: 20 turns of (0, 0), 40 of (0, 1), 60 of (1, 0).
 THREE = [[0, 0, 20], [0, 1, 60], [1, 0, 120]]

@@ -1,4 +1,4 @@
-"""Tables of what is refused: each row is a call and pieces of the sentence that refuses it."""
+"""Tables of refusals: each row is a call and pieces of the message that refuses it."""
 
 from __future__ import annotations
 

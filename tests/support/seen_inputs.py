@@ -1,4 +1,4 @@
-"""An engine whose subclasses see, and may change, the arrays of its steps."""
+"""An engine that lets subclasses see, and change, the arrays of its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from seerjax.engine.planner import Planner
 
 
 class SeesInputs(Engine):
-  """An engine whose planner's arrays are those that `_inputs` returns."""
+  """An engine that replaces its planner's arrays by those that `_inputs` returns."""
 
   planner: Seen
 

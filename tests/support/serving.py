@@ -38,7 +38,7 @@ def make_service(
   tokenizer: Tokenizer = word_engine.TOKENIZER,
   **others: Any,
 ) -> Service:
-  """Returns a service of one small model, whose programs all tests of a process share."""
+  """Returns a service of one small model; all tests of a process share its programs."""
   engine = word_engine.make_engine(sizes, tokenizer=tokenizer, kind=engine_kind)
   tiny = Served(name="tiny", engine=engine, scorer=scorer(), fingerprint="fp_test")
   return kind({"tiny": tiny}, config, **others)

@@ -630,7 +630,7 @@ class Alone:
 def alone(case: Case) -> Iterator[Alone]:
   """Yields the case's choices alone, from a fresh server with other sizes.
 
-  There each adapter has its own engine, whose weights include no other adapter.
+  There each adapter has its own engine; its weights include no other adapter.
   """
   of, sizes = case.subject, alone_sizes(case.subject.model)
   assert sizes.engine != case.sizes.engine

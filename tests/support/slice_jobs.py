@@ -160,7 +160,7 @@ def _agreement(argument: str) -> dict[str, Any]:
 
   del argument
   rank, found = jax.process_index(), {}
-  found["told"] = agreement.from_first(lambda: {"rank": rank, "data": list(range(3000))})
+  found["broadcast"] = agreement.from_first(lambda: {"rank": rank, "data": list(range(3000))})
   # In one piece, in two, and at a boundary.
   sizes = [0, *range(agreement.FIRST_BYTES - 24, agreement.FIRST_BYTES + 4), 2048]
   found["sizes"] = [len(agreement.from_first(lambda size=size: b"x" * size)) for size in sizes]

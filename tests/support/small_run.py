@@ -127,7 +127,7 @@ def programs(config: RunConfig) -> Programs:
 
 
 def programs_of(config: RunConfig) -> Programs:
-  """Returns programs compiled once for all configs that differ only in what is not compiled."""
+  """Returns programs compiled once for all configs that compile to the same ones."""
   return programs(
     dataclasses.replace(
       CONFIG,

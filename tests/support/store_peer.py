@@ -2,7 +2,7 @@
 
     python store_peer.py DIRECTORY
 
-It writes begun.pickle, its requests' partial completions, when their pages are in the store. It
+It writes started.pickle, its requests' partial completions, when their pages are in the store. It
 waits for theirs.pickle, those of the other process's requests, and finishes them in done.pickle.
 """
 
@@ -49,7 +49,7 @@ def end(engine: Engine, begun: dict[str, Completion]) -> dict[str, Completion]:
 
 
 def make_peer(directory: pathlib.Path, **others) -> Engine:
-  """Returns an engine whose pool sends everything possible to a store in the directory."""
+  """Returns an engine that spills everything possible to a store in the directory."""
   store = DiskStore(directory / "kv", max_bytes=10**7)
   return make_engine((1, 1), kv_pool=KVPool(KVPoolConfig(host_pages=64), store), **others)
 
@@ -71,7 +71,7 @@ def tell(path: pathlib.Path, what: object) -> None:
 
 def main(directory: pathlib.Path) -> None:
   engine = make_peer(directory)
-  tell(directory / "begun.pickle", begin(engine, ("r/3",)))
+  tell(directory / "started.pickle", begin(engine, ("r/3",)))
   found = end(engine, wait_for(directory / "theirs.pickle"))
   tell(directory / "done.pickle", (found, engine.counters))
 

@@ -1,4 +1,4 @@
-"""Two-layer models and small engines whose compiled programs all tests of a process share."""
+"""Two-layer models and small engines; all tests of a process share their compiled programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases with tree-shaped drafts: what is drawn, a drafter of every kind of tree, and the counts.
+"""Cases with tree-shaped drafts: random draws, a drafter of every kind of tree, and the counts.
 
 A case is a case of `drawn_models` with enough rows and pages for trees, pages of 2 to 32 positions
 and up to two instances of two devices. It runs the schedule of `model_cases`, and then repeats all
@@ -325,7 +325,7 @@ class CountedEngine(SeesInputs):
 
 
 class Schedule(model_cases.Schedule):
-  """One case whose drafts are trees; `again` repeats all requests with other weights."""
+  """One case with trees as drafts; `again` repeats all requests with other weights."""
 
   def __init__(
     self,
@@ -429,7 +429,7 @@ def run_case(
 
 
 class WithoutCopies(runner_lib.Runner):
-  """An engine whose programs have no table of key copies."""
+  """An engine with programs that have no table of key copies."""
 
   def step(self, params, pages, inputs, key):
     return super().step(params, pages, inputs._replace(key_copies=None), key)

@@ -9,7 +9,7 @@ limited number of nodes and keeps the first ones (`engine.token_tree`). `Tree.pa
 of `Drafter.draft`.
 
 Sources: SpecInfer (arXiv 2305.09781), section 3; Medusa (arXiv 2401.10774); EAGLE-2 (arXiv
-2406.16858), whose dynamic trees keep the nodes of the highest products.
+2406.16858): its dynamic trees keep the nodes of the highest products.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Shape(NamedTuple):
   ranks: np.ndarray
 
   def filled(self, candidates: Any) -> Tree:
-    """Returns the tree whose node of depth i and rank r is `candidates[i - 1][r]`.
+    """Returns the tree with `candidates[i - 1][r]` as the node of depth i and rank r.
 
     Args:
       candidates: i32[depth, k], token ids, independent of the preceding path.
@@ -126,7 +126,7 @@ def comb(main: Sequence[int], siblings: Sequence[Sequence[int]] = ()) -> Tree:
 
 
 def expand(widths: Sequence[int]) -> Shape:
-  """Returns the tree whose every node of depth i has `widths[i]` children, depth by depth.
+  """Returns the tree with `widths[i]` children for every node of depth i, depth by depth.
 
   Args:
     widths: k1, k2, ..., each at least 1.

@@ -1,4 +1,4 @@
-"""A cluster rollout whose events are observed, and whose completions and chunks are checked."""
+"""A cluster rollout that observes its events and checks its completions and chunks."""
 
 from __future__ import annotations
 

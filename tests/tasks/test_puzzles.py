@@ -15,8 +15,8 @@ from seerjax.tasks.puzzles import Puzzles, PuzzlesConfig
 from seerjax.types import Problem
 
 TASK = Puzzles()
-# A knight Ada makes Ben a knave, whose "both of us are knights" is a lie, as it must be; a knave
-# Ada makes him a knight who lies.
+# If Ada is a knight, Ben is a knave, and his "both of us are knights" is a lie, as it must be. If
+# Ada is a knave, Ben would be a knight who lies.
 GIVEN = Problem(problem_id="p", prompt="?", answer="Ada:!B Ben:&AB")
 
 

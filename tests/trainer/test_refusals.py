@@ -37,7 +37,7 @@ def pack(groups=ONE, values=((0.0,),), **changes):
 
 
 def changed(**changes):
-  """One group of one rollout, whose completion has these changes."""
+  """One group of one rollout; its completion has these changes."""
   one = rollout([1], [2, 3], name="x")
   completion = dataclasses.replace(one.completion, **changes)
   return [group(0, dataclasses.replace(one, completion=completion))]

@@ -140,11 +140,11 @@ def test_programs_that_fail_are_worth_nothing(sandbox: Sandbox, source: str, rea
   [
     ("memory", "got more than 1024 MiB of memory, expected no more"),
     ("ok", "got no file, expected a program"),
-    ("killed", "got a killed program, expected 0: what it said"),
+    ("killed", "got a killed program, expected 0: its message"),
   ],
 )
 def test_every_way_to_fail_has_its_words(status: str, words: str):
-  outcome = Outcome(status, None, b"", b"what it said\n", {}, 0.0, 0.0)
+  outcome = Outcome(status, None, b"", b"its message\n", {}, 0.0, 0.0)
   assert solutions._failure(outcome, solutions.RUN_LIMITS) == words
 
 

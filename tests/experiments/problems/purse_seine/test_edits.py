@@ -122,7 +122,7 @@ def test_edits_that_change_nothing_are_refused():
 
 
 def test_edits_that_leave_a_fence_too_long_are_refused():
-  # A deep notch in the lower side; there are so many edges that it is hardly ever selected.
+  # A deep notch in the lower side; it is hardly ever selected among all the edges.
   fence = notched(220, 100_000, 99_700)
   assert rules.illegality(fence) == ""
   push = (rectangles.PUSH, 16, 0, 15, 10)
