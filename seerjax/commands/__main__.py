@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import difflib
+import importlib
 import sys
 import types
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from seerjax.commands.flags import Command
 
-# What each command does, in one clause.
+# What each command does, in one clause. The module of a command has its name.
 COMMANDS: Mapping[str, str] = types.MappingProxyType(
   {
     "train": "trains a model on a task with reinforcement learning",
@@ -55,35 +56,7 @@ def usage() -> str:
 
 def module_of(name: str) -> Command:
   """Imports the module of a command."""
-  match name:
-    case "train":
-      from seerjax.commands import train as found
-    case "discover":
-      from seerjax.commands import discover as found
-    case "generate":
-      from seerjax.commands import generate as found
-    case "serve":
-      from seerjax.commands import serve as found
-    case "evaluate":
-      from seerjax.commands import evaluate as found
-    case "replay":
-      from seerjax.commands import replay as found
-    case "export":
-      from seerjax.commands import export as found
-    case "report":
-      from seerjax.commands import report as found
-    case "compare":
-      from seerjax.commands import compare as found
-    case "plan":
-      from seerjax.commands import plan as found
-    case "doctor":
-      from seerjax.commands import doctor as found
-    case "check":
-      from seerjax.commands import check as found
-    case "get":
-      from seerjax.commands import get as found
-    case _:
-      raise AssertionError(name)
+  found: Any = importlib.import_module(f"{__package__}.{name}")
   return found
 
 

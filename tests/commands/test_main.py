@@ -46,8 +46,9 @@ def test_every_module_is_a_command_with_a_summary_and_a_usage():
   names = {path.stem for path in (ROOT / "seerjax" / "commands").glob("*.py")} - OTHERS
   assert names == set(main.COMMANDS)
   for name in names:
-    head = main.module_of(name).__doc__
-    assert head is not None and f"    seerjax {name}" in head
+    command = main.module_of(name)
+    assert command.__doc__ is not None and f"    seerjax {name}" in command.__doc__
+    assert callable(command.define_flags) and callable(command.main)
 
 
 @pytest.mark.parametrize(
