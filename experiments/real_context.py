@@ -13,16 +13,15 @@ the fastest of `--rounds`.
 from __future__ import annotations
 
 import pathlib
-import time
+from typing import Any
 
-from absl import app, flags
+from absl import flags
 import numpy as np
 
-from experiments import real_speed
+from experiments import measure, real_speed
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import loading
-from seerjax.run import command_line
 from seerjax.types import Request, SamplingParams
 
 # Contexts by batch size; more positions of 16 sequences do not fit the pages.
@@ -37,15 +36,13 @@ def step_seconds(engine: engine_lib.Engine, batch: int, context: int, rounds: in
 
   def seconds(count: int) -> float:
     sampling = SamplingParams(temperature=0.0, max_tokens=count)
-    begin = time.perf_counter()
-    for index, done in enumerate(
-      engine.generate(
-        Request(request_id=str(index), prompt=tuple(map(int, prompt)), sampling=sampling)
-        for index, prompt in enumerate(prompts)
-      )
-    ):
-      assert len(done.tokens) == count, f"response {index} ended before its length"
-    return time.perf_counter() - begin
+    requests = [
+      Request(request_id=str(index), prompt=tuple(map(int, prompt)), sampling=sampling)
+      for index, prompt in enumerate(prompts)
+    ]
+    found, took = measure.clocked(lambda: engine.generate(requests))
+    assert all(len(done.tokens) == count for done in found), "a response ended before its length"
+    return took.seconds
 
   seconds(1)
   return min(seconds(1 + STEPS) - seconds(1) for _ in range(rounds)) / STEPS
@@ -60,34 +57,31 @@ def table(model: pathlib.Path, dtype: str, rounds: int) -> str:
   shape, width = loaded.config, {"float32": 4, "bfloat16": 2}[dtype]
   weights = real_speed.bytes_per_step(model, dtype)
   per_position = 2 * width * shape.num_layers * shape.num_kv_heads * shape.head_dim
-  lines = [
-    f"| {dtype}: sequences | positions of each | ms a step | MB read a step | GB/s | time, relative"
-    " to the shortest context | bytes, relative to it |",
-    "|---|---|---|---|---|---|---|",
-  ]
+  names = (
+    f"{dtype}: sequences", "positions of each", "ms a step", "MB read a step", "GB/s",
+    "time, relative to the shortest context", "bytes, relative to it",
+  )  # fmt: skip
+  rows = []
   for batch, contexts in CONTEXTS.items():
     first: tuple[float, float] | None = None
     for context in contexts:
       seconds = step_seconds(engine, batch, context, rounds)
       read = weights + batch * context * per_position
       first = first or (seconds, read)
-      lines.append(
-        f"| {batch} | {context:,} | {1000 * seconds:.1f} | {read / 1e6:.0f} |"
-        f" {read / seconds / 1e9:.1f} | {seconds / first[0]:.2f} | {read / first[1]:.2f} |"
-      )
-      print(lines[-1], flush=True)
-  return "\n".join(lines) + "\n"
+      rows.append((
+        batch, f"{context:,}", f"{1000 * seconds:.1f}", f"{read / 1e6:.0f}",
+        f"{read / seconds / 1e9:.1f}", f"{seconds / first[0]:.2f}", f"{read / first[1]:.2f}",
+      ))  # fmt: skip
+      measure.say(f"{dtype}, {batch} sequences of {context:,}: {rows[-1][2]} ms a step")
+  return f"{measure.table(names, rows)}\n"
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    directory = pathlib.Path(args.workdir)
-    directory.mkdir(parents=True, exist_ok=True)
-    found = [table(pathlib.Path(args.model), dtype, args.rounds) for dtype in args.dtypes]
-    (directory / "table.md").write_text("\n".join(found))
-    print("\n".join(found))
+def main(args: Any) -> None:
+  directory = pathlib.Path(args.workdir)
+  directory.mkdir(parents=True, exist_ok=True)
+  text = "\n".join(table(pathlib.Path(args.model), dtype, args.rounds) for dtype in args.dtypes)
+  (directory / "table.md").write_text(text)
+  measure.say(text)
 
 
 if __name__ == "__main__":
@@ -95,4 +89,4 @@ if __name__ == "__main__":
   flags.DEFINE_list("dtypes", list(real_speed.DTYPES), "Data types to measure.")
   flags.DEFINE_integer("rounds", 5, "Number of rounds.", 1)
   flags.DEFINE_string("workdir", "runs/real_context", "Output directory of table.md.")
-  app.run(main)
+  measure.command(main)

@@ -15,19 +15,19 @@ import json
 import os
 import pathlib
 import subprocess
+from typing import Any
 
-from absl import app, flags, logging
+from absl import flags, logging
 import jax
 import numpy as np
 
-from experiments import llama_cpp
+from experiments import llama_cpp, measure, peer_process
 from seerjax.commands import export, generate, replay
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, loading
-from seerjax.run import command_line, policy as policy_lib
+from seerjax.run import policy as policy_lib
 from seerjax.types import Request, SamplingParams
 
-ROOT = pathlib.Path(__file__).parents[1]
 MAX_TOKENS = 32
 PROMPTS = (
   "What is the capital of France?",
@@ -73,9 +73,9 @@ def of_transformers(python: str, prompts: list[list[int]], **request: object) ->
     prompt=None, batches=[[prompt] for prompt in prompts], **request,
   )  # fmt: skip
   done = subprocess.run(
-    [python, "-P", str(ROOT / "experiments" / "invariance_peers.py")],
+    [python, "-P", str(peer_process.ROOT / "experiments" / "invariance_peers.py")],
     input=json.dumps(whole), capture_output=True, text=True, check=False,
-    env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    env=peer_process.environment() | {"HF_HUB_OFFLINE": "1"},
   )  # fmt: skip
   if done.returncode:
     raise RuntimeError(f"transformers: got status {done.returncode}: {done.stderr[-2000:]}")
@@ -127,33 +127,29 @@ def compare(run: pathlib.Path, workdir: pathlib.Path, python: str) -> str:
         python, prompts, model=config.model, adapter=str(adapter), **request
       )
   same = "yes" if has_equal_weights(run, directory) else "**no**"
-  lines = [
-    f"Exported weights equal to the run's, bit by bit: {same}.",
-    f"{PROMPTS[0]} {model.tokenizer.decode(ours[0])!r}",
-    "",
-    f"| reader | equal completions of up to {MAX_TOKENS} tokens |",
-    "|---|---|",
-  ]
-  for reader, answers in found.items():
-    equal = sum(until_end(theirs, eos_ids) == mine for theirs, mine in zip(answers, ours))
-    lines.append(f"| {reader} | {equal} of {len(ours)} |")
-  return "\n".join(lines) + "\n"
+  equal = {
+    reader: sum(until_end(theirs, eos_ids) == mine for theirs, mine in zip(answers, ours))
+    for reader, answers in found.items()
+  }
+  names = ("reader", f"equal completions of up to {MAX_TOKENS} tokens")
+  table = measure.table(names, ((reader, f"{n} of {len(ours)}") for reader, n in equal.items()))
+  return (
+    f"Exported weights equal to the run's, bit by bit: {same}.\n"
+    f"{PROMPTS[0]} {model.tokenizer.decode(ours[0])!r}\n\n{table}\n"
+  )
 
 
-def main(argv: list[str]) -> None:
-  args = flags.FLAGS
+def main(args: Any) -> None:
   logging.set_verbosity(logging.WARNING)
-  with command_line.refusals():
-    command_line.check_arguments(argv)
-    workdir = pathlib.Path(args.workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    text = compare(pathlib.Path(args.run), workdir, args.python)
-    (workdir / "table.md").write_text(text)
-    print(text)
+  workdir = pathlib.Path(args.workdir)
+  workdir.mkdir(parents=True, exist_ok=True)
+  text = compare(pathlib.Path(args.run), workdir, args.python)
+  (workdir / "table.md").write_text(text)
+  measure.say(text)
 
 
 if __name__ == "__main__":
   flags.DEFINE_string("run", None, "Directory of a finished run.", required=True)
   flags.DEFINE_string("python", "", "Python that has transformers and PEFT.")
   flags.DEFINE_string("workdir", "runs/real_exports", "Output directory for exports and the table.")
-  app.run(main)
+  measure.command(main)
