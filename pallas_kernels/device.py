@@ -43,7 +43,7 @@ class Fault:
   Attributes:
     first: first affected version of ptxas.
     mended: first fixed version.
-    what: what it miscompiles.
+    what: the construct that it miscompiles.
     cuda: the CUDA release of `mended`.
   """
 

@@ -1,9 +1,9 @@
 """All settings that determine bits, in one record, and their fingerprint.
 
-Two runs may be compared bit by bit if and only if their fingerprints are equal (the contract). So a
-fingerprint also contains what we do not choose: the versions, the compiler's flags, and the
-processor for which XLA compiles. Nothing here depends on a batch; settings that change no bit are
-defined elsewhere.
+Two runs may be compared bit by bit if and only if their fingerprints are equal (the contract). A
+fingerprint therefore also contains properties that we do not choose: the versions, the compiler's
+flags, and the processor for which XLA compiles. Nothing here depends on a batch; settings that
+change no bit are defined elsewhere.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def require_finite(tree: Any, *, what: str, remedy: str) -> None:
     tree: pytree of arrays; integers and keys pass. For arrays shared by several processes, each
       checks its own part.
     what: name of the tree, for the message.
-    remedy: what to change.
+    remedy: advice for the message: the change to make.
 
   Raises:
     ValueError: naming the leaves.

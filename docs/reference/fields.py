@@ -1,9 +1,9 @@
-"""What griffe reads besides docstrings, for mkdocs.yml: each field and each constant gets its text.
+"""A griffe extension, for mkdocs.yml: gives each field and each constant its text.
 
     class's "Attributes:" section --> the fields themselves, with their types and defaults
     comment above a constant      --> the constant
 
-So a record's fields stand once on a page, each with a place that one can link to.
+A record's fields thus appear once on a page, each with an anchor.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pallas_kernels.attention.config import ROW_GROUP, ROWS, WORKSPACE_BYTES, Co
 
 
 class Segments(NamedTuple):
-  """Which rows attend to which pages.
+  """Segments of rows, and the pages to which each attends.
 
   A segment is up to `query_tile` consecutive rows that are consecutive positions of one sequence.
   Segments are in the order of their rows; rows and segments after the last one are padding.

@@ -1,7 +1,7 @@
-"""What differs between backends, besides their programs: one flat record, read wherever it matters.
+"""Properties in which backends differ, as one flat record that other rooms read.
 
-A backend states its record once, as its class attribute `traits`. Code outside `backends` asks for
-a trait, never for a class or the name of an implementation.
+A backend states its record once, as its class attribute `traits`. Code outside `backends` reads a
+trait and never checks a class or the name of an implementation.
 """
 
 from __future__ import annotations

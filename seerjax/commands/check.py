@@ -35,7 +35,7 @@ TEXTS = ("", " ", "42", "\\boxed{42}", "</think>", "0" * 5000, "\ud83d\ude00 \x0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckConfig:
-  """What to check; empty names are left out.
+  """Names of the task, problem and model to check; empty names are left out.
 
   Attributes:
     task: name of a task, as in `RunConfig`.

@@ -130,8 +130,8 @@ def export(
   path = run / "config.json"
   if path.is_file() and "task" not in json.loads(path.read_text()):
     raise ValueError(
-      f"--run: got {run}, a run of discovery, expected one of `train`; of discovery the"
-      " weights may go, and what it found is best.json."
+      f"--run: got {run}, a run of discovery, expected one of `train`; the result of"
+      " discovery is best.json, and its weights need not be kept."
     )
   config = replay.read_config(run)
   if is_adapter and not config.lora_rank:

@@ -1,6 +1,6 @@
-"""Which function loads a problem of discovery by its name: the flag `--problems`.
+"""The flag `--problems` selects the function that loads a discovery problem by name.
 
-The package has no problems of its own; a checkout names those of its experiments there.
+The package contains no problems; `launch/local.sh` names the loader of `experiments.problems`.
 """
 
 from __future__ import annotations

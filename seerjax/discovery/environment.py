@@ -106,7 +106,7 @@ class EditLanguage(Protocol):
 
   @property
   def allowed(self) -> tuple[tuple[int, int], ...]:
-    """By position in the sentence, the allowed range of ids [low, high)."""
+    """Allowed range of ids [low, high) at each position of the sentence."""
     ...
 
   @property

@@ -38,7 +38,7 @@ Rows = list[list[ScheduledRows]]
 
 
 class Plan(NamedTuple):
-  """What one visit computes.
+  """Work of one visit.
 
   Attributes:
     rows: scheduled rows by instance; if the visit has several steps, all of them decode.

@@ -36,7 +36,7 @@ class PageLayout(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-  """What was decided for one model on one machine; made by `decide`.
+  """All decisions for one model on one machine; made by `decide`.
 
   Attributes:
     shape: shape of the model.

@@ -67,7 +67,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 class Cut(NamedTuple):
-  """How a text is split before it is encoded.
+  """Rules that split a text before it is encoded.
 
   Attributes:
     patterns: regular expressions, applied in order; each match is a piece.

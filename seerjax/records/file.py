@@ -14,14 +14,14 @@ from seerjax.records import lines
 
 
 class Kind(NamedTuple):
-  """What a file of records is.
+  """Description of a kind of record file.
 
   Attributes:
     kind: "kind" of its header.
     format: "format" of its header.
     noun: its name in messages, such as "journal".
     header: its header in messages, such as "a journal's header".
-    fix: what to do about a file of another kind.
+    fix: advice about a file of another kind.
   """
 
   kind: str

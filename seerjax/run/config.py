@@ -221,7 +221,7 @@ class RunConfig:
 
   @property
   def weights(self) -> WeightsConfig:
-    """Which weights are trained."""
+    """Settings of the trained weights."""
     return WeightsConfig(
       numerics=self.numerics,
       lora_rank=self.lora_rank,
@@ -238,11 +238,11 @@ class RunConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DecidedRun:
-  """What was decided for a run of one model on this machine; made by `for_model`.
+  """All decisions for a run of one model on this machine; made by `for_model`.
 
   Attributes:
     config: the configuration, with nothing left open that depends on the model.
-    decoder: the model as it was decided.
+    decoder: the decisions for its model.
   """
 
   config: RunConfig

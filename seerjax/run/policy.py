@@ -30,7 +30,7 @@ from seerjax.types import TrainState
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-  """Which weights are trained, and the numerics in which they run.
+  """Settings of the trained weights, and the numerics in which they run.
 
   Attributes:
     numerics: numerics of engine and trainer.

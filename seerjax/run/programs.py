@@ -29,7 +29,7 @@ class Programs:
   """Compiled programs of a run. Runs of equal shapes in one process may share them.
 
   Attributes:
-    decided: what was decided for the run that they were made for.
+    decided: decisions for the run that they were made for.
     made_for: everything that determines them; equal for runs that may share them.
     trainer: gradient and update.
     runner: steps of the engine.

@@ -51,7 +51,7 @@ MEMORY = 512.0
 
 
 class Plan(NamedTuple):
-  """What may be drafted in a step.
+  """Limits on the drafts of a step.
 
   Attributes:
     high: maximum tokens per request of the high class.

@@ -65,7 +65,7 @@ class SpeculationConfig:
 
 
 class DraftedRun(NamedTuple):
-  """What a drafter is created for.
+  """Arguments for creating a drafter.
 
   Attributes:
     engine: the engine that will call it.

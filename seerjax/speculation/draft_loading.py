@@ -114,7 +114,7 @@ def drafter_for(
   Args:
     engine: the target engine, which determines key and context.
     name_or_path: name of the draft model.
-    config: how it drafts.
+    config: draft settings.
     acceptance: collects statistics; a new record if None.
   """
   return ModelDrafter(

@@ -57,7 +57,7 @@ _ALLOWED = (np.array([0, 1]), np.array([0, 2]), np.array([0, 1, 2, 3]))
 
 
 class Choice(NamedTuple):
-  """What a step may draft for one request.
+  """Draft of a step for one request: its source and size.
 
   Attributes:
     source: source of the draft; "none" drafts nothing.

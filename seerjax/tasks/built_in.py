@@ -12,10 +12,10 @@ from seerjax.types import Task
 
 
 class Source(NamedTuple):
-  """How a task is made.
+  """A task's constructor and its files.
 
   Attributes:
-    make: makes it, from the path of its files if it has any.
+    make: returns the task, from the path of its files if it has any.
     files: description of these files for messages; "" if the problems are generated.
   """
 

@@ -1,4 +1,4 @@
-"""What the contract is independent of, and twins: breaking anything it relies on changes bits.
+"""Twins of the contract's tests: breaking anything that the contract relies on changes bits.
 
 A comparison that cannot fail proves nothing. So each thing that the contract relies on is broken on
 purpose here, in both dtypes, and the comparison of test_schedules.py must fail.

@@ -1,4 +1,4 @@
-"""What test.sh keeps and selects: compiled programs by CPU and versions, and the changed files."""
+"""test.sh keeps compiled programs by CPU and versions, and selects tests by changed files."""
 
 from __future__ import annotations
 

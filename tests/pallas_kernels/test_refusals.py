@@ -1,4 +1,4 @@
-"""What the room refuses, and the sentences that refuse it."""
+"""Every `raise` of the room, with its message."""
 
 from __future__ import annotations
 

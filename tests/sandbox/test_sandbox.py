@@ -47,12 +47,12 @@ class Program:
   """One attack.
 
   Attributes:
-    name: of it.
-    body: of `def attack(secrets)`; `secrets` are files that are there, outside.
-    status: what its outcome may be.
-    value: what it returns; or whether that is right.
-    limits: that it runs under.
-    needs_namespaces: only they stop it.
+    name: name of the attack.
+    body: body of `def attack(secrets)`; `secrets` are existing files outside the sandbox.
+    status: possible outcomes.
+    value: the expected return value, or a function that checks it.
+    limits: limits of the run.
+    needs_namespaces: whether only namespaces stop it.
   """
 
   name: str

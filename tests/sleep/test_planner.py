@@ -1,4 +1,4 @@
-"""When sleep pays: the formula by hand, learning, and costs at most those of always or never."""
+"""The planner sleeps when it pays: the formula by hand, and costs below always and never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a browser would see of a page."""
+"""Reads the tags and texts of a page, as a browser would."""
 
 from __future__ import annotations
 

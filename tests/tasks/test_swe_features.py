@@ -1,4 +1,4 @@
-"""Which files a commit modifies, in a small repository made here."""
+"""The task asks which files a commit modifies; the tests make a small repository."""
 
 from __future__ import annotations
 
