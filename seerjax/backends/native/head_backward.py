@@ -57,7 +57,7 @@ _SPAN = np.int64(32 * products.PANEL)
 # Minimum run of rows without a loss (such as prompts) that is skipped: shorter runs do not pay off.
 _GAP = 32
 # Not literals for numba, which would compile a product anew for each literal.
-_ZERO, _ONE, _NARROW, _PANEL = np.int64(0), np.int64(1), np.bool_(False), np.int64(products.PANEL)
+_ZERO, _ONE = np.int64(0), np.int64(1)
 
 
 @jit
@@ -155,9 +155,7 @@ def _differentiate(arguments, results, first, last, worker):
         rows = min(products_over_rows.TURNED, end - row)
         normed = ffi.address(arguments, 0) + 4 * row * d
         logits = ffi.address(results, 0) + 4 * ((slab * n + row) * step + column)
-        products.product(
-          normed, d, _ONE, rows, panel, _NARROW, _PANEL, columns, d, logits, step, _ZERO
-        )
+        products.product_of_panel(normed, d, rows, panel, is_bf16, columns, d, logits, step, _ZERO)
         for i in range(row, row + rows):
           _cotangents(
             logits + 4 * (i - row) * step, columns, tokens[i] - first_id,

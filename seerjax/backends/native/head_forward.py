@@ -37,9 +37,8 @@ CHUNK = 8 * products.PANEL
 ROWS = 64
 # Floats of a partial: raw m and l, then m, l and s, then the best value, its id's bits, raw logit.
 _FIELDS = 8
-# Not literals for numba, which would compile a product anew for each literal.
-_PANEL, _ONE, _ZERO = np.int64(products.PANEL), np.int64(1), np.int64(0)
-_NARROW = np.bool_(False)
+# Not a literal for numba, which would compile a product anew for each literal.
+_ZERO = np.int64(0)
 _INFINITY = f32(np.inf)
 
 
@@ -159,8 +158,8 @@ def chunk_logits(normed, rows, d, source, is_bf16, columns, is_packed, is_whole,
     panel = panels if is_whole else panels + 4 * column * d
     if not is_packed:
       products.pack_transposed(source + size * column * d, is_bf16, d, wide, d, panel)
-    products.product(
-      normed, d, _ONE, rows, panel, _NARROW, _PANEL, wide, d, to + 4 * column, step, _ZERO
+    products.product_of_panel(
+      normed, d, rows, panel, is_bf16, wide, d, to + 4 * column, step, _ZERO
     )
 
 

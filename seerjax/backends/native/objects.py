@@ -69,13 +69,24 @@ def address(name: str, source: str, compiled: Callable[[], llvm.ModuleRef], proc
   if code is None:
     code = _object_of(compiled())
     _write(path, code)
-  module = llvm.parse_assembly("")
-  engine = llvm.create_mcjit_compiler(module, _machine())
+  engine = _engine_of("")
   engine.add_object_file(llvm.ObjectFileRef.from_data(code))
   engine.finalize_object()
-  _loaded.append(engine)
   ctypes.c_int64.from_address(engine.get_global_value_address(_PROCESS)).value = process
   return engine.get_function_address(_SYMBOL)
+
+
+def function_of(text: str, name: str) -> int:
+  """Returns the address of a function of a module of LLVM IR, compiled for this process."""
+  engine = _engine_of(text)
+  engine.finalize_object()
+  return engine.get_function_address(name)
+
+
+def _engine_of(text: str) -> Any:
+  engine = llvm.create_mcjit_compiler(llvm.parse_assembly(text), _machine())
+  _loaded.append(engine)
+  return engine
 
 
 @functools.cache
@@ -100,6 +111,11 @@ def _processor() -> tuple[str, str, str]:
 def has_wide_vectors() -> bool:
   """Returns whether code is compiled for vectors of 16 floats."""
   return "+avx512f" in _processor()[2].split(",")
+
+
+def has_dot_products() -> bool:
+  """Returns whether code is compiled for dot products of bfloat16 in vectors of 16 floats."""
+  return has_wide_vectors() and "+avx512bf16" in _processor()[2].split(",")
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Native products have the bits of chains of fused multiply-adds in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,7 +9,15 @@ import native_reference as reference
 import numpy as np
 import pytest
 
-from seerjax.backends.native import ffi, products, products_over_rows
+from seerjax.backends.native import (
+  ffi,
+  objects,
+  products,
+  products_dots,
+  products_over_rows,
+  products_wide,
+  vectors_dots,
+)
 from seerjax.backends.native.numbers import jit
 
 # (rows, k, columns): one row, a block and a rest, columns that no vector or panel divides; the last
@@ -66,10 +76,33 @@ def multiply_over_rows(arguments, results, first, last, worker):
   )  # fmt: skip
 
 
+@jit
+def multiply_added(arguments, results, first, last, worker):
+  """Adds to the third operand, whose place the result takes."""
+  n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  e = ffi.dimension(arguments, 1, 1)
+  products.product(
+    ffi.address(arguments, 0), k, 1, n, ffi.address(arguments, 1), ffi.is_bfloat16(arguments, 1),
+    e, e, k, ffi.address(results, 0), e, 1,
+  )  # fmt: skip
+
+
+@jit
+def multiply_widened(arguments, results, first, last, worker):
+  n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  e = ffi.dimension(arguments, 1, 1)
+  products_wide.product(
+    ffi.address(arguments, 0), k, 1, n, ffi.address(arguments, 1), ffi.is_bfloat16(arguments, 1),
+    e, e, k, ffi.address(results, 0), e, 0,
+  )  # fmt: skip
+
+
 OVER_ROWS = ffi.Handler("test_multiply_over_rows", one, multiply_over_rows)
 MULTIPLY = ffi.Handler("test_multiply", one, multiply)
 TRANSPOSED = ffi.Handler("test_multiply_transposed", one, multiply_transposed)
 FEW = ffi.Handler("test_multiply_few", one, multiply_few)
+ADDED = ffi.Handler("test_multiply_added", one, multiply_added)
+WIDENED = ffi.Handler("test_multiply_widened", one, multiply_widened)
 
 
 @pytest.mark.thorough
@@ -91,6 +124,73 @@ def test_a_product_is_one_chain_an_output_whatever_its_blocks(shape, dtype):
   if n <= products.FEW_ROWS:
     few, _ = jax.jit(lambda x, w: FEW([out, panel], x, w))(x, transposed)
     np.testing.assert_array_equal(np.asarray(few).view(np.int32), expected.view(np.int32))
+
+
+# (rows, k, columns) of bfloat16 rows: one row and a few, which no dot product multiplies; a rest of
+# rows, of columns and of a panel, an odd k, several parts of k, and several groups of rows.
+BFLOAT16_SHAPES = (
+  (1, 64, 48), (8, 32, 7), (9, 34, 112), (10, 33, 48), (13, 448, 23), (64, 300, 245), (131, 290, 97)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_rounded", [True, False], ids=("bf16 rows", "f32 rows"))
+@pytest.mark.parametrize("shape", BFLOAT16_SHAPES, ids=str)
+def test_bfloat16_weights_give_the_chain_for_rows_of_bfloat16_and_of_others(shape, is_rounded):
+  n, k, e = shape
+  generator = np.random.default_rng(n)
+  x = generator.standard_normal((n, k)).astype(np.float32)
+  if is_rounded:
+    x = reference.rounded(x, "bfloat16")
+  # Among ordinary weights some whose products are denormal, and zeros of both signs.
+  w = generator.standard_normal((k, e)) * generator.choice([1, 1, 1, 1e-38, 0], (k, e))
+  w = w.astype(ml_dtypes.bfloat16)
+  start = generator.standard_normal((n, e)).astype(np.float32)
+  out = jax.ShapeDtypeStruct((n, e), jnp.float32)
+  panel = jax.ShapeDtypeStruct((k, products.PANEL), jnp.float32)
+  (got,) = jax.jit(lambda x, w: MULTIPLY([out], x, w))(x, w)
+  (added,) = jax.jit(lambda x, w, c: ADDED([out], x, w, c, aliases={2: 0}))(x, w, start)
+  turned = np.ascontiguousarray(w.T)
+  other, _ = jax.jit(lambda x, w: TRANSPOSED([out, panel], x, w))(x, turned)
+  expected = reference.product(x, w)
+  for name, found, wanted in (
+    ("product", got, expected),
+    ("product added", added, reference.product(x, w, start)),
+    ("transposed", other, expected),
+  ):
+    bits, wanted_bits = np.asarray(found).view(np.int32), wanted.view(np.int32)
+    np.testing.assert_array_equal(bits, wanted_bits, err_msg=name)
+
+
+def _needs_dots():
+  if not (objects.has_dot_products() and vectors_dots.have_same_bits()):
+    pytest.skip("the processor, or what numba compiles for, has no dot products of bfloat16")
+
+
+def test_dot_products_are_used_where_the_processor_has_them():
+  _needs_dots()
+  assert products.product is products_dots.product
+
+
+def test_dot_products_have_the_bits_of_widened_products():
+  _needs_dots()
+  generator = np.random.default_rng(3)
+  x = reference.rounded(generator.standard_normal((66, 576)).astype(np.float32), "bfloat16")
+  w = generator.standard_normal((576, 352)).astype(ml_dtypes.bfloat16)
+  out = jax.ShapeDtypeStruct((66, 352), jnp.float32)
+  dots, widened = (
+    np.asarray(jax.jit(functools.partial(handler, [out]))(x, w)[0])
+    for handler in (MULTIPLY, WIDENED)
+  )
+  np.testing.assert_array_equal(dots.view(np.int32), widened.view(np.int32))
+
+
+def test_the_check_of_a_dot_product_tells_another_order_apart():
+  _needs_dots()
+  for exponents in ((-8, 8), (-72, -60)):
+    totals, x, y = vectors_dots.checked_numbers(exponents)
+    wanted = vectors_dots.expected(totals, x, y)
+    swapped = [(pairs << 16) | (pairs >> 16) for pairs in (x, y)]
+    assert np.any(vectors_dots.expected(totals, *swapped) != wanted)
 
 
 # (rows, columns of x, of w): none, a few, and more than are transposed at once.
