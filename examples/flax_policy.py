@@ -1,6 +1,6 @@
 """A Flax NNX module as a policy: trained with NNX, then by SeerJAX, then with NNX again.
 
-    nnx.Module --pure_params--> one GRPO step --> one step of discovery --set_params--> nnx.Module
+    nnx.Module --pure_params--> a GRPO step --> a step of discovery --update_weights--> nnx.Module
       |                                                                                    |
       +-- nnx.Optimizer, before                                       nnx.Optimizer, after +
 
@@ -60,10 +60,10 @@ MODEL = model_config.TransformerConfig(
   head_dim=4,
   has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=4, base=10_000.0),
-  max_context=256,
+  max_model_len=256,
 )
 ENGINE = EngineConfig(
-  page_size=32, num_pages=96, max_sequences=8, max_context=256, row_buckets=(64,)
+  page_size=32, num_pages=96, max_num_seqs=8, max_model_len=256, batch_size_buckets=(64,)
 )
 TRAINER = TrainerConfig(rows_per_micro_batch=512, sequences_per_micro_batch=8)
 LENGTH = 128  # Tokens of a training example; longer ones are cut.
@@ -100,7 +100,7 @@ def grpo_step(params: parameters.Params, directory: pathlib.Path) -> parameters.
     num_steps=1,
     numerics=NUMERICS,
     engine=ENGINE,
-    rollout=RolloutConfig(groups_per_step=2, group_size=4, max_tokens=12),
+    rollout=RolloutConfig(prompts_per_step=2, group_size=4, max_tokens=12),
     trainer=TRAINER,
     evaluation=EvaluationConfig(num_problems=2),
   )
@@ -123,7 +123,7 @@ def discovery_step(params: parameters.Params, directory: pathlib.Path) -> parame
   config = DiscoverConfig(
     problem=str(PROBLEM),
     num_steps=1,
-    groups_per_step=2,
+    prompts_per_step=2,
     group_size=4,
     numerics=NUMERICS,
     engine=ENGINE,
@@ -160,7 +160,7 @@ def main() -> bool:
   print(f"largest change of a weight: {moved[0]:.1e} by GRPO, {moved[1]:.1e} by discovery")
   assert min(moved) > 0
 
-  module.set_params(third)
+  module.update_weights(third)
   expected = flax_module.logits_of(
     parameters.compute_params(third, NUMERICS), tokens, decoder=decide(MODEL, NUMERICS)
   )

@@ -38,7 +38,7 @@ def ask(seeds: list[int], page_size: int) -> list[Completion]:
   """Returns one completion per seed, sampled in one batch by a new engine."""
   model = load_model("nano", NUMERICS)
   assert model.tokenizer is not None
-  sizes = EngineConfig(page_size=page_size, max_sequences=4, max_context=256)
+  sizes = EngineConfig(page_size=page_size, max_num_seqs=4, max_model_len=256)
   engine = Engine(model, config=sizes)
   prompt = tuple(model.tokenizer.chat_ids(QUESTION))
   sampling = SamplingParams(max_tokens=96, stop_token_ids=model.tokenizer.eos_ids)

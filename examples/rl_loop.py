@@ -2,7 +2,7 @@
 
     task --problems--> requests --engine--> completions --task--> verdicts --> advantages
                                   ^                                                |
-                                  +-- set_params <-- update <-- gradient <-- pack <+
+                                  +-- update_weights <-- update <-- gradient <-- pack <+
 
 `grpo` is a whole run of GRPO on word problems. Problems and request seeds depend only on the run's
 seed and the step, a completion only on weights, prompt and its request's seed, and the packed batch
@@ -38,8 +38,10 @@ CONFIG = RunConfig(
   num_steps=4,
   numerics=numerics.NumericsConfig(query_tile=4, kv_split=64),
   # One bucket and one step a visit: the engine compiles one program.
-  engine=EngineConfig(max_sequences=32, max_context=256, row_buckets=(32,), steps_per_visit=1),
-  rollout=groups_lib.RolloutConfig(groups_per_step=8, group_size=8, max_tokens=96),
+  engine=EngineConfig(
+    max_num_seqs=32, max_model_len=256, batch_size_buckets=(32,), decode_steps_per_call=1
+  ),
+  rollout=groups_lib.RolloutConfig(prompts_per_step=8, group_size=8, max_tokens=96),
   loss=losses.grpo(),
   optimizer=step_lib.OptimizerConfig(learning_rate=2e-4),
 )
@@ -59,8 +61,10 @@ def grpo(
   Raises:
     ValueError: if the config asks for a part of `seerjax.train` that is not here.
   """
-  plain = dict(num_mini_batches=1, max_rounds=1, overlong_buffer=0)
-  is_elsewhere = config.stale.begun > 1 or config.stale.steps_ahead or config.cluster.workers
+  plain = dict(num_mini_batches=1, dynamic_sampling_rounds=1, overlong_buffer=0)
+  is_elsewhere = (
+    config.off_policy.oversample > 1 or config.off_policy.max_policy_lag or config.cluster.workers
+  )
   is_plain = config.trainer == dataclasses.replace(config.trainer, **plain)
   if config.keeps_base or is_elsewhere or not is_plain:
     raise ValueError(
@@ -82,7 +86,7 @@ def grpo(
     key=numerics.key(config.seed),
     runner=programs.runner,
   )
-  num_groups, num_problems = config.rollout.groups_per_step, task.num_problems("train")
+  num_groups, num_problems = config.rollout.prompts_per_step, task.num_problems("train")
 
   for step in range(config.num_steps):
     # Sample: each group's members differ in their seeds alone.
@@ -126,7 +130,7 @@ def grpo(
 
     # Publish: the next step samples from the new weights.
     weights = parameters.compute_params(state.params, config.numerics)
-    engine.set_params(weights, policy_version=step + 1)
+    engine.update_weights(weights, policy_version=step + 1)
   return state
 
 

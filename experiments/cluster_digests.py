@@ -6,7 +6,7 @@ run that starts on a cluster and continues as a slice.
 Command: bash launch/local.sh experiments.cluster_digests --workdir=runs/cluster_digests
   some of them:          --cells=1x1,2x4
   workers by Ray:        --config.cluster.address= (needs the extra seerjax[cluster])
-  the portable path:     --config.numerics.implementation=tiled --workdir=runs/digests_tiled
+  the portable path:     --config.numerics.backend=tiled --workdir=runs/digests_tiled
 Hardware: 2 CPU cores, some minutes a cell. Numbers: docs/results/cluster.md
 
 A finished cell is a line of cells.jsonl and is not run again; an interrupted one continues from its
@@ -50,31 +50,31 @@ class Phase(NamedTuple):
 
   Attributes:
     num_processes: processes of the slice.
-    num_instances: instances of the mesh.
-    model_shards: model shards of the mesh.
+    data_parallel_size: instances of the mesh.
+    tensor_parallel_size: model shards of the mesh.
     workers: cluster workers that sample instead of the run's own engine.
     share: fraction of all steps after which the phase ends.
   """
 
   num_processes: int = 1
-  num_instances: int = 1
-  model_shards: int = 1
+  data_parallel_size: int = 1
+  tensor_parallel_size: int = 1
   workers: int = 0
   share: float = 1.0
 
 
 PHASES: dict[str, tuple[Phase, ...]] = {
   "1x1": (Phase(),),
-  "8x1": (Phase(num_instances=8),),
-  "4x2": (Phase(num_instances=4, model_shards=2),),
-  "2x4": (Phase(num_instances=2, model_shards=4),),
-  "1x8": (Phase(model_shards=8),),
+  "8x1": (Phase(data_parallel_size=8),),
+  "4x2": (Phase(data_parallel_size=4, tensor_parallel_size=2),),
+  "2x4": (Phase(data_parallel_size=2, tensor_parallel_size=4),),
+  "1x8": (Phase(tensor_parallel_size=8),),
   "2_processes_2x4": (Phase(2, 2, 4),),
   "4_processes_4x2": (Phase(4, 4, 2),),
   "1_worker": (Phase(workers=1),),
   "2_workers": (Phase(workers=2),),
   "3_workers": (Phase(workers=3),),
-  "2x4_resumed_on_8x1": (Phase(1, 2, 4, share=0.5), Phase(num_instances=8)),
+  "2x4_resumed_on_8x1": (Phase(1, 2, 4, share=0.5), Phase(data_parallel_size=8)),
   "2_workers_resumed_in_2_processes_2x4": (Phase(workers=2, share=0.5), Phase(2, 2, 4)),
 }
 
@@ -90,12 +90,12 @@ def default() -> RunConfig:
   main = presets.main_job()
   return dataclasses.replace(
     main,
-    num_instances=1,
+    data_parallel_size=1,
     checkpoint_every=5,
     # Equal in every cell, and enough for the cell with the most devices.
     numerics=dataclasses.replace(main.numerics, reduction_shards=8),
-    engine=engine_lib.EngineConfig(page_size=32, num_pages=64, max_sequences=16, max_context=256),
-    rollout=groups.RolloutConfig(groups_per_step=4, group_size=4, temperature=1.0, max_tokens=96),
+    engine=engine_lib.EngineConfig(page_size=32, num_pages=64, max_num_seqs=16, max_model_len=256),
+    rollout=groups.RolloutConfig(prompts_per_step=4, group_size=4, temperature=1.0, max_tokens=96),
     cluster=cluster_config.ClusterConfig(address=cluster_config.LOCAL),
     evaluation=EvaluationConfig(num_problems=8, temperature=1.0),
   )
@@ -106,8 +106,8 @@ def config_of(config: RunConfig, phase: Phase) -> RunConfig:
   return dataclasses.replace(
     config,
     num_steps=max(round(config.num_steps * phase.share), 1),
-    num_instances=phase.num_instances,
-    model_shards=phase.model_shards,
+    data_parallel_size=phase.data_parallel_size,
+    tensor_parallel_size=phase.tensor_parallel_size,
     cluster=dataclasses.replace(config.cluster, workers=phase.workers),
   )
 
@@ -182,7 +182,7 @@ def run_cell(
       continue
     _run_phase(own, commands(name, index, phase, [*arguments, f"--workdir={own}"]))
   rollouts, num_tokens = rollouts_digest(own / journal_lib.FILE_NAME)
-  rows = [row for row in metrics.read(own / metrics.FILE_NAME) if "contract/kl" in row]
+  rows = [row for row in metrics.read(own / metrics.FILE_NAME) if "rollout_train/kl" in row]
   return {
     "name": name,
     "settings": settings_of(config),
@@ -191,7 +191,7 @@ def run_cell(
     "tokens": num_tokens,
     "steps": len(rows),
     "updates_with_gradient": sum(row["train/grad_norm"] > 0 for row in rows),
-    "kl_max": max((abs(row["contract/kl"]) for row in rows), default=0.0),
+    "kl_max": max((abs(row["rollout_train/kl"]) for row in rows), default=0.0),
   }
 
 
@@ -286,7 +286,7 @@ def main(args: flags.FlagValues) -> None:
   if args.phase >= 0:
     phase = PHASES[args.cells[0]][args.phase]
     config = config_of(config, phase)
-    num_devices = config.num_instances * config.model_shards
+    num_devices = config.data_parallel_size * config.tensor_parallel_size
     parallel.start(flags_lib.slice_of_flags(), num_devices=num_devices)
     return learn(config, directory)
   names = chosen(args.cells)

@@ -56,7 +56,7 @@ class ClusterRolloutConfig:
     max_tokens: maximum tokens of a completion.
     chunk_tokens: maximum tokens of a chunk.
     num_pages: KV pages of a worker.
-    max_sequences: concurrent sequences of a worker.
+    max_num_seqs: concurrent sequences of a worker.
     processes: workers in separate processes; one is killed. 0 skips this case.
     seed: seed of problems and samples.
   """
@@ -66,7 +66,7 @@ class ClusterRolloutConfig:
   max_tokens: int = 96
   chunk_tokens: int = 16
   num_pages: int = 120
-  max_sequences: int = 8
+  max_num_seqs: int = 8
   processes: int = 0
   seed: int = 0
 
@@ -126,8 +126,8 @@ def make_engine(config: ClusterRolloutConfig, numerics: NumericsConfig | None = 
     config=EngineConfig(
       page_size=16,
       num_pages=config.num_pages,
-      max_sequences=config.max_sequences,
-      max_context=512,
+      max_num_seqs=config.max_num_seqs,
+      max_model_len=512,
     ),
   )
 

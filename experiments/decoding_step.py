@@ -35,7 +35,7 @@ def program(model: model_config.TransformerConfig, numerics: NumericsConfig) -> 
 
 
 def inputs(
-  model: model_config.TransformerConfig, rows: int, context: int, *, max_context: int = 0
+  model: model_config.TransformerConfig, rows: int, context: int, *, max_model_len: int = 0
 ) -> runner.StepInputs:
   """Returns the inputs of one instance, as host arrays.
 
@@ -43,13 +43,13 @@ def inputs(
     model: the model; provides the vocabulary size.
     rows: number of sequences, each with its own pages, from page 1 on.
     context: positions that each sequence attends to.
-    max_context: capacity of a sequence's page table in positions, at least `context`.
+    max_model_len: capacity of a sequence's page table in positions, at least `context`.
   """
   width = pages_of(context)
   row = np.arange(rows, dtype=np.int32)
   table = 1 + row[:, None] * width + np.arange(width, dtype=np.int32)
   last = np.full(rows, context - 1, np.int32)
-  more = max(pages_of(max_context) - width, 0)
+  more = max(pages_of(max_model_len) - width, 0)
   # Any: the records are typed as device arrays, but these are host arrays.
   batch: dict[str, Any] = dict(
     tokens=row % model.vocab_size,

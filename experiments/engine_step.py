@@ -3,7 +3,7 @@
 Claim: on an H100 or H200 a decoding step of Qwen3-8B with the kernels takes at most 1.5 times as
 long as copying its bytes (weights, and keys and values of the context); not measured yet.
 Command: bash launch/gpu_check.sh --part=5
-  one implementation: python -m experiments.engine_step --implementation=pallas --rows=1,64
+  one backend: python -m experiments.engine_step --backend=pallas --rows=1,64
   a check on a CPU: python -m experiments.engine_step --dry_run
 Hardware: an H100 or H200; 16 GB of weights and 9 to 20 GB of pages. Numbers: none yet
 
@@ -56,7 +56,7 @@ class Timed:
 
   Attributes:
     device: the device.
-    implementation: implementation of the forward pass.
+    backend: backend of the forward pass.
     xla_flags: XLA flags of the process.
     model: name of the model.
     rows: number of sequences.
@@ -71,7 +71,7 @@ class Timed:
   """
 
   device: str
-  implementation: str
+  backend: str
   xla_flags: str
   model: str
   rows: int
@@ -88,7 +88,7 @@ class Timed:
     """Returns a readable line; `copy_bandwidth` is in bytes per second, 0 if unknown."""
     median, least, most = self.milliseconds
     text = (
-      f"{self.model} {self.implementation} {self.rows:4d} rows: {median:9.3f} ms ({least:.3f} to"
+      f"{self.model} {self.backend} {self.rows:4d} rows: {median:9.3f} ms ({least:.3f} to"
       f" {most:.3f}), {self.kernels:,} kernels of ours and {self.others:,} of XLA's,"
       f" {self.host_reads} host syncs, {self.weight_bytes / median / 1e6:,.1f} MB of weights a ms,"
       f" compiled in {self.compile_seconds:.0f} s"
@@ -155,7 +155,7 @@ def timed(
   of_pages = sum(leaf.nbytes for leaf in jax.tree.leaves(pages))
   return Timed(
     device=jax.devices()[0].device_kind,
-    implementation=numerics.implementation,
+    backend=numerics.backend,
     xla_flags=numerics_lib.fingerprint(numerics)["xla_flags"],
     model=name,
     rows=rows,
@@ -173,19 +173,19 @@ def timed(
 def main(args: flags.FlagValues) -> None:
   model, name, context, steps = presets.get(args.preset), args.preset, args.context, args.steps
   # Any: the flag is a string, which NumericsConfig validates.
-  implementation: Any = args.implementation
+  backend: Any = args.backend
   turns = TURNS
   if args.dry_run:
     model, name, steps, turns = SMALL, "a small model (dry run)", 1, 1
     context = decoding_step.PAGE_SIZE
-    implementation = "pallas_interpreted" if implementation == "pallas" else implementation
+    backend = "pallas_interpreted" if backend == "pallas" else backend
   elif args.layers:
     model = dataclasses.replace(model, num_layers=args.layers)
     name += f" of {args.layers} layers"
   numerics = decide(
     model,
     NumericsConfig(
-      implementation=implementation,
+      backend=backend,
       compute_dtype="bfloat16",
       row_tile=args.row_tile,
     ),
@@ -205,14 +205,12 @@ def main(args: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
   flags.DEFINE_enum("preset", "qwen3-8b", sorted(presets.CONFIGS), "Preset of the model's shape.")
-  flags.DEFINE_enum(
-    "implementation", "auto", numerics_lib.IMPLEMENTATIONS, "Implementation, as in NumericsConfig."
-  )
+  flags.DEFINE_enum("backend", "auto", numerics_lib.BACKENDS, "Backend, as in NumericsConfig.")
   flags.DEFINE_list("rows", ["1", "16", "64", "256"], "Numbers of sequences to decode together.")
   flags.DEFINE_integer("layers", 0, "Number of layers; 0 means all.", lower_bound=0)
   flags.DEFINE_integer("context", 512, "Number of positions per sequence.", lower_bound=1)
   flags.DEFINE_integer("steps", 10, "Number of steps per turn.", lower_bound=1)
-  flags.DEFINE_integer("row_tile", 16, "Row tile of the tiled implementation.", lower_bound=2)
+  flags.DEFINE_integer("row_tile", 16, "Row tile of the tiled backend.", lower_bound=2)
   flags.DEFINE_bool(
     "dry_run", False, "Whether to run only one step of a small model, on any machine."
   )

@@ -1,6 +1,6 @@
 """Compares throughput with transformers and llama.cpp on one grouped, long-tailed workload.
 
-Claim: on the same two cores the native implementation, with several decode steps per engine call,
+Claim: on the same two cores the native backend, with several decode steps per engine call,
 reaches at least 4x the useful tokens/s of the tiled one, 10x those of a static batch of
 `transformers.generate`, 4x those of batches sorted by length, and 3x those of llama.cpp; every
 completion is still batch-invariant.
@@ -44,7 +44,7 @@ class Workload:
     group_size: completions per prompt.
     max_tokens: maximum length; longer draws are clipped.
     seed: seed of problems and lengths.
-    num_instances: instances of our engine, one virtual CPU device each.
+    data_parallel_size: instances of our engine, one virtual CPU device each.
     num_threads: threads of torch and of llama.cpp.
   """
 
@@ -53,7 +53,7 @@ class Workload:
   group_size: int = 8
   max_tokens: int = 512
   seed: int = 0
-  num_instances: int = 2
+  data_parallel_size: int = 2
   num_threads: int = 2
 
 
@@ -77,23 +77,21 @@ PEERS = {
   "native-k": Peer(
     "SeerJAX, native, 8 steps per visit",
     "ours",
-    dict(implementation="native"),
-    dict(steps_per_visit=8),
+    dict(backend="native"),
+    dict(decode_steps_per_call=8),
   ),
   "native": Peer(
     "SeerJAX, native, single steps",
     "ours",
-    dict(implementation="native"),
-    dict(steps_per_visit=1),
+    dict(backend="native"),
+    dict(decode_steps_per_call=1),
   ),
-  "tiled-8": Peer("SeerJAX, tiled, 8 slabs", "ours", dict(implementation="tiled")),
-  "tiled-1": Peer(
-    "SeerJAX, tiled, 1 slab", "ours", dict(reduction_shards=1, implementation="tiled")
-  ),
+  "tiled-8": Peer("SeerJAX, tiled, 8 slabs", "ours", dict(backend="tiled")),
+  "tiled-1": Peer("SeerJAX, tiled, 1 slab", "ours", dict(reduction_shards=1, backend="tiled")),
   "untiled-1": Peer(
     "SeerJAX, untiled (not invariant), 1 slab",
     "ours",
-    dict(reduction_shards=1, implementation="untiled"),
+    dict(reduction_shards=1, backend="untiled"),
   ),
   "hf-static": Peer("transformers generate, one batch of all", "transformers", dict(batch_size=0)),
   "hf-static-32": Peer(
@@ -163,21 +161,21 @@ def our_answer(
   policy = policy_lib.load_policy(workload.model, numerics)
   page_size = 32
   longest = max(map(len, texts)) + workload.max_tokens
-  num_sequences = -(-lengths.size // workload.num_instances)
+  num_sequences = -(-lengths.size // workload.data_parallel_size)
   config = engine_lib.EngineConfig(
     page_size=page_size,
     num_pages=num_sequences * -(-longest // page_size) + 1,
-    max_sequences=num_sequences,
-    max_context=longest,
+    max_num_seqs=num_sequences,
+    max_model_len=longest,
     # Small buckets help in the tail; on the tiled path they only save memory.
-    row_buckets=tuple(sorted({8, 32, num_sequences, max(256, num_sequences)})),
+    batch_size_buckets=tuple(sorted({8, 32, num_sequences, max(256, num_sequences)})),
     **peer.engine,
   )
   engine = engine_lib.Engine(
     Model(policy.model, parameters.compute_params(policy.params, numerics), numerics),
     config=config,
     key=numerics_lib.key(workload.seed),
-    mesh=parallel.make_mesh(num_instances=workload.num_instances),
+    mesh=parallel.make_mesh(data_parallel_size=workload.data_parallel_size),
   )
   requests = [
     Request(
@@ -193,7 +191,7 @@ def our_answer(
 
   def answer() -> int:
     # Drops pages of the previous run, so that every run prefills.
-    engine.set_params(parameters.compute_params(policy.params, numerics), policy_version=0)
+    engine.update_weights(parameters.compute_params(policy.params, numerics), policy_version=0)
     return sum(len(completion.tokens) for completion in engine.generate(requests))
 
   return answer
@@ -521,7 +519,7 @@ def main(args: flags.FlagValues) -> None:
     if PEERS[name].kind == "ours":
       import jax
 
-      jax.config.update("jax_num_cpu_devices", workload["num_instances"])
+      jax.config.update("jax_num_cpu_devices", workload["data_parallel_size"])
     peer_process.serve(answers(name, Workload(**workload), [tuple(text) for text in texts]))
     return
   directory = pathlib.Path(args.workdir)

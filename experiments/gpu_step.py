@@ -86,9 +86,7 @@ def model(num_layers: int) -> model_config.TransformerConfig:
 
 def numerics() -> numerics_lib.NumericsConfig:
   """Returns the numerics of a GPU."""
-  return numerics_lib.NumericsConfig(
-    implementation="pallas", reduction_shards=8, compute_dtype="bfloat16"
-  )
+  return numerics_lib.NumericsConfig(backend="pallas", reduction_shards=8, compute_dtype="bfloat16")
 
 
 def shapes_of(tree: Any) -> Any:
@@ -99,7 +97,7 @@ def shapes_of(tree: Any) -> Any:
 def engine_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
   """Returns the step of `decoding_step` and the shapes of its arguments."""
   config = model(num_layers)
-  inputs = decoding_step.inputs(config, num_rows, CONTEXT, max_context=MAX_CONTEXT)
+  inputs = decoding_step.inputs(config, num_rows, CONTEXT, max_model_len=MAX_CONTEXT)
   pages = jax.eval_shape(lambda: decoding_step.pages(config, numerics(), NUM_PAGES))
   key = jax.eval_shape(lambda: numerics_lib.key(0))
   weights = decoding_step.weights(config, numerics())
@@ -110,7 +108,7 @@ def train_step(num_rows: int, num_layers: int) -> tuple[Callable[..., Any], tupl
   """Returns the gradient of a micro-batch's scores and the shapes of its arguments."""
   config = model(num_layers)
   # As many rows as a decoding step, in segments of `query_tile` positions.
-  step = shapes_of(decoding_step.inputs(config, num_rows, CONTEXT, max_context=MAX_CONTEXT))
+  step = shapes_of(decoding_step.inputs(config, num_rows, CONTEXT, max_model_len=MAX_CONTEXT))
   num_segments = -(-num_rows // numerics().query_tile)
   segments = jax.ShapeDtypeStruct((num_segments,), jnp.int32)
   table = jax.ShapeDtypeStruct((num_segments, step.batch.page_table.shape[1]), jnp.int32)

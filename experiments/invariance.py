@@ -95,19 +95,19 @@ class InvarianceConfig:
 def paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
   """Returns the numerics to compare: tiled, with one slab, and plain XLA."""
   _, numerics = generate.load(config.model)
-  numerics = dataclasses.replace(numerics, implementation="tiled")
+  numerics = dataclasses.replace(numerics, backend="tiled")
   one = dataclasses.replace(numerics, reduction_shards=1)
   return {
     "tiled": numerics,
     "tiled, 1 slab": one,
-    "untiled": dataclasses.replace(one, implementation="untiled"),
+    "untiled": dataclasses.replace(one, backend="untiled"),
   }
 
 
 def priced_paths(config: InvarianceConfig) -> dict[str, numerics_lib.NumericsConfig]:
   """Returns the numerics that part (d) times: those of `paths`, and native."""
   compared = paths(config)
-  return compared | {"native": dataclasses.replace(compared["tiled"], implementation="native")}
+  return compared | {"native": dataclasses.replace(compared["tiled"], backend="native")}
 
 
 # (a) and (b): one prompt in random batches.
@@ -118,9 +118,9 @@ def engine_of(
   policy: Policy,
   numerics: numerics_lib.NumericsConfig,
   *,
-  max_sequences: int,
-  max_context: int,
-  row_buckets: tuple[int, ...],
+  max_num_seqs: int,
+  max_model_len: int,
+  batch_size_buckets: tuple[int, ...],
 ) -> engine_lib.Engine:
   """Returns an engine with pages for all sequences at full length, without prefix reuse."""
   page_size = min(32, numerics.kv_split)
@@ -133,11 +133,11 @@ def engine_of(
     ),
     config=engine_lib.EngineConfig(
       page_size=page_size,
-      num_pages=max_sequences * math.ceil(max_context / page_size) + 1,
-      max_sequences=max_sequences,
-      max_context=max_context,
-      row_buckets=row_buckets,
-      reuse_prefixes=False,
+      num_pages=max_num_seqs * math.ceil(max_model_len / page_size) + 1,
+      max_num_seqs=max_num_seqs,
+      max_model_len=max_model_len,
+      batch_size_buckets=batch_size_buckets,
+      enable_prefix_caching=False,
     ),
     key=numerics_lib.key(config.seed),
   )
@@ -183,9 +183,9 @@ def longest_answered(config: InvarianceConfig, temperature: float) -> tuple[tupl
     config,
     policy,
     numerics,
-    max_sequences=CANDIDATES,
-    max_context=max(len(request.prompt) for request in requests) + config.max_tokens,
-    row_buckets=(CANDIDATES, 4 * CANDIDATES),
+    max_num_seqs=CANDIDATES,
+    max_model_len=max(len(request.prompt) for request in requests) + config.max_tokens,
+    batch_size_buckets=(CANDIDATES, 4 * CANDIDATES),
   )
   by_name = {completion.request_id: completion for completion in engine.generate(requests)}
   answers = [by_name[request.request_id] for request in requests]
@@ -212,9 +212,9 @@ def random_batches(
       config,
       policy,
       numerics,
-      max_sequences=most,
-      max_context=len(prompt) + config.max_tokens,
-      row_buckets=buckets,
+      max_num_seqs=most,
+      max_model_len=len(prompt) + config.max_tokens,
+      batch_size_buckets=buckets,
     )
     for most, buckets in ENGINES
   ]
@@ -251,7 +251,7 @@ def in_company(
   batch, told = 0, time.monotonic()
   while len(completions) < count:
     engine = engines[int(rng.integers(len(engines)))]
-    most = engine.config.max_sequences
+    most = engine.config.max_num_seqs
     num_probes = int(rng.integers(1, most + 1))
     num_probes = min(num_probes, count - len(completions))
     num_others = int(rng.integers(0, most - num_probes + 1))
@@ -270,7 +270,7 @@ def in_company(
     while order or engine.num_unfinished:
       for _ in range(int(rng.integers(0, 9)) if order else 0):
         if order:
-          engine.submit(order.pop())
+          engine.add_request(order.pop())
       engine.step()
       if time.monotonic() - told > 10:
         told = time.monotonic()
@@ -372,12 +372,12 @@ def compared_runs(
       engine=engine_lib.EngineConfig(
         page_size=min(32, numerics.kv_split),
         num_pages=64 * 12 + 1,
-        max_sequences=64,
-        max_context=384,
-        row_buckets=(64, 256),
+        max_num_seqs=64,
+        max_model_len=384,
+        batch_size_buckets=(64, 256),
       ),
       rollout=groups.RolloutConfig(
-        groups_per_step=config.rl_groups, group_size=8, max_tokens=config.max_tokens
+        prompts_per_step=config.rl_groups, group_size=8, max_tokens=config.max_tokens
       ),
       trainer=TrainerConfig(rows_per_micro_batch=2048),
       loss=losses.dapo(),
@@ -395,9 +395,9 @@ def on_policy(config: InvarianceConfig, directory: pathlib.Path, say: Say) -> di
     policy = policy_lib.load_policy(config.model, run.numerics)
     task = loading.load(run.task, path=None)
     rl.train(run, policy, task, place, log=lambda line: say(f"  {line}"))
-    rows = [row for row in metrics.read(place / "metrics.jsonl") if "contract/kl" in row]
+    rows = [row for row in metrics.read(place / "metrics.jsonl") if "rollout_train/kl" in row]
     results[name] = {
-      key: [float(metrics.decode_number(row[f"contract/{key}"])) for row in rows]
+      key: [float(metrics.decode_number(row[f"rollout_train/{key}"])) for row in rows]
       for key in ("kl", "raw_kl", "max_abs_logprob_gap", "max_abs_raw_logprob_gap")
     }
     largest = max(results[name]["max_abs_logprob_gap"])
@@ -425,10 +425,10 @@ def price(config: InvarianceConfig, say: Say) -> dict[str, Any]:
         config=engine_lib.EngineConfig(
           page_size=page_size,
           num_pages=size * (context // page_size) + 1,
-          max_sequences=size,
-          max_context=context,
-          row_buckets=(size, 2 * max(size, 64)),
-          steps_per_visit=1,  # Steps are timed individually.
+          max_num_seqs=size,
+          max_model_len=context,
+          batch_size_buckets=(size, 2 * max(size, 64)),
+          decode_steps_per_call=1,  # Steps are timed individually.
         ),
         key=numerics_lib.key(config.seed),
       )
@@ -458,7 +458,7 @@ def _time_decoding(
   for index in range(size):
     places = range(prompt_length)
     prompt = tuple((7 * index + 3 * place) % engine.model.vocab_size for place in places)
-    engine.submit(Request(request_id=str(index), prompt=prompt, sampling=sampling, seed=index))
+    engine.add_request(Request(request_id=str(index), prompt=prompt, sampling=sampling, seed=index))
   while len(engine.step()) < size:  # Until every prompt is prefilled.
     pass
   begin = time.perf_counter()
@@ -466,7 +466,7 @@ def _time_decoding(
     engine.step()
   elapsed = time.perf_counter() - begin
   for index in range(size):
-    engine.cancel(str(index))
+    engine.abort_request(str(index))
   return elapsed
 
 

@@ -286,8 +286,8 @@ def reinforcement(model: str, *, num_steps: int, seed: int) -> RunConfig:
     task="experiments.nano_sleep:Lessons",
     seed=seed,
     num_steps=num_steps,
-    num_instances=1,
-    rollout=dataclasses.replace(main_job.rollout, groups_per_step=32, max_tokens=160),
+    data_parallel_size=1,
+    rollout=dataclasses.replace(main_job.rollout, prompts_per_step=32, max_tokens=160),
     evaluation=EvaluationConfig(num_problems=512, temperature=1.0),
   )
 
@@ -321,7 +321,7 @@ def stated(
   task = StatefulWordProblems()
   contexts = task.contexts(split)[:num_contexts]
   engine = Engine(
-    loading.load_model(model), config=EngineConfig(page_size=16, max_sequences=64, max_context=512)
+    loading.load_model(model), config=EngineConfig(page_size=16, max_num_seqs=64, max_model_len=512)
   )
   calls = [
     Call(

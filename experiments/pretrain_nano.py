@@ -129,9 +129,7 @@ def numerics_for(length: int) -> numerics_lib.NumericsConfig:
   """Returns the numerics of plain XLA with one segment per row."""
   tile = 1 << (length - 1).bit_length()
   return numerics_lib.with_row_tile(
-    numerics_lib.NumericsConfig(
-      implementation="untiled", query_tile=tile, kv_split=64, reduction_shards=1
-    )
+    numerics_lib.NumericsConfig(backend="untiled", query_tile=tile, kv_split=64, reduction_shards=1)
   )
 
 

@@ -52,7 +52,7 @@ def table(model: pathlib.Path, dtype: str, rounds: int) -> str:
   """Measures all batches and contexts; returns a Markdown table."""
   numerics = numerics_lib.NumericsConfig(compute_dtype=dtype)
   loaded = loading.load_model(model, numerics)
-  sizes = engine_lib.EngineConfig(max_context=8192, max_sequences=16, num_pages=NUM_PAGES)
+  sizes = engine_lib.EngineConfig(max_model_len=8192, max_num_seqs=16, num_pages=NUM_PAGES)
   engine = engine_lib.Engine(loaded, config=sizes, key=numerics_lib.key(0))
   shape, width = loaded.config, {"float32": 4, "bfloat16": 2}[dtype]
   weights = real_speed.bytes_per_step(model, dtype)

@@ -107,7 +107,7 @@ def compare(run: pathlib.Path, workdir: pathlib.Path, python: str) -> str:
   eos_ids = list(model.tokenizer.eos_ids)
   sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
   engine = engine_lib.Engine(
-    model, config=engine_lib.EngineConfig(max_context=512, max_sequences=16)
+    model, config=engine_lib.EngineConfig(max_model_len=512, max_num_seqs=16)
   )
   requests = [
     Request(request_id=str(place), prompt=tuple(prompt), sampling=sampling)

@@ -117,7 +117,7 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
   run = dataclasses.replace(
     run,
     model=config.model,
-    numerics=dataclasses.replace(run.numerics, implementation="native", compute_dtype=dtype),
+    numerics=dataclasses.replace(run.numerics, backend="native", compute_dtype=dtype),
     rollout=dataclasses.replace(run.rollout, max_tokens=config.lengths[dtype]),
     trainer=dataclasses.replace(run.trainer, remat="layer" if is_again else "none"),
   )

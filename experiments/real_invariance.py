@@ -113,7 +113,7 @@ def _engines(
 ) -> tuple[policy_lib.Policy, list[engine_lib.Engine]]:
   """Returns the policy and the engines of one of our paths; its cells share them."""
   asked = numerics_lib.NumericsConfig(
-    implementation="untiled" if path == "untiled" else "native",
+    backend="untiled" if path == "untiled" else "native",
     compute_dtype=dtype,
   )
   policy, numerics = generate.load(settings.model, asked)
@@ -124,9 +124,9 @@ def _engines(
       config,
       policy,
       numerics,
-      max_sequences=most,
-      max_context=length + settings.max_tokens,
-      row_buckets=buckets,
+      max_num_seqs=most,
+      max_model_len=length + settings.max_tokens,
+      batch_size_buckets=buckets,
     )
     for most, buckets in ENGINES
   ]

@@ -56,7 +56,7 @@ class Settings:
   Attributes:
     model: a Hugging Face directory.
     num_steps: steps of a run.
-    groups_per_step: problems per step.
+    prompts_per_step: problems per step.
     group_size: completions per problem.
     max_tokens: maximum tokens of a completion.
     heldout: problems of an evaluation, each answered once.
@@ -67,7 +67,7 @@ class Settings:
 
   model: str
   num_steps: int = 40
-  groups_per_step: int = 8
+  prompts_per_step: int = 8
   group_size: int = 8
   max_tokens: int = 24
   heldout: int = 200
@@ -101,9 +101,11 @@ def config_of(settings: Settings, cell: Cell) -> RunConfig:
     checkpoint_every=5,
     lora_rank=rank,
     numerics=numerics_lib.NumericsConfig(compute_dtype=settings.compute_dtype),
-    engine=engine_lib.EngineConfig(max_context=128, max_sequences=64, row_buckets=(64, 256)),
+    engine=engine_lib.EngineConfig(
+      max_model_len=128, max_num_seqs=64, batch_size_buckets=(64, 256)
+    ),
     rollout=groups.RolloutConfig(
-      groups_per_step=settings.groups_per_step,
+      prompts_per_step=settings.prompts_per_step,
       group_size=settings.group_size,
       max_tokens=settings.max_tokens,
       temperature=settings.temperature,
@@ -145,13 +147,13 @@ def found_in(place: pathlib.Path) -> dict[str, Any]:
   path = place / metrics.FILE_NAME
   rows = metrics.read(path) if path.is_file() else []
   number = lambda row, name: float(metrics.decode_number(row[name]))
-  steps = [row for row in rows if "contract/kl" in row]
+  steps = [row for row in rows if "rollout_train/kl" in row]
   asked = [row for row in rows if "heldout/accuracy" in row]
   return dict(
     steps=[int(row["step"]) for row in steps],
     rewards=[number(row, "rollout/reward_mean") for row in steps],
-    kl=[number(row, "contract/kl") for row in steps],
-    gap=[number(row, "contract/max_abs_logprob_gap") for row in steps],
+    kl=[number(row, "rollout_train/kl") for row in steps],
+    gap=[number(row, "rollout_train/max_abs_logprob_gap") for row in steps],
     heldout=[(int(row["step"]), number(row, "heldout/accuracy")) for row in asked],
   )
 

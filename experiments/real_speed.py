@@ -123,7 +123,7 @@ def our_answer(directory: pathlib.Path, dtype: str) -> Answer:
 
   numerics = numerics_lib.NumericsConfig(compute_dtype=dtype)
   model = loading.load_model(directory, numerics)
-  config = engine_lib.EngineConfig(max_context=1024, max_sequences=MOST, num_pages=400)
+  config = engine_lib.EngineConfig(max_model_len=1024, max_num_seqs=MOST, num_pages=400)
   engine = engine_lib.Engine(model, config=config, key=numerics_lib.key(0))
 
   def answer(batch: int, length: int, count: int) -> None:

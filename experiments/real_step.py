@@ -84,7 +84,7 @@ def ours(
   rl.train(config, settings.model, task, place, log=lambda line: print(line, flush=True))
   steps = []
   for row in metrics.read(place / metrics.FILE_NAME):
-    if "contract/kl" in row:
+    if "rollout_train/kl" in row:
       number = lambda name, row=row: float(metrics.decode_number(row[name]))
       seconds = number("rollout/seconds")
       steps.append(
@@ -93,7 +93,7 @@ def ours(
           learn=number("train/seconds"),
           seconds=number("step/seconds"),
           tokens=seconds * number("rollout/tokens_per_second"),
-          max_gap=number("contract/max_abs_logprob_gap"),
+          max_gap=number("rollout_train/max_abs_logprob_gap"),
         )
       )
   return dict(steps=steps, peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

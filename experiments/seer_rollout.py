@@ -60,10 +60,10 @@ class Workload:
     sigma: standard deviation of the logarithm of the length.
     correlation: correlation of the logarithms within a group.
     max_tokens: maximum length, the only length that schedulers know.
-    num_instances: virtual devices.
+    data_parallel_size: virtual devices.
     page_size: positions per page.
     num_pages: pages per instance.
-    max_sequences: concurrent sequences per instance.
+    max_num_seqs: concurrent sequences per instance.
     rows: rows per step and instance.
     chunk_tokens: chunk length of the divided systems.
     paths: maximum number of paths of a draft.
@@ -77,19 +77,20 @@ class Workload:
   sigma: float = 1.0
   correlation: float = 0.8
   max_tokens: int = 480
-  num_instances: int = 4
+  data_parallel_size: int = 4
   page_size: int = 16
   num_pages: int = 81
-  max_sequences: int = 32
+  max_num_seqs: int = 32
   rows: int = 128
   chunk_tokens: int = 32
   paths: int = 4
   seed: int = 0
 
   def __post_init__(self):
-    if not 1 <= self.num_instances <= parallel.MAX_INSTANCES or self.seed < 0:
+    if not 1 <= self.data_parallel_size <= parallel.MAX_INSTANCES or self.seed < 0:
       raise ValueError(
-        f"Workload: got num_instances={self.num_instances}, seed={self.seed}, expected 1 to"
+        f"Workload: got data_parallel_size={self.data_parallel_size}, seed={self.seed}, expected 1"
+        " to"
         f" {parallel.MAX_INSTANCES} (one a device) and at least 0; choose others."
       )
     if not 0 <= self.correlation <= 1 or not self.sigma > 0 or not self.mean_tokens >= 1:
@@ -245,11 +246,11 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   config = engine_lib.EngineConfig(
     page_size=workload.page_size,
     num_pages=workload.num_pages,
-    max_sequences=workload.max_sequences,
-    max_context=-(-longest // numerics.kv_split) * numerics.kv_split,
-    row_buckets=(workload.rows,),
+    max_num_seqs=workload.max_num_seqs,
+    max_model_len=-(-longest // numerics.kv_split) * numerics.kv_split,
+    batch_size_buckets=(workload.rows,),
   )
-  mesh = parallel.make_mesh(num_instances=workload.num_instances)
+  mesh = parallel.make_mesh(data_parallel_size=workload.data_parallel_size)
   runner = runner_lib.Runner(decide(policy.model, numerics), mesh, 1)
   weights = parameters.compute_params(policy.params, numerics)
 
@@ -268,7 +269,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
   values = np.asarray(list(told.values()))
   print(
     f"{len(asked)} responses of {values.mean():.0f} tokens on average, {values.max()} at most, to"
-    f" {workload.num_groups} prompts; {workload.num_instances} instances of"
+    f" {workload.num_groups} prompts; {workload.data_parallel_size} instances of"
     f" {workload.num_pages - 1} pages of {workload.page_size} positions",
     flush=True,
   )
@@ -303,7 +304,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
 
 def main(args: flags.FlagValues) -> None:
   workload = flags_lib.from_flags(Workload, args.config)
-  jax.config.update("jax_num_cpu_devices", workload.num_instances)
+  jax.config.update("jax_num_cpu_devices", workload.data_parallel_size)
   results = run(workload, pathlib.Path(args.workdir))
   print(table(results))
   print("equal bits: every system sampled the same tokens with the same log-probabilities")

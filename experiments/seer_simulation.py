@@ -154,7 +154,7 @@ def sweep(seeds: Sequence[int], report: Report) -> list[dict[str, Any]]:
       for rho in RHOS:
         workload = dataclasses.replace(
           workloads.QWEN2_VL_72B,
-          num_instances=4,
+          data_parallel_size=4,
           num_groups=2400 // group_size,
           group_size=group_size,
           rho=rho,
@@ -212,7 +212,7 @@ def _drawn_line(row: dict[str, Any]) -> str:
   ours = ", ".join(f"{ratio:.3f}" for ratio in row["ours"])
   return (
     f"{row['seed']}: {row['scarce']} scarce, rho {row['rho']:.2f}, sigma {row['sigma']:.2f},"
-    f" {row['num_groups']} groups of {row['group_size']} on {row['num_instances']} of"
+    f" {row['num_groups']} groups of {row['group_size']} on {row['data_parallel_size']} of"
     f" {row['machine']}, {row['waves']:.1f} waves, mean {row['mean_tokens']:.0f}, cap"
     f" {row['max_tokens']}, chunk {row['chunk_tokens']}: {ours}"
   )
@@ -257,14 +257,14 @@ def decisions(report: Report, num_groups: int = 10_000, group_size: int = 16) ->
   return found
 
 
-def microseconds(policy: Policy, sample: np.ndarray, num_instances: int = 64) -> float:
+def microseconds(policy: Policy, sample: np.ndarray, data_parallel_size: int = 64) -> float:
   """Returns CPU microseconds per decision in a rollout of lengths i64[g, n]."""
   rng = random.Random(0)
   buffer = buffer_lib.Buffer()
   for (group, member), _ in np.ndenumerate(sample):
     buffer.add(f"{group}/{member}", str(group), prompt_tokens=100, max_tokens=4096)
   instances = instances_lib.Instances.empty(
-    num_instances, page_size=32, num_pages=4000, max_running=64
+    data_parallel_size, page_size=32, num_pages=4000, max_running=64
   )
   planner = scheduler.Scheduler(policy, buffer)
   running: list[instances_lib.Decision] = []
@@ -296,7 +296,7 @@ def trace(path: str, report: Report) -> dict[str, Any]:
   sample = lengths_lib.read_trace(path)
   workload = dataclasses.replace(
     workloads.MOONLIGHT,
-    num_instances=max(sample.size // 64, 1),
+    data_parallel_size=max(sample.size // 64, 1),
     max_tokens=int(sample.max()),
   )
   rows = {

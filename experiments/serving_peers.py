@@ -267,7 +267,7 @@ def start(kind: str, settings: Settings, slots: int, log: pathlib.Path, python: 
     return Server(
       [
         python, "-P", "-m", "seerjax.commands", "serve", settings.model, "--port=0",
-        f"--max_context={CONTEXT}", f"--max_sequences={slots}",
+        f"--max_model_len={CONTEXT}", f"--max_num_seqs={slots}",
       ],
       log,
     )  # fmt: skip
@@ -349,7 +349,7 @@ def _engine_answers(settings: Settings, slots: int) -> Iterator[dict[str, Any]]:
   bias = tuple((token, NO_END) for token in model.tokenizer.eos_ids)
   engine = Engine(
     model,
-    config=EngineConfig(max_context=CONTEXT, max_sequences=slots),
+    config=EngineConfig(max_model_len=CONTEXT, max_num_seqs=slots),
     key=numerics_lib.key(0),
   )
   for line in sys.stdin:
@@ -378,7 +378,7 @@ def in_turn(engine: Any, requests: Sequence[Any], clients: int) -> dict[str, Any
   def submit() -> None:
     for request in waiting:
       begun[request.request_id] = time.perf_counter()
-      engine.submit(request)
+      engine.add_request(request)
       return
 
   for _ in range(clients):

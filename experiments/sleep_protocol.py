@@ -166,11 +166,11 @@ def thinker_of(args: flags.FlagValues) -> tuple[Ask, dict[str, str]]:
   print(placed.describe())
   model = seerjax.load_model(args.model, placed.numerics)
   config = seerjax.EngineConfig(
-    max_context=args.max_context or seerjax.EngineConfig().max_context,
-    max_sequences=args.max_sequences,
+    max_model_len=args.max_model_len or seerjax.EngineConfig().max_model_len,
+    max_num_seqs=args.max_num_seqs,
   )
   engine = seerjax.Engine(model, config=config, mesh=placed.mesh)
-  print(engine.plan())
+  print(engine.memory_plan())
   key = seerjax.numerics.key(0)
   return EngineThinker(engine).ask, {"fingerprint": identity.fingerprint(model, key)}
 
@@ -241,10 +241,10 @@ def define_flags() -> None:
   flags.DEFINE_float("latency_price", 10.0, "Price t of a token while a user waits.")
   flags.DEFINE_integer("seed", 0, "Seed of the run.")
   flags.DEFINE_integer(
-    "max_context", 0, "Maximum tokens of a prompt plus its response; 0 means 1,024."
+    "max_model_len", 0, "Maximum tokens of a prompt plus its response; 0 means 1,024."
   )
   flags.DEFINE_integer(
-    "max_sequences",
+    "max_num_seqs",
     0,
     "Maximum number of concurrent sequences; 0 derives it from model and memory.",
   )

@@ -213,7 +213,7 @@ def asked(
 ) -> dict[str, list[Row]]:
   """Runs all parts of a model; returns the rows by the parts' names."""
   model = seerjax.load_model(name)
-  config = EngineConfig(page_size=16, max_sequences=64, max_context=CONTEXT)
+  config = EngineConfig(page_size=16, max_num_seqs=64, max_model_len=CONTEXT)
   thinker = EngineThinker(Engine(model, config=config))
   who = {"fingerprint": identity.fingerprint(model, seerjax.numerics.key(0))}
   bar = progress.add_task(name, total=sum(len(p.places) * len(p.configs) for p in found), note="")

@@ -79,8 +79,8 @@ class Workload:
       has half as many turns, with more completions each.
     temperature: sampling temperature.
     max_tokens: maximum tokens of a completion.
-    max_context: positions of a request.
-    implementation: implementation of the target: "auto" (native where it runs), "native" or
+    max_model_len: positions of a request.
+    backend: backend of the target: "auto" (native where it runs), "native" or
       "tiled".
     clock: "wall", or "cpu": CPU seconds of the process, for machines with other load.
     untiled: whether to also measure plain XLA, with other bits, fitting row buckets and its own
@@ -97,8 +97,8 @@ class Workload:
   turns: int = 4
   temperature: float = 1.0
   max_tokens: int = 216
-  max_context: int = 512
-  implementation: str = "auto"
+  max_model_len: int = 512
+  backend: str = "auto"
   clock: str = "wall"
   untiled: bool = False
   seed: int = 0
@@ -203,14 +203,14 @@ class Pair:
       ValueError: if the draft does not fit the target, or the target is not batch-invariant.
     """
     self.workload, self._clock = workload, measure.CLOCKS[workload.clock]
-    implementation: Any = workload.implementation  # Validated by NumericsConfig.
-    numerics = dataclasses.replace(run_presets.main_job().numerics, implementation=implementation)
+    backend: Any = workload.backend  # Validated by NumericsConfig.
+    numerics = dataclasses.replace(run_presets.main_job().numerics, backend=backend)
     self.model = model = models.load_model(target, numerics)
     config = engine_lib.EngineConfig(
       page_size=32,
-      max_sequences=max(workload.batches),
-      max_context=workload.max_context,
-      row_buckets=ROW_BUCKETS,
+      max_num_seqs=max(workload.batches),
+      max_model_len=workload.max_model_len,
+      batch_size_buckets=ROW_BUCKETS,
     )
     runner = runner_lib.Runner(model.decoder, parallel.make_mesh(), len(ROW_BUCKETS))
     self.plain, self.drafting = (
@@ -227,11 +227,11 @@ class Pair:
 
   def _untiled(self, target: str, config: engine_lib.EngineConfig) -> engine_lib.Engine:
     """Returns an engine on plain XLA."""
-    numerics = dataclasses.replace(run_presets.main_job().numerics, implementation="untiled")
+    numerics = dataclasses.replace(run_presets.main_job().numerics, backend="untiled")
     config = dataclasses.replace(
       config,
-      row_buckets=speculation_pays.UNTILED_ROW_BUCKETS,
-      steps_per_visit=speculation_pays.UNTILED_STEPS,
+      batch_size_buckets=speculation_pays.UNTILED_ROW_BUCKETS,
+      decode_steps_per_call=speculation_pays.UNTILED_STEPS,
     )
     return engine_lib.Engine(models.load_model(target, numerics), config=config)
 
@@ -245,7 +245,7 @@ class Pair:
         length=MAX_LENGTH,
         width=width,
         num_slots=max(self.workload.batches),
-        row_buckets=(8, *ROW_BUCKETS),
+        batch_size_buckets=(8, *ROW_BUCKETS),
       ),
       program=self._programs.get(width),
     )

@@ -2,7 +2,7 @@
 
 Claim: with a budget, drafting is not slower at any batch size up to 64 (the lower 95 % bound of
 paired speed ratios is at least 0.95). When siblings have finished and few requests are left, it is
-at least 1.5x as fast as plain decoding by the same implementation in its fastest mode. Plain XLA
+at least 1.5x as fast as plain decoding by the same backend in its fastest mode. Plain XLA
 (untiled), with fitting row buckets and several steps per engine call, is measured for comparison.
 Command: bash launch/local.sh experiments.speculation_pays --workdir=runs/speculation_pays
 Hardware: 2 CPU cores, about half an hour. Numbers: docs/results/speculation.md
@@ -64,7 +64,7 @@ class Workload:
 
   Attributes:
     model: "nano", a Hugging Face directory, a GGUF file, or a Hub id.
-    implementation: our implementation: "auto" (native where it runs), "native" or "tiled".
+    backend: our backend: "auto" (native where it runs), "native" or "tiled".
     clock: "wall", or "cpu": CPU seconds of the process, for machines with other load; bound to one
       core (taskset) these equal wall seconds.
     batches: numbers of slots.
@@ -78,7 +78,7 @@ class Workload:
   """
 
   model: str = "nano"
-  implementation: str = "auto"
+  backend: str = "auto"
   clock: str = "wall"
   batches: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
   pairs: int = 20
@@ -125,7 +125,7 @@ class Pair(NamedTuple):
 
 
 class TailRates(NamedTuple):
-  """Tokens/s in the tail: plain decoding by the tested implementation, plain XLA, with drafts."""
+  """Tokens/s in the tail: plain decoding by the tested backend, plain XLA, with drafts."""
 
   plain: float
   untiled: float
@@ -143,7 +143,7 @@ class Comparison:
   """Engines to compare, and new problems for every turn.
 
   Attributes:
-    plain: decodes without drafts, with its implementation's default steps per engine call.
+    plain: decodes without drafts, with its backend's default steps per engine call.
     untiled: the same on plain XLA, with different bits.
     drafting: has a drafter with a budget, and a measured step-time table.
   """
@@ -151,19 +151,19 @@ class Comparison:
   def __init__(self, workload: Workload):
     self.workload = workload
     job = run_presets.main_job()
-    engine = dataclasses.replace(job.engine, row_buckets=ROW_BUCKETS)
-    implementation: Any = workload.implementation  # Validated by NumericsConfig.
-    numerics = dataclasses.replace(job.numerics, implementation=implementation)
-    job = dataclasses.replace(job, num_instances=1, engine=engine, numerics=numerics)
+    engine = dataclasses.replace(job.engine, batch_size_buckets=ROW_BUCKETS)
+    backend: Any = workload.backend  # Validated by NumericsConfig.
+    numerics = dataclasses.replace(job.numerics, backend=backend)
+    job = dataclasses.replace(job, data_parallel_size=1, engine=engine, numerics=numerics)
     self.policy = policy_lib.load_policy(workload.model, job.numerics)
     self._job = job = config_lib.for_model(job, self.policy.model).config
     self._task = loading.load(job.task)
     self._count = groups_lib.num_problems(self._task, "train")
     self._num_posed = 0
     runner = self._runner(job.numerics, job.engine)
-    untiled = dataclasses.replace(job.numerics, implementation="untiled")
+    untiled = dataclasses.replace(job.numerics, backend="untiled")
     of_untiled = dataclasses.replace(
-      job.engine, row_buckets=UNTILED_ROW_BUCKETS, steps_per_visit=UNTILED_STEPS
+      job.engine, batch_size_buckets=UNTILED_ROW_BUCKETS, decode_steps_per_call=UNTILED_STEPS
     )
     self_test.check_model(
       runner.decoder,
@@ -184,7 +184,7 @@ class Comparison:
   def _runner(
     self, numerics: numerics_lib.NumericsConfig, config: engine_lib.EngineConfig
   ) -> runner_lib.Runner:
-    num_programs = len(config.row_buckets)
+    num_programs = len(config.batch_size_buckets)
     return runner_lib.Runner(
       decide(self.policy.model, numerics), parallel.make_mesh(), num_programs
     )
@@ -233,7 +233,7 @@ class Comparison:
     known = [request for group in groups for request in group[:num_known]]
     clock = measure.CLOCKS[workload.clock]
     # Only the drafting engine runs the siblings; the others do not need them.
-    answers([self.drafting], known, self._job.engine.max_sequences, clock=clock)
+    answers([self.drafting], known, self._job.engine.max_num_seqs, clock=clock)
     found = []
     for place, batch in enumerate(workload.tail_batches):
       requests = [group[num_known + place] for group in groups]
@@ -290,7 +290,7 @@ def answers(
     for place, engine in order:
       begin = clock()
       while waiting[place] and engine.num_unfinished < batch:
-        engine.submit(waiting[place].popleft())
+        engine.add_request(waiting[place].popleft())
       if engine.num_unfinished:
         engine.step()
       seconds[place] += clock() - begin
@@ -382,8 +382,8 @@ def run(workload: Workload, directory: pathlib.Path) -> str:
 
 def main(args: flags.FlagValues) -> None:
   workload = flags_lib.from_flags(Workload, args.config)
-  usual, implementation = run_presets.main_job().numerics, workload.implementation
-  numerics = dataclasses.replace(usual, implementation=implementation)
+  usual, backend = run_presets.main_job().numerics, workload.backend
+  numerics = dataclasses.replace(usual, backend=backend)
   print(self_test.describe(numerics), flush=True)
   text = run(workload, pathlib.Path(args.workdir))
   print(f"\n{text}\n\nwritten to {args.workdir}")

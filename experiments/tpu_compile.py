@@ -113,7 +113,7 @@ class Case:
   def numerics(self) -> numerics_lib.NumericsConfig:
     """Returns the numerics."""
     return numerics_lib.NumericsConfig(
-      implementation="tiled", compute_dtype="bfloat16", row_tile=self.row_tile, reduction_shards=8
+      backend="tiled", compute_dtype="bfloat16", row_tile=self.row_tile, reduction_shards=8
     )
 
 
@@ -246,7 +246,7 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
     decoder=decoder,
     page_size=PAGE,
     rows_per_micro_batch=rows,
-    max_sequences=sequences,
+    max_num_seqs=sequences,
     max_sequence_tokens=CONTEXT,
   )
   trainer = step_lib.Trainer(

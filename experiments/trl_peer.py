@@ -99,7 +99,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     return said.sequences
 
   model.generate = recorded
-  count = request["groups_per_step"] * request["group_size"]
+  count = request["prompts_per_step"] * request["group_size"]
 
   class Steps(transformers.TrainerCallback):
     """Records the numbers of each step."""

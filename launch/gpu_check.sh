@@ -296,8 +296,8 @@ questions() {
 
 # self_test IMPLEMENTATION LIMIT: counts bits of a row that change with the rest of the batch.
 self_test() {
-  local implementation=$1
-  [ -z "$dry_run" ] || implementation=${implementation/pallas/pallas_interpreted}
+  local backend=$1
+  [ -z "$dry_run" ] || backend=${backend/pallas/pallas_interpreted}
   process "self_test $1" "$2" "$LIBRARY" "$python" -c '
 import sys
 
@@ -309,11 +309,11 @@ from seerjax.run import self_test
 
 small = dict(row_tile=4, query_tile=4, slot_tile=2, kv_split=64, reduction_shards=1)
 config = NumericsConfig(
-  implementation=sys.argv[1], compute_dtype="bfloat16", **(small if sys.argv[2] else {})
+  backend=sys.argv[1], compute_dtype="bfloat16", **(small if sys.argv[2] else {})
 )
 print(self_test.describe(config))
 self_test.require(config)
-' "$implementation" "$dry_run"
+' "$backend" "$dry_run"
 }
 
 bits() {
@@ -347,7 +347,7 @@ speed() {
 # steps_of NAME IMPLEMENTATION FLAGS: times the engine's step with XLA's FLAGS.
 steps_of() {
   process "$1" 160 "$LIBRARY" env XLA_FLAGS="${XLA_FLAGS:-} $3" \
-    "$python" -m experiments.engine_step --implementation="$2" --rows=64,1,16,256 \
+    "$python" -m experiments.engine_step --backend="$2" --rows=64,1,16,256 \
     --out="$scratch/part$number/steps.jsonl" ${dry_run:+--dry_run --rows=1,16}
 }
 
@@ -362,11 +362,11 @@ COMMAND_BUFFERS=FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN
 job() {
   local run sums
   local small=(
-    --config.num_steps=2 --config.num_instances=1 --config.rollout.groups_per_step=8
+    --config.num_steps=2 --config.data_parallel_size=1 --config.rollout.prompts_per_step=8
     --config.evaluation.num_problems=128
   )
   [ -z "$dry_run" ] || small=(
-    --config.num_steps=1 --config.num_instances=1 --config.rollout.groups_per_step=2
+    --config.num_steps=1 --config.data_parallel_size=1 --config.rollout.prompts_per_step=2
     --config.rollout.group_size=2 --config.rollout.max_tokens=16 --config.evaluation.num_problems=8
   )
   for run in first second; do

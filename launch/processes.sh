@@ -13,7 +13,7 @@ usage: bash launch/processes.sh --num_processes=N [--logs=DIRECTORY] [--port=N] 
                                 [--patience=SECONDS] [--dry-run] [COMMAND] [--flags]
 
 Runs `seerjax COMMAND --flags`, or an experiment, as N processes of one slice: each takes its share of the
-devices that --config.num_instances and --config.model_shards request, and all run one program
+devices that --config.data_parallel_size and --config.tensor_parallel_size request, and all run one program
 together, bit-identical to a single process. Without a name it runs the main job, train.
 
 The first process prints here; the output of the others goes to files. Ctrl-C and SIGTERM stop all

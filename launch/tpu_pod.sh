@@ -13,8 +13,8 @@ usage: bash launch/tpu_pod.sh --tpu=NAME --zone=ZONE --hosts=N [--directory=PATH
 
 Runs `bash launch/local.sh --platform=tpu COMMAND --flags` on every host of a TPU slice, by
 `gcloud compute tpus tpu-vm ssh --worker=all`, as one run on all devices. Each host needs a
-checkout at the same path; --workdir must be a directory that all hosts share, and num_instances
-times model_shards must be the number of all chips. If a host dies, all stop; the same command with
+checkout at the same path; --workdir must be a directory that all hosts share, and data_parallel_size
+times tensor_parallel_size must be the number of all chips. If a host dies, all stop; the same command with
 --resume continues. This script has never run on a TPU; only the command that it builds is tested.
 
   --tpu=NAME        name of the slice

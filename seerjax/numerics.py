@@ -28,14 +28,14 @@ from pallas_kernels import device
 from seerjax import fields, xla_flags
 from seerjax.array_typing import Array, PRNGKeyArray
 
-Implementation = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled"]
-IMPLEMENTATIONS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
+Backend = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled"]
+BACKENDS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Incremented with every change of ours that changes a bit; CHANGELOG.md lists them.
 BITS_VERSION = 6
-# The same for the native implementation.
+# The same for the native backend.
 NATIVE_BITS_VERSION = 2
-# The same for the kernels' implementation.
+# The same for the kernels' backend.
 PALLAS_BITS_VERSION = 3
 # For every key: with another one ("rbg" is usual on TPUs), noise depends on the batch.
 KEY_IMPLEMENTATION = "threefry2x32"
@@ -66,7 +66,7 @@ class NumericsConfig:
   """The numerics of one run.
 
   Attributes:
-    implementation: "auto" lets machine and model decide (`models.decoder.decide`): on a CPU
+    backend: "auto" lets machine and model decide (`models.decoder.decide`): on a CPU
       "native" if it can run, on a GPU "pallas" if the kernels support the model in bfloat16,
       otherwise "tiled", with a log line that gives the reason. "tiled" is the portable invariant
       path; "native" is the CPU's own, several times as fast, with handlers compiled by numba;
@@ -84,7 +84,7 @@ class NumericsConfig:
     compute_dtype: dtype of weights and activations; sums are always float32.
   """
 
-  implementation: Implementation = "auto"
+  backend: Backend = "auto"
   row_tile: int = 0
   query_tile: int = 8
   slot_tile: int = 8
@@ -93,10 +93,10 @@ class NumericsConfig:
   compute_dtype: str = "float32"
 
   def __post_init__(self):
-    if self.implementation not in IMPLEMENTATIONS:
+    if self.backend not in BACKENDS:
       raise ValueError(
-        f"NumericsConfig.implementation: got {self.implementation!r}, expected one of"
-        f" {IMPLEMENTATIONS}; 'tiled' runs everywhere."
+        f"NumericsConfig.backend: got {self.backend!r}, expected one of"
+        f" {BACKENDS}; 'tiled' runs everywhere."
       )
     fields.check(self)
     if self.compute_dtype not in DTYPES:
@@ -106,9 +106,9 @@ class NumericsConfig:
       )
     if self.uses_kernels and self.compute_dtype != "bfloat16":
       raise ValueError(
-        f"NumericsConfig: got implementation={self.implementation!r} in {self.compute_dtype},"
+        f"NumericsConfig: got backend={self.backend!r} in {self.compute_dtype},"
         " expected compute_dtype='bfloat16', which the kernels require; set it, or"
-        " implementation='tiled'."
+        " backend='tiled'."
       )
     for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
       value = getattr(self, field)
@@ -124,12 +124,12 @@ class NumericsConfig:
   @property
   def uses_kernels(self) -> bool:
     """Whether rows go through the batch-invariant kernels of `pallas_kernels`."""
-    return self.implementation in ("pallas", "pallas_interpreted")
+    return self.backend in ("pallas", "pallas_interpreted")
 
   @property
   def is_interpreted(self) -> bool:
     """Whether the kernels run on a CPU, interpreted."""
-    return self.implementation == "pallas_interpreted"
+    return self.backend == "pallas_interpreted"
 
   @property
   def dtype(self) -> jnp.dtype:
@@ -244,11 +244,11 @@ def require_decided(numerics: NumericsConfig, *, why: str) -> None:
   """Refuses numerics with an open setting.
 
   Raises:
-    ValueError: if the number of slabs, the implementation or the rows of a tile are open; `why` is
+    ValueError: if the number of slabs, the backend or the rows of a tile are open; `why` is
       the reason, for the message.
   """
   for field, got, expected in (
-    ("implementation", numerics.implementation, "a concrete implementation"),
+    ("backend", numerics.backend, "a concrete backend"),
     ("row_tile", numerics.row_tile, "the number for this platform"),
     ("reduction_shards", numerics.reduction_shards, "the number for the model"),
   ):
@@ -270,13 +270,13 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
       recomputed, the sums of a gradient are rounded elsewhere.
 
   Raises:
-    ValueError: if the number of slabs, the implementation or the rows of a tile are unresolved; on
+    ValueError: if the number of slabs, the backend or the rows of a tile are unresolved; on
       a GPU, if XLA's flags let measured speed determine bits (`xla_flags`).
   """
   require_decided(numerics, why="a fingerprint names it")
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
   values["bits_version"] = str(BITS_VERSION)
-  if numerics.implementation == "native":
+  if numerics.backend == "native":
     values["native_bits_version"] = str(NATIVE_BITS_VERSION)
     values["numba_version"] = importlib.metadata.version("numba")
   if numerics.uses_kernels:

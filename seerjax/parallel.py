@@ -105,9 +105,10 @@ def start(config: SliceConfig, *, num_devices: int) -> None:
   count = config.num_processes
   if num_devices % count:
     raise ValueError(
-      f"parallel.start: got {num_devices} devices (num_instances x model_shards) for {count}"
+      f"parallel.start: got {num_devices} devices (data_parallel_size x tensor_parallel_size) for"
+      f" {count}"
       " processes, expected the same number for each; lower --num_processes, or raise"
-      " --config.num_instances."
+      " --config.data_parallel_size."
     )
   if count > 1 and not config.launcher:
     _require_address(config)
@@ -307,78 +308,83 @@ def to_all_processes(results: Any, mesh: jax.sharding.Mesh) -> Any:
 
 
 def make_mesh(
-  *, num_instances: int = 1, model_shards: int = 1, first: int = 0
+  *, data_parallel_size: int = 1, tensor_parallel_size: int = 1, first: int = 0
 ) -> jax.sharding.Mesh:
-  """Returns the mesh of `num_instances * model_shards` devices from `first` on.
+  """Returns the mesh of `data_parallel_size * tensor_parallel_size` devices from `first` on.
 
   Instances are outermost.
 
   Raises:
     ValueError: if there are too few devices, or a size is less than one.
   """
-  if num_instances < 1 or model_shards < 1 or first < 0:
+  if data_parallel_size < 1 or tensor_parallel_size < 1 or first < 0:
     raise ValueError(
-      f"make_mesh: got num_instances={num_instances}, model_shards={model_shards}, first={first},"
-      " expected at least 1, 1 and 0; one device is num_instances=1, model_shards=1."
+      f"make_mesh: got data_parallel_size={data_parallel_size},"
+      f" tensor_parallel_size={tensor_parallel_size}, first={first},"
+      " expected at least 1, 1 and 0; one device is data_parallel_size=1, tensor_parallel_size=1."
     )
-  needed = num_instances * model_shards
+  needed = data_parallel_size * tensor_parallel_size
   devices = jax.devices()[first:]
   if needed > len(devices):
     raise ValueError(
-      f"make_mesh: got num_instances={num_instances} x model_shards={model_shards} = {needed}"
+      f"make_mesh: got data_parallel_size={data_parallel_size} x"
+      f" tensor_parallel_size={tensor_parallel_size} = {needed}"
       f" devices, expected at most {len(devices)}, the available devices; lower either, or on CPU"
       " start with jax.config.update('jax_num_cpu_devices', n)."
     )
-  grid = np.asarray(devices[:needed]).reshape(num_instances, model_shards)
+  grid = np.asarray(devices[:needed]).reshape(data_parallel_size, tensor_parallel_size)
   return jax.sharding.Mesh(grid, (INSTANCE_AXIS, MODEL_AXIS))
 
 
 def require_sizes(
-  num_instances: int, model_shards: int, reduction_shards: int, *, what: str
+  data_parallel_size: int, tensor_parallel_size: int, reduction_shards: int, *, what: str
 ) -> None:
   """Refuses invalid sizes of a mesh, independent of the available devices.
 
   Args:
-    num_instances: number of replicas of the model.
-    model_shards: devices per replica.
+    data_parallel_size: number of replicas of the model.
+    tensor_parallel_size: devices per replica.
     reduction_shards: slabs that these devices share; 0 if the model decides.
     what: prefix of the field's name in a message.
 
   Raises:
     ValueError: naming the field.
   """
-  if not 1 <= num_instances <= MAX_INSTANCES:
+  if not 1 <= data_parallel_size <= MAX_INSTANCES:
     bound, fix = (
       ("at least 1", "raise")
-      if num_instances < 1
+      if data_parallel_size < 1
       else (f"at most {MAX_INSTANCES} (one per device)", "lower")
     )
-    raise ValueError(f"{what}num_instances: got {num_instances}, expected {bound}; {fix} it.")
-  if model_shards not in MODEL_SHARDS:
     raise ValueError(
-      f"{what}model_shards: got {model_shards}, expected one of {MODEL_SHARDS}; 1 is usual if the"
+      f"{what}data_parallel_size: got {data_parallel_size}, expected {bound}; {fix} it."
+    )
+  if tensor_parallel_size not in MODEL_SHARDS:
+    raise ValueError(
+      f"{what}tensor_parallel_size: got {tensor_parallel_size}, expected one of {MODEL_SHARDS}; 1"
+      " is usual if the"
       " model fits one device."
     )
-  if reduction_shards and model_shards > reduction_shards:
+  if reduction_shards and tensor_parallel_size > reduction_shards:
     raise ValueError(
-      f"{what}model_shards: got {model_shards}, expected at most"
+      f"{what}tensor_parallel_size: got {tensor_parallel_size}, expected at most"
       f" NumericsConfig.reduction_shards={reduction_shards} (a device has at least one slab); lower"
       " it."
     )
 
 
-def local_slabs(reduction_shards: int, model_shards: int) -> int:
+def local_slabs(reduction_shards: int, tensor_parallel_size: int) -> int:
   """Returns how many logical slabs one device of the model axis holds.
 
   Raises:
     ValueError: if the devices do not divide the slabs.
   """
-  if reduction_shards % model_shards:
+  if reduction_shards % tensor_parallel_size:
     raise ValueError(
-      f"model axis: got {model_shards} devices, expected a divisor of"
+      f"model axis: got {tensor_parallel_size} devices, expected a divisor of"
       f" reduction_shards={reduction_shards}; use fewer devices on the model axis."
     )
-  return reduction_shards // model_shards
+  return reduction_shards // tensor_parallel_size
 
 
 def rounded(tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
     problems -> task's prompts -> engine samples -> verdicts -> advantages
        ^                                                           |
-       +---- engine.set_params <- weights <- optimiser <- loss <---+
+       +---- engine.update_weights <- weights <- optimiser <- loss <---+
 
 Problems, seeds, tokens and gradients of a step are a pure function of (config, step). A killed run
 therefore resumes to the same bits, and the sampler's log-probabilities equal the trainer's exactly.
@@ -189,10 +189,10 @@ def train(
       now = ready.asked.answer()
       first = policy_lib.first_params(config.weights, ready.policy)
       first = policy_lib.running_weights(config.weights, first, base)
-      engine.set_params(first, policy_version=0)
+      engine.update_weights(first, policy_version=0)
       then = ready.asked.answer()
     rows = agreement.from_first(lambda: metrics.read(run.directory / metrics.FILE_NAME))
-    numbers = summary.of_run(before, after, [row for row in rows if "contract/kl" in row])
+    numbers = summary.of_run(before, after, [row for row in rows if "rollout_train/kl" in row])
     if sets:
       numbers["sets"] = setup_lib.sets_gained(run, ready.asked)
     numbers |= run.clock.read() | dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
@@ -230,8 +230,8 @@ def train_step(
   begin = time.monotonic()
   groups, sampled = sample(step)
   sampled_at = time.monotonic()
-  if config.engine.gives_back_pages and not engine.num_unfinished:
-    engine.give_back_pages()
+  if config.engine.release_kv_while_training and not engine.num_unfinished:
+    engine.release_kv_cache()
   with progress.phase("learning"):
     values = judge(config, groups, advantages)
     state, learned = learn(
@@ -304,7 +304,7 @@ def sample(
 
   groups = rounds.step_groups(
     config.rollout,
-    max_rounds=config.trainer.max_rounds,
+    dynamic_sampling_rounds=config.trainer.dynamic_sampling_rounds,
     task=task,
     tokenizer=engine.tokenizer,
     seed=config.seed,
@@ -392,10 +392,10 @@ def learn(
       numbers |= {f"train/{name}": float(value) for name, value in means.items()}
   gaps = [step_lib.rollout_gap(s, b) for s, b in zip(first_scores, batches, strict=True)]
   numbers |= {
-    "contract/kl": max((gap["kl"] for gap in gaps), key=abs),
-    "contract/raw_kl": max((gap["raw_kl"] for gap in gaps), key=abs),
-    "contract/max_abs_logprob_gap": max(gap["max_abs_logprob_gap"] for gap in gaps),
-    "contract/max_abs_raw_logprob_gap": max(gap["max_abs_raw_logprob_gap"] for gap in gaps),
+    "rollout_train/kl": max((gap["kl"] for gap in gaps), key=abs),
+    "rollout_train/raw_kl": max((gap["raw_kl"] for gap in gaps), key=abs),
+    "rollout_train/max_abs_logprob_gap": max(gap["max_abs_logprob_gap"] for gap in gaps),
+    "rollout_train/max_abs_raw_logprob_gap": max(gap["max_abs_raw_logprob_gap"] for gap in gaps),
   }
   for index, batch in enumerate(batches):
     gradient = first_gradient

@@ -2,7 +2,7 @@
 
     archive --PUCT--> starts -> prompts -> engine samples -> attempts -> verdicts -> archive
        ^                                                                    |
-       +---- engine.set_params <- params <- optimiser <- entropic advantages
+       +---- engine.update_weights <- params <- optimiser <- entropic advantages
 
 A step selects start states from the archive and samples a group of attempts from each. An exact
 verifier scores the resulting artefacts, the best ones enter the archive, and the weights are
@@ -183,8 +183,8 @@ def _discover(
         found = starts_lib.replanted(config, environment, found, run.step)
         new_state, numbers = state, {}
         if config.train:
-          if config.engine.gives_back_pages:
-            engine.give_back_pages()
+          if config.engine.release_kv_while_training:
+            engine.release_kv_cache()
           with run.progress.phase("learning"):
             new_state, numbers = learn(
               config, ready.run_config, trainer, state, sampled, ready.base,
@@ -222,7 +222,7 @@ def sample(
   progress: progress_lib.Progress | None = None,
 ) -> Sampled:
   """Selects a step's starts and samples a group from each; `judge` builds the attempts."""
-  starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
+  starts = puct.select(archive, config.prompts_per_step, config.search, config.seed)
   by_id = {state.state_id: state for state in archive.states}
   asked = [
     writer.ask(by_id[start].artefact, step, group, printed=by_id[start].printed)
@@ -298,8 +298,8 @@ def learn(
   before_update()
   state, norms = trainer.update(state, gradient)
   return state, numbers | {
-    "contract/kl": gap["kl"],
-    "contract/max_abs_logprob_gap": gap["max_abs_logprob_gap"],
+    "rollout_train/kl": gap["kl"],
+    "rollout_train/max_abs_logprob_gap": gap["max_abs_logprob_gap"],
     "train/entropy": float(means["entropy"]),
     "train/grad_norm": float(norms["grad_norm"]),
     "train/seconds": time.monotonic() - begin,
@@ -316,4 +316,4 @@ def publish(
 ) -> None:
   """Sends the engine the weights for the next step's sampling."""
   weights = policy_lib.running_weights(run.weights, state.params, base)
-  engine.set_params(weights, policy_version=policy_version)
+  engine.update_weights(weights, policy_version=policy_version)

@@ -105,7 +105,8 @@ class SamplingParams:
   """Sampling parameters of one request. With prompt and seed they determine the completion.
 
   They apply in this order: penalties (`repetition_penalty`, then the others), `logit_bias`,
-  `temperature`, `allowed`, `top_k`, `top_p`, `min_p`. Raw log-probabilities ignore all of them.
+  `temperature`, `allowed_token_ranges`, `top_k`, `top_p`, `min_p`. Raw log-probabilities ignore all
+  of them.
 
   Attributes:
     temperature: 0 is greedy (the argmax of the biased logits); otherwise logits are divided by
@@ -120,11 +121,12 @@ class SamplingParams:
     repetition_penalty: divides positive logits and multiplies the others of tokens that occur in
       the prompt or the completion so far; 1 is neutral, 1e-4 to 1e4.
     logit_bias: pairs (token id, bias) added to the logits.
-    allowed: a grammar: for each position of the completion a pair (low, high); only ids with low
-      <= id < high may be sampled there. Empty allows all ids everywhere.
-    max_tokens: maximum number of generated tokens; at most `len(allowed)` if that is set.
+    allowed_token_ranges: a grammar: for each position of the completion a pair (low, high); only
+      ids with low <= id < high may be sampled there. Empty allows all ids everywhere.
+    max_tokens: maximum number of generated tokens; at most `len(allowed_token_ranges)` if that is
+      set.
     stop_token_ids: generation ends with the first of these; it is kept as the last token.
-    stop_strings: generation ends once the decoded text contains one of these.
+    stop: generation ends once the decoded text contains one of these.
   """
 
   temperature: float = 1.0
@@ -135,10 +137,10 @@ class SamplingParams:
   frequency_penalty: float = 0.0
   repetition_penalty: float = 1.0
   logit_bias: tuple[tuple[int, float], ...] = ()
-  allowed: tuple[tuple[int, int], ...] = ()
+  allowed_token_ranges: tuple[tuple[int, int], ...] = ()
   max_tokens: int = 256
   stop_token_ids: tuple[int, ...] = ()
-  stop_strings: tuple[str, ...] = ()
+  stop: tuple[str, ...] = ()
 
   def __post_init__(self):
     # The engine that runs the request limits the bias.
@@ -158,18 +160,24 @@ class SamplingParams:
         refuse(field, repr(value), f"{low:g} <= {field} <= {high:g}", f"{none} penalises no token")
     if self.max_tokens < 1:
       refuse("max_tokens", self.max_tokens, "max_tokens >= 1", "raise it")
-    if self.allowed and self.max_tokens > len(self.allowed):
-      places = f"{self.max_tokens} with {len(self.allowed)} positions in `allowed`"
+    if self.allowed_token_ranges and self.max_tokens > len(self.allowed_token_ranges):
+      count = len(self.allowed_token_ranges)
+      places = f"{self.max_tokens} with {count} positions in `allowed_token_ranges`"
       refuse("max_tokens", places, "at most one token per position", "lower it")
-    for pair in self.allowed:
+    for pair in self.allowed_token_ranges:
       if not 0 <= pair[0] < pair[1] < 2**31:
-        refuse("allowed", pair, "pairs 0 <= low < high < 2**31", "allow at least one id everywhere")
+        refuse(
+          "allowed_token_ranges",
+          pair,
+          "pairs 0 <= low < high < 2**31",
+          "allow at least one id everywhere",
+        )
     for token in self.stop_token_ids:
       if not 0 <= token < 2**31:
         refuse("stop_token_ids", repr(token), "token ids from 0 on", "encode with the tokenizer")
-    for text in self.stop_strings:
+    for text in self.stop:
       if not text:
-        refuse("stop_strings", repr(text), "strings of at least one character", "drop it")
+        refuse("stop", repr(text), "strings of at least one character", "drop it")
 
   @property
   def has_penalties(self) -> bool:

@@ -48,7 +48,7 @@ def test_the_first_of_two_processes_tells_and_a_difference_ends_both():
   assert "on a mesh of several processes, expected neither" in first["store"]
   assert first["ahead"] == second["ahead"]
   assert first["ahead"].startswith(
-    "NotImplementedError: RunConfig.stale: got steps_ahead=1 in 2 processes, expected 0"
+    "NotImplementedError: RunConfig.off_policy: got max_policy_lag=1 in 2 processes, expected 0"
   )
   assert first["workers"].startswith(
     "NotImplementedError: RunConfig.cluster: got workers=3 in 2 processes, expected 0"

@@ -93,7 +93,7 @@ def compared_kinds(source: str) -> set[str]:
   return {
     constant.value
     for node in ast.walk(ast.parse(source))
-    if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("implementation")
+    if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith("backend")
     for constant in ast.walk(node)
     if isinstance(constant, ast.Constant) and constant.value in KINDS
   }
@@ -136,5 +136,5 @@ def test_another_user_is_seen_under_whatever_name(source):
 
 
 def test_a_comparison_with_an_implementation_is_seen():
-  assert compared_kinds("if numerics.implementation in ('native', x): pass") == {"native"}
-  assert not compared_kinds("numerics(implementation='native')\nx == 'native'")
+  assert compared_kinds("if numerics.backend in ('native', x): pass") == {"native"}
+  assert not compared_kinds("numerics(backend='native')\nx == 'native'")

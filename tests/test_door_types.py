@@ -43,7 +43,12 @@ MODEL = Model(
   tiny_model.SMALLEST, tiny_model.random_params(tiny_model.SMALLEST, NUMERICS), NUMERICS
 )
 SIZES = EngineConfig(
-  page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(8,), pinned_pages=4
+  page_size=8,
+  num_pages=9,
+  max_num_seqs=4,
+  max_model_len=64,
+  batch_size_buckets=(8,),
+  pinned_pages=4,
 )
 REQUEST = Request(request_id="x", prompt=(5, 6, 7), sampling=SamplingParams(max_tokens=3))
 NO_TEXT = (None, 3, b"x", ["x"])
@@ -98,28 +103,35 @@ ROWS: list[tuple[Callable[[Any], Any], str, tuple[Any, ...]]] = [
   (lambda v: made(kv_pool=v), "Engine.kv_pool", ("disk", 3)),
   (lambda v: made(adapters=v), "Engine.adapters", NO_MAPPING),
   (lambda v: made(step_times=v), "Engine.step_times", (0.1, "fast")),
-  (lambda v: engine().submit(v), "Engine.submit: request", ("text", None, (1, 2))),
-  (lambda v: engine().submit(REQUEST, resume_from=v), "Engine.submit: resume_from", (3, "a")),
-  (lambda v: engine().submit(REQUEST, instance=v), "Engine.submit: instance", ("0", 0.5, False)),
-  (lambda v: engine().submit(REQUEST, chunk_tokens=v), "Engine.submit: chunk", ("2", 2.5, True)),
-  (lambda v: engine().submit(REQUEST, mask=v), "Engine.submit: mask", (np.ones(1, np.uint32), 3)),
-  (lambda v: engine().submit(REQUEST, is_background=v), "Engine.submit: is_background", NO_FLAG),
-  (lambda v: engine().submit(REQUEST, kv=v), "Engine.submit: kv", ("a", {})),
+  (lambda v: engine().add_request(v), "Engine.add_request: request", ("text", None, (1, 2))),
+  (lambda v: engine().add_request(REQUEST, resume_from=v),
+   "Engine.add_request: resume_from", (3, "a")),
+  (lambda v: engine().add_request(REQUEST, instance=v),
+   "Engine.add_request: instance", ("0", 0.5, False)),
+  (lambda v: engine().add_request(REQUEST, chunk_tokens=v),
+   "Engine.add_request: chunk", ("2", 2.5, True)),
+  (lambda v: engine().add_request(REQUEST, mask=v),
+   "Engine.add_request: mask", (np.ones(1, np.uint32), 3)),
+  (lambda v: engine().add_request(REQUEST, is_background=v),
+   "Engine.add_request: is_background", NO_FLAG),
+  (lambda v: engine().add_request(REQUEST, kv=v), "Engine.add_request: kv", ("a", {})),
   (lambda v: engine().check(v), "Engine.check: request", ("text", None)),
   (lambda v: engine().generate(v), "Engine.generate: requests", (3, None, REQUEST, [3], [None])),
   (lambda v: engine().generate([REQUEST], sampling=v), "Engine.generate: sampling", ({}, 0.5)),
   (lambda v: engine().generate([REQUEST], on_step=v), "Engine.generate: on_step", NO_FUNCTION),
-  (lambda v: engine().likeliest(v, [()], 1), "Engine.likeliest: request", ("a", None)),
-  (lambda v: engine().likeliest(REQUEST, v, 1), "Engine.likeliest: answers",
+  (lambda v: engine().top_logprobs(v, [()], 1), "Engine.top_logprobs: request", ("a", None)),
+  (lambda v: engine().top_logprobs(REQUEST, v, 1), "Engine.top_logprobs: answers",
    (3, None, "ab", [1], [("a",)])),
-  (lambda v: engine().likeliest(REQUEST, [()], v), "Engine.likeliest: count", NO_COUNT),
-  (lambda v: engine().likeliest(REQUEST, [()], 1, drafts=v), "Engine.likeliest: drafts",
+  (lambda v: engine().top_logprobs(REQUEST, [()], v), "Engine.top_logprobs: count", NO_COUNT),
+  (lambda v: engine().top_logprobs(REQUEST, [()], 1, drafts=v), "Engine.top_logprobs: drafts",
    (3, "a", [1], [[1]])),
-  (lambda v: engine().likeliest(REQUEST, [()], 1, instance=v), "Engine.likeliest: inst", NO_COUNT),
-  (lambda v: engine().likeliest(REQUEST, [()], 1, on_step=v), "Engine.likeliest: on", NO_FUNCTION),
+  (lambda v: engine().top_logprobs(REQUEST, [()], 1, instance=v),
+   "Engine.top_logprobs: inst", NO_COUNT),
+  (lambda v: engine().top_logprobs(REQUEST, [()], 1, on_step=v),
+   "Engine.top_logprobs: on", NO_FUNCTION),
   (lambda v: engine().set_adapters(v), "Engine.set_adapters: adapters", (*NO_MAPPING, None)),
-  (lambda v: engine().set_params(v, 1), "Engine.set_params: params", (3, None, [1])),
-  (lambda v: engine().set_params({}, v), "Engine.set_params: policy_version", NO_COUNT),
+  (lambda v: engine().update_weights(v, 1), "Engine.update_weights: params", (3, None, [1])),
+  (lambda v: engine().update_weights({}, v), "Engine.update_weights: policy_version", NO_COUNT),
   (lambda v: engine().chunks.pin(v), "Chunks.pin: tokens",
    ("a", 3, None, [1.5] * 8, ["a"] * 8, [10**9] * 8, [-1] * 8, [True] * 8)),
   (lambda v: engine().chunks.pin([1] * 8, adapter=v), "Chunks.pin: adapter", NO_TEXT),
@@ -129,7 +141,7 @@ ROWS: list[tuple[Callable[[Any], Any], str, tuple[Any, ...]]] = [
   (lambda v: engine().chunks.resume("x", chunk_tokens=v), "Chunks.resume: chunk_tokens",
    ("2", 2.5)),
   (lambda v: engine().chunks.pause(v), "Chunks.pause: request_id", NO_TEXT),
-  (lambda v: engine().cancel(v), "Engine.cancel: request_id", NO_TEXT),
+  (lambda v: engine().abort_request(v), "Engine.abort_request: request_id", NO_TEXT),
   (lambda v: engine().chunks.preempt(v), "Chunks.preempt: request_id", NO_TEXT),
   (lambda v: engine().progress(v), "Engine.progress: request_id", NO_TEXT),
   (lambda v: engine().chunks.spill(v), "Chunks.spill: request_ids", ("x", 3, None, [3])),
@@ -235,22 +247,24 @@ def test_an_adapter_that_cannot_be_is_refused_by_its_place(scaled: Any, expected
 
 
 def test_an_engine_without_weights_says_so():
-  bare = made(config=dataclasses.replace(SIZES, num_pages=3, max_context=16))
+  bare = made(config=dataclasses.replace(SIZES, num_pages=3, max_model_len=16))
   expected = bare.generate([REQUEST])[0]
-  bare.drop_params()
+  bare.release_weights()
   for call in (
-    lambda: bare.submit(REQUEST),
+    lambda: bare.add_request(REQUEST),
     lambda: bare.check(REQUEST),
     lambda: bare.generate([REQUEST]),
-    lambda: bare.likeliest(REQUEST, [()], 1),
+    lambda: bare.top_logprobs(REQUEST, [()], 1),
     lambda: beam_search(bare, REQUEST, 1),
     lambda: bare.idle_step(1, 1),
     lambda: bare.set_adapters({"poet": (adapter(), 1.0)}),
   ):
-    with pytest.raises(ValueError, match="got an engine without weights .* call Engine.set_params"):
+    with pytest.raises(
+      ValueError, match="got an engine without weights .* call Engine.update_weights"
+    ):
       call()
   assert bare.step() == [] and bare.num_unfinished == 0
-  bare.set_params(MODEL.params, 0)
+  bare.update_weights(MODEL.params, 0)
   assert bare.generate([REQUEST])[0].has_bits_of(expected)
 
 

@@ -26,7 +26,7 @@ PLATFORMS = ("tpu", "cuda")
 PAGE_SIZE = 64
 BIASES = 16
 NUMERICS = NumericsConfig(
-  row_tile=64, reduction_shards=8, compute_dtype="bfloat16", implementation="tiled"
+  row_tile=64, reduction_shards=8, compute_dtype="bfloat16", backend="tiled"
 )
 
 
@@ -167,7 +167,7 @@ def test_the_train_step_exports(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", models("qwen3-32b", 2))
 def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
-  trainer, micro, state = train_step(model, parallel.make_mesh(model_shards=8))
+  trainer, micro, state = train_step(model, parallel.make_mesh(tensor_parallel_size=8))
   counts = losses.Denominators(f32(), f32())
   params = params_like(model, trainer.decoder.numerics.dtype)
   sums = jax.eval_shape(lambda: trainer._zeros(params))
@@ -184,7 +184,7 @@ def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
 @pytest.mark.thorough
 @pytest.mark.parametrize("model", models("qwen3-32b", 2))
 def test_the_engine_step_exports_for_eight_devices_of_the_model_axis(model):
-  run = runner.Runner(decide(model, NUMERICS), parallel.make_mesh(model_shards=8), 1)
+  run = runner.Runner(decide(model, NUMERICS), parallel.make_mesh(tensor_parallel_size=8), 1)
   inputs = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), step_inputs(1))
   words, layout = runner.pack(inputs)
   pages = jax.eval_shape(lambda: run.empty_pages(1024, PAGE_SIZE))

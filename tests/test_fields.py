@@ -173,8 +173,8 @@ def test_numbers_of_numpy_and_lists_become_plain():
   ids.append(5)
   assert request.prompt == (3, 4) and {type(token) for token in request.prompt} == {int}
   assert hash(request) == hash(dataclasses.replace(request))
-  nested = SamplingParams(allowed=[[1, 2]] * 256)
-  assert nested.allowed == ((1, 2),) * 256
+  nested = SamplingParams(allowed_token_ranges=[[1, 2]] * 256)
+  assert nested.allowed_token_ranges == ((1, 2),) * 256
 
 
 def test_numbers_may_be_infinite_where_a_record_says_so():

@@ -15,7 +15,7 @@ from pallas_kernels import device
 from seerjax import numerics
 from seerjax.numerics import NumericsConfig
 
-TILED = NumericsConfig(implementation="tiled", row_tile=16, reduction_shards=8)
+TILED = NumericsConfig(backend="tiled", row_tile=16, reduction_shards=8)
 # Digests of a CPU's fields at BITS_VERSION 6, without the fields of the machine.
 RECORDED = {"tiled": "60902d78255cbd0c", "native": "c7ec1f82afc578dd"}
 
@@ -35,7 +35,7 @@ def test_a_fingerprint_holds_every_field_and_what_xla_compiles_for():
 
 def test_a_fingerprint_names_the_bits_of_its_implementation_alone():
   kernels = numerics.fingerprint(
-    dataclasses.replace(TILED, implementation="pallas", compute_dtype="bfloat16")
+    dataclasses.replace(TILED, backend="pallas", compute_dtype="bfloat16")
   )
   assert kernels["pallas_bits_version"] == str(numerics.PALLAS_BITS_VERSION)
   assert "native_bits_version" not in kernels
@@ -96,15 +96,15 @@ def test_on_a_gpu_a_fingerprint_names_what_compiles_and_drives_it():
 
 def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
   """Stored fingerprints of CPU runs are unchanged: they contain no GPU field."""
-  for implementation in ("tiled", "native"):
-    left_open = dataclasses.replace(TILED, row_tile=0, implementation=implementation)
+  for backend in ("tiled", "native"):
+    left_open = dataclasses.replace(TILED, row_tile=0, backend=backend)
     found = numerics.fingerprint(numerics.with_row_tile(left_open))
     fixed = found | dict(jax_version="0", jaxlib_version="0", device_kind="cpu", xla_flags="")
-    if implementation == "native":
+    if backend == "native":
       fixed["numba_version"] = "0"
     del fixed["digest"]
     text = json.dumps(fixed, sort_keys=True).encode()
-    assert hashlib.sha256(text).hexdigest()[:16] == RECORDED[implementation]
+    assert hashlib.sha256(text).hexdigest()[:16] == RECORDED[backend]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_on_a_cpu_a_fingerprint_has_the_digest_of_its_own_fields_alone():
   ],
 )
 def test_settings_of_jax_that_move_bits_stand_in_the_fingerprint(setting: str, value: Any):
-  config = numerics.NumericsConfig(reduction_shards=1, implementation="tiled", row_tile=8)
+  config = numerics.NumericsConfig(reduction_shards=1, backend="tiled", row_tile=8)
   if setting not in jax.config.values:
     pytest.skip(f"JAX {jax.__version__} has no setting {setting}")
   usual = numerics.fingerprint(config)
@@ -140,7 +140,7 @@ def test_settings_of_jax_that_move_bits_stand_in_the_fingerprint(setting: str, v
 
 @pytest.mark.parametrize("variable", [*numerics.VARIABLES, "XLA_FLAGS"])
 def test_variables_that_move_bits_stand_in_the_fingerprint(variable: str, tmp_path):
-  config = numerics.NumericsConfig(reduction_shards=1, implementation="tiled", row_tile=8)
+  config = numerics.NumericsConfig(reduction_shards=1, backend="tiled", row_tile=8)
   usual = numerics.fingerprint(config)
   before = os.environ.get(variable)
   (tmp_path / "flags").write_text("--xla_cpu_enable_fast_math=true")

@@ -87,7 +87,7 @@ def test_another_number_of_processes_than_the_launcher_started_is_refused():
   ],
 )
 def test_what_is_shared_out_comes_together_in_pieces_of_any_size(before, after, piece_bytes):
-  mesh = parallel.make_mesh(num_instances=3, model_shards=2)
+  mesh = parallel.make_mesh(data_parallel_size=3, tensor_parallel_size=2)
   place = lambda spec: jax.sharding.NamedSharding(mesh, spec)
   whole = np.random.default_rng(1).standard_normal((4, 12, 18)).astype(jnp.bfloat16)
   leaf = jax.device_put(whole, place(before))

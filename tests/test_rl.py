@@ -55,7 +55,7 @@ def test_a_run_writes_its_files_and_keeps_its_promise(whole):
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
   for row in rows[1:-1]:
     for name in ("kl", "raw_kl", "max_abs_logprob_gap", "max_abs_raw_logprob_gap"):
-      assert row[f"contract/{name}"] == 0.0
+      assert row[f"rollout_train/{name}"] == 0.0
     assert row["train/ratio"] == 1.0
   assert any(row["train/update_norm"] > 0 for row in rows[1:-1])
   assert task.num_verdicts == 6 * PER_STEP + SHOWN
@@ -92,7 +92,7 @@ def test_the_last_row_is_the_last_evaluation(whole):
 @pytest.mark.thorough
 def test_two_instances_change_no_bit(whole, tmp_path):
   directory, expected, _ = whole
-  result = train(tmp_path / "run", num_instances=2)
+  result = train(tmp_path / "run", data_parallel_size=2)
   assert_equal_bits(result.state, expected.state)
   assert rows_of(tmp_path / "run") == rows_of(directory)
 
@@ -111,7 +111,7 @@ def test_later_mini_batches_log_their_ratio_under_another_name():
   )
   state, numbers = learn(groups_of(), config)
   assert int(state.step) == 2
-  assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
+  assert numbers["rollout_train/kl"] == numbers["rollout_train/max_abs_logprob_gap"] == 0.0
   assert numbers["train/ratio"] == 1.0 and numbers["train/kl_old"] == 0.0
   assert numbers["train/later_ratio"] != 1.0 and numbers["train/later_kl_old"] > 0.0
 
@@ -178,8 +178,12 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   expected = train(tmp_path / "whole", num_steps=3, **changes)
   rows = rows_of(tmp_path / "whole")[1:-1]
   for row in rows:
-    assert row["contract/kl"] == row["contract/raw_kl"] == 0.0
-    assert row["contract/max_abs_logprob_gap"] == row["contract/max_abs_raw_logprob_gap"] == 0.0
+    assert row["rollout_train/kl"] == row["rollout_train/raw_kl"] == 0.0
+    assert (
+      row["rollout_train/max_abs_logprob_gap"]
+      == row["rollout_train/max_abs_raw_logprob_gap"]
+      == 0.0
+    )
   # A fresh adapter leaves the reference's probabilities unchanged.
   assert rows[0]["train/kl_reference"] == 0.0 < rows[2]["train/kl_reference"]
   start = programs_lib.first_state(dataclasses.replace(CONFIG, **changes), policy())
@@ -191,7 +195,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
   assert np.any(np.asarray(pair["a"]) != np.asarray(first["a"]))
   # Resumed, and on two instances: the same bits.
   train(tmp_path / "parts", num_steps=1, **changes)
-  result = train(tmp_path / "parts", num_steps=3, resume=True, num_instances=2, **changes)
+  result = train(tmp_path / "parts", num_steps=3, resume=True, data_parallel_size=2, **changes)
   assert_equal_bits(result.state, expected.state)
   config = dataclasses.replace(CONFIG, **changes)
   merged = policy_lib.exported_weights(config.weights, policy(), expected.state.params)
@@ -220,6 +224,6 @@ def test_callables_stand_in_for_loss_advantages_and_optimizer(tmp_path):
     on_step=lambda step, state, numbers: seen.append((step, int(state.step), numbers)),
   )  # fmt: skip
   assert [row[:2] for row in seen] == [(1, 1), (2, 2)] and shapes == [(2, 2)] * 2
-  assert all(row[2]["contract/kl"] == 0.0 for row in seen)
+  assert all(row[2]["rollout_train/kl"] == 0.0 for row in seen)
   assert seen[0][2]["train/update_norm"] == pytest.approx(0.5 * seen[0][2]["train/grad_norm"])
   assert int(result.state.step) == 2

@@ -17,7 +17,7 @@ from seerjax.models.loading import Model
 from seerjax.run import programs as programs_lib
 from seerjax.run.config import TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
-from seerjax.run.off_policy import StaleConfig
+from seerjax.run.off_policy import OffPolicyConfig
 from seerjax.tasks.word_problems import WordProblems
 from seerjax.trainer import losses
 
@@ -53,10 +53,12 @@ def test_the_loop_learns_the_weights_and_moments_of_train(tmp_path):
   assert int(state.step) == expected.summary["optimizer_steps"] == NUM_STEPS
   assert not are_equal(state.params, small_run.policy().params)
   assert are_equal(state, expected.state)
-  rows = [row for row in metrics.read(tmp_path / "run" / metrics.FILE_NAME) if "contract/kl" in row]
+  rows = [
+    row for row in metrics.read(tmp_path / "run" / metrics.FILE_NAME) if "rollout_train/kl" in row
+  ]
   rewards = [row["rollout/reward_mean"] for row in rows]
   for line, row, reward in zip(lines, rows, rewards, strict=True):
-    assert f"reward {reward:.3f}, KL of sampler and trainer {row['contract/kl']}," in line
+    assert f"reward {reward:.3f}, KL of sampler and trainer {row['rollout_train/kl']}," in line
 
 
 @pytest.mark.thorough
@@ -69,10 +71,12 @@ def test_another_seed_is_seen():
 @pytest.mark.parametrize(
   "change",
   [
-    dict(trainer=TrainerConfig(num_mini_batches=2)), dict(trainer=TrainerConfig(max_rounds=2)),
+    dict(trainer=TrainerConfig(num_mini_batches=2)),
+    dict(trainer=TrainerConfig(dynamic_sampling_rounds=2)),
     dict(trainer=TrainerConfig(overlong_buffer=2)), dict(lora_rank=2),
-    dict(loss=losses.grpo(kl_coefficient=0.04)), dict(stale=StaleConfig(begun=2.0)),
-    dict(stale=StaleConfig(steps_ahead=1), num_instances=2), dict(cluster=ClusterConfig(workers=1)),
+    dict(loss=losses.grpo(kl_coefficient=0.04)), dict(off_policy=OffPolicyConfig(oversample=2.0)),
+    dict(off_policy=OffPolicyConfig(max_policy_lag=1), data_parallel_size=2),
+    dict(cluster=ClusterConfig(workers=1)),
   ],
   ids=[
     "mini_batches", "rounds", "overlong", "adapters", "kl_penalty", "partial", "ahead", "workers",

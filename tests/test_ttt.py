@@ -63,13 +63,13 @@ CONFIG = DiscoverConfig(
   problem=tiny_problem.PATH,
   seed=3,
   num_steps=4,
-  groups_per_step=4,
+  prompts_per_step=4,
   group_size=4,
   checkpoint_every=2,
   tiny=TinyConfig(hidden_size=32, num_layers=1, warm_sentences=48, warm_passes=1),
   numerics=tiny_model.ONE_SLAB,
   engine=engine_lib.EngineConfig(
-    page_size=8, num_pages=40, max_sequences=16, max_context=16, row_buckets=(16,)
+    page_size=8, num_pages=40, max_num_seqs=16, max_model_len=16, batch_size_buckets=(16,)
   ),
   # Chunks end within sentences.
   scheduler=policies.LongestGroupFirst(chunk_tokens=2),
@@ -88,9 +88,9 @@ def model() -> model_config.TransformerConfig:
 
 
 @functools.cache
-def programs(num_instances: int) -> Programs:
+def programs(data_parallel_size: int) -> Programs:
   """Compiled once for all runs."""
-  config = dataclasses.replace(CONFIG, num_instances=num_instances)
+  config = dataclasses.replace(CONFIG, data_parallel_size=data_parallel_size)
   return programs_lib.make_programs(config.run(tiny_problem.Row()), model())
 
 
@@ -105,7 +105,7 @@ def discover(
   start = {name: changes.pop(name) for name in starts if name in changes}
   config = dataclasses.replace(config, **changes)
   environment = tiny_problem.Row() if environment is None else environment
-  own = compiled and compiled(config.num_instances)
+  own = compiled and compiled(config.data_parallel_size)
   return ttt.discover(config, environment, pathlib.Path(directory), log=say, programs=own, **start)
 
 
@@ -259,8 +259,8 @@ def test_the_best_is_on_disk_with_the_way_to_it(whole):
 
 def test_what_sampled_is_what_learns_to_the_bit_in_every_step(whole):
   rows = rows_of(whole[0])
-  assert {row["contract/kl"] for row in rows} == {0.0}
-  assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
+  assert {row["rollout_train/kl"] for row in rows} == {0.0}
+  assert {row["rollout_train/max_abs_logprob_gap"] for row in rows} == {0.0}
   # Before the first update it also equals the base, afterwards not.
   assert rows[0]["objective/kl_to_base"] == 0.0
   assert all(row["objective/kl_to_base"] != 0.0 for row in rows[1:])
@@ -385,7 +385,7 @@ def test_a_run_that_has_ended_changes_nothing_when_resumed_and_can_go_on(whole, 
 
 @pytest.mark.long
 def test_two_instances_change_no_bit(whole, tmp_path):
-  found = discover(tmp_path / "run", num_instances=2)
+  found = discover(tmp_path / "run", data_parallel_size=2)
   assert is_same_run(tmp_path / "run", found, whole)
 
 
@@ -475,7 +475,7 @@ def test_every_objective_learns(tmp_path, kind):
   objective = ObjectiveConfig(kind=kind, kl_coefficient=0.1 if kind == "constant" else 0.0)
   found = discover(tmp_path / "run", num_steps=1, tiny=NO_WARM_START, objective=objective)
   (row,) = rows_of(tmp_path / "run")
-  assert row["contract/max_abs_logprob_gap"] == row["contract/kl"] == 0.0
+  assert row["rollout_train/max_abs_logprob_gap"] == row["rollout_train/kl"] == 0.0
   assert row["train/grad_norm"] > 0 and found.summary["optimizer_steps"] == 1
   # Shown for every kind; the first weights sampled.
   assert (row["objective/beta"] > 0) == (kind in ("adaptive", "constant"))
@@ -524,7 +524,7 @@ def test_of_a_timed_problem_the_best_is_what_a_longer_verdict_confirms(tmp_path)
 RESTLESS = dataclasses.replace(
   CONFIG,
   num_steps=7,
-  search=puct.SearchConfig(islands=CONFIG.groups_per_step, patience=1),
+  search=puct.SearchConfig(islands=CONFIG.prompts_per_step, patience=1),
 )
 
 
@@ -534,11 +534,11 @@ def test_an_island_that_is_stuck_is_planted_anew_and_the_best_is_kept(tmp_path):
   whole = discover(tmp_path / "whole", environment, config=RESTLESS)
   rows = rows_of(tmp_path / "whole")
   planted = sum(row["search/replanted"] for row in rows)
-  assert planted > 0 and whole.archive.roots != tuple(range(RESTLESS.groups_per_step))
+  assert planted > 0 and whole.archive.roots != tuple(range(RESTLESS.prompts_per_step))
   for before, row in itertools.pairwise(rows):
     # Learning is kept.
     assert row["search/best"] >= before["search/best"] and row["objective/kl_to_base"] != 0.0
-  assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
+  assert {row["rollout_train/max_abs_logprob_gap"] for row in rows} == {0.0}
   best = best_of(tmp_path / "whole")
   assert best["value"] == rows[-1]["search/best"] == whole.summary["best"] == whole.score.value
   assert whole.artefact == best["artefact"]
@@ -559,7 +559,7 @@ def author() -> Policy:
   """Returns a model with random weights; its texts are not programs."""
   tokenizer = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
   config = dataclasses.replace(
-    tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_context=1024
+    tiny_model.SMALLEST, vocab_size=tokenizer.vocab_size, max_model_len=1024
   )
   params = parameters.init(jax.random.key(0), config, AUTHOR.numerics)
   return Policy(config, params, tokenizer)
@@ -569,12 +569,12 @@ AUTHOR = dataclasses.replace(
   CONFIG,
   model="random",
   num_steps=3,
-  groups_per_step=2,
+  prompts_per_step=2,
   checkpoint_every=10,
   lora_rank=2,
   programs=ProgramConfig(thinking_tokens=5, answer_tokens=4, allow_weak_sandbox=True),
   engine=engine_lib.EngineConfig(
-    page_size=16, num_pages=600, max_sequences=8, max_context=1024, row_buckets=(64,)
+    page_size=16, num_pages=600, max_num_seqs=8, max_model_len=1024, batch_size_buckets=(64,)
   ),
   trainer=TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=8),
 )
@@ -603,7 +603,7 @@ def write_programs(directory, left=math.inf, **changes):
 def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
   whole = write_programs(tmp_path / "whole")
   rows = rows_of(tmp_path / "whole")
-  assert {row["contract/max_abs_logprob_gap"] for row in rows} == {0.0}
+  assert {row["rollout_train/max_abs_logprob_gap"] for row in rows} == {0.0}
   assert {row["search/valid_rate"] for row in rows} == {0.0}
   # Two groups per step; it dies in the third. Such slow steps may have been saved midway.
   with pytest.raises(Crash):
@@ -653,10 +653,10 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
         AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
       )
       weights = policy_lib.running_weights(run.weights, state.params, base)
-      engine.set_params(weights, policy_version=step + 1)
+      engine.update_weights(weights, policy_version=step + 1)
       every.append(numbers)
   for numbers in every:
-    assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
+    assert numbers["rollout_train/kl"] == numbers["rollout_train/max_abs_logprob_gap"] == 0.0
     assert numbers["train/grad_norm"] > 0
   assert every[0]["objective/kl_to_base"] == 0.0 != every[1]["objective/kl_to_base"]
 
@@ -711,17 +711,17 @@ def test_requests_say_where_they_belong_and_attempts_follow_from_them(sampled):
 
 def test_the_gap_is_zero_with_the_weights_that_sampled(sampled):
   _, numbers = learn(*sampled)
-  assert numbers["contract/kl"] == numbers["contract/max_abs_logprob_gap"] == 0.0
+  assert numbers["rollout_train/kl"] == numbers["rollout_train/max_abs_logprob_gap"] == 0.0
   assert numbers["objective/kl_to_base"] == 0.0
 
 
 def test_one_bit_of_a_weight_opens_the_gap(sampled):
   found, state, base = sampled
   _, numbers = learn(found, state._replace(params=flipped(state.params)), base)
-  assert numbers["contract/max_abs_logprob_gap"] > 0.0
+  assert numbers["rollout_train/max_abs_logprob_gap"] > 0.0
   # And one of the base's its own.
   _, numbers = learn(found, state, flipped(base))
-  assert numbers["contract/max_abs_logprob_gap"] == 0.0 != numbers["objective/kl_to_base"]
+  assert numbers["rollout_train/max_abs_logprob_gap"] == 0.0 != numbers["objective/kl_to_base"]
 
 
 def test_a_step_learns_what_the_best_of_each_group_did(sampled):
@@ -956,7 +956,7 @@ def test_signs_there_and_back():
 
 # Errors.
 
-SHORT = dataclasses.replace(CONFIG.engine, max_context=8)
+SHORT = dataclasses.replace(CONFIG.engine, max_model_len=8)
 
 
 @refusals.table(

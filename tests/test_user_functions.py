@@ -253,7 +253,7 @@ def prompted(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
 
 def begun(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
   ruin.seen += [0] * NUM_CALLS
-  config = DiscoverConfig(problem="digits", groups_per_step=NUM_CALLS)
+  config = DiscoverConfig(problem="digits", prompts_per_step=NUM_CALLS)
   environment = Kept()
   before = [starts.seed_of(config, environment, place) for place in range(NUM_CALLS)]
   again = [copy.deepcopy(one) for one in before]
@@ -362,5 +362,5 @@ def test_what_hears_of_each_step_cannot_change_the_run(tmp_path):
     tmp_path / "run", log=lambda line: None, programs=small_run.programs_of(small_run.CONFIG),
     on_step=on_step,
   )  # fmt: skip
-  assert "contract/kl" in numbers_seen[0]
+  assert "rollout_train/kl" in numbers_seen[0]
   assert result.state.params

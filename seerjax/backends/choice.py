@@ -28,39 +28,39 @@ def decided(
       explicitly and cannot run this model here, with the reason of their `is_supported`.
   """
   numerics = numerics_lib.with_row_tile(numerics)
-  if numerics.implementation == "auto":
-    return dataclasses.replace(numerics, implementation=_of_this_machine(numerics, shape))
-  if numerics.implementation == "native" and (reason := _reason_against_native()):
+  if numerics.backend == "auto":
+    return dataclasses.replace(numerics, backend=_of_this_machine(numerics, shape))
+  if numerics.backend == "native" and (reason := _reason_against_native()):
     raise ValueError(
-      f"NumericsConfig.implementation: got 'native', but {reason}; expected a machine that can run"
+      f"NumericsConfig.backend: got 'native', but {reason}; expected a machine that can run"
       " it: use 'auto', which is 'tiled' here."
     )
   if numerics.uses_kernels and shape is not None:
     if reason := _reason_against_kernels(numerics, shape):
       raise ValueError(
-        f"NumericsConfig.implementation: got {numerics.implementation!r}, but {reason}; expected a"
+        f"NumericsConfig.backend: got {numerics.backend!r}, but {reason}; expected a"
         " machine, a model and numerics that the kernels support: use 'auto', which falls back to"
-        " another implementation."
+        " another backend."
       )
   return numerics
 
 
 def _of_this_machine(
   numerics: numerics_lib.NumericsConfig, shape: FullShape | None
-) -> numerics_lib.Implementation:
+) -> numerics_lib.Backend:
   if jax.default_backend() == "gpu":
     chosen, reason = chosen_on_gpu(numerics, shape)
   else:
     reason = _reason_against_native()
     chosen = "tiled" if reason else "native"
   if reason:
-    _say_once(f"NumericsConfig.implementation='auto' is {chosen!r} here: {reason}.")
+    _say_once(f"NumericsConfig.backend='auto' is {chosen!r} here: {reason}.")
   return chosen
 
 
 def chosen_on_gpu(
   numerics: numerics_lib.NumericsConfig, shape: FullShape | None
-) -> tuple[numerics_lib.Implementation, str]:
+) -> tuple[numerics_lib.Backend, str]:
   """Returns what "auto" resolves to on a GPU, and why not to "pallas"; "" if it does.
 
   Args:
@@ -69,7 +69,7 @@ def chosen_on_gpu(
   """
   if numerics.compute_dtype != "bfloat16":
     return "tiled", f"the kernels multiply bfloat16, and compute_dtype is {numerics.compute_dtype}"
-  kernels = dataclasses.replace(numerics, implementation="pallas")
+  kernels = dataclasses.replace(numerics, backend="pallas")
   reason = _reason_against_kernels(kernels, shape)
   return ("tiled", reason) if reason else ("pallas", "")
 
@@ -97,15 +97,15 @@ def _say_once(line: str) -> None:
 
 def backend_of(numerics: numerics_lib.NumericsConfig) -> Backend:
   """Returns the backend that numerics name; they come from `decided`."""
-  assert numerics.implementation != "auto" and numerics.row_tile, f"got open {numerics}"
+  assert numerics.backend != "auto" and numerics.row_tile, f"got open {numerics}"
   if numerics.uses_kernels:
     # Imported here: its JAX imports take a fifth of a command's start, and no CPU needs it.
     from seerjax.backends.mosaic_gpu import MosaicGpu
 
     return MosaicGpu(numerics)
-  if numerics.implementation == "native":
+  if numerics.backend == "native":
     # Imported here: numba takes a second to import, and may be missing where nothing native runs.
     from seerjax.backends.numba_cpu import NumbaCpu
 
     return NumbaCpu(numerics)
-  return Plain(numerics) if numerics.implementation == "untiled" else Tiled(numerics)
+  return Plain(numerics) if numerics.backend == "untiled" else Tiled(numerics)

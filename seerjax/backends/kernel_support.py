@@ -28,7 +28,7 @@ def reason_against(numerics: numerics_lib.NumericsConfig, shape: FullShape | Non
   """Returns None if the kernels can run this model here, otherwise a sentence with the reason.
 
   Args:
-    numerics: numerics of an implementation that uses kernels.
+    numerics: numerics of a backend that uses kernels.
     shape: shape of the model; None checks the device alone.
   """
   if (reason := gpu.device_reason(numerics.is_interpreted)) is not None or shape is None:

@@ -218,7 +218,7 @@ class MosaicGpu(Tiled):
     if stage.is_plain:
       return self._kernel_scores(stage, weights, rows)
     is_special = sampling.is_special(parameters)
-    tiled = Tiled(dataclasses.replace(self.numerics, implementation="tiled"))
+    tiled = Tiled(dataclasses.replace(self.numerics, backend="tiled"))
     none = jnp.zeros(forced.shape, jnp.float32)
     tokens, special = lax.cond(
       jnp.any(is_special),

@@ -36,7 +36,7 @@ class NumbaCpu(Tiled):
     holds_logits=False,
     # Host work is a large part of a short step: 1, 2, 4, 8 and 16 gave 4.7, 5.6, 6.8, 7.2 and
     # 7.8 thousand tokens per CPU second of nano.
-    steps_per_visit=8,
+    decode_steps_per_call=8,
     page_axes=("cz", "zc"),
     keeps_pages=False,
     pads_adapters=True,
@@ -116,4 +116,4 @@ class NumbaCpu(Tiled):
   @property
   def _tiled(self) -> Tiled:
     """The backend for stages without a native handler."""
-    return Tiled(dataclasses.replace(self.numerics, implementation="tiled"))
+    return Tiled(dataclasses.replace(self.numerics, backend="tiled"))

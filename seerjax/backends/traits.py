@@ -1,7 +1,7 @@
 """Properties in which backends differ, as one flat record that other rooms read.
 
 A backend states its record once, as its class attribute `traits`. Code outside `backends` reads a
-trait and never checks a class or the name of an implementation.
+trait and never checks a class or the name of a backend.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Traits:
       on the device. A step then avoids these: its page copies are programs of their own, run only
       if there are any, and the host, which knows the sampling parameters, sets `Stage.is_plain` for
       the head.
-    steps_per_visit: default for the maximum decode steps of an engine's visit. 8 gave 9 % more
-      tokens per CPU second of nano, for one more program to compile per bucket.
+    decode_steps_per_call: default for the maximum decode steps of an engine's visit. 8 gave 9 %
+      more tokens per CPU second of nano, for one more program to compile per bucket.
     page_axes: axes of one page of one head in each of a layer's arrays f[k, m, ...]: z position, c
       feature. With ("zc", "zc"), keys and values are f[k, m, z, c]; with ("cz", "zc"), keys are
       f[k, m, c, z]. Code outside a backend that reads or allocates pages uses this
@@ -44,7 +44,7 @@ class Traits:
   holds_logits: bool = True
   holds_all_logits: bool = False
   waits_for_predicates: bool = False
-  steps_per_visit: int = 1
+  decode_steps_per_call: int = 1
   page_axes: tuple[str, ...] = ("zc", "zc")
   shares_pages_under_gradient: bool = True
   keeps_pages: bool = True

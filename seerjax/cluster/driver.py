@@ -216,7 +216,7 @@ class ClusterRollout:
     """Yields completions as they finish.
 
     Raises:
-      ValueError: as `Engine.submit`, before anything runs.
+      ValueError: as `Engine.add_request`, before anything runs.
       ConnectionError: if no worker is left, and none comes; the journal has what was sampled.
     """
     if self._journal is not None:
@@ -381,7 +381,7 @@ class ClusterRollout:
     if self._instances is None:
       self._instances = Instances(report.page_size, [], [], [], [])
     numbers = []
-    for instance in range(report.num_instances):
+    for instance in range(report.data_parallel_size):
       numbers.append(
         self._instances.add(num_pages=report.num_pages, max_running=report.max_running)
       )

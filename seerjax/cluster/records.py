@@ -117,7 +117,7 @@ class WorkerReport:
     page_size: positions of a page.
     num_pages: usable pages of each instance.
     max_running: maximum simultaneous chunks of each instance.
-    num_instances: instances of its mesh.
+    data_parallel_size: instances of its mesh.
     free_pages: free pages by instance.
     counters: counters of its engine by name; those of a tier as "tier.name".
   """
@@ -131,7 +131,7 @@ class WorkerReport:
   page_size: int
   num_pages: int
   max_running: int
-  num_instances: int
+  data_parallel_size: int
   free_pages: tuple[int, ...]
   counters: Mapping[str, float]
 
@@ -199,8 +199,8 @@ class WeightsRef:
 # Fields that must be equal for all workers of a rollout, and the remedy for a difference.
 SHARED = {
   "fingerprint": "run it with the numerics, JAX version and device kind of the other workers",
-  "policy_version": "load the weights of the other workers (Engine.set_params)",
-  "weights": "load the weights of the other workers (Engine.set_params)",
+  "policy_version": "load the weights of the other workers (Engine.update_weights)",
+  "weights": "load the weights of the other workers (Engine.update_weights)",
   "key": "create its engine with the run's key",
   "page_size": "set EngineConfig.page_size as in the other workers",
   "identity": "use the model and the model axis of the other workers",

@@ -1,6 +1,6 @@
 """Transfers weights from the trainer to the workers: tensor by tensor, each with its SHA-256.
 
-    compute_params -> pieces of publish_bytes -> piece storage -> a worker's tensor -> its engine
+    compute_params -> pieces (`weight_transfer_chunk_bytes`) -> storage -> a tensor -> its engine
           SHA-256 of each tensor ---------------- compared with ----^ the bytes on its devices
 
 Any process with the description of a piece can read it: `Held` contains the bytes, `InStore` refers
@@ -90,27 +90,28 @@ def publish(
   params: parameters.Params,
   put: Callable[[bytes], Piece],
   *,
-  publish_bytes: int = parallel.PIECE_BYTES,
+  weight_transfer_chunk_bytes: int = parallel.PIECE_BYTES,
 ) -> WeightsRef:
   """Stores weights where workers can read them.
 
   Args:
     params: result of `parameters.compute_params`, on this process's devices.
     put: stores a piece: `Workers.put` or `StoreDoor.put`.
-    publish_bytes: size of a piece.
+    weight_transfer_chunk_bytes: size of a piece.
 
   Raises:
-    ValueError: if `publish_bytes` is below 1.
+    ValueError: if `weight_transfer_chunk_bytes` is below 1.
   """
-  if publish_bytes < 1:
+  if weight_transfer_chunk_bytes < 1:
     raise ValueError(
-      f"weights.publish: got publish_bytes={publish_bytes}, expected at least 1; 2**26 is usual."
+      f"weights.publish: got weight_transfer_chunk_bytes={weight_transfer_chunk_bytes}, expected"
+      " at least 1; 2**26 is usual."
     )
   tensors = []
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     data = _bytes_of(leaf)
-    starts = range(0, len(data), publish_bytes)
-    pieces = [put(data[start : start + publish_bytes].tobytes()) for start in starts]
+    starts = range(0, len(data), weight_transfer_chunk_bytes)
+    pieces = [put(data[start : start + weight_transfer_chunk_bytes].tobytes()) for start in starts]
     tensors.append(
       TensorRef(
         path=_path(path),
@@ -126,7 +127,7 @@ def publish(
 def received(
   weights: WeightsRef, mesh: jax.sharding.Mesh, store: Store | None = None
 ) -> parameters.Params:
-  """Returns published weights on a mesh, in the form for `Engine.set_params`.
+  """Returns published weights on a mesh, in the form for `Engine.update_weights`.
 
   Args:
     weights: result of `publish`.

@@ -108,9 +108,9 @@ class EngineWorker:
       return weights.digest
     self._forget_all()
     self._digests = None
-    engine.drop_params()
+    engine.release_weights()
     store = engine.memory.kv_pool.last_tier
-    engine.set_params(weights_lib.received(weights, engine.mesh, store), policy_version)
+    engine.update_weights(weights_lib.received(weights, engine.mesh, store), policy_version)
     self._digests = weights.digest, self._engine_digest()
     return weights.digest
 
@@ -156,9 +156,9 @@ class EngineWorker:
       key=np.asarray(jax.random.key_data(engine.key)).tobytes().hex(),
       page_size=engine.config.page_size,
       num_pages=engine.config.num_pages - 1,
-      max_running=engine.config.max_sequences,
-      num_instances=engine.num_instances,
-      free_pages=tuple(map(engine.chunks.free_pages, range(engine.num_instances))),
+      max_running=engine.config.max_num_seqs,
+      data_parallel_size=engine.data_parallel_size,
+      free_pages=tuple(map(engine.chunks.free_pages, range(engine.data_parallel_size))),
       counters=counters,
     )
 
@@ -216,7 +216,7 @@ class EngineWorker:
         chunks.migrate(name, order.instance)
       chunks.resume(name, chunk_tokens=order.max_tokens, instance=order.instance)
     else:
-      engine.submit(
+      engine.add_request(
         request,
         resume_from=order.resume_from,
         instance=order.instance,
@@ -253,4 +253,4 @@ class EngineWorker:
     self._running.pop(request_id, None)
     if request_id in self._held:
       self._held.discard(request_id)
-      self.engine.cancel(request_id)
+      self.engine.abort_request(request_id)

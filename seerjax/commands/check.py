@@ -122,7 +122,7 @@ def check_model(name: str) -> Iterator[str]:
   yield (
     f"model {name}: {learning_rates.num_parameters(shape) / 1e6:,.1f} M parameters in"
     f" {shape.num_layers} layers, {shape.num_heads} heads ({shape.num_kv_heads} of keys and"
-    f" values), a vocabulary of {shape.vocab_size:,}, a context of {shape.max_context:,}"
+    f" values), a vocabulary of {shape.vocab_size:,}, a context of {shape.max_model_len:,}"
   )
   yield (
     f"tokenizer: {tokenizer.vocab_size:,} ids, ends at {list(tokenizer.eos_ids)},"

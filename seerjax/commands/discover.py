@@ -74,7 +74,7 @@ FLAGSHIP = DiscoverConfig(
   search=puct.SearchConfig(patience=8),
   # With the published reward it learns not to change good plans (ttt.md).
   objective=ObjectiveConfig(gains_only=True, divergence=1.5, kl_coefficient=0.3),
-  engine=dataclasses.replace(DiscoverConfig().engine, max_sequences=128, row_buckets=(128,)),
+  engine=dataclasses.replace(DiscoverConfig().engine, max_num_seqs=128, batch_size_buckets=(128,)),
   trainer=TrainerConfig(rows_per_micro_batch=2048, sequences_per_micro_batch=64),
 )
 
@@ -85,7 +85,7 @@ PAPER = DiscoverConfig(
   checkpoint_every=1,
   programs=ProgramConfig(thinking_tokens=20_000, answer_tokens=6_700),
   numerics=numerics.NumericsConfig(),
-  engine=engine_lib.EngineConfig(max_context=32_768),
+  engine=engine_lib.EngineConfig(max_model_len=32_768),
   scheduler=policies.LongestGroupFirst(),
   trainer=TrainerConfig(remat="layer"),
   optimizer=step_lib.OptimizerConfig(learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf),
@@ -111,7 +111,7 @@ def random_policy(
   with edits.Judge(environment, lambda: environment) as judge:
     step = 0
     while True:
-      starts = puct.select(archive, config.groups_per_step, config.search, config.seed)
+      starts = puct.select(archive, config.prompts_per_step, config.search, config.seed)
       by_id = {state.state_id: state for state in archive.states}
       random = np.random.default_rng([config.seed, 2, step])
       expansions = []
@@ -238,7 +238,7 @@ def discover(argv: list[str]) -> None:
   say = functools.partial(print, flush=True)
   command_line.check_arguments(argv)
   config = flags_lib.from_flags(DiscoverConfig, args.config)
-  jax.config.update("jax_num_cpu_devices", config.num_instances)
+  jax.config.update("jax_num_cpu_devices", config.data_parallel_size)
   if args.allow_weak_sandbox:
     programs = dataclasses.replace(config.programs, allow_weak_sandbox=True)
     config = dataclasses.replace(config, programs=programs)
@@ -297,7 +297,7 @@ def discover(argv: list[str]) -> None:
       print("stopped, and left out; --resume --compare has them run again")
   # Devices are held for the whole run, whether busy or not.
   is_gpu = jax.default_backend() != "cpu"
-  numbers["gpu_seconds"] = numbers["seconds"] * config.num_instances if is_gpu else 0.0
+  numbers["gpu_seconds"] = numbers["seconds"] * config.data_parallel_size if is_gpu else 0.0
   if args.price or args.gpu_price:
     spent = args.price * numbers["cpu_seconds"] + args.gpu_price * numbers["gpu_seconds"]
     numbers["price"] = spent / 3600

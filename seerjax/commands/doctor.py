@@ -1,6 +1,6 @@
 """Says what this machine has and whether its bits can be trusted; runs the self-test.
 
-    seerjax doctor                              float32, with the implementation for this machine
+    seerjax doctor                              float32, with the backend for this machine
     seerjax doctor --compute_dtype=bfloat16     as a run of that type would be computed
 
 Prints versions, devices, the self-test of rows (whether a row's bits depend on its batch) and the
@@ -43,9 +43,9 @@ def examine(numerics: numerics_lib.NumericsConfig) -> tuple[bool, str]:
   """Runs the self-test; returns (whether rows are invariant, a text with all that was found).
 
   Raises:
-    ValueError: if the implementation does not run on this machine.
+    ValueError: if the backend does not run on this machine.
   """
-  placed = placement.placed("nano", numerics, num_instances=1, model_shards=1)
+  placed = placement.placed("nano", numerics, data_parallel_size=1, tensor_parallel_size=1)
   finding = self_test.measure(placed.numerics)
   devices = jax.devices()
   facts = versions() | {
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
     numerics = dataclasses.replace(
       presets.main_job().numerics,
       compute_dtype=args.compute_dtype,
-      implementation=args.implementation,
+      backend=args.backend,
     )
     is_sound, text = examine(numerics)
   print(text)
@@ -82,6 +82,6 @@ def define_flags() -> None:
     "compute_dtype", usual.compute_dtype, "Type of weights and activations: float32 or bfloat16."
   )
   flags.DEFINE_string(
-    "implementation", usual.implementation,
-    "Implementation of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
+    "backend", usual.backend,
+    "Backend of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
   )  # fmt: skip

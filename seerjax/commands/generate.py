@@ -102,10 +102,10 @@ def engine_for(
   Raises:
     ValueError: if the model does not support this many positions, or the draft does not fit it.
   """
-  if num_tokens > policy.model.max_context:
+  if num_tokens > policy.model.max_model_len:
     raise ValueError(
       f"generate: got a prompt and max_tokens of {num_tokens} positions together, expected at most"
-      f" the model's {policy.model.max_context}; shorten the prompt or lower --max_tokens."
+      f" the model's {policy.model.max_model_len}; shorten the prompt or lower --max_tokens."
     )
   page_size = min(32, numerics.kv_split)
   # Verifying a draft takes a row per drafted token, and one for the last sampled token.
@@ -113,10 +113,10 @@ def engine_for(
   config = engine_lib.EngineConfig(
     page_size=page_size,
     num_pages=math.ceil(num_tokens / page_size) + 1,
-    max_sequences=1,
-    max_context=num_tokens,
-    row_buckets=(*sorted(rows), PREFILL_ROWS),
-    steps_per_visit=1,  # Streams every token to a reader.
+    max_num_seqs=1,
+    max_model_len=num_tokens,
+    batch_size_buckets=(*sorted(rows), PREFILL_ROWS),
+    decode_steps_per_call=1,  # Streams every token to a reader.
   )
   params = parameters.compute_params(policy.params, numerics)
   engine = engine_lib.Engine(
@@ -126,7 +126,7 @@ def engine_for(
     mesh=mesh,
   )
   if draft:
-    how = DraftModelConfig(length=draft_tokens, num_slots=1, row_buckets=(8, PREFILL_ROWS))
+    how = DraftModelConfig(length=draft_tokens, num_slots=1, batch_size_buckets=(8, PREFILL_ROWS))
     engine.drafter = draft_loading.drafter_for(engine, draft, how)
   return engine
 
@@ -174,11 +174,11 @@ def answerer(
 
   def answer(messages: Sequence[chat_template.Message]) -> str:
     tokens = tuple(tokenizer.chat_ids(messages))
-    room = engine.config.max_context - len(tokens)
+    room = engine.config.max_model_len - len(tokens)
     if room < 1:
       raise ValueError(
         f"generate: got a conversation of {len(tokens)} tokens, expected fewer than"
-        f" {engine.config.max_context}; /new starts a new one."
+        f" {engine.config.max_model_len}; /new starts a new one."
       )
     request = Request(
       request_id=str(len(messages)),
@@ -231,7 +231,7 @@ def converse(answer: Answer, read: Callable[[], str], tell: Callable[[str], None
 
 def chat(policy: Policy, placed: placement.Placement, sampling: SamplingParams) -> None:
   """Chats in the terminal; Ctrl-D and Ctrl-C end it."""
-  context = min(policy.model.max_context, flags.FLAGS.max_context or CHAT_CONTEXT)
+  context = min(policy.model.max_model_len, flags.FLAGS.max_model_len or CHAT_CONTEXT)
   engine = engine_for(
     policy,
     placed.numerics,
@@ -303,7 +303,7 @@ def main(argv: list[str]) -> None:
       top_k=args.top_k,
       top_p=args.top_p,
       max_tokens=args.max_tokens,
-      stop_strings=tuple(args.stop),
+      stop=tuple(args.stop),
     )
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt or ""
     placed = placement.of_flags(args.model, run_presets.main_job().numerics)
@@ -320,12 +320,12 @@ def main(argv: list[str]) -> None:
       chat(policy, placed, sampling)
       return
     tokens = prompt_tokens(policy, prompt, is_raw=args.raw)
-    most = args.max_context or policy.model.max_context
+    most = args.max_model_len or policy.model.max_model_len
     if len(tokens) + args.max_tokens > most:
       raise ValueError(
-        f"--max_context: got {len(tokens)} prompt tokens and --max_tokens={args.max_tokens},"
-        f" expected at most {most} together; lower --max_tokens, or raise --max_context up to the"
-        f" model's {policy.model.max_context}."
+        f"--max_model_len: got {len(tokens)} prompt tokens and --max_tokens={args.max_tokens},"
+        f" expected at most {most} together; lower --max_tokens, or raise --max_model_len up to the"
+        f" model's {policy.model.max_model_len}."
       )
     engine = engine_for(
       policy,
@@ -370,6 +370,8 @@ def define_flags() -> None:
   flags.DEFINE_integer("max_tokens", 256, "Maximum number of generated tokens.")
   flags.DEFINE_integer("seed", 0, "Seed of the request; the same seed gives the same text.")
   flags.DEFINE_multi_string("stop", [], "Ends the text before this string; may be repeated.")
-  flags.DEFINE_integer("max_context", 0, "Most tokens of prompt and answer; 0 is the model limit.")
+  flags.DEFINE_integer(
+    "max_model_len", 0, "Most tokens of prompt and answer; 0 is the model limit."
+  )
   placement.define_flags()
   flags.DEFINE_bool("raw", False, "Sends the prompt unchanged, without the chat template.")

@@ -32,16 +32,16 @@ def describe(config: RunConfig, model: model_config.TransformerConfig) -> str:
   settled = config_lib.for_model(config, model).config
   plan = memory_lib.memory_plan(config, model)
   rollout, trainer, engine = config.rollout, settled.trainer, plan.engine
-  completions = rollout.groups_per_step * rollout.group_size
+  completions = rollout.prompts_per_step * rollout.group_size
   lines = [
     f"{learning_rates.num_parameters(model) / 1e6:,.1f} M parameters in {model.num_layers} layers,"
-    f" a context of {model.max_context}",
+    f" a context of {model.max_model_len}",
     config_lib.chosen(config, settled),
     plan.describe(),
     f"engine, of an instance: {engine.num_pages} pages of {engine.page_size} positions, up to"
-    f" {engine.max_sequences} sequences of {engine.max_context} positions at once, rows a step"
-    f" {', '.join(map(str, engine.row_buckets))}",
-    f"step: {rollout.groups_per_step} groups of {rollout.group_size}, up to"
+    f" {engine.max_num_seqs} sequences of {engine.max_model_len} positions at once, rows a step"
+    f" {', '.join(map(str, engine.batch_size_buckets))}",
+    f"step: {rollout.prompts_per_step} groups of {rollout.group_size}, up to"
     f" {completions * rollout.max_tokens:,} tokens; gradients of"
     f" {trainer.rows_per_micro_batch:,} rows and {trainer.sequences_per_micro_batch} sequences;"
     f" {config.num_steps} steps",
@@ -53,7 +53,9 @@ def main(argv: list[str]) -> None:
   with command_line.refusals():
     command_line.check_arguments(argv)
     config = flags_lib.from_flags(RunConfig, flags.FLAGS.config)
-    parallel.start(parallel.SliceConfig(), num_devices=config.num_instances * config.model_shards)
+    parallel.start(
+      parallel.SliceConfig(), num_devices=config.data_parallel_size * config.tensor_parallel_size
+    )
     config = train.on_these_devices(config)
     model = train.shape_of(config.model)
     if model is None:

@@ -151,7 +151,9 @@ def find(directory: pathlib.Path, request: str) -> Recorded:
       " expected this one's; replay it where its values hold: bits of two numerics may not be"
       " compared."
     )
-  return Recorded(dataclasses.replace(config, num_instances=1, model_shards=1), entry.rollout)
+  return Recorded(
+    dataclasses.replace(config, data_parallel_size=1, tensor_parallel_size=1), entry.rollout
+  )
 
 
 def _difference(recorded: Mapping[str, str], here: Mapping[str, str]) -> str:

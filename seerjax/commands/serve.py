@@ -94,7 +94,7 @@ def serve_config() -> ServeConfig:
     tenants=tenants_of(args.tenants_file),
     max_body_bytes=args.max_body_bytes,
     max_answer_tokens=args.max_answer_tokens,
-    max_waiting=args.max_waiting,
+    max_queued_requests=args.max_queued_requests,
     max_waiting_of_client=args.max_waiting_of_client,
     timeout_seconds=args.timeout_seconds,
     grace_seconds=args.grace_seconds,
@@ -144,10 +144,10 @@ def load(name: str) -> Family:
   args = flags.FLAGS
   placed = placement.of_flags(name, numerics_lib.NumericsConfig())
   say(placed.describe())
-  most = placed.shape.max_context
+  most = placed.shape.max_model_len
   config = EngineConfig(
-    max_context=min(args.max_context or most, most),
-    max_sequences=args.max_sequences,
+    max_model_len=min(args.max_model_len or most, most),
+    max_num_seqs=args.max_num_seqs,
     reserved_tokens=args.reserved_tokens,
     num_pages=args.num_pages,
     pinned_pages=args.pinned_pages,
@@ -183,7 +183,7 @@ def load(name: str) -> Family:
     mesh=placed.mesh,
     adapters=adapters,
   )
-  say(engine.plan())
+  say(engine.memory_plan())
   say("compiling the engine's steps, or loading them from JAX's cache")
   warm(engine)
   return Family(
@@ -225,8 +225,8 @@ def sleep(family: Family) -> dict[str, Sleeping]:
 
 def warm(engine: Engine) -> None:
   """Compiles the engine's programs, so that no client waits for it."""
-  last = engine.config.row_buckets[-1]
-  room = min(last, engine.config.max_context) - 40
+  last = engine.config.batch_size_buckets[-1]
+  room = min(last, engine.config.max_model_len) - 40
   if room > 0:
     prompt = (0,) * max(1, room)
     sampling = SamplingParams(max_tokens=40)
@@ -301,10 +301,10 @@ def define_flags() -> None:
     "Time for a template that reads the clock, like 2026-11-27T12:00:00+01:00; '': start time.",
   )
   flags.DEFINE_integer(
-    "max_context", 0, "Maximum tokens of a prompt plus its response; 0: the model's limit."
+    "max_model_len", 0, "Maximum tokens of a prompt plus its response; 0: the model's limit."
   )
   flags.DEFINE_integer(
-    "max_sequences",
+    "max_num_seqs",
     0,
     "Maximum number of concurrent sequences; 0 derives it from model and memory.",
   )
@@ -322,7 +322,9 @@ def define_flags() -> None:
     "max_answer_tokens", usual.max_answer_tokens, "Maximum number of tokens per response."
   )
   flags.DEFINE_integer(
-    "max_waiting", usual.max_waiting, "Maximum number of responses queued for the engine."
+    "max_queued_requests",
+    usual.max_queued_requests,
+    "Maximum number of responses queued for the engine.",
   )
   flags.DEFINE_integer(
     "max_waiting_of_client",

@@ -88,14 +88,15 @@ def say_memory(config: RunConfig, name: str) -> None:
 
 def on_these_devices(config: RunConfig) -> RunConfig:
   """Returns the config with at most as many instances as devices; prints a line if it has fewer."""
-  found = len(jax.devices()) // config.model_shards
-  if config.num_instances <= max(found, 1):
+  found = len(jax.devices()) // config.tensor_parallel_size
+  if config.data_parallel_size <= max(found, 1):
     return config
   print(
-    f"num_instances={config.num_instances} of {config.model_shards}, but {len(jax.devices())}"
+    f"data_parallel_size={config.data_parallel_size} of {config.tensor_parallel_size}, but"
+    f" {len(jax.devices())}"
     f" device(s): continuing with {max(found, 1)}"
   )
-  return dataclasses.replace(config, num_instances=max(found, 1))
+  return dataclasses.replace(config, data_parallel_size=max(found, 1))
 
 
 def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
@@ -104,10 +105,12 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
   Raises:
     ValueError: if a split has no problems, or naming the longest prompt.
   """
-  asked = config.num_steps * config.rollout.groups_per_step * config.trainer.max_rounds
+  asked = (
+    config.num_steps * config.rollout.prompts_per_step * config.trainer.dynamic_sampling_rounds
+  )
   # Limits on prompt plus completion, in evaluation and in training.
-  engine = (config.engine.max_context, "EngineConfig.max_context")
-  model = (policy.model.max_context, "the model's max_context")
+  engine = (config.engine.max_model_len, "EngineConfig.max_model_len")
+  model = (policy.model.max_model_len, "the model's max_model_len")
   of_model = config_lib.for_model(config, policy.model).config.trainer
   rows = (of_model.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
   heldout = [task, *evaluation.load_sets(config.evaluation).values()]
@@ -270,7 +273,9 @@ def learn(argv: list[str]) -> None:
   command_line.check_arguments(argv)
   config = flags_lib.from_flags(RunConfig, args.config)
   # Before the first use of a device.
-  parallel.start(flags_lib.slice_of_flags(), num_devices=config.num_instances * config.model_shards)
+  parallel.start(
+    flags_lib.slice_of_flags(), num_devices=config.data_parallel_size * config.tensor_parallel_size
+  )
   config = on_these_devices(config)
   seeds, own_parts = seeds_of(args.seeds), parts_of(args.loss, args.advantages)
   if not seeds:

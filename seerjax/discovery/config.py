@@ -23,7 +23,7 @@ from seerjax.trainer import entropic, losses, step as step_lib
 
 # Settings that do not affect results, so they may change on resume. The engine is not among them:
 # its context determines the tiny policy, and how long a program's reasoning may be.
-FREE_SETTINGS = ("num_steps", "num_workers", "num_instances", "checkpoint_every", "scheduler")
+FREE_SETTINGS = ("num_steps", "num_workers", "data_parallel_size", "checkpoint_every", "scheduler")
 # Numerics and the problem's file (earlier runs have a digest of it in their settings) do affect
 # results, but are compared separately, by fingerprint and data digests, each with its own flag.
 NOT_COMPARED = (*FREE_SETTINGS, "numerics", "problem_sha256")
@@ -118,12 +118,12 @@ class DiscoverConfig:
       a Hub id writes programs.
     seed: determines starts and samples; below 2**63.
     num_steps: steps of the loop; 50 is published.
-    groups_per_step: groups per step; 8 is published.
+    prompts_per_step: groups per step; 8 is published.
     group_size: attempts per group; 64 is published.
     train: whether to train the weights.
     temperature: sampling temperature.
     num_workers: processes that apply and judge edits; 0 uses the main process.
-    num_instances: devices for data-parallel sampling and training; does not affect results.
+    data_parallel_size: devices for data-parallel sampling and training; does not affect results.
     checkpoint_every: steps between checkpoints.
     lora_rank: rank of a language model's adapters; 0 trains all weights, as the tiny policy always
       does.
@@ -146,12 +146,12 @@ class DiscoverConfig:
   model: str = "tiny"
   seed: int = 0
   num_steps: int = 50
-  groups_per_step: int = 8
+  prompts_per_step: int = 8
   group_size: int = 64
   train: bool = True
   temperature: float = 1.0
   num_workers: int = 0
-  num_instances: int = 1
+  data_parallel_size: int = 1
   checkpoint_every: int = 5
   lora_rank: int = 32
   lora_alpha: float = 32.0
@@ -165,7 +165,7 @@ class DiscoverConfig:
     row_tile=64, query_tile=4, slot_tile=128, kv_split=128, reduction_shards=1
   )
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig(
-    page_size=32, max_sequences=256, max_context=256, row_buckets=(256,)
+    page_size=32, max_num_seqs=256, max_model_len=256, batch_size_buckets=(256,)
   )
   scheduler: policies.Policy | str = policies.LongestGroupFirst(chunk_tokens=128)
   trainer: TrainerConfig = TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=64)
@@ -175,17 +175,17 @@ class DiscoverConfig:
     fields.check(self)
     policy_loading.check_name(self.scheduler, "DiscoverConfig.scheduler")
     least = {
-      "seed": 0, "num_steps": 1, "groups_per_step": 1, "group_size": entropic.MIN_GROUP,
-      "num_instances": 1, "checkpoint_every": 1, "lora_rank": 0, "num_workers": 0,
+      "seed": 0, "num_steps": 1, "prompts_per_step": 1, "group_size": entropic.MIN_GROUP,
+      "data_parallel_size": 1, "checkpoint_every": 1, "lora_rank": 0, "num_workers": 0,
     }  # fmt: skip
     for field, number in least.items():
       if vars(self)[field] < number:
         raise ValueError(
           f"DiscoverConfig.{field}: got {vars(self)[field]}, expected at least {number}; raise it."
         )
-    if self.num_instances > parallel.MAX_INSTANCES:
+    if self.data_parallel_size > parallel.MAX_INSTANCES:
       raise ValueError(
-        f"DiscoverConfig.num_instances: got {self.num_instances}, expected at most"
+        f"DiscoverConfig.data_parallel_size: got {self.data_parallel_size}, expected at most"
         f" {parallel.MAX_INSTANCES} (one per device); lower it."
       )
     if self.seed >= 2**63:
@@ -197,11 +197,11 @@ class DiscoverConfig:
         f"DiscoverConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 32 is"
         " usual."
       )
-    if self.search.islands > self.groups_per_step:
+    if self.search.islands > self.prompts_per_step:
       raise ValueError(
         f"DiscoverConfig: got search.islands={self.search.islands} and"
-        f" groups_per_step={self.groups_per_step}, expected at least one group per island; raise"
-        " groups_per_step."
+        f" prompts_per_step={self.prompts_per_step}, expected at least one group per island; raise"
+        " prompts_per_step."
       )
     if not types.is_temperature(self.temperature):
       raise ValueError(
@@ -219,7 +219,7 @@ class DiscoverConfig:
     return RunConfig(
       seed=self.seed,
       num_steps=self.num_steps,
-      num_instances=self.num_instances,
+      data_parallel_size=self.data_parallel_size,
       checkpoint_every=self.checkpoint_every,
       lora_rank=0 if self.model == "tiny" else self.lora_rank,
       lora_alpha=self.lora_alpha,
@@ -228,7 +228,7 @@ class DiscoverConfig:
       engine=self.engine,
       scheduler=self.scheduler,
       rollout=groups.RolloutConfig(
-        groups_per_step=self.groups_per_step,
+        prompts_per_step=self.prompts_per_step,
         group_size=self.group_size,
         temperature=self.temperature,
         max_tokens=max_tokens,

@@ -28,15 +28,19 @@ class EditPolicy:
   """
 
   def __init__(
-    self, environment: Environment, group: attempts_lib.Group, judge: edits.Judge, max_context: int
+    self,
+    environment: Environment,
+    group: attempts_lib.Group,
+    judge: edits.Judge,
+    max_model_len: int,
   ):
     """Initialises the policy; `judge` has already required an edit language."""
     assert environment.language is not None
     self._language, self._group, self._judge = environment.language, group, judge
-    self._max_prompt = max_context - len(self._language.allowed)
+    self._max_prompt = max_model_len - len(self._language.allowed)
     self._sampling = SamplingParams(
       temperature=group.temperature,
-      allowed=tuple(self._language.allowed),
+      allowed_token_ranges=tuple(self._language.allowed),
       max_tokens=len(self._language.allowed),
       stop_token_ids=() if self._language.stop_token is None else (self._language.stop_token,),
     )
@@ -48,7 +52,7 @@ class EditPolicy:
       raise ValueError(
         f"EditLanguage: got a prompt of {num} ids and sentences of {len(self._language.allowed)},"
         f" expected a prompt of at most {self._max_prompt} within the context; raise"
-        " --config.engine.max_context, or shorten the language's prompt."
+        " --config.engine.max_model_len, or shorten the language's prompt."
       )
 
   def ask(self, artefact: Artefact, step: int, group: int, *, printed: str = "") -> list[Request]:

@@ -139,7 +139,7 @@ def of_run(
     best=score.value,
     start=environment_lib.signed(environment, totals["start"]),
     certificate=score.certificate,
-    attempts=num_steps * config.groups_per_step * config.group_size,
+    attempts=num_steps * config.prompts_per_step * config.group_size,
     tokens=totals["tokens"],
     cpu_seconds=totals["cpu_seconds"],
     judge_cpu_seconds=totals["judge_cpu_seconds"],

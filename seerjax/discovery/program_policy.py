@@ -39,7 +39,7 @@ class ProgramPolicy:
     group: attempts_lib.Group,
     config: ProgramConfig,
     tokenizer: tokenizer_lib.Tokenizer,
-    max_context: int,
+    max_model_len: int,
   ):
     """Initialises the policy.
 
@@ -47,7 +47,7 @@ class ProgramPolicy:
       ValueError: if the sandbox cannot isolate programs and `allow_weak_sandbox` is off.
     """
     self._environment, self._group, self._config = environment, group, config
-    self._tokenizer, self._max_context = tokenizer, max_context
+    self._tokenizer, self._max_model_len = tokenizer, max_model_len
     self.sandbox = sandbox_lib.Sandbox(allow_weak=config.allow_weak_sandbox)
     self._pool = pool_lib.Pool(config.num_workers, 2 * config.num_workers)
     # Tokens besides the question. Forced text is longest for a completion without the marker.
@@ -71,12 +71,12 @@ class ProgramPolicy:
     text = environment_lib.described(self._environment, artefact)
     text = programs.shortened(text * (1 + MIN_DESCRIPTION // max(len(text), 1)), MIN_DESCRIPTION)
     num = len(self._question(text))
-    if num + self._reserved > self._max_context:
+    if num + self._reserved > self._max_model_len:
       raise ValueError(
-        f"ProgramConfig: got a context of {self._max_context} tokens, expected at least"
+        f"ProgramConfig: got a context of {self._max_model_len} tokens, expected at least"
         f" {num + self._reserved}: {num} for a short question, {self._config.thinking_tokens} for"
         f" thinking, {self._config.answer_tokens} for the answer, and a reserve; raise"
-        " --config.engine.max_context (if the model has more), or lower"
+        " --config.engine.max_model_len (if the model has more), or lower"
         " --config.programs.thinking_tokens and --config.programs.answer_tokens."
       )
 
@@ -85,7 +85,7 @@ class ProgramPolicy:
     text = environment_lib.described(self._environment, artefact)
     if printed:
       text += f"\n\nThe end of what the program that made it printed:\n\n{printed}"
-    kept, most = len(text), self._max_context - self._reserved
+    kept, most = len(text), self._max_model_len - self._reserved
     prompt = self._question(text)
     while len(prompt) > most and kept:
       # Tokens per character vary: cut a little more than proportionally, until it fits.
@@ -136,7 +136,7 @@ class ProgramPolicy:
     """Returns the request that forces an answer; its prompt has everything so far."""
     forced = programs.forced_answer_text(completion.text, answer_marker=self._config.answer_marker)
     prompt = (*request.prompt, *completion.tokens, *self._tokenizer.encode(forced))
-    room = programs.answer_budget(self._max_context, len(prompt))
+    room = programs.answer_budget(self._max_model_len, len(prompt))
     step, group, member = groups.place_of(request.request_id)
     sampling = self._sampling(min(room, self._config.answer_tokens))
     # A member number beyond the group gives a distinct id and seed.

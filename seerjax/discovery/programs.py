@@ -214,9 +214,9 @@ def forced_answer_text(text: str, *, answer_marker: str = "") -> str:
   return "" if has_begun or is_open else _NOTICE + answer_marker
 
 
-def answer_budget(max_context: int, prompt_tokens: int) -> int:
+def answer_budget(max_model_len: int, prompt_tokens: int) -> int:
   """Returns `max_tokens` of the second request, at least 0; its prompt has the forced tokens."""
-  return max(max_context - prompt_tokens - SPARE_TOKENS, 0)
+  return max(max_model_len - prompt_tokens - SPARE_TOKENS, 0)
 
 
 def _answer(text: str, answer_marker: str) -> str:

@@ -168,7 +168,7 @@ def by_score(archive: Archive, num: int, config: SearchConfig, seed: int) -> tup
   if config.islands > num:
     raise ValueError(
       f"SearchConfig.islands: got {config.islands} for {num} groups, expected at most one per"
-      " group; lower it, or raise groups_per_step."
+      " group; lower it, or raise prompts_per_step."
     )
   above = archives.ancestors(archive)
   taken = [0] * num

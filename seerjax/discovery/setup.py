@@ -174,7 +174,7 @@ def set_up(
   if warned and config.train:
     run.progress.say(warned)
   run.progress.say(memory.describe())
-  run.progress.say(engine.plan())
+  run.progress.say(engine.memory_plan())
   return Setup(
     config, settings, run_config, fingerprint, meter, writer, programs.trainer, engine, state,
     policy.params, base, archive, totals,
@@ -195,7 +195,7 @@ def writer_of(
   group = attempts_lib.Group(
     size=config.group_size, temperature=config.temperature, seed=config.seed
   )
-  context = min(config.engine.max_context, policy.model.max_context)
+  context = min(config.engine.max_model_len, policy.model.max_model_len)
   if config.model == "tiny":
     judge = edits.Judge(environment, factory, config.num_workers)
     return EditPolicy(environment, group, judge, context)

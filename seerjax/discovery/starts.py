@@ -18,7 +18,7 @@ def first_archive(config: DiscoverConfig, environment: Environment) -> archive_l
   Raises:
     ValueError: if a start is invalid, which is a bug of the environment.
   """
-  seeds = [seed_of(config, environment, place) for place in range(config.groups_per_step)]
+  seeds = [seed_of(config, environment, place) for place in range(config.prompts_per_step)]
   return archive_lib.start(
     seeds, keep_children=config.search.keep_children, capacity=config.search.capacity
   )

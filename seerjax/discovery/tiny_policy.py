@@ -43,7 +43,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
     head_dim=size,
     has_qk_norms=True,
     rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
-    max_context=config.engine.max_context,
+    max_model_len=config.engine.max_model_len,
   )
   key = numerics_lib.key(groups.request_seed(config.seed, -4))
   return Policy(model, parameters.init(key, model, config.numerics))
@@ -91,7 +91,7 @@ def warm_start(
         artefacts.append(attempt.artefact)
         examples += job.sequences
   say(f"warm start: {len(examples)} valid sentences of {num_tried} drawn evenly")
-  size = config.groups_per_step * config.group_size
+  size = config.prompts_per_step * config.group_size
   for _ in range(config.tiny.warm_passes):
     for first in range(0, len(examples), size):
       part = examples[first : first + size]

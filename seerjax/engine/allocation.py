@@ -64,7 +64,7 @@ class Allocation:
           break
         sequence = running[place]
         count = len(sequence.tokens)
-        steps = 1 if sequence.needs_host else self._config.steps_per_visit
+        steps = 1 if sequence.needs_host else self._config.decode_steps_per_call
         if sequence.reach >= min(sequence.limit, count + steps):
           continue
         least = pages_for(count + 1, self._config.page_size) - len(sequence.pages)
@@ -124,12 +124,12 @@ class Allocation:
       prefilling = {_sharing(s) for s in running if s.is_prefilling and s.request.group_id}
       held_back: list[SequenceState] = []
       promised = self.promised_pages(instance) if waiting else 0
-      while waiting and len(running) < self._config.max_sequences:
+      while waiting and len(running) < self._config.max_num_seqs:
         sequence = waiting[0]
         self._requests.busy = (sequence, len(sequence.tokens))
         is_fresh = not (sequence.pages or sequence.num_written)
         group = sequence.request.group_id
-        if is_fresh and self._config.reuse_prefixes and _sharing(sequence) in prefilling:
+        if is_fresh and self._config.enable_prefix_caching and _sharing(sequence) in prefilling:
           held_back.append(waiting.popleft())  # A sibling is prefilling the shared prompt.
           continue
         # If nothing runs, one request always starts: its whole response fits, page by page if need

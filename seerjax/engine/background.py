@@ -50,8 +50,8 @@ class Room:
     self.is_visit = num_steps > 1
     self._requests = [len(pieces) for pieces in front]
     self._rows = [sum(piece.num_rows for piece in pieces) for pieces in front]
-    self._max_sequences = config.max_sequences
-    self._most_rows = config.row_buckets[-1] if self.has_front else config.background_rows
+    self._max_num_seqs = config.max_num_seqs
+    self._most_rows = config.batch_size_buckets[-1] if self.has_front else config.background_rows
     self._table = table
     if self.has_front and table is not None:
       share, (requests, rows) = 1 + config.background_slack, self._counts()
@@ -59,8 +59,8 @@ class Room:
       self._most_of_visit = share * table.decode(requests) if self.is_visit else 0.0
 
   def _counts(self) -> tuple[int, int]:
-    num_instances = len(self._rows)
-    return num_instances * max(self._requests), num_instances * max(self._rows)
+    data_parallel_size = len(self._rows)
+    return data_parallel_size * max(self._requests), data_parallel_size * max(self._rows)
 
   def fits(self, instance: int, num_rows: int, *, keeps_visit: bool = True) -> bool:
     """Returns whether one more request may have `num_rows` rows of an instance.
@@ -71,7 +71,7 @@ class Room:
       keeps_visit: whether a visit of several steps is possible with the request.
     """
     requests, rows = self._requests[instance] + 1, self._rows[instance] + num_rows
-    if requests > self._max_sequences or rows > self._most_rows:
+    if requests > self._max_num_seqs or rows > self._most_rows:
       return False
     if not self.has_front:
       return True

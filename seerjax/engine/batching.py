@@ -187,7 +187,7 @@ class _Rows:
     self.sample_rows[places] = np.arange(self.row - count, self.row, dtype=np.int32)
     self.sample_positions[places] = np.arange(position, position + count, dtype=np.int32)
     self.seeds[places] = sequence.request.seed
-    allowed = sequence.request.sampling.allowed
+    allowed = sequence.request.sampling.allowed_token_ranges
     if allowed:
       first = position - sequence.num_prompt
       self.low[places], self.high[places] = np.asarray(allowed[first : first + count]).T
@@ -230,7 +230,11 @@ def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
   bits = np.unpackbits(mask.astype("<u4", copy=False).view(np.uint8), bitorder="little")
   if not bits[low:high].any():
     is_whole = (low, high) == (0, vocab_size)
-    among = "" if is_whole else f" from {low} to {high - 1}, the range of SamplingParams.allowed"
+    among = (
+      ""
+      if is_whole
+      else f" from {low} to {high - 1}, the range of SamplingParams.allowed_token_ranges"
+    )
     raise ValueError(
       f"mask: got a mask that allows no id{among}, expected at least one allowed id at every"
       " position of the response; end the response earlier, with a stop id that the mask allows."

@@ -1,6 +1,6 @@
 """Beam search: finds the most likely completions of a request, instead of sampling.
 
-    hypotheses --Engine.likeliest: one step reads all--> candidates --the `width` best--> hypotheses
+    hypotheses --Engine.top_logprobs, in one step--> candidates --the `width` best--> hypotheses
 
 A hypothesis is a partial completion; its score is the sum of its tokens' log-probabilities under
 softmax(logits), that is before bias, temperature and filters. It is continued by each of its
@@ -25,7 +25,7 @@ from seerjax import fields
 from seerjax.engine import checks, drafting
 from seerjax.engine.drafting import Drafter, DraftQuery
 from seerjax.engine.engine import Engine
-from seerjax.engine.sequence import Likeliest, StepOutput
+from seerjax.engine.sequence import StepOutput, TopLogprobs
 from seerjax.types import PENALTIES, Request, SamplingParams
 
 MAX_WIDTH = 16
@@ -83,12 +83,12 @@ def beam_search(
   _check(request, width)
   drafts = _Drafts(engine, request, drafter)
   kept: list[Hypothesis] = [Hypothesis((), 0.0)]
-  known: dict[Answer, Likeliest] = {}
+  known: dict[Answer, TopLogprobs] = {}
   while any(not one.finish_reason for one in kept):
     going = [one.tokens for one in kept if not one.finish_reason]
     if any(answer not in known for answer in going):
       answers = _unread(going, known, request)
-      found = engine.likeliest(
+      found = engine.top_logprobs(
         request,
         answers,
         min(width, engine.model.vocab_size),
@@ -111,7 +111,7 @@ def beam_search(
 
 def best(
   kept: Sequence[Hypothesis],
-  likeliest: Mapping[Answer, Likeliest],
+  top_logprobs: Mapping[Answer, TopLogprobs],
   width: int,
   sampling: SamplingParams,
 ) -> list[Hypothesis]:
@@ -119,7 +119,8 @@ def best(
 
   Args:
     kept: hypotheses before it, best first.
-    likeliest: next tokens of each unfinished hypothesis: `width` tokens, or the whole vocabulary.
+    top_logprobs: next tokens of each unfinished hypothesis: `width` tokens, or the whole
+      vocabulary.
     width: maximum number to keep.
     sampling: its stop_token_ids and max_tokens end a hypothesis.
 
@@ -131,7 +132,7 @@ def best(
     if parent.finish_reason:
       found.append((-parent.score, -1, place, parent))
       continue
-    for token, logprob in likeliest[parent.tokens][:width]:
+    for token, logprob in top_logprobs[parent.tokens][:width]:
       if math.isnan(logprob):
         raise RuntimeError(
           f"beam_search: got a log-probability of NaN for token {token} at position"
@@ -146,7 +147,7 @@ def best(
 
 
 def _unread(
-  going: Sequence[Answer], known: Mapping[Answer, Likeliest], request: Request
+  going: Sequence[Answer], known: Mapping[Answer, TopLogprobs], request: Request
 ) -> list[Answer]:
   """Returns the completions to read.
 
@@ -177,7 +178,7 @@ class _Drafts:
     self._asked = drafting.Drafting(drafter)
     self._request = request
     self._vocab_size = engine.model.vocab_size
-    self._num_rows = engine.config.row_buckets[-1]
+    self._num_rows = engine.config.batch_size_buckets[-1]
     self._named: dict[str, Answer] = {}
 
   def of(self, answers: Sequence[Answer]) -> list[list[tuple[int, ...]]]:
@@ -247,8 +248,13 @@ def _check(request: Request, width: int) -> None:
       for field, (_, _, none) in PENALTIES.items()
     ),
     ("logit_bias", not params.logit_bias, "none", "sample the request instead"),
-    ("allowed", not params.allowed, "no form", "sample the request instead"),
-    ("stop_strings", not params.stop_strings, "none", "use stop_token_ids"),
+    (
+      "allowed_token_ranges",
+      not params.allowed_token_ranges,
+      "no form",
+      "sample the request instead",
+    ),
+    ("stop", not params.stop, "none", "use stop_token_ids"),
   ):
     if not is_plain:
       raise ValueError(

@@ -1,6 +1,6 @@
 """Validates arguments of the engine's public methods, so that no step fails on them.
 
-Each message has the value, the expected values and the fix; see `Engine.submit`.
+Each message has the value, the expected values and the fix; see `Engine.add_request`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def pin(
   tokens_of("Chunks.pin: tokens", tokens, vocab_size)
   if not reuses_prefixes:
     raise ValueError(
-      "Chunks.pin: got a pin for an engine with EngineConfig.reuse_prefixes=False, expected an"
+      "Chunks.pin: got a pin for an engine with EngineConfig.enable_prefix_caching=False, expected"
+      " an"
       " engine with prefix caching; leave it True."
     )
   if adapter not in adapters:
@@ -111,8 +112,8 @@ def weights(params: Mapping[str, Any], what: str) -> None:
   """
   if "layers" not in params:
     raise ValueError(
-      f"{what}: got an engine without weights (Engine.drop_params freed them), expected loaded"
-      " weights; call Engine.set_params first."
+      f"{what}: got an engine without weights (Engine.release_weights freed them), expected loaded"
+      " weights; call Engine.update_weights first."
     )
 
 
@@ -156,7 +157,7 @@ def request(
     raise ValueError(
       f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; take it modulo 2**32."
     )
-  raise_it = held_by_pages or "raise EngineConfig.max_context"
+  raise_it = held_by_pages or "raise EngineConfig.max_model_len"
   if len(request.prompt) + 1 > context:
     raise ValueError(
       f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
@@ -168,16 +169,16 @@ def request(
       f" {request.sampling.max_tokens}, expected a sum of at most {context}, the context; lower"
       f" SamplingParams.max_tokens or {raise_it}."
     )
-  if request.sampling.stop_strings and not has_tokenizer:
+  if request.sampling.stop and not has_tokenizer:
     raise ValueError(
-      f"{what}: got stop_strings without a tokenizer, expected a model that has one; use"
+      f"{what}: got stop without a tokenizer, expected a model that has one; use"
       " stop_token_ids, or load the model with its tokenizer."
     )
-  highest = max((high for _, high in request.sampling.allowed), default=0)
+  highest = max((high for _, high in request.sampling.allowed_token_ranges), default=0)
   if highest > vocab_size:
     raise ValueError(
       f"{what}: got a grammar that allows ids up to {highest - 1}, expected at most"
-      f" {vocab_size - 1}; write SamplingParams.allowed for this model's vocabulary."
+      f" {vocab_size - 1}; write SamplingParams.allowed_token_ranges for this model's vocabulary."
     )
   for token, bias in request.sampling.logit_bias:
     if not 0 <= token < vocab_size or not abs(bias) <= MAX_ABS_BIAS:
@@ -265,7 +266,9 @@ def resume_from(
       f"{what}: got the stop id {begun.tokens[ends[0]]} at position {ends[0]} of the completion,"
       " expected an unfinished completion; use it as it is."
     )
-  for place, (token, (low, high)) in enumerate(zip(begun.tokens, params.allowed, strict=False)):
+  for place, (token, (low, high)) in enumerate(
+    zip(begun.tokens, params.allowed_token_ranges, strict=False)
+  ):
     if not low <= token < high:
       raise ValueError(
         f"{what}: got token {token} at position {place} of the completion, expected {low} to"
@@ -279,9 +282,9 @@ def resume_from(
         f"{what}: got resume_from.{name} of {values[wrong[0]]} at position {wrong[0]}, expected a"
         " finite number of at most 0; pass the values that the engine returned."
       )
-  if tokenizer is not None and params.stop_strings:
+  if tokenizer is not None and params.stop:
     text = tokenizer.decode(list(begun.tokens), skip_special_tokens=True)
-    found = [stop for stop in params.stop_strings if stop in text]
+    found = [stop for stop in params.stop if stop in text]
     if found:
       raise ValueError(
         f"{what}: got the stop string {found[0]!r} in the completion, expected an unfinished"

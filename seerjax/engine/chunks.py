@@ -148,8 +148,8 @@ class Chunks:
     Exports are also removed when the weights change.
 
     Returns:
-      The manifest to pass to `Engine.submit` there; None if nothing is written, there is no store,
-      or no room in it: the keys are computed again then.
+      The manifest to pass to `Engine.add_request` there; None if nothing is written, there is no
+      store, or no room in it: the keys are computed again then.
 
     Raises:
       ValueError: if there is no such request, or it is not paused.
@@ -259,7 +259,7 @@ class Chunks:
       ValueError: for less than a page, more than `EngineConfig.pinned_pages` in all, an unknown
         adapter, or an engine without prefix caching.
     """
-    reuses = self._config.reuse_prefixes
+    reuses = self._config.enable_prefix_caching
     checks.pin(tokens, reuses, adapter, self._weights.index_of, self._vocab_size)
     self._memory.take_again()
     return self._pins.pin(tokens, Owner(adapter, namespace))

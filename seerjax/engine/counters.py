@@ -24,7 +24,7 @@ class Counters(PageCounters):
     drafted_tokens: drafted tokens verified, one row each; tokens that paths share count once.
     accepted_tokens: drafted tokens accepted.
     side_paths: times a path other than the first had the longest acceptance.
-    read_tokens: positions of prefill-only requests (`Engine.likeliest`), drafts included.
+    read_tokens: positions of prefill-only requests (`Engine.top_logprobs`), drafts included.
     key_copies: keys also written to a further path's pages.
     cut_for_rows: draft trees that lost leaves because the step had no rows left.
     cut_for_pages: draft trees that lost leaves because the instance had no pages left.

@@ -73,7 +73,7 @@ class DraftRows:
     drafted = []
     for instance, rows_left in enumerate(self._spare_rows(scheduled)):
       row, planned = 0, []
-      copies_left = sizes.KEY_COPIES_PER_ROW * self._config.row_buckets[-1]
+      copies_left = sizes.KEY_COPIES_PER_ROW * self._config.batch_size_buckets[-1]
       for index, piece in enumerate(scheduled[instance]):
         paths = self._paths(piece, drafts.get((instance, index), ()), rows_left, copies_left)
         piece = piece._replace(first_row=row, paths=paths)
@@ -88,7 +88,7 @@ class DraftRows:
     is_front = not self._requests.num_background or any(
       not piece.sequence.is_background for piece in itertools.chain(*scheduled)
     )
-    most = self._config.row_buckets[-1] if is_front else self._config.background_rows
+    most = self._config.batch_size_buckets[-1] if is_front else self._config.background_rows
     return [most - sum(piece.count for piece in pieces) for pieces in scheduled]
 
   def _paths(

@@ -27,7 +27,7 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter, Drafting
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import Likeliest, Mask, StepOutput
+from seerjax.engine.sequence import Mask, StepOutput, TopLogprobs
 from seerjax.engine.sizes import EngineConfig
 from seerjax.engine.step_times import StepTimes
 from seerjax.engine.visits import Visits
@@ -54,7 +54,7 @@ class Engine:
     config: sizes, all of them resolved.
     key: sampling key of the run: key, request seed and position determine a token's noise.
     mesh: the mesh of the engine.
-    num_instances: number of instances of the mesh.
+    data_parallel_size: number of instances of the mesh.
     counters: statistics of the engine.
     memory: pages of all instances.
     chunks: the operations of a scheduler on requests and their pages between chunks.
@@ -111,18 +111,18 @@ class Engine:
     config = sizes.with_buckets(config, decoder)
     if runner is None:
       mesh = parallel.make_mesh() if mesh is None else mesh
-      runner = runner_lib.Runner(decoder, mesh, len(config.row_buckets))
+      runner = runner_lib.Runner(decoder, mesh, len(config.batch_size_buckets))
     runner.require_is_of(decoder, mesh)
     decoder = runner.decoder
     self.model, self.numerics, self.tokenizer = shape, numerics, model.tokenizer
     self._runner, self.key, self.policy_version = runner, key, policy_version
-    self.mesh, self.num_instances = runner.mesh, runner.num_instances
+    self.mesh, self.data_parallel_size = runner.mesh, runner.data_parallel_size
     self._weights = Weights(runner, model.params, {} if adapters is None else adapters)
-    asked = min(config.max_context, shape.max_context)
+    asked = min(config.max_model_len, shape.max_model_len)
     host_memory.give_back()  # Else what loading the weights left would count as used.
     config = sizes.fitted(config, decoder, free_bytes=sizes.free_bytes(runner.mesh))
     # Maximum positions of one sequence, limited by the model's context.
-    self._context = min(config.max_context, shape.max_context)
+    self._context = min(config.max_model_len, shape.max_model_len)
     self._held_by_pages = sizes.held_by_pages(config) if self._context < asked else ""
     table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
     kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
@@ -130,12 +130,12 @@ class Engine:
     memory = Memory(
       lambda: runner.empty_pages(config.num_pages, config.page_size),
       runner.page_moves,
-      sizes=KVSizes(config.num_pages, config.page_size, table_width, config.reuse_prefixes),
+      sizes=KVSizes(config.num_pages, config.page_size, table_width, config.enable_prefix_caching),
       kv_pool=kv_pool,
       counters=counters,
       fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),
     )
-    requests = self._requests = Requests(runner.num_instances)
+    requests = self._requests = Requests(runner.data_parallel_size)
     self.config, self.counters, self.memory, self.step_times = config, counters, memory, step_times
     self._weights.publish(memory, policy_version)
     self._pins = Pins(memory, page_size=config.page_size, max_pages=config.pinned_pages)
@@ -181,7 +181,7 @@ class Engine:
     """Number of unfinished background requests."""
     return self._requests.num_background
 
-  def submit(
+  def add_request(
     self,
     request: Request,
     *,
@@ -204,7 +204,7 @@ class Engine:
         (`EngineConfig.reserved_tokens`).
       mask: maps the response so far to a bitmask u32[w] of the allowed next ids, one bit per id of
         the vocabulary. It must be a pure function, and is a part of the request like its sampling
-        parameters; it is applied together with `SamplingParams.allowed`.
+        parameters; it is applied together with `SamplingParams.allowed_token_ranges`.
       is_background: low priority. The request gets rows that lengthen a step by at most
         `EngineConfig.background_slack`, or up to `background_rows` if there is no foreground
         request; it is preempted when a foreground request needs pages or a place in the batch. The
@@ -253,7 +253,7 @@ class Engine:
     """
     checks.weights(self._weights.params, f"request {request.request_id!r}")
     checks.request(
-      request, context=self._context, model_context=self.model.max_context,
+      request, context=self._context, model_context=self.model.max_model_len,
       vocab_size=self.model.vocab_size, held_by_pages=self._held_by_pages,
       has_tokenizer=self.tokenizer is not None, adapters=self._weights.adapters,
     )  # fmt: skip
@@ -261,12 +261,12 @@ class Engine:
   def step(self) -> list[StepOutput]:
     """Runs one visit on every instance; returns the new tokens of each request.
 
-    A visit is one step, or several if all rows decode (`EngineConfig.steps_per_visit`); a request
-    appears once, with all its tokens. An error that belongs to one request ends that request with
-    finish_reason "error" and the reason; the others continue. An error that belongs to no request
-    (device failure, Ctrl-C) is raised; all pages are freed then, and the next visit continues every
-    response, to the same bits. A drafter that raises or returns invalid tokens is disabled with a
-    warning; drafts change no bit.
+    A visit is one step, or several if all rows decode (`EngineConfig.decode_steps_per_call`); a
+    request appears once, with all its tokens. An error that belongs to one request ends that
+    request with finish_reason "error" and the reason; the others continue. An error that belongs to
+    no request (device failure, Ctrl-C) is raised; all pages are freed then, and the next visit
+    continues every response, to the same bits. A drafter that raises or returns invalid tokens is
+    disabled with a warning; drafts change no bit.
     """
     return self._visits.run(self.policy_version, self.step_times)
 
@@ -308,7 +308,7 @@ class Engine:
       self, requests, live=self._requests.live, keep=self._outputs.put_back, on_step=on_step
     )
 
-  def likeliest(
+  def top_logprobs(
     self,
     request: Request,
     answers: Sequence[Sequence[int]],
@@ -317,7 +317,7 @@ class Engine:
     drafts: Sequence[Sequence[Sequence[int]]] = (),
     instance: int = 0,
     on_step: Callable[[list[StepOutput]], None] | None = None,
-  ) -> list[dict[tuple[int, ...], Likeliest]]:
+  ) -> list[dict[tuple[int, ...], TopLogprobs]]:
     """Returns the top-k next tokens after given responses to a request; nothing is sampled.
 
     All are computed in one step if rows and memory allow: one row for each response and one for
@@ -336,7 +336,7 @@ class Engine:
     Returns:
       For each response, a dict from the path after it, () for none, to pairs (token id,
       log-probability under softmax(logits)): the likeliest first, ties by the lowest id. The ids
-      are those of `head.likeliest`.
+      are those of `head.top_logprobs`.
 
     Raises:
       ValueError: as `submit`, for the request; if the count or the instance is out of range, a
@@ -344,7 +344,7 @@ class Engine:
       RuntimeError: with the error of a step that failed one of them.
     """
     self.check(request)
-    self._requests.check_instance(f"Engine.likeliest of {request.request_id!r}", instance)
+    self._requests.check_instance(f"Engine.top_logprobs of {request.request_id!r}", instance)
     live = self._requests.live
     sequences = reading.begun(
       request, answers, count, drafts, vocab_size=self.model.vocab_size, live=live
@@ -356,27 +356,27 @@ class Engine:
       self._requests.add(sequence)
     return reading.to_ends(self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step)
 
-  def set_params(self, params: parameters.Params, policy_version: int) -> None:
+  def update_weights(self, params: parameters.Params, policy_version: int) -> None:
     """Replaces the weights and drops every page written with the old ones.
 
     Raises:
       ValueError: if requests are unfinished (their tokens would come from two policies), or if the
         weights have the wrong model, layout or dtype, or are not finite. The old weights stay.
     """
-    checks.whole("Engine.set_params: policy_version", policy_version, 0, None, "count updates")
+    checks.whole("Engine.update_weights: policy_version", policy_version, 0, None, "count updates")
     fix = "finish or cancel them (a completion comes from one policy_version)"
-    self._requests.require_none("set_params", fix)
-    self._weights.replace(params, what="Engine.set_params: params")
+    self._requests.require_none("update_weights", fix)
+    self._weights.replace(params, what="Engine.update_weights: params")
     self.policy_version = policy_version
     self._forget_pages()
 
-  def drop_params(self) -> None:
-    """Frees the weights and drops every page; requests are refused until `set_params`.
+  def release_weights(self) -> None:
+    """Frees the weights and drops every page; requests are refused until `update_weights`.
 
     Raises:
       ValueError: if requests are unfinished.
     """
-    self._requests.require_none("drop_params", "finish or cancel them")
+    self._requests.require_none("release_weights", "finish or cancel them")
     self._weights.drop()
     self._forget_pages()
 
@@ -386,7 +386,7 @@ class Engine:
     A request with an adapter gets the same bits as in an engine with the weights
     `lora.attach(params, adapter, scale)`; a request for the base weights gets those of an engine
     without adapters; the other requests of a step do not matter. Adapters with the shapes of the
-    previous ones need no new program. Weights and policy_version stay; `set_params` keeps the
+    previous ones need no new program. Weights and policy_version stay; `update_weights` keeps the
     adapters.
 
     Args:
@@ -412,9 +412,9 @@ class Engine:
     """Returns a request's partial response; raises ValueError for an unknown request."""
     return self._requests.find(request_id, "Engine.progress").completion("", self.policy_version)
 
-  def cancel(self, request_id: str) -> None:
+  def abort_request(self, request_id: str) -> None:
     """Cancels a request; raises ValueError for an unknown request."""
-    sequence = self._requests.find(request_id, "Engine.cancel")
+    sequence = self._requests.find(request_id, "Engine.abort_request")
     self.memory.release(sequence)
     self._requests.remove(sequence)
     self._outputs.drop(request_id)
@@ -426,20 +426,20 @@ class Engine:
     self.memory.take_again()
     return self._visits.idle(num_requests, num_rows, num_steps, self._context)
 
-  def give_back_pages(self) -> None:
+  def release_kv_cache(self) -> None:
     """Frees the memory of all pages until the next request; their content is lost.
 
     Raises:
       ValueError: if requests are unfinished.
     """
-    self._requests.require_none("give_back_pages", "finish or cancel them")
+    self._requests.require_none("release_kv_cache", "finish or cancel them")
     self._pins.release()
     self.memory.give_back()
 
-  def plan(self) -> str:
+  def memory_plan(self) -> str:
     """Returns a one-line summary of the allocated memory, per device if there are several."""
     line = sizes.described(
-      self.config, self._runner.decoder.backend, num_instances=self.num_instances,
+      self.config, self._runner.decoder.backend, data_parallel_size=self.data_parallel_size,
       allocated=(self.memory.pages, self._weights.params),
     )  # fmt: skip
     if not self._held_by_pages:

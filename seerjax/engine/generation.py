@@ -13,10 +13,10 @@ from seerjax.types import Completion, Request
 class RunsRequests(Protocol):
   """The methods used here of an engine; see `engine.Engine`."""
 
-  def submit(self, request: Request) -> None: ...
+  def add_request(self, request: Request) -> None: ...
   def step(self) -> list[StepOutput]: ...
   def poll(self) -> list[Completion]: ...
-  def cancel(self, request_id: str) -> None: ...
+  def abort_request(self, request_id: str) -> None: ...
 
 
 def to_ends(
@@ -44,7 +44,7 @@ def to_ends(
   wanted: dict[str, Completion | None] = {}
   try:
     for request in requests:
-      engine.submit(request)
+      engine.add_request(request)
       wanted[request.request_id] = None
     while any(request_id in live for request_id in wanted):
       updates = engine.step()
@@ -58,7 +58,7 @@ def to_ends(
   except BaseException:
     for request_id in wanted:
       if request_id in live:
-        engine.cancel(request_id)
+        engine.abort_request(request_id)
     others += [one for one in engine.poll() if one.request_id not in wanted]
     raise
   finally:

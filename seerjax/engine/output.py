@@ -39,7 +39,7 @@ def accept(sequence: SequenceState, token: int, logprob: float, raw_logprob: flo
     sequence.text += sequence.stream.push(token)
     if reason:
       sequence.text += sequence.stream.finish()
-    cut = _first_stop(sequence.text, params.stop_strings)
+    cut = _first_stop(sequence.text, params.stop)
     if cut is not None:
       sequence.text, reason = sequence.text[:cut], "stop"
   text = _new_text(sequence, reason)
@@ -104,7 +104,7 @@ def _new_text(sequence: SequenceState, reason: str) -> str:
   """Returns text to stream; holds back a possible prefix of a stop string."""
   end = len(sequence.text)
   if not reason:
-    end -= max((len(stop) - 1 for stop in sequence.request.sampling.stop_strings), default=0)
+    end -= max((len(stop) - 1 for stop in sequence.request.sampling.stop), default=0)
   text = sequence.text[sequence.streamed : max(end, sequence.streamed)]
   sequence.streamed += len(text)
   return text
@@ -136,9 +136,9 @@ def _is_left(row: _Row, tokens: list[list[list[Any]]], step: int) -> bool:
   return piece.sequence.is_background and tokens[instance][step][mine.start] < 0
 
 
-def _first_stop(text: str, stop_strings: tuple[str, ...]) -> int | None:
+def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
   """Returns the index of the first stop string, None if there is none."""
-  found = [place for stop in stop_strings if (place := text.find(stop)) >= 0]
+  found = [place for stop in stop if (place := text.find(stop)) >= 0]
   return min(found, default=None)
 
 

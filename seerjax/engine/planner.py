@@ -175,7 +175,7 @@ class Planner:
       if piece.num_rows > 1 or not piece.is_sampled or sequence.needs_host:
         return plan._replace(num_steps=1)
       most = max(most, sequence.end - len(sequence.tokens))
-    return plan._replace(num_steps=min(most, self._config.steps_per_visit))
+    return plan._replace(num_steps=min(most, self._config.decode_steps_per_call))
 
   def with_background(self, plan: Plan, table: StepTimes | None) -> Plan:
     """Appends rows of background requests, with drafts if there is no foreground request."""
@@ -195,7 +195,7 @@ class Planner:
         pending.append((sequence, self._requests.num_unwritten(sequence)))
       else:
         self._counters.waits += 1  # Older sequences hold the pages of its next token.
-    spare = self._config.row_buckets[-1] - sum(1 for _, count in pending if count == 1)
+    spare = self._config.batch_size_buckets[-1] - sum(1 for _, count in pending if count == 1)
     scheduled, row = [], 0
     for sequence, count in pending:
       if count > 1:
@@ -314,7 +314,7 @@ class Planner:
       ValueError: if a number is out of range, or the rows of one request do not fit into the
         context.
     """
-    what, last = "Engine.idle_step: num", self._config.row_buckets[-1]
+    what, last = "Engine.idle_step: num", self._config.batch_size_buckets[-1]
     most = sizes.MAX_STEPS_PER_VISIT if num_requests == num_rows else 1
     checks.whole(f"{what}_rows", num_rows, 1, last, "the last row bucket is the maximum")
     checks.whole(f"{what}_requests", num_requests, 1, num_rows, "each request has at least one row")
@@ -348,7 +348,7 @@ class Planner:
     rows = sum(piece.num_rows for piece in scheduled)
     copies = sum(piece.num_copies for piece in scheduled if piece.paths)
     of_row = sizes.KEY_COPIES_PER_ROW
-    return next(b for b in self._config.row_buckets if b >= rows and of_row * b >= copies)
+    return next(b for b in self._config.batch_size_buckets if b >= rows and of_row * b >= copies)
 
   def _instance_inputs(
     self,
@@ -364,7 +364,7 @@ class Planner:
       num_rows=self._backend.whole_rows(bucket),
       num_segments=self._backend.whole_segments(bucket),
       # For each starting sequence, one copy for itself and one for a draft path.
-      max_copies=2 * self._config.row_buckets[-1],
+      max_copies=2 * self._config.batch_size_buckets[-1],
       max_key_copies=sizes.KEY_COPIES_PER_ROW * bucket,
       query_tile=self._backend.numerics.query_tile,
       page_size=self._config.page_size,

@@ -14,7 +14,7 @@ import dataclasses
 
 from seerjax.engine import checks, output
 from seerjax.engine.generation import RunsRequests
-from seerjax.engine.sequence import Likeliest, ReadingState, SequenceState, StepOutput
+from seerjax.engine.sequence import ReadingState, SequenceState, StepOutput, TopLogprobs
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -31,7 +31,7 @@ def begun(
   vocab_size: int,
   live: Container[str],
 ) -> list[SequenceState]:
-  """Returns a sequence for each partial response; see `Engine.likeliest`.
+  """Returns a sequence for each partial response; see `Engine.top_logprobs`.
 
   Args:
     request: a request that the engine accepts.
@@ -45,7 +45,7 @@ def begun(
     ValueError: if the count is out of range, a response has max_tokens or more or invalid token
       ids, the number of drafts is not that of the responses, or a request id is in use.
   """
-  what = f"Engine.likeliest of {request.request_id!r}"
+  what = f"Engine.top_logprobs of {request.request_id!r}"
   most = min(MAX_TOP, vocab_size)
   checks.whole(f"{what}: count", count, 1, most, "no more are returned for a position")
   if drafts and len(drafts) != len(answers):
@@ -93,7 +93,7 @@ def to_ends(
   live: Container[str],
   keep: Callable[[list[Completion]], None],
   on_step: Callable[[list[StepOutput]], None] | None,
-) -> list[dict[Answer, Likeliest]]:
+) -> list[dict[Answer, TopLogprobs]]:
   """Runs prefill-only sequences to completion; returns the top tokens of each, in order.
 
   Args:
@@ -122,7 +122,7 @@ def to_ends(
   finally:
     for name in names:
       if name in live:
-        engine.cancel(name)
+        engine.abort_request(name)
     keep(others)
   found = [sequence.reading.found for sequence in sequences if sequence.reading is not None]
   assert all(found), "got a prefill-only request that ended without its result"

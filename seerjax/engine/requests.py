@@ -36,16 +36,16 @@ class Requests:
       while the work belongs to no single request.
   """
 
-  def __init__(self, num_instances: int):
+  def __init__(self, data_parallel_size: int):
     self.live: dict[str, SequenceState] = {}
     self.waiting: list[collections.deque[SequenceState]] = [
-      collections.deque() for _ in range(num_instances)
+      collections.deque() for _ in range(data_parallel_size)
     ]
-    self.running: list[list[SequenceState]] = [[] for _ in range(num_instances)]
+    self.running: list[list[SequenceState]] = [[] for _ in range(data_parallel_size)]
     self.background_waiting: list[collections.deque[SequenceState]] = [
-      collections.deque() for _ in range(num_instances)
+      collections.deque() for _ in range(data_parallel_size)
     ]
-    self.background: list[list[SequenceState]] = [[] for _ in range(num_instances)]
+    self.background: list[list[SequenceState]] = [[] for _ in range(data_parallel_size)]
     self.num_background = 0
     self.paused: dict[str, None] = {}
     self.held: frozenset[str] = frozenset()

@@ -94,7 +94,7 @@ class Reading(NamedTuple):
 
   Attributes:
     scores: f32[i, b], scores of the sampled tokens.
-    ids: i32[i, b, k], the top tokens, as returned by `head.likeliest`.
+    ids: i32[i, b, k], the top tokens, as returned by `head.top_logprobs`.
     top: f32[i, b, k], scores of the top tokens.
   """
 
@@ -327,7 +327,7 @@ class Runner:
     object.__setattr__(self, "decoder", self.decoder.on(self.mesh))
 
   @property
-  def num_instances(self) -> int:
+  def data_parallel_size(self) -> int:
     """Number of instances of the mesh."""
     return self.mesh.shape[parallel.INSTANCE_AXIS]
 
@@ -395,7 +395,7 @@ class Runner:
     one = jax.eval_shape(
       lambda: kv_layout.empty_pages(self.decoder, num_pages=num_pages, page_size=page_size)
     )
-    shape, sharding = (self.num_instances,), self._page_sharding
+    shape, sharding = (self.data_parallel_size,), self._page_sharding
     return jax.tree.map(lambda s: jnp.zeros(shape + s.shape, s.dtype, device=sharding), one)
 
   @property

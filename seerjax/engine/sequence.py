@@ -23,7 +23,7 @@ Mask = Callable[[Sequence[int]], np.ndarray]
 
 
 # Token ids with their log-probabilities, the likeliest first, ties by the lowest id.
-Likeliest = tuple[tuple[int, float], ...]
+TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,7 +38,7 @@ class ReadingState:
 
   num_top: int
   drafts: tuple[tuple[int, ...], ...]
-  found: dict[tuple[int, ...], Likeliest] = dataclasses.field(default_factory=dict)
+  found: dict[tuple[int, ...], TopLogprobs] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -105,7 +105,7 @@ class SequenceState(Holding):
     """Whether the host has work to do between two tokens of the response."""
     sampling = self.request.sampling
     is_held = self.mask is not None or self.reading is not None
-    return bool(is_held or sampling.stop_strings or sampling.allowed or sampling.has_penalties)
+    return bool(is_held or sampling.stop or sampling.allowed_token_ranges or sampling.has_penalties)
 
   @functools.cached_property
   def prompt_ids(self) -> np.ndarray:

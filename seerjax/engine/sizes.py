@@ -38,64 +38,64 @@ class EngineConfig:
   Attributes:
     page_size: positions per page; divides `NumericsConfig.kv_split`.
     num_pages: pages of one instance, the reserved page included; 0 allocates enough for
-      `max_sequences` full contexts, within a share of the free memory.
-    max_sequences: maximum running sequences of one instance; 0 takes the first row bucket, or fewer
+      `max_num_seqs` full contexts, within a share of the free memory.
+    max_num_seqs: maximum running sequences of one instance; 0 takes the first row bucket, or fewer
       if the pages do not suffice (counted in full contexts if `reserved_tokens` is 0).
-    max_context: maximum positions of one sequence, prompt and response; reduced if the pages hold
+    max_model_len: maximum positions of one sequence, prompt and response; reduced if the pages hold
       less.
     reserved_tokens: response tokens, beyond the current ones, for which admission counts the memory
       of each request without chunks. Small values let more requests run at once. If responses grow
       longer and memory runs short, the newest requests are preempted and continue later, to the
       same bits; the oldest one always continues. 0 reserves up to `max_tokens`, so that no request
       is preempted.
-    row_buckets: maximum rows of one step, per instance; each bucket is one compiled program. ()
-      derives them from model and context (`derived_buckets`), never from free memory. A decode-only
-      step uses the smallest bucket that fits. Arrays are whole tiles, at least two, of
-      `NumericsConfig.row_tile` rows (`Engine.plan` prints them); the bucket's rows are
-      used, the others are padding.
-    steps_per_visit: maximum decode steps, up to 32, on the devices before control returns to the
-      host; 0 lets the backend decide, 1 returns after each step. A visit has one step while a
+    batch_size_buckets: maximum rows of one step, per instance; each bucket is one compiled program.
+      () derives them from model and context (`derived_buckets`), never from free memory. A
+      decode-only step uses the smallest bucket that fits. Arrays are whole tiles, at least two, of
+      `NumericsConfig.row_tile` rows (`Engine.memory_plan` prints them); the bucket's rows are used,
+      the others are padding.
+    decode_steps_per_call: maximum decode steps, up to 32, on the devices before control returns to
+      the host; 0 lets the backend decide, 1 returns after each step. A visit has one step while a
       prompt is prefilled, a draft verified, or a row has stop strings or a grammar. Larger values
       save host work; submission, admission, streaming and drafting are delayed by as much.
-    reuse_prefixes: whether pages are cached for requests with the same prefix.
-    background_slack: share by which background requests (`Engine.submit(is_background=True)`) may
-      lengthen a step, by the table `Engine.step_times`; without a table, they get no row in steps
-      with foreground requests.
+    enable_prefix_caching: whether pages are cached for requests with the same prefix.
+    background_slack: share by which background requests (`Engine.add_request(is_background=True)`)
+      may lengthen a step, by the table `Engine.step_times`; without a table, they get no row in
+      steps with foreground requests.
     background_rows: maximum rows of background requests in one step, per instance, if there is no
       foreground request; 0 takes the first row bucket.
     pinned_pages: maximum pages held by `Chunks.pin`, per instance; 0 takes a quarter of the pages.
-    gives_back_pages: whether the pages' memory is freed during training and allocated again for the
-      next rollouts.
+    release_kv_while_training: whether the pages' memory is freed during training and allocated
+      again for the next rollouts.
   """
 
   page_size: int = 32
   num_pages: int = 0
-  max_sequences: int = 0
-  max_context: int = 1024
+  max_num_seqs: int = 0
+  max_model_len: int = 1024
   reserved_tokens: int = 32
-  row_buckets: tuple[int, ...] = ()
-  steps_per_visit: int = 0
-  reuse_prefixes: bool = True
+  batch_size_buckets: tuple[int, ...] = ()
+  decode_steps_per_call: int = 0
+  enable_prefix_caching: bool = True
   background_slack: float = 0.05
   background_rows: int = 0
   pinned_pages: int = 0
-  gives_back_pages: bool = False
+  release_kv_while_training: bool = False
 
   def __post_init__(self):
     fields.check(self)
     for field, least, fix in (
       ("page_size", 1, "32 is usual"),
       ("num_pages", 0, "0 derives it from the free memory"),
-      ("max_sequences", 0, "0 derives it from the free memory"),
-      ("max_context", 2, "prompt and response need at least a token each; 1024 is usual"),
+      ("max_num_seqs", 0, "0 derives it from the free memory"),
+      ("max_model_len", 2, "prompt and response need at least a token each; 1024 is usual"),
       ("reserved_tokens", 0, "32 is usual, 0 reserves whole responses"),
       ("background_rows", 0, "0 takes the first row bucket"),
       ("pinned_pages", 0, "0 takes a quarter of the pages"),
     ):
       checks.whole(f"EngineConfig.{field}", vars(self)[field], least, checks.MAX_INT32, fix)
     checks.whole(
-      "EngineConfig.steps_per_visit",
-      self.steps_per_visit,
+      "EngineConfig.decode_steps_per_call",
+      self.decode_steps_per_call,
       0,
       MAX_STEPS_PER_VISIT,
       "0 lets the backend decide, 1 returns after every step",
@@ -105,18 +105,19 @@ class EngineConfig:
         f"EngineConfig.background_slack: got {self.background_slack}, expected a share of at least"
         " 0; 0.05 lets a step take 5 % longer for background requests."
       )
-    buckets = self.row_buckets
+    buckets = self.batch_size_buckets
     if list(buckets) != sorted(set(buckets)) or (
       buckets and not 0 < buckets[0] <= buckets[-1] < checks.MAX_INT32
     ):
       raise ValueError(
-        f"EngineConfig.row_buckets: got {buckets}, expected ascending positive row counts; (64,"
+        f"EngineConfig.batch_size_buckets: got {buckets}, expected ascending positive row counts;"
+        " (64,"
         " 512) is usual, () derives them from the model."
       )
-    if buckets and buckets[-1] < self.max_sequences:
+    if buckets and buckets[-1] < self.max_num_seqs:
       raise ValueError(
-        f"EngineConfig.row_buckets: got at most {buckets[-1]} rows, expected at least"
-        f" max_sequences={self.max_sequences} (each decodes one row per step); raise the last"
+        f"EngineConfig.batch_size_buckets: got at most {buckets[-1]} rows, expected at least"
+        f" max_num_seqs={self.max_num_seqs} (each decodes one row per step); raise the last"
         " bucket."
       )
 
@@ -158,7 +159,7 @@ def next_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
 
   They suffice for at least one visit. `limit` is the maximum for the request.
   """
-  return min(limit, num_tokens + max(config.steps_per_visit, config.page_size))
+  return min(limit, num_tokens + max(config.decode_steps_per_call, config.page_size))
 
 
 def expected_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
@@ -208,18 +209,18 @@ def derived_buckets(
   decoder: Decoder,
   *,
   context: int,
-  max_sequences: int = 0,
+  max_num_seqs: int = 0,
 ) -> tuple[int, ...]:
   """Returns the row buckets derived from a model and its context; they change no bit.
 
   Args:
     decoder: its shape, and whether its backend holds a step's logits all at once.
     context: maximum positions of a sequence.
-    max_sequences: maximum running sequences, 0 if undecided.
+    max_num_seqs: maximum running sequences, 0 if undecided.
 
   Returns:
     `DECODE_ROWS` and `PREFILL_ROWS`, or less: powers of two with arrays within `STEP_BYTES`, and no
-    more than `max_sequences` full contexts can fill; the last one has a row for each sequence.
+    more than `max_num_seqs` full contexts can fill; the last one has a row for each sequence.
   """
   model = decoder.shape
   features = MLP_ARRAYS * model.intermediate_size + HIDDEN_ARRAYS * model.hidden_size
@@ -227,23 +228,23 @@ def derived_buckets(
     features += LOGITS_ARRAYS * model.vocab_size
   fitting = 1 << max(1, STEP_BYTES // (4 * features)).bit_length() - 1
   few = min(DECODE_ROWS, fitting)
-  usable = 1 << ((max_sequences or few) * context - 1).bit_length()
+  usable = 1 << ((max_num_seqs or few) * context - 1).bit_length()
   last = min(PREFILL_ROWS, fitting, usable)
-  if max_sequences > last:
-    last = 1 << (max_sequences - 1).bit_length()
+  if max_num_seqs > last:
+    last = 1 << (max_num_seqs - 1).bit_length()
   return (few, last) if few < last else (last,)
 
 
 def with_buckets(config: EngineConfig, decoder: Decoder) -> EngineConfig:
   """Returns the config with its own row buckets, or with `derived_buckets` if it has none."""
-  if config.row_buckets:
+  if config.batch_size_buckets:
     return config
   buckets = derived_buckets(
     decoder,
-    context=min(config.max_context, decoder.shape.max_context),
-    max_sequences=config.max_sequences,
+    context=min(config.max_model_len, decoder.shape.max_model_len),
+    max_num_seqs=config.max_num_seqs,
   )
-  return dataclasses.replace(config, row_buckets=buckets)
+  return dataclasses.replace(config, batch_size_buckets=buckets)
 
 
 def fitted(
@@ -263,14 +264,15 @@ def fitted(
     ValueError: if no page fits, or memory does not hold the explicit pages or rows.
   """
   config = with_buckets(config, decoder)
-  per_context = -(-config.max_context // config.page_size)
+  per_context = -(-config.max_model_len // config.page_size)
   # Lower bound for a row: two arrays of hidden features, and its row of the page table.
   row_bytes = 4 * (2 * decoder.shape.hidden_size + per_context)
-  if config.row_buckets[-1] * row_bytes > free_bytes:
+  if config.batch_size_buckets[-1] * row_bytes > free_bytes:
     raise ValueError(
-      f"EngineConfig.row_buckets: got {config.row_buckets[-1]} rows of at least {row_bytes} bytes,"
+      f"EngineConfig.batch_size_buckets: got {config.batch_size_buckets[-1]} rows of at least"
+      f" {row_bytes} bytes,"
       f" expected no more than the free memory of {free_bytes / 2**20:.0f} MiB holds; lower the"
-      " last bucket or EngineConfig.max_context."
+      " last bucket or EngineConfig.max_model_len."
     )
   most_pages = checks.MAX_INT32
   if free_bytes < float("inf"):
@@ -281,7 +283,7 @@ def fitted(
       f" expected at most {most_pages}, which the free memory of {free_bytes / 2**20:.0f} MiB"
       " holds; lower it, or set 0 to use what fits."
     )
-  most = config.max_sequences or config.row_buckets[0]
+  most = config.max_num_seqs or config.batch_size_buckets[0]
   num_pages = config.num_pages
   if not num_pages:
     num_pages = most * per_context + 1
@@ -298,20 +300,22 @@ def fitted(
         " memory, lower EngineConfig.page_size, or set EngineConfig.num_pages."
       )
   fitting = (num_pages - 1) // (1 if config.reserved_tokens else per_context)
-  max_sequences = config.max_sequences or max(1, min(most, fitting))
-  background_rows = config.background_rows or config.row_buckets[0]
-  if background_rows > config.row_buckets[-1]:
+  max_num_seqs = config.max_num_seqs or max(1, min(most, fitting))
+  background_rows = config.background_rows or config.batch_size_buckets[0]
+  if background_rows > config.batch_size_buckets[-1]:
     raise ValueError(
       f"EngineConfig.background_rows: got {background_rows}, expected at most"
-      f" {config.row_buckets[-1]}, the rows of the largest step; lower it, or raise the last entry"
-      " of EngineConfig.row_buckets."
+      f" {config.batch_size_buckets[-1]}, the rows of the largest step; lower it, or raise the"
+      " last entry"
+      " of EngineConfig.batch_size_buckets."
     )
   return dataclasses.replace(
     config,
     num_pages=num_pages,
-    max_sequences=max_sequences,
-    max_context=min(config.max_context, most_tokens(num_pages, config.page_size)),
-    steps_per_visit=config.steps_per_visit or decoder.backend.traits.steps_per_visit,
+    max_num_seqs=max_num_seqs,
+    max_model_len=min(config.max_model_len, most_tokens(num_pages, config.page_size)),
+    decode_steps_per_call=config.decode_steps_per_call
+    or decoder.backend.traits.decode_steps_per_call,
     background_rows=background_rows,
     pinned_pages=config.pinned_pages or num_pages // 4,
   )
@@ -321,7 +325,7 @@ def described(
   config: EngineConfig,
   backend: Backend,
   *,
-  num_instances: int,
+  data_parallel_size: int,
   allocated: tuple[Any, Any],
 ) -> str:
   """Returns a one-line summary of the allocated memory.
@@ -329,7 +333,7 @@ def described(
   Args:
     config: sizes.
     backend: backend of the steps.
-    num_instances: number of instances of the engine.
+    data_parallel_size: number of instances of the engine.
     allocated: pages and weights, pytrees of arrays; the total counts replicas once.
   """
   of_all = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in allocated]
@@ -339,11 +343,11 @@ def described(
     mib = [f"{count / 2**20:.1f}" for count in of_device]
     of_each = f"; on each device {mib[0]} and {mib[1]} MiB"
   positions = (config.num_pages - 1) * config.page_size
-  buckets = ", ".join(str(rows) for rows in config.row_buckets)
-  arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.row_buckets)
+  buckets = ", ".join(str(rows) for rows in config.batch_size_buckets)
+  arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.batch_size_buckets)
   return (
-    f"{num_instances} instance(s), each with {config.num_pages} pages of {config.page_size}"
-    f" positions ({positions:,} tokens of context) and {config.max_sequences} sequences; steps of"
+    f"{data_parallel_size} instance(s), each with {config.num_pages} pages of {config.page_size}"
+    f" positions ({positions:,} tokens of context) and {config.max_num_seqs} sequences; steps of"
     f" {buckets} rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
     f" {of_all[1] / 2**20:.1f} MiB of weights{of_each}"
   )

@@ -23,10 +23,10 @@ class SamplingFields(TypedDict, total=False):
   frequency_penalty: float
   repetition_penalty: float
   logit_bias: tuple[tuple[int, float], ...]
-  allowed: tuple[tuple[int, int], ...]
+  allowed_token_ranges: tuple[tuple[int, int], ...]
   max_tokens: int
   stop_token_ids: tuple[int, ...]
-  stop_strings: tuple[str, ...]
+  stop: tuple[str, ...]
 
 
 def seed_at(seed: int, prompt: int, choice: int = 0) -> int:

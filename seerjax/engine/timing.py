@@ -44,20 +44,20 @@ def measure(
   """
   # Times rise in stairs, per row tile and per bucket: a draft of a few rows is cheap within a tile
   # and expensive at its edge. Hence up to 128 rows are measured finely.
-  buckets, instances = engine.config.row_buckets, engine.num_instances
+  buckets, instances = engine.config.batch_size_buckets, engine.data_parallel_size
   powers = [2**power for power in range(buckets[-1].bit_length())]
   of_instance = {*powers, *range(4, 129, 4), *buckets, *(bucket + 1 for bucket in buckets)}
   rows = sorted(instances * n for n in of_instance if n <= buckets[-1])
-  most_requests = min(engine.config.max_sequences, buckets[-1])
+  most_requests = min(engine.config.max_num_seqs, buckets[-1])
   requests = sorted({n for n in powers if n <= most_requests} | {most_requests})
-  most_rows, longest = buckets[-1], engine.config.max_context // 2
+  most_rows, longest = buckets[-1], engine.config.max_model_len // 2
   paths = [
     (instances * count, instances * count * (1 + length))
     for count in requests
     for length in PATH_LENGTHS
     if count * (1 + length) <= most_rows and length < longest
   ]
-  steps = min(engine.config.steps_per_visit, longest)
+  steps = min(engine.config.decode_steps_per_call, longest)
   sizes = [*((n, n, 1) for n in rows), *((n, size, 1) for n, size in paths)]
   if steps > 1:
     sizes += [(instances * count, instances * count, steps) for count in requests]
@@ -141,10 +141,10 @@ def step_seconds(
   for requests, rows in sizes:
     checks.whole("step_seconds: requests", requests, 1, None, "a step has at least one")
     checks.whole("step_seconds: rows", rows, requests, None, "each request has at least one row")
-  most = engine.config.row_buckets[-1]
+  most = engine.config.batch_size_buckets[-1]
 
   def ready(size: tuple[int, int]) -> Callable[[], object]:
-    requests, rows = (min(-(-count // engine.num_instances), most) for count in size)
+    requests, rows = (min(-(-count // engine.data_parallel_size), most) for count in size)
     return engine.idle_step(requests, rows, num_steps)
 
   calls = [functools.partial(ready, size) for size in sizes]

@@ -35,7 +35,7 @@ class Weights:
     return {name: part for name, part in self.params.items() if name != "adapters"}
 
   def replace(self, params: parameters.Params, *, what: str) -> None:
-    """Replaces the weights and keeps the adapters; see `Engine.set_params`."""
+    """Replaces the weights and keeps the adapters; see `Engine.update_weights`."""
     placed = self._runner.place_params(params, what=what)
     if self.adapters:
       adapters_lib.check(placed, {}, what=what)

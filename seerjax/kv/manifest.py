@@ -1,6 +1,6 @@
 """Description of a request's exported pages, with which another engine imports them.
 
-    Chunks.export_kv -> KVManifest -> (any process) -> Engine.submit(..., kv=manifest)
+    Chunks.export_kv -> KVManifest -> (any process) -> Engine.add_request(..., kv=manifest)
 
 A manifest is frozen and contains no array, so it may be pickled and sent. The importing engine
 compares it with the store's value and with its own weights and numerics; on a mismatch, the keys

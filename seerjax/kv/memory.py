@@ -31,13 +31,13 @@ class KVSizes(NamedTuple):
     num_pages: number of pages, the reserved page included.
     page_size: positions per page.
     table_width: width of a row of the page table, in pages.
-    reuse_prefixes: whether pages are cached for sequences with the same prefix.
+    enable_prefix_caching: whether pages are cached for sequences with the same prefix.
   """
 
   num_pages: int
   page_size: int
   table_width: int
-  reuse_prefixes: bool
+  enable_prefix_caching: bool
 
 
 class Memory:
@@ -66,7 +66,7 @@ class Memory:
     self._moves = moves
     self._page_size = sizes.page_size
     self._table_width = sizes.table_width
-    self._reuse_prefixes = sizes.reuse_prefixes
+    self._reuse_prefixes = sizes.enable_prefix_caching
     leaves = jax.tree.leaves(pages)
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
     # Like `KVManifest.layout` of values that are extracted from these pages.

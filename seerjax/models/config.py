@@ -25,7 +25,7 @@ class TransformerConfig:
     norm_eps: epsilon of every RMS norm.
     rotary: rotary embedding of every layer.
     is_tied: the head reads the embedding table.
-    max_context: positions the model was made for; longer prompts are refused.
+    max_model_len: positions the model was made for; longer prompts are refused.
   """
 
   vocab_size: int
@@ -40,13 +40,13 @@ class TransformerConfig:
   norm_eps: float = 1e-6
   rotary: rotary.RotaryConfig
   is_tied: bool = True
-  max_context: int = 4096
+  max_model_len: int = 4096
 
   def __post_init__(self):
     fields.check(self)
     for field in (
       "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-      "max_context",
+      "max_model_len",
     ):  # fmt: skip
       if vars(self)[field] < 1:
         raise ValueError(

@@ -75,9 +75,7 @@ class Decoder:
   def describe(self) -> str:
     """Returns one line, as runs and servers print it."""
     numerics = self.numerics
-    return (
-      f"{numerics.compute_dtype} by {numerics.implementation!r}, {numerics.reduction_shards} slabs"
-    )
+    return f"{numerics.compute_dtype} by {numerics.backend!r}, {numerics.reduction_shards} slabs"
 
   def fingerprint(self, remat: str = "none") -> dict[str, str]:
     """Returns `numerics.fingerprint` of what was decided."""
@@ -101,7 +99,7 @@ def decide(
     backend: backend to use instead of the one that the numerics name.
 
   Raises:
-    ValueError: for an implementation that cannot run this model here, or a number of slabs that
+    ValueError: for a backend that cannot run this model here, or a number of slabs that
       does not divide the model, naming the dimension and both numbers.
   """
   numerics = numerics_for(shape, asked)
@@ -113,7 +111,7 @@ def numerics_for(
 ) -> numerics_lib.NumericsConfig:
   """Returns the numerics with open settings decided for this machine and the model.
 
-  "auto" becomes the implementation for this machine, 0 rows of a tile become the platform's
+  "auto" becomes the backend for this machine, 0 rows of a tile become the platform's
   default, and 0 slabs become the largest number that the model allows. Raises as `decide`.
   """
   slabs = slabs_for(shape, asked)
@@ -128,6 +126,6 @@ def without_model(asked: numerics_lib.NumericsConfig) -> Backend:
   The number of slabs stays as asked.
 
   Raises:
-    ValueError: for an implementation that cannot run here.
+    ValueError: for a backend that cannot run here.
   """
   return choice.backend_of(choice.decided(asked))

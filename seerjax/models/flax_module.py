@@ -24,9 +24,9 @@ class Transformer(nnx.Module):
   """The decoder as a Flax NNX module.
 
   It holds the master weights as `nnx.Param`s under `params`. `pure_params` returns the pytree that
-  `forward`, the engine and the trainer take, and `set_params` sets the weights from one:
+  `forward`, the engine and the trainer take, and `update_weights` sets the weights from one:
 
-    module -> pure_params() -> rl.train, ttt.discover -> state.params -> set_params() -> module
+    module -> pure_params() -> rl.train, ttt.discover -> state.params -> update_weights() -> module
 
   """
 
@@ -80,7 +80,7 @@ class Transformer(nnx.Module):
           " master weights for this config and these numerics."
         )
 
-  def set_params(self, params: Params) -> None:
+  def update_weights(self, params: Params) -> None:
     """Copies master weights that were trained elsewhere into the module's `nnx.Param`s.
 
     Optimizers that were created for this module stay valid.

@@ -98,7 +98,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
       raise fields.refuse(
         same, f"the {head_dim} features of a head", "this release does not compute it"
       )
-  max_context = fields.whole("context_length")
+  max_model_len = fields.whole("context_length")
   epsilon = fields.number("attention.layer_norm_rms_epsilon")
   if epsilon >= 1:
     raise fields.refuse("attention.layer_norm_rms_epsilon", "less than 1", "download it again")
@@ -116,9 +116,9 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     has_qk_norms=family.has_qk_norms,
     has_qkv_biases=family.has_qkv_biases,
     norm_eps=epsilon,
-    rotary=_rotary(file, fields, head_dim, max_context),
+    rotary=_rotary(file, fields, head_dim, max_model_len),
     is_tied=HEAD not in file.tensors,
-    max_context=max_context,
+    max_model_len=max_model_len,
   )
 
 
@@ -132,7 +132,7 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
   family, turn = huggingface_config.family_of(config), config.rotary
   values: dict[str, str | int | float] = {
     "vocab_size": config.vocab_size,
-    "context_length": config.max_context,
+    "context_length": config.max_model_len,
     "embedding_length": config.hidden_size,
     "block_count": config.num_layers,
     "feed_forward_length": config.intermediate_size,
@@ -202,7 +202,7 @@ def _vocab_size(file: gguf_file.File, fields: huggingface_config.Fields) -> int:
 
 
 def _rotary(
-  file: gguf_file.File, fields: huggingface_config.Fields, head_dim: int, max_context: int
+  file: gguf_file.File, fields: huggingface_config.Fields, head_dim: int, max_model_len: int
 ) -> rotary.RotaryConfig:
   base = fields.number("rope.freq_base", 10_000.0)
   kind = fields.get("rope.scaling.type")
@@ -211,7 +211,7 @@ def _rotary(
       f"{file.path}: {fields.prefix}rope.scaling.type: got {fields_lib.shown(kind)}, expected"
       " 'none', 'linear' or 'yarn'; other kinds of scaling are not built yet."
     )
-  original = fields.whole("rope.scaling.original_context_length", max_context)
+  original = fields.whole("rope.scaling.original_context_length", max_model_len)
   if ROPE_FACTORS in file.tensors:
     if kind not in (None, "none"):
       raise fields.refuse("rope.scaling.type", f"none with {ROPE_FACTORS}", "download it again")

@@ -84,7 +84,7 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
   hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
   default_head_dim = 128 if family == "qwen3" else max(hidden_size // num_heads, 1)
   head_dim = fields.whole("head_dim", default_head_dim)
-  max_context = fields.whole("max_position_embeddings")
+  max_model_len = fields.whole("max_position_embeddings")
   return model_config.TransformerConfig(
     vocab_size=fields.whole("vocab_size"),
     hidden_size=hidden_size,
@@ -96,9 +96,9 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
     has_qk_norms=FAMILIES[family].has_qk_norms,
     has_qkv_biases=FAMILIES[family].has_qkv_biases,
     norm_eps=fields.number("rms_norm_eps", 1e-6),
-    rotary=_rotary(fields, head_dim, max_context),
+    rotary=_rotary(fields, head_dim, max_model_len),
     is_tied=fields.flag("tie_word_embeddings"),
-    max_context=max_context,
+    max_model_len=max_model_len,
   )
 
 
@@ -151,7 +151,7 @@ def to_object(
     "hidden_act": "silu",
     "hidden_size": config.hidden_size,
     "intermediate_size": config.intermediate_size,
-    "max_position_embeddings": config.max_context,
+    "max_position_embeddings": config.max_model_len,
     "model_type": family,
     "num_attention_heads": config.num_heads,
     "num_hidden_layers": config.num_layers,
@@ -242,7 +242,7 @@ def _refuse_unsupported(fields: Fields, family: str) -> None:
       raise fields.refuse("use_sliding_window", "false", fix)
 
 
-def _rotary(fields: Fields, head_dim: int, max_context: int) -> rotary.RotaryConfig:
+def _rotary(fields: Fields, head_dim: int, max_model_len: int) -> rotary.RotaryConfig:
   """Reads rope_parameters (transformers 5) or rope_theta and rope_scaling (transformers 4)."""
   found = []
   for name in ("rope_parameters", "rope_scaling"):
@@ -252,7 +252,7 @@ def _rotary(fields: Fields, head_dim: int, max_context: int) -> rotary.RotaryCon
     if not isinstance(value, dict):
       raise fields.refuse(name, "an object", "correct the file")
     rope = Fields(fields.path, value, f"{name}.")
-    found.append((name, _scaled_rotary(fields, rope, head_dim, max_context)))
+    found.append((name, _scaled_rotary(fields, rope, head_dim, max_model_len)))
   if not found:
     return rotary.RotaryConfig(head_dim=head_dim, base=fields.number("rope_theta", 10_000.0))
   if len(found) == 2 and found[0][1] != found[1][1]:
@@ -263,7 +263,7 @@ def _rotary(fields: Fields, head_dim: int, max_context: int) -> rotary.RotaryCon
 
 
 def _scaled_rotary(
-  fields: Fields, rope: Fields, head_dim: int, max_context: int
+  fields: Fields, rope: Fields, head_dim: int, max_model_len: int
 ) -> rotary.RotaryConfig:
   kind_field = "rope_type" if "rope_type" in rope.values else "type"
   kind = rope.get(kind_field)
@@ -288,7 +288,7 @@ def _scaled_rotary(
   factor = rope.number("factor")
   if scaling == "linear":
     return rotary.RotaryConfig(head_dim=head_dim, base=base, scaling="linear", factor=factor)
-  original_context = rope.whole("original_max_position_embeddings", max_context)
+  original_context = rope.whole("original_max_position_embeddings", max_model_len)
   if scaling == "llama3":
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:

@@ -106,10 +106,10 @@ def is_pool(pages: Pages | ScratchPages, decoder: Decoder) -> bool:
 
 
 def scratch_of_layer(
-  decoder: Decoder, pages: ScratchPages, model_shards: int
+  decoder: Decoder, pages: ScratchPages, tensor_parallel_size: int
 ) -> tuple[tuple[int, ...], ...]:
-  """Returns the shapes of a layer's arrays on one of `model_shards` devices."""
-  num_heads = decoder.shape.num_kv_heads // model_shards
+  """Returns the shapes of a layer's arrays on one of `tensor_parallel_size` devices."""
+  num_heads = decoder.shape.num_kv_heads // tensor_parallel_size
   return tuple(
     (num_heads, pages.num_pages, *page) for page in _page_shapes(decoder, pages.page_size)
   )

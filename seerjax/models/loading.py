@@ -102,7 +102,7 @@ def load_model(
     name_or_path: "nano" or "nano-sleep" (in the package), a Hugging Face directory, a GGUF file
       (the first one if there are several), or a Hub id such as "Qwen/Qwen3-0.6B", which is
       downloaded into the Hub's cache.
-    numerics: the numerics configuration; None is float32 with the implementation for this machine
+    numerics: the numerics configuration; None is float32 with the backend for this machine
       ("auto") and the largest number of slabs that the model allows.
 
   Raises:

@@ -30,7 +30,7 @@ def nano() -> TransformerConfig:
     norm_eps=1e-6,
     rotary=rotary.RotaryConfig(head_dim=16, base=10_000.0),
     is_tied=True,
-    max_context=1024,
+    max_model_len=1024,
   )
 
 
@@ -87,7 +87,7 @@ def _qwen3(
     norm_eps=1e-6,
     rotary=rotary.RotaryConfig(head_dim=128, base=1_000_000.0),
     is_tied=is_tied,
-    max_context=40_960,
+    max_model_len=40_960,
   )
 
 
@@ -114,7 +114,7 @@ def _qwen25(
     norm_eps=1e-6,
     rotary=rotary.RotaryConfig(head_dim=head_dim, base=1_000_000.0),
     is_tied=is_tied,
-    max_context=32_768,
+    max_model_len=32_768,
   )
 
 
@@ -147,7 +147,7 @@ def _llama3(
       high_frequency_factor=4.0,
     ),
     is_tied=is_tied,
-    max_context=131_072,
+    max_model_len=131_072,
   )
 
 

@@ -195,8 +195,8 @@ def _with_scratch(
 ) -> Array:
   """Runs `layer` once per layer, each time on fresh pages."""
   kv_layout.check_page_size(pages.page_size, decoder.numerics)
-  model_shards = 1 if decoder.axis is None else lax.axis_size(decoder.axis)
-  shapes = kv_layout.scratch_of_layer(decoder, pages, model_shards)
+  tensor_parallel_size = 1 if decoder.axis is None else lax.axis_size(decoder.axis)
+  shapes = kv_layout.scratch_of_layer(decoder, pages, tensor_parallel_size)
   dtype = decoder.numerics.dtype
 
   def zeros(shape: tuple[int, ...], x: Array) -> Array:

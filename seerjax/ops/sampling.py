@@ -44,8 +44,8 @@ def sampling_rows(
 
   Args:
     params: sampling parameters of each row.
-    places: index of each row's token in its response, for `SamplingParams.allowed`; None applies no
-      restriction.
+    places: index of each row's token in its response, for `SamplingParams.allowed_token_ranges`;
+      None applies no restriction.
 
   Raises:
     ValueError: if a request biases more than `MAX_LOGIT_BIAS` tokens.
@@ -63,8 +63,8 @@ def sampling_rows(
       bias_ids[row, column], bias_values[row, column] = token, value
   low, high = np.zeros(count, np.int32), np.full(count, NO_LIMIT, np.int32)
   for row, place in enumerate(places or ()):
-    if params[row].allowed:
-      low[row], high[row] = params[row].allowed[place]
+    if params[row].allowed_token_ranges:
+      low[row], high[row] = params[row].allowed_token_ranges[place]
   # Any: the records are typed for device arrays, and this one is built on the host.
   fields: dict[str, Any] = dict(
     temperature=np.asarray([p.temperature for p in params], np.float32),
@@ -267,8 +267,8 @@ def sample_reference(
   z = np.asarray(logits, np.float64).copy()
   for token, value in params.logit_bias:
     z[token] += value
-  if params.allowed:
-    low, high = params.allowed[place]
+  if params.allowed_token_ranges:
+    low, high = params.allowed_token_ranges[place]
     z[:low] = z[high:] = -np.inf
   if params.temperature == 0:
     return int(np.argmax(z))

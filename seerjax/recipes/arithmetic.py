@@ -29,9 +29,11 @@ def config() -> RunConfig:
     ),
     num_steps=40,
     checkpoint_every=5,
-    engine=engine_lib.EngineConfig(max_context=128, max_sequences=64, row_buckets=(64, 256)),
+    engine=engine_lib.EngineConfig(
+      max_model_len=128, max_num_seqs=64, batch_size_buckets=(64, 256)
+    ),
     # At temperature 1 the model begins at 8 %, at 0.6 at 30 %.
-    rollout=groups.RolloutConfig(groups_per_step=8, group_size=8, max_tokens=24, temperature=0.6),
+    rollout=groups.RolloutConfig(prompts_per_step=8, group_size=8, max_tokens=24, temperature=0.6),
     trainer=TrainerConfig(remat="layer"),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=3e-6, warmup_steps=2),

@@ -48,7 +48,7 @@ OVERLAYS = (
     note="mean over held-out answers, with 95 % intervals",
   ),
   Overlay(title="Reward", name="rollout/reward_mean", note="mean over the step's rollouts"),
-  Overlay(title="KL, rollout ‖ trainer", name="contract/kl", note="nats"),
+  Overlay(title="KL, rollout ‖ trainer", name="rollout_train/kl", note="nats"),
   Overlay(title="Response length", name="rollout/length_mean", note="tokens, mean of a step"),
   Overlay(title="Entropy", name="train/entropy", note="nats per token"),
 )  # fmt: skip

@@ -262,7 +262,7 @@ def headline(found: Found) -> str:
     (page.number(found.start, TILE_DIGITS), "start", "the best of them"),
     (_signed(gain, TILE_DIGITS), "gain", share),
   ]
-  sizes = [run.config.get(name) for name in ("groups_per_step", "group_size")]
+  sizes = [run.config.get(name) for name in ("prompts_per_step", "group_size")]
   if all(isinstance(size, int) for size in sizes):
     attempts = found.num_steps * math.prod(size for size in sizes if size is not None)
     tiles.append((page.number(attempts), "attempts", f"{found.num_steps} of {planned} steps"))
@@ -272,8 +272,8 @@ def headline(found: Found) -> str:
     note = "" if judge is None else f"edits and verdicts: {page.number(judge, 3)}"
     whole = round(seconds) if seconds >= 100 else seconds
     tiles.append((page.number(whole), "CPU seconds", note))
-  if "contract/max_abs_logprob_gap" in run.curves:
-    gap = float(np.max(run.curves["contract/max_abs_logprob_gap"][1]))
+  if "rollout_train/max_abs_logprob_gap" in run.curves:
+    gap = float(np.max(run.curves["rollout_train/max_abs_logprob_gap"][1]))
     tiles.append((page.number(gap), "log-probability gap", "nats, engine to trainer, at most"))
   return page.header(f"discovery · {run.name}", found.environment.name, tiles)
 

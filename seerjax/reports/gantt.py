@@ -52,8 +52,8 @@ def gantt(trace: Trace) -> str:
   """Returns the timeline of a rollout's chunks."""
   scale, top, parts = _scale(trace), 6, []
   groups: dict[str, int] = {}
-  num_instances = len(trace.used_pages[0]) if trace.used_pages else 0
-  for instance in range(num_instances):
+  data_parallel_size = len(trace.used_pages[0]) if trace.used_pages else 0
+  for instance in range(data_parallel_size):
     placed = lanes([span for span in trace.spans if span.instance == instance])
     height = LANE * max((lane + 1 for lane, _ in placed), default=1)
     parts.append(

@@ -27,13 +27,13 @@ NUM_TRANSCRIPTS = 4  # From each of the first and the last step.
 CONTRACT_CHARTS = (
   Chart(
     title="KL, rollout ‖ trainer",
-    names=("contract/kl",),
+    names=("rollout_train/kl",),
     note="nats, with the sampling weights, before the update",
     is_contract=True,
   ),
   Chart(
     title="Largest log-probability gap",
-    names=("contract/max_abs_logprob_gap",),
+    names=("rollout_train/max_abs_logprob_gap",),
     note="nats, max |behaviour_logprob − logprob| over every sampled token",
     is_contract=True,
   ),
@@ -122,8 +122,8 @@ def gap_sentence(what: str, points: Points | None) -> tuple[bool, str]:
 
 def contract_section(run: Run) -> str:
   """Returns the section on bit equality of engine and trainer: a verdict and the curves."""
-  kl = run.curves.get("contract/kl")
-  gap = run.curves.get("contract/max_abs_logprob_gap")
+  kl = run.curves.get("rollout_train/kl")
+  gap = run.curves.get("rollout_train/max_abs_logprob_gap")
   if kl is None and gap is None:
     return ""
   verdicts = [

@@ -1,6 +1,6 @@
 """Runs a rollout in chunks: carries out the scheduler's decisions on one engine's instances.
 
-    buffer (all requests) -> scheduler (which chunk, where) -> engine.submit / resume -> steps
+    buffer (all requests) -> scheduler (which chunk, where) -> engine.add_request / resume -> steps
       ^                                                                                  |
       +--------------- end of chunk, end of request, keys and values that moved <--------+
 
@@ -84,10 +84,10 @@ class DividedRollout:
     self._on_chunk = on_chunk
     config = engine.config
     self._instances = Instances.empty(
-      engine.num_instances,
+      engine.data_parallel_size,
       page_size=config.page_size,
       num_pages=config.num_pages - 1,
-      max_running=config.max_sequences,
+      max_running=config.max_num_seqs,
     )
     self._requests: dict[str, Request] = {}
     self._running: dict[str, _Running] = {}
@@ -99,7 +99,7 @@ class DividedRollout:
     """Yields completions as they finish.
 
     Raises:
-      ValueError: as `Engine.submit`, before anything runs.
+      ValueError: as `Engine.add_request`, before anything runs.
     """
     for request in requests:
       self.engine.check(request)
@@ -136,7 +136,7 @@ class DividedRollout:
       item = self.buffer[request_id]
       if item.num_chunks and item.state is not State.FINISHED:
         begun[request_id] = self.engine.progress(request_id)
-        self.engine.cancel(request_id)
+        self.engine.abort_request(request_id)
     finished = list(self._unread)
     self._unread.clear()
     return finished, {name: one for name, one in begun.items() if one.tokens}
@@ -145,7 +145,7 @@ class DividedRollout:
     engine = self.engine
     usable = engine.config.num_pages - 1
     self.trace.used_pages.append(
-      [usable - engine.chunks.free_pages(instance) for instance in range(engine.num_instances)]
+      [usable - engine.chunks.free_pages(instance) for instance in range(engine.data_parallel_size)]
     )
     self.trace.rows.append(engine.counters.rows - self._rows_before)
     self._rows_before = engine.counters.rows
@@ -194,7 +194,7 @@ class DividedRollout:
         )
         self.trace.pulls += pulled > 0
       begun = self._resume_from.pop(request_id, None)
-      engine.submit(request, resume_from=begun, instance=target, chunk_tokens=chunk_tokens)
+      engine.add_request(request, resume_from=begun, instance=target, chunk_tokens=chunk_tokens)
     item = self.buffer[request_id]
     self._num_decisions += 1
     self._running[request_id] = _Running(
@@ -220,7 +220,7 @@ class DividedRollout:
     count once.
     """
     chunks = self.engine.chunks
-    pages = [self._free(instance) for instance in range(self.engine.num_instances)]
+    pages = [self._free(instance) for instance in range(self.engine.data_parallel_size)]
     for request_id in chunks.poll_paused():
       pages[chunks.instance_of(request_id)] += chunks.held_pages(request_id)
     return pages
@@ -238,7 +238,7 @@ class DividedRollout:
       held = chunks.held_pages(request_id)
       if request_id == keep or not held or chunks.instance_of(request_id) != instance:
         continue
-      peer = max(range(engine.num_instances), key=lambda i: (i != instance, self._free(i), -i))
+      peer = max(range(engine.data_parallel_size), key=lambda i: (i != instance, self._free(i), -i))
       reserve = int(PEER_RESERVE * (engine.config.num_pages - 1))
       has_room = peer != instance and self._free(peer) - held >= reserve
       if has_room and chunks.migrate(request_id, peer):

@@ -37,33 +37,34 @@ class RolloutConfig:
   """Configuration of the rollouts of one step.
 
   Attributes:
-    groups_per_step: number of problems.
+    prompts_per_step: number of problems.
     group_size: rollouts per problem.
     temperature: see `SamplingParams`, also for the next fields.
     top_k: 0 keeps all.
     top_p: 1 keeps all.
     min_p: 0 drops none.
     max_tokens: maximum number of generated tokens per rollout.
-    stop_strings: a rollout's text ends before the first of these.
+    stop: a rollout's text ends before the first of these.
     reward_weights: weights of the reward parts in a task's verdicts, by name
       (`types.weighted_sum`); parts without an entry have weight 1.
   """
 
-  groups_per_step: int = 32
+  prompts_per_step: int = 32
   group_size: int = 8
   temperature: float = 1.0
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
   max_tokens: int = 256
-  stop_strings: tuple[str, ...] = ()
+  stop: tuple[str, ...] = ()
   reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
   def __post_init__(self):
     fields.check(self)
-    if self.groups_per_step < 1 or self.group_size < 2:
+    if self.prompts_per_step < 1 or self.group_size < 2:
       raise ValueError(
-        f"RolloutConfig: got groups_per_step={self.groups_per_step}, group_size={self.group_size},"
+        f"RolloutConfig: got prompts_per_step={self.prompts_per_step},"
+        f" group_size={self.group_size},"
         " expected at least 1 and 2 (a group's advantages compare its members); 32 and 8 are usual."
       )
     self.sampling(())  # Validates the sampling parameters.
@@ -78,7 +79,7 @@ class RolloutConfig:
       min_p=self.min_p,
       max_tokens=self.max_tokens,
       stop_token_ids=tuple(stop_token_ids),
-      stop_strings=self.stop_strings,
+      stop=self.stop,
     )
 
 

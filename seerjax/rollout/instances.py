@@ -64,16 +64,18 @@ class Instances:
 
   @classmethod
   def empty(
-    cls, num_instances: int, *, page_size: int, num_pages: int, max_running: int
+    cls, data_parallel_size: int, *, page_size: int, num_pages: int, max_running: int
   ) -> Instances:
     """Returns equal instances without running requests."""
-    if min(num_instances, page_size, num_pages, max_running) < 1:
+    if min(data_parallel_size, page_size, num_pages, max_running) < 1:
       raise ValueError(
-        f"Instances: got num_instances={num_instances}, page_size={page_size},"
+        f"Instances: got data_parallel_size={data_parallel_size}, page_size={page_size},"
         f" num_pages={num_pages}, max_running={max_running}, expected at least 1 of each."
       )
-    pages = [num_pages] * num_instances
-    return cls(page_size, pages, list(pages), [0] * num_instances, [max_running] * num_instances)
+    pages = [num_pages] * data_parallel_size
+    return cls(
+      page_size, pages, list(pages), [0] * data_parallel_size, [max_running] * data_parallel_size
+    )
 
   def add(self, *, num_pages: int, max_running: int) -> int:
     """Adds an instance without running requests; returns its index, the next one."""

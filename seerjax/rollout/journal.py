@@ -164,10 +164,12 @@ def _request_record(request: Request) -> dict[str, Any]:
       "min_p": _number(sampling.min_p),
       **{name: _number(vars(sampling)[name]) for name in PENALTIES if sampling.has_penalties},
       "logit_bias": [[int(token), _number(bias)] for token, bias in sampling.logit_bias],
-      "allowed": [[int(low), int(high)] for low, high in sampling.allowed],
+      "allowed_token_ranges": [
+        [int(low), int(high)] for low, high in sampling.allowed_token_ranges
+      ],
       "max_tokens": int(sampling.max_tokens),
       "stop_token_ids": [int(token) for token in sampling.stop_token_ids],
-      "stop_strings": list(sampling.stop_strings),
+      "stop": list(sampling.stop),
     },
   }
 
@@ -186,10 +188,10 @@ def _request(record: Mapping[str, Any]) -> Request:
       min_p=float(sampling["min_p"]),
       **{name: float(sampling[name]) for name in PENALTIES if name in sampling},
       logit_bias=tuple((token, float(bias)) for token, bias in sampling["logit_bias"]),
-      allowed=tuple((low, high) for low, high in sampling["allowed"]),
+      allowed_token_ranges=tuple((low, high) for low, high in sampling["allowed_token_ranges"]),
       max_tokens=sampling["max_tokens"],
       stop_token_ids=tuple(sampling["stop_token_ids"]),
-      stop_strings=tuple(sampling["stop_strings"]),
+      stop=tuple(sampling["stop"]),
     ),
   )
 

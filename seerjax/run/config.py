@@ -41,8 +41,8 @@ class TrainerConfig:
     sequences_per_micro_batch: maximum number of sequences per micro-batch; determines the scratch
       pages. 0 as above.
     num_mini_batches: optimiser steps per batch of rollouts; the first is exactly on-policy.
-    max_rounds: DAPO's dynamic sampling: groups with all-equal rewards are replaced by further
-      problems, in at most this many rounds; 1 keeps every group.
+    dynamic_sampling_rounds: DAPO's dynamic sampling: groups with all-equal rewards are replaced by
+      further problems, in at most this many rounds; 1 keeps every group.
     overlong_buffer: DAPO's overlong shaping: completions within this many tokens of `max_tokens`
       lose reward linearly; 0 disables it.
     remat: activations kept for the backward pass: "none" recomputes nothing; "layer" keeps only
@@ -54,7 +54,7 @@ class TrainerConfig:
   rows_per_micro_batch: int = 0
   sequences_per_micro_batch: int = 0
   num_mini_batches: int = 1
-  max_rounds: int = 1
+  dynamic_sampling_rounds: int = 1
   overlong_buffer: int = 0
   remat: transformer.Remat = "none"
 
@@ -68,7 +68,7 @@ class TrainerConfig:
     for field, least, usual in (
       ("rows_per_micro_batch", 0, "0, which derives it from the model,"),
       ("sequences_per_micro_batch", 0, "0, which derives it from the model,"),
-      ("num_mini_batches", 1, 1), ("max_rounds", 1, 1),
+      ("num_mini_batches", 1, 1), ("dynamic_sampling_rounds", 1, 1),
     ):  # fmt: skip
       if (value := vars(self)[field]) < least:
         raise ValueError(
@@ -88,11 +88,11 @@ class RunConfig:
     task_options: parameters of a reasoning-gym generator, by name.
     seed: determines problems and samples.
     num_steps: number of steps (sample, judge, learn, publish).
-    num_instances: data-parallel devices for sampling and learning; does not affect results.
-    model_shards: devices that share the weights of each instance: 1, 2, 4 or 8, at most the number
-      of slabs (`NumericsConfig.reduction_shards`); does not affect results.
-    publish_bytes: upper bound on bytes of weights in flight per device while publishing, to the
-      engine and to cluster workers; does not affect results.
+    data_parallel_size: data-parallel devices for sampling and learning; does not affect results.
+    tensor_parallel_size: devices that share the weights of each instance: 1, 2, 4 or 8, at most the
+      number of slabs (`NumericsConfig.reduction_shards`); does not affect results.
+    weight_transfer_chunk_bytes: upper bound on bytes of weights in flight per device while
+      publishing, to the engine and to cluster workers; does not affect results.
     checkpoint_every: steps between checkpoints.
     lora_rank: rank of trained LoRA adapters; 0 is full fine-tuning.
     lora_alpha: adapters are scaled by alpha / rank.
@@ -105,7 +105,7 @@ class RunConfig:
     kv_pool: where KV pages of waiting requests are spilled; does not affect results.
     speculation: drafter and draft budget; does not affect results.
     cluster: workers that sample instead of the run's own engine; does not affect results.
-    stale: off-policy training on samples from older weights, a baseline for comparison; off by
+    off_policy: off-policy training on samples from older weights, a baseline for comparison; off by
       default.
     trainer: how groups become gradients.
     loss: the objective.
@@ -119,9 +119,9 @@ class RunConfig:
   task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   seed: int = 0
   num_steps: int = 40
-  num_instances: int = 1
-  model_shards: int = 1
-  publish_bytes: int = parallel.PIECE_BYTES
+  data_parallel_size: int = 1
+  tensor_parallel_size: int = 1
+  weight_transfer_chunk_bytes: int = parallel.PIECE_BYTES
   checkpoint_every: int = 10
   lora_rank: int = 0
   lora_alpha: float = 16.0
@@ -133,7 +133,7 @@ class RunConfig:
   kv_pool: kv_pool_lib.KVPoolConfig = kv_pool_lib.KVPoolConfig()
   speculation: SpeculationConfig = SpeculationConfig()
   cluster: ClusterConfig = ClusterConfig()
-  stale: off_policy.StaleConfig = off_policy.StaleConfig()
+  off_policy: off_policy.OffPolicyConfig = off_policy.OffPolicyConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
@@ -147,10 +147,13 @@ class RunConfig:
         f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
       )
     parallel.require_sizes(
-      self.num_instances, self.model_shards, self.numerics.reduction_shards, what="RunConfig."
+      self.data_parallel_size,
+      self.tensor_parallel_size,
+      self.numerics.reduction_shards,
+      what="RunConfig.",
     )
     for field, least in (
-      ("num_steps", 0), ("publish_bytes", 1), ("checkpoint_every", 1),
+      ("num_steps", 0), ("weight_transfer_chunk_bytes", 1), ("checkpoint_every", 1),
       ("lora_rank", 0),
     ):  # fmt: skip
       if vars(self)[field] < least:
@@ -161,40 +164,44 @@ class RunConfig:
       raise ValueError(
         f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."
       )
-    if self.stale.steps_ahead and self.num_instances < 2:
+    if self.off_policy.max_policy_lag and self.data_parallel_size < 2:
       raise ValueError(
-        f"StaleConfig.steps_ahead: got {self.stale.steps_ahead} with"
-        f" num_instances={self.num_instances}, expected 2 or more (half of them sample while the"
-        " others train); raise RunConfig.num_instances."
+        f"OffPolicyConfig.max_policy_lag: got {self.off_policy.max_policy_lag} with"
+        f" data_parallel_size={self.data_parallel_size}, expected 2 or more (half of them sample"
+        " while the"
+        " others train); raise RunConfig.data_parallel_size."
       )
     if self.cluster.workers:
       self._check_cluster()
-    if self.stale.steps_ahead and self.speculation.draft.learn:
+    if self.off_policy.max_policy_lag and self.speculation.draft.learn:
       raise ValueError(
-        f"DraftModelConfig.learn: got True with StaleConfig.steps_ahead={self.stale.steps_ahead},"
+        "DraftModelConfig.learn: got True with"
+        f" OffPolicyConfig.max_policy_lag={self.off_policy.max_policy_lag},"
         " expected at most one of them (the draft would be trained while it is used); set one to"
         " its default."
       )
-    if self.stale.begun > 1 and self.trainer.max_rounds > 1:
+    if self.off_policy.oversample > 1 and self.trainer.dynamic_sampling_rounds > 1:
       raise ValueError(
-        f"StaleConfig.begun: got {self.stale.begun} with max_rounds={self.trainer.max_rounds},"
+        f"OffPolicyConfig.oversample: got {self.off_policy.oversample} with"
+        f" dynamic_sampling_rounds={self.trainer.dynamic_sampling_rounds},"
         " expected at least one of them to be 1; dynamic sampling needs whole steps."
       )
-    if self.trainer.num_mini_batches > self.rollout.groups_per_step:
+    if self.trainer.num_mini_batches > self.rollout.prompts_per_step:
       raise ValueError(
         f"TrainerConfig.num_mini_batches: got {self.trainer.num_mini_batches}, expected at most"
-        f" RolloutConfig.groups_per_step={self.rollout.groups_per_step} (groups are not split);"
+        f" RolloutConfig.prompts_per_step={self.rollout.prompts_per_step} (groups are not split);"
         " lower it or sample more groups."
       )
     most = self.rollout.max_tokens
     # A prompt has at least one token, and the last generated token needs no row.
     rows = self.trainer.rows_per_micro_batch
-    room = min(self.engine.max_context - 1, rows or self.engine.max_context)
+    room = min(self.engine.max_model_len - 1, rows or self.engine.max_model_len)
     if most > room:
       and_rows = f" and TrainerConfig.rows_per_micro_batch={rows}" if rows else ""
       raise ValueError(
         f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
-        f" have to fit EngineConfig.max_context={self.engine.max_context}{and_rows}; lower it, or"
+        f" have to fit EngineConfig.max_model_len={self.engine.max_model_len}{and_rows}; lower it,"
+        " or"
         f" raise {'those' if rows else 'that'}."
       )
     if not 0 <= self.trainer.overlong_buffer <= most:
@@ -210,7 +217,7 @@ class RunConfig:
       ValueError: naming the setting.
     """
     for name, is_set in (
-      ("StaleConfig", self.stale != off_policy.StaleConfig()),
+      ("OffPolicyConfig", self.off_policy != off_policy.OffPolicyConfig()),
       ("DraftModelConfig.learn", self.speculation.draft.learn),
     ):
       if is_set:
@@ -227,7 +234,7 @@ class RunConfig:
       lora_rank=self.lora_rank,
       lora_alpha=self.lora_alpha,
       seed=self.seed,
-      publish_bytes=self.publish_bytes,
+      weight_transfer_chunk_bytes=self.weight_transfer_chunk_bytes,
     )
 
   @property
@@ -259,11 +266,12 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> Decid
   Raises:
     ValueError: if completions could exceed the model's context.
   """
-  if config.rollout.max_tokens >= model.max_context:
+  if config.rollout.max_tokens >= model.max_model_len:
     raise ValueError(
       f"RolloutConfig.max_tokens: got {config.rollout.max_tokens}, expected at most"
-      f" {model.max_context - 1}, because prompt and answer have to fit the model's own context of"
-      f" {model.max_context} positions (max_position_embeddings in its config.json); lower it (in"
+      f" {model.max_model_len - 1}, because prompt and answer have to fit the model's own context"
+      " of"
+      f" {model.max_model_len} positions (max_position_embeddings in its config.json); lower it (in"
       " discovery the larger of ProgramConfig.thinking_tokens and answer_tokens), or take a model"
       " of a longer context."
     )
@@ -272,7 +280,7 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> Decid
     rate = learning_rates.usual(learning_rates.num_parameters(model), is_lora=config.lora_rank > 0)
     optimizer = dataclasses.replace(optimizer, learning_rate=rate)
   rows, sequences = packing.derived_sizes(
-    context=min(config.engine.max_context, model.max_context),
+    context=min(config.engine.max_model_len, model.max_model_len),
     bytes_per_position=2 * model.num_layers * model.num_kv_heads * model.head_dim * 4,
     rows=trainer.rows_per_micro_batch,
     sequences=trainer.sequences_per_micro_batch,
@@ -296,10 +304,10 @@ def chosen(config: RunConfig, of_model: RunConfig) -> str:
     f"{field}={new}"
     for field, old, new in (
       ("chat.now", config.chat, of_model.chat),
-      ("numerics.implementation", config.numerics, of_model.numerics),
+      ("numerics.backend", config.numerics, of_model.numerics),
       ("numerics.row_tile", config.numerics, of_model.numerics),
       ("numerics.reduction_shards", config.numerics, of_model.numerics),
-      ("engine.row_buckets", config.engine, of_model.engine),
+      ("engine.batch_size_buckets", config.engine, of_model.engine),
       ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
       ("trainer.sequences_per_micro_batch", config.trainer, of_model.trainer),
       ("optimizer.learning_rate", config.optimizer, of_model.optimizer),
@@ -314,10 +322,10 @@ def chosen_sizes(config: RunConfig) -> dict[str, Any]:
   """Returns the values that `for_model` chose, in the form a checkpoint stores for a resume."""
   return {
     "now": config.chat.now,
-    "implementation": config.numerics.implementation,
+    "backend": config.numerics.backend,
     "row_tile": config.numerics.row_tile,
     "reduction_shards": config.numerics.reduction_shards,
-    "row_buckets": list(config.engine.row_buckets),
+    "batch_size_buckets": list(config.engine.batch_size_buckets),
     "rows_per_micro_batch": config.trainer.rows_per_micro_batch,
     "sequences_per_micro_batch": config.trainer.sequences_per_micro_batch,
     "learning_rate": config.optimizer.learning_rate,

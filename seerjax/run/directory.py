@@ -58,10 +58,10 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
 def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
   """Returns the config for a resume, with defaults filled in from the run's checkpoint."""
   begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
-  # JSON has lists, not tuples. Checkpoints without an implementation are from versions in which
+  # JSON has lists, not tuples. Checkpoints without a backend are from versions in which
   # "tiled" was the default; those without a learning rate from versions in which it was 1e-4.
   begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
-  begun.setdefault("implementation", "tiled")
+  begun.setdefault("backend", "tiled")
   begun.setdefault("learning_rate", 1e-4)
 
   def filled(part: Any) -> Any:

@@ -119,7 +119,7 @@ class DraftLearner:
     numerics = self.drafter.program.decoder.numerics
     # Copied, because float32 weights would otherwise be the masters themselves.
     params = jax.tree.map(jnp.copy, self.state.params)
-    self.drafter.set_params(parameters.compute_params(params, numerics))
+    self.drafter.update_weights(parameters.compute_params(params, numerics))
 
 
 @functools.cache

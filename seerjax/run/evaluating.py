@@ -33,7 +33,7 @@ class EvaluateConfig:
     task_options: as in `RunConfig`.
     seed: determines problems and samples.
     max_tokens: maximum number of generated tokens.
-    stop_strings: a completion ends before the first of these.
+    stop: a completion ends before the first of these.
     reward_weights: as in `RolloutConfig`.
     numerics: all settings that determine bits.
     engine: sizes of the engine.
@@ -47,7 +47,7 @@ class EvaluateConfig:
   task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   seed: int = 0
   max_tokens: int = 256
-  stop_strings: tuple[str, ...] = ()
+  stop: tuple[str, ...] = ()
   reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
   numerics: numerics_lib.NumericsConfig = numerics_lib.NumericsConfig()
   engine: engine_lib.EngineConfig = engine_lib.EngineConfig()
@@ -60,11 +60,11 @@ class EvaluateConfig:
       raise ValueError(
         f"EvaluateConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
       )
-    if self.max_tokens > self.engine.max_context - 1:
+    if self.max_tokens > self.engine.max_model_len - 1:
       raise ValueError(
         f"EvaluateConfig.max_tokens: got {self.max_tokens}, expected at most"
-        f" {self.engine.max_context - 1}, because prompt and answer must fit"
-        f" EngineConfig.max_context={self.engine.max_context}; lower it, or raise that."
+        f" {self.engine.max_model_len - 1}, because prompt and answer must fit"
+        f" EngineConfig.max_model_len={self.engine.max_model_len}; lower it, or raise that."
       )
     self.answers()  # Validates its fields.
 
@@ -72,7 +72,7 @@ class EvaluateConfig:
     """Returns the limits of completions, as in a run's config."""
     return groups.RolloutConfig(
       max_tokens=self.max_tokens,
-      stop_strings=self.stop_strings,
+      stop=self.stop,
       reward_weights=self.reward_weights,
     )
 
@@ -118,7 +118,7 @@ def evaluate_model(
     tasks = evaluation.tasks_by_room(task, further)
     evaluation.check_prompts(
       config.evaluation, tasks.values(), tokenizer=tokenizer, max_tokens=config.max_tokens,
-      context=min(config.engine.max_context, model.config.max_context), seed=config.seed,
+      context=min(config.engine.max_model_len, model.config.max_model_len), seed=config.seed,
     )  # fmt: skip
     engine = engine_lib.Engine(
       dataclasses.replace(model, tokenizer=tokenizer),

@@ -174,7 +174,7 @@ def check_prompts(
       tokenizer=tokenizer,
       max_tokens=max_tokens,
       context=context,
-      context_name="EngineConfig.max_context, or the model's max_position_embeddings",
+      context_name="EngineConfig.max_model_len, or the model's max_position_embeddings",
       seed=seed,
     )
 
@@ -187,7 +187,7 @@ def evaluate(
   tokenizer: tokenizer_lib.Tokenizer,
   max_tokens: int,
   seed: int,
-  stop_strings: tuple[str, ...] = (),
+  stop: tuple[str, ...] = (),
   reward_weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
   """Returns held-out accuracy and mean reward, with standard errors.
@@ -199,7 +199,7 @@ def evaluate(
     tokenizer: the policy's tokenizer.
     max_tokens: maximum number of generated tokens.
     seed: the run's seed.
-    stop_strings: a completion ends before the first of these.
+    stop: a completion ends before the first of these.
     reward_weights: as in `RolloutConfig`.
 
   Returns:
@@ -213,7 +213,7 @@ def evaluate(
   """
   found = _answers(
     config, config.num_problems, config.num_samples, generate=generate, task=task,
-    tokenizer=tokenizer, max_tokens=max_tokens, seed=seed, stop_strings=stop_strings,
+    tokenizer=tokenizer, max_tokens=max_tokens, seed=seed, stop=stop,
     reward_weights=reward_weights,
   )  # fmt: skip
   # Sorted by problem, so that sums do not depend on the order of completion.
@@ -267,13 +267,13 @@ def first_answer(
   tokenizer: tokenizer_lib.Tokenizer,
   max_tokens: int,
   seed: int,
-  stop_strings: tuple[str, ...] = (),
+  stop: tuple[str, ...] = (),
   reward_weights: Mapping[str, float] | None = None,
 ) -> Answer:
   """Returns the completion of the first problem of `evaluate`, bit for bit; same arguments."""
   ((_, answer),) = _answers(
     config, 1, 1, generate=generate, task=task, tokenizer=tokenizer, max_tokens=max_tokens,
-    seed=seed, stop_strings=stop_strings, reward_weights=reward_weights,
+    seed=seed, stop=stop, reward_weights=reward_weights,
   )  # fmt: skip
   return answer
 
@@ -288,7 +288,7 @@ def _answers(
   tokenizer: tokenizer_lib.Tokenizer,
   max_tokens: int,
   seed: int,
-  stop_strings: tuple[str, ...],
+  stop: tuple[str, ...],
   reward_weights: Mapping[str, float] | None,
 ) -> Iterator[tuple[tuple[int, int], Answer]]:
   """Yields ((problem position, sample), answer) for the seed's first problems, as they finish."""
@@ -298,7 +298,7 @@ def _answers(
     group_size=max(num_samples, 2),
     temperature=config.temperature,
     max_tokens=max_tokens,
-    stop_strings=stop_strings,
+    stop=stop,
   )
   problems, requests = {}, []
   for place in range(count):
@@ -387,7 +387,7 @@ class Evaluator:
       tokenizer=self.engine.tokenizer,
       max_tokens=self.rollout.max_tokens,
       seed=self.seed,
-      stop_strings=self.rollout.stop_strings,
+      stop=self.rollout.stop,
       reward_weights=self.rollout.reward_weights if room == ROOM else {},
     )
 

@@ -93,7 +93,7 @@ def memory_plan(
     free *= num_devices
     others = (num_devices - 1) * (learning.kept + learning.learning + frozen)
   plan = MemoryPlan(
-    learning, frozen, 0, config.engine.gives_back_pages,
+    learning, frozen, 0, config.engine.release_kv_while_training,
     held=int(host_memory.resident_bytes()) if is_cpu else 0,
     others=others, free=free, engine=config.engine,
   )  # fmt: skip
@@ -101,7 +101,7 @@ def memory_plan(
     raise ValueError(
       f"RunConfig: got a run that needs more memory than is free ({plan.describe()}), expected a"
       " run that fits; set TrainerConfig.remat=layer, RunConfig.lora_rank or a bfloat16"
-      " NumericsConfig.compute_dtype, lower EngineConfig.max_context or"
+      " NumericsConfig.compute_dtype, lower EngineConfig.max_model_len or"
       " TrainerConfig.sequences_per_micro_batch, or free memory."
     )
   sharers = num_devices if is_cpu else 1
@@ -109,14 +109,14 @@ def memory_plan(
   if plan.are_pages_given_back:
     left += learning.learning / sharers
   engine = sizes.fitted(config.engine, decoder, free_bytes=left)
-  context = min(config.engine.max_context, model.max_context)
-  if engine.max_context < context:
+  context = min(config.engine.max_model_len, model.max_model_len)
+  if engine.max_model_len < context:
     raise ValueError(
-      f"RunConfig: got pages for requests of at most {engine.max_context} tokens"
+      f"RunConfig: got pages for requests of at most {engine.max_model_len} tokens"
       f" ({plan.describe()}), expected room for a context of {context};"
-      f" {sizes.held_by_pages(engine)}, or lower EngineConfig.max_context."
+      f" {sizes.held_by_pages(engine)}, or lower EngineConfig.max_model_len."
     )
-  page = sizes.page_bytes(decoder, page_size=engine.page_size) // config.model_shards
+  page = sizes.page_bytes(decoder, page_size=engine.page_size) // config.tensor_parallel_size
   return plan._replace(
     engine=engine,
     pages=engine.num_pages * page,
@@ -126,8 +126,8 @@ def memory_plan(
 
 def _most_micro_batches(config: RunConfig) -> int:
   """Returns the micro-batches per optimiser step if every completion has the maximum length."""
-  groups = -(-config.rollout.groups_per_step // config.trainer.num_mini_batches)
-  longest = min(config.engine.max_context - 1, config.trainer.rows_per_micro_batch)
+  groups = -(-config.rollout.prompts_per_step // config.trainer.num_mini_batches)
+  longest = min(config.engine.max_model_len - 1, config.trainer.rows_per_micro_batch)
   fitting = max(1, config.trainer.rows_per_micro_batch // longest)
   together = min(fitting, config.trainer.sequences_per_micro_batch)
   return -(-groups * config.rollout.group_size // together)

@@ -35,28 +35,30 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StaleConfig:
+class OffPolicyConfig:
   """Configuration of off-policy training. The default is on-policy.
 
   Attributes:
-    steps_ahead: 1 samples a step during the update of the previous one; 0 samples after it.
-    begun: groups in progress, as a multiple of the groups per step; above 1, groups that do not
-      finish in time continue in the next step.
+    max_policy_lag: 1 samples a step during the update of the previous one; 0 samples after it.
+    oversample: groups in progress, as a multiple of the groups per step; above 1, groups that do
+      not finish in time continue in the next step.
   """
 
-  steps_ahead: int = 0
-  begun: float = 1.0
+  max_policy_lag: int = 0
+  oversample: float = 1.0
 
   def __post_init__(self):
     fields.check(self)
-    if self.steps_ahead not in (0, 1) or not 1 <= self.begun <= 16:
+    if self.max_policy_lag not in (0, 1) or not 1 <= self.oversample <= 16:
       raise ValueError(
-        f"StaleConfig: got steps_ahead={self.steps_ahead}, begun={self.begun}, expected 0 or 1, and"
+        f"OffPolicyConfig: got max_policy_lag={self.max_policy_lag}, oversample={self.oversample},"
+        " expected 0 or 1, and"
         " 1 to 16; 1 and 1.0, or 0 and 2.0, are the published baselines."
       )
-    if self.steps_ahead and self.begun > 1:
+    if self.max_policy_lag and self.oversample > 1:
       raise ValueError(
-        f"StaleConfig: got steps_ahead={self.steps_ahead} and begun={self.begun}, expected at most"
+        f"OffPolicyConfig: got max_policy_lag={self.max_policy_lag} and"
+        f" oversample={self.oversample}, expected at most"
         " one of them; both avoid waiting for long responses."
       )
 
@@ -115,15 +117,15 @@ class Partial:
     journal: journal_lib.Journal,
     rollout: groups_lib.RolloutConfig,
     *,
-    begun: float,
+    oversample: float,
     policy: policies.Policy,
     seed: int,
     progress: progress_lib.Progress,
     drafts: RunDrafts,
   ):
-    """Creates the sampler; `begun` is `StaleConfig.begun`."""
+    """Creates the sampler; `oversample` is `OffPolicyConfig.oversample`."""
     self._engine, self._task, self._journal, self._rollout = engine, task, journal, rollout
-    self._num_begun = math.ceil(begun * rollout.groups_per_step)
+    self._num_begun = math.ceil(oversample * rollout.prompts_per_step)
     self._policy, self._seed = policy, seed
     self._progress, self._drafts = progress, drafts
     self._carried = Carried()
@@ -272,7 +274,7 @@ def sample_partial(
     on_rollout(group.problem, rollout)
 
   rollout = rollout_of(carried.beginnings)
-  wanted = config.groups_per_step
+  wanted = config.prompts_per_step
   asked = [group.requests[member] for group, member in places.values()]
   for completion in groups_lib.whole(rollout.run(asked)):
     keep(completion)

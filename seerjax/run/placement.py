@@ -53,14 +53,16 @@ def define_flags() -> None:
     "compute_dtype", usual.compute_dtype, "Type of weights and activations: float32 or bfloat16."
   )
   flags.DEFINE_string(
-    "implementation", usual.implementation,
-    "Implementation of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
+    "backend", usual.backend,
+    "Backend of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
   )  # fmt: skip
   flags.DEFINE_integer(
     "reduction_shards", usual.reduction_shards, "Number of slabs in sums; 0 chooses for the model."
   )
-  flags.DEFINE_integer("num_instances", 1, "Copies of the model, which share the requests.")
-  flags.DEFINE_integer("model_shards", 1, "Devices that share the weights of a copy: 1, 2, 4 or 8.")
+  flags.DEFINE_integer("data_parallel_size", 1, "Copies of the model, which share the requests.")
+  flags.DEFINE_integer(
+    "tensor_parallel_size", 1, "Devices that share the weights of a copy: 1, 2, 4 or 8."
+  )
 
 
 def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
@@ -80,17 +82,21 @@ def of_flags(model: str, numerics: numerics_lib.NumericsConfig) -> Placement:
   numerics = dataclasses.replace(
     numerics,
     compute_dtype=args.compute_dtype,
-    implementation=args.implementation,
+    backend=args.backend,
     reduction_shards=args.reduction_shards,
   )
-  sizes = (args.num_instances, args.model_shards)
+  sizes = (args.data_parallel_size, args.tensor_parallel_size)
   parallel.require_sizes(*sizes, numerics.reduction_shards, what="--")
   parallel.start(parallel.SliceConfig(), num_devices=sizes[0] * sizes[1])
-  return placed(model, numerics, num_instances=sizes[0], model_shards=sizes[1])
+  return placed(model, numerics, data_parallel_size=sizes[0], tensor_parallel_size=sizes[1])
 
 
 def placed(
-  model: str, numerics: numerics_lib.NumericsConfig, *, num_instances: int, model_shards: int
+  model: str,
+  numerics: numerics_lib.NumericsConfig,
+  *,
+  data_parallel_size: int,
+  tensor_parallel_size: int,
 ) -> Placement:
   """Returns the placement of a model on the available devices.
 
@@ -98,9 +104,13 @@ def placed(
     FileNotFoundError: if the model does not exist.
     ValueError: if numerics or shards do not suit this model or machine.
   """
-  parallel.require_sizes(num_instances, model_shards, numerics.reduction_shards, what="--")
+  parallel.require_sizes(
+    data_parallel_size, tensor_parallel_size, numerics.reduction_shards, what="--"
+  )
   shape = huggingface.load_config(loading.path_of(model))
   decoder = decoder_lib.decide(shape, numerics)
-  parallel.local_slabs(decoder.numerics.reduction_shards, model_shards)
-  mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
+  parallel.local_slabs(decoder.numerics.reduction_shards, tensor_parallel_size)
+  mesh = parallel.make_mesh(
+    data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size
+  )
   return Placement(decoder.on(mesh), mesh)

@@ -37,14 +37,14 @@ class WeightsConfig:
     lora_rank: rank of the trained adapters; 0 trains all weights.
     lora_alpha: adapters are scaled by alpha / rank.
     seed: seed of new adapters.
-    publish_bytes: upper bound on bytes in flight while publishing; see `RunConfig`.
+    weight_transfer_chunk_bytes: upper bound on bytes in flight while publishing; see `RunConfig`.
   """
 
   numerics: numerics_lib.NumericsConfig
   lora_rank: int = 0
   lora_alpha: float = 16.0
   seed: int = 0
-  publish_bytes: int = parallel.PIECE_BYTES
+  weight_transfer_chunk_bytes: int = parallel.PIECE_BYTES
 
   def __post_init__(self):
     fields.check(self)
@@ -179,7 +179,7 @@ def running_weights(
   if not isinstance(place, jax.sharding.NamedSharding) or place.num_devices == 1:
     return found
   assert isinstance(place.mesh, jax.sharding.Mesh)  # One with devices.
-  return parameters.placed(found, place.mesh, weights.publish_bytes)
+  return parameters.placed(found, place.mesh, weights.weight_transfer_chunk_bytes)
 
 
 def published_weights(

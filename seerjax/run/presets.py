@@ -15,11 +15,13 @@ def main_job() -> RunConfig:
   """Returns the main job: nano on word problems, on two data-parallel devices (two cores)."""
   return RunConfig(
     num_steps=20,
-    num_instances=2,
+    data_parallel_size=2,
     checkpoint_every=10,
     numerics=numerics_lib.NumericsConfig(query_tile=4, slot_tile=32, kv_split=64),
-    engine=engine_lib.EngineConfig(page_size=32, max_sequences=64, max_context=512),
-    rollout=groups.RolloutConfig(groups_per_step=48, group_size=8, temperature=1.0, max_tokens=216),
+    engine=engine_lib.EngineConfig(page_size=32, max_num_seqs=64, max_model_len=512),
+    rollout=groups.RolloutConfig(
+      prompts_per_step=48, group_size=8, temperature=1.0, max_tokens=216
+    ),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
     # Evaluates as in training: sampled, at the rollout temperature.
@@ -36,8 +38,8 @@ def named_model() -> RunConfig:
   return RunConfig(
     num_steps=20,
     checkpoint_every=10,
-    engine=engine_lib.EngineConfig(max_context=1024),
-    rollout=groups.RolloutConfig(groups_per_step=16, group_size=8, max_tokens=640),
+    engine=engine_lib.EngineConfig(max_model_len=1024),
+    rollout=groups.RolloutConfig(prompts_per_step=16, group_size=8, max_tokens=640),
     trainer=TrainerConfig(remat="layer"),
     loss=losses.dapo(),
     optimizer=step_lib.OptimizerConfig(warmup_steps=2),

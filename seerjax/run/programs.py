@@ -57,13 +57,13 @@ def make_programs(
     optimizer: optax chain; replaces the config's.
 
   Raises:
-    ValueError: if the model has fewer slabs than `RunConfig.model_shards`, or there are too few
-      devices.
+    ValueError: if the model has fewer slabs than `RunConfig.tensor_parallel_size`, or there are too
+      few devices.
     NotImplementedError: if kernels would have to train on several devices of the model axis.
   """
   decided = for_model(config, model)
   config, decoder = decided.config, decided.decoder
-  parallel.local_slabs(config.numerics.reduction_shards, config.model_shards)
+  parallel.local_slabs(config.numerics.reduction_shards, config.tensor_parallel_size)
   sampling, learning = meshes(config)
   trainer = step_lib.Trainer(
     decoder,
@@ -75,21 +75,23 @@ def make_programs(
     config.trainer.remat,
     loss,
   )
-  runner = runner_lib.Runner(decoder, sampling, len(config.engine.row_buckets))
+  runner = runner_lib.Runner(decoder, sampling, len(config.engine.batch_size_buckets))
   return Programs(decided, _key_of(decided, loss, optimizer), trainer, runner)
 
 
 def meshes(config: RunConfig) -> tuple[jax.sharding.Mesh, jax.sharding.Mesh]:
   """Returns the (sampling, training) meshes: the same one, unless both run at the same time."""
-  shards = config.model_shards
-  if not config.stale.steps_ahead:
-    mesh = parallel.make_mesh(num_instances=config.num_instances, model_shards=shards)
+  shards = config.tensor_parallel_size
+  if not config.off_policy.max_policy_lag:
+    mesh = parallel.make_mesh(
+      data_parallel_size=config.data_parallel_size, tensor_parallel_size=shards
+    )
     return mesh, mesh
-  half = config.num_instances // 2
-  rest = config.num_instances - half
+  half = config.data_parallel_size // 2
+  rest = config.data_parallel_size - half
   return (
-    parallel.make_mesh(num_instances=half, model_shards=shards),
-    parallel.make_mesh(num_instances=rest, model_shards=shards, first=half * shards),
+    parallel.make_mesh(data_parallel_size=half, tensor_parallel_size=shards),
+    parallel.make_mesh(data_parallel_size=rest, tensor_parallel_size=shards, first=half * shards),
   )
 
 
@@ -136,7 +138,8 @@ def _key_of(
   """Returns a key of everything that determines a run's programs (`Programs.made_for`)."""
   config, decoder = decided.config, decided.decoder
   return (
-    decoder, config.num_instances, config.model_shards, config.stale.steps_ahead, config.lora_rank,
+    decoder, config.data_parallel_size, config.tensor_parallel_size,
+    config.off_policy.max_policy_lag, config.lora_rank,
     config.engine, layout(config, decoder), config.trainer.remat, config.loss, config.optimizer,
     loss, optimizer,
   )  # fmt: skip
@@ -144,13 +147,13 @@ def _key_of(
 
 def _packing_arguments(config: RunConfig, decoder: Decoder) -> dict[str, Any]:
   rows = config.trainer.rows_per_micro_batch
-  longest = min(config.engine.max_context, rows + 1)
+  longest = min(config.engine.max_model_len, rows + 1)
   return dict(
     decoder=decoder,
     page_size=config.engine.page_size,
     rows_per_micro_batch=rows,
     max_sequence_tokens=longest,
-    max_sequences=config.trainer.sequences_per_micro_batch,
+    max_num_seqs=config.trainer.sequences_per_micro_batch,
   )
 
 

@@ -63,7 +63,7 @@ def learn_again(
   groups = {
     step: rounds.step_groups(
       config.rollout,
-      max_rounds=config.trainer.max_rounds,
+      dynamic_sampling_rounds=config.trainer.dynamic_sampling_rounds,
       task=task,
       tokenizer=tokenizer,
       seed=config.seed,
@@ -79,6 +79,6 @@ def learn_again(
     state, numbers = learn(state, groups.pop(step))
     log(
       f"step {step + 1} learnt again, {step - steps.start + 1} of {len(steps)}: log-probability gap"
-      f" {numbers['contract/max_abs_logprob_gap']}, {time.monotonic() - begin:.1f} s"
+      f" {numbers['rollout_train/max_abs_logprob_gap']}, {time.monotonic() - begin:.1f} s"
     )
   return state

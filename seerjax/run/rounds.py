@@ -18,7 +18,7 @@ from seerjax.types import Problem, Rollout, RolloutGroup, Task
 def step_groups(
   config: groups_lib.RolloutConfig,
   *,
-  max_rounds: int,
+  dynamic_sampling_rounds: int,
   task: Task,
   tokenizer: tokenizer_lib.Tokenizer,
   seed: int,
@@ -29,12 +29,12 @@ def step_groups(
 ) -> list[RolloutGroup]:
   """Returns the groups of a step.
 
-  With `max_rounds` above 1, rounds follow until enough groups have unequal rewards. The problems of
-  a round depend on the counts of earlier rounds, never on the order of completion.
+  With `dynamic_sampling_rounds` above 1, rounds follow until enough groups have unequal rewards.
+  The problems of a round depend on the counts of earlier rounds, never on the order of completion.
 
   Args:
     config: configuration of a step's rollouts.
-    max_rounds: maximum number of rounds; 1 keeps every group.
+    dynamic_sampling_rounds: maximum number of rounds; 1 keeps every group.
     task: source of problems and verdicts.
     tokenizer: encodes prompts.
     seed: the run's seed.
@@ -43,14 +43,14 @@ def step_groups(
     known: returns rollouts that need not be sampled again.
     on_rollout: called for each finished rollout.
   """
-  wanted = config.groups_per_step
+  wanted = config.prompts_per_step
   num_problems = groups_lib.num_problems(task, "train")
   kept: list[RolloutGroup] = []
   rejected: list[RolloutGroup] = []
   taken = 0
-  for _ in range(max_rounds):
+  for _ in range(dynamic_sampling_rounds):
     # A step's first problem does not depend on the number of rounds of earlier steps.
-    start = step * wanted * max_rounds + taken
+    start = step * wanted * dynamic_sampling_rounds + taken
     count = wanted - len(kept)
     indices = [
       groups_lib.problem_index(start + place, num_problems, seed) for place in range(count)
@@ -68,7 +68,7 @@ def step_groups(
       on_rollout=on_rollout,
     )
     taken += count
-    is_kept = [max_rounds == 1 or np.ptp(group.rewards) > 0 for group in groups]
+    is_kept = [dynamic_sampling_rounds == 1 or np.ptp(group.rewards) > 0 for group in groups]
     kept += [group for group, keep_it in zip(groups, is_kept, strict=True) if keep_it]
     rejected += [group for group, keep_it in zip(groups, is_kept, strict=True) if not keep_it]
     if len(kept) == wanted:

@@ -292,26 +292,26 @@ def measure_model(
   """
   model, numerics = decoder.shape, decoder.numerics
   config = sizes.with_buckets(config, decoder)
-  context = min(config.max_context, model.max_context)
+  context = min(config.max_model_len, model.max_model_len)
   requests = _requests(model, numerics, context)
   if runner is None:
-    runner = runner_lib.Runner(decoder, parallel.make_mesh(), len(config.row_buckets))
+    runner = runner_lib.Runner(decoder, parallel.make_mesh(), len(config.batch_size_buckets))
 
   def answers(requests: Sequence[Request], bucket: int, steps: int) -> list[Completion]:
-    buckets = tuple(sorted({bucket, config.row_buckets[-1]}))
+    buckets = tuple(sorted({bucket, config.batch_size_buckets[-1]}))
     engine = engine_lib.Engine(
       Model(model, params, numerics),
-      config=dataclasses.replace(config, row_buckets=buckets, steps_per_visit=steps),
+      config=dataclasses.replace(config, batch_size_buckets=buckets, decode_steps_per_call=steps),
       key=numerics_lib.key(0),
       runner=runner,
     )
     return engine.generate(requests)
 
-  alone = [answers([request], config.row_buckets[0], 1)[0] for request in requests]
+  alone = [answers([request], config.batch_size_buckets[0], 1)[0] for request in requests]
   compared, smaller = [], 0
-  for bucket in config.row_buckets:
+  for bucket in config.batch_size_buckets:
     # The run has no multi-step program for buckets that its decoding rows never need.
-    steps = config.steps_per_visit if max(1, config.max_sequences) > smaller else 1
+    steps = config.decode_steps_per_call if max(1, config.max_num_seqs) > smaller else 1
     found = answers(requests, bucket, steps)
     compared.append((f"bucket {bucket}", _num_differing(found, alone), _num_values(alone)))
     smaller = bucket
@@ -390,9 +390,9 @@ def require_model(finding: Finding, decoder: Decoder) -> None:
   numerics = decoder.numerics
   if not finding.is_invariant:
     raise ValueError(
-      f"self_test: got a model where, in {numerics.implementation} {numerics.compute_dtype} on"
+      f"self_test: got a model where, in {numerics.backend} {numerics.compute_dtype} on"
       f" {jax.devices()[0].device_kind}, {finding}; expected 0 differences. Set"
-      " NumericsConfig.implementation='tiled' or another row_tile, or pass --bitwise=False, if"
+      " NumericsConfig.backend='tiled' or another row_tile, or pass --bitwise=False, if"
       " there is that flag, to continue without equal bits."
     )
 
@@ -435,7 +435,7 @@ def describe(numerics: numerics_lib.NumericsConfig) -> str:
   return (
     f"{devices[0].platform} ({devices[0].device_kind}, {len(devices)}"
     f" device{'s' if len(devices) > 1 else ''}), JAX {jax.__version__},"
-    f" {numerics.implementation} {numerics.compute_dtype}: {measure(numerics)}"
+    f" {numerics.backend} {numerics.compute_dtype}: {measure(numerics)}"
   )
 
 
@@ -449,8 +449,8 @@ def require(numerics: numerics_lib.NumericsConfig) -> None:
   finding = measure(numerics)
   if not finding.is_invariant:
     raise ValueError(
-      f"self_test: got implementation={numerics.implementation!r} on"
+      f"self_test: got backend={numerics.backend!r} on"
       f" {jax.devices()[0].device_kind}, where {finding}; expected 0 differences. Set"
-      " NumericsConfig.implementation='tiled', or pass --bitwise=False to continue without equal"
+      " NumericsConfig.backend='tiled', or pass --bitwise=False to continue without equal"
       " bits."
     )

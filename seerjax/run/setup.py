@@ -45,7 +45,8 @@ Publish = Callable[[parameters.Params, int], None]
 # Settings that may change on resume: `numerics` is covered by the fingerprint; the others do not
 # affect results.
 FREE_SETTINGS = (
-  "numerics", "num_steps", "num_instances", "model_shards", "publish_bytes", "checkpoint_every",
+  "numerics", "num_steps", "data_parallel_size", "tensor_parallel_size",
+  "weight_transfer_chunk_bytes", "checkpoint_every",
   "scheduler", "kv_pool", "speculation", "cluster",
 )  # fmt: skip
 # Metrics shown by the progress bar.
@@ -53,7 +54,7 @@ CONSOLE_DIGITS = {
   "rollout/reward_mean": 4,
   "rollout/length_mean": 4,
   "rollout/tokens_per_second": 4,
-  "contract/kl": 4,
+  "rollout_train/kl": 4,
 }
 
 
@@ -157,9 +158,10 @@ def set_up(
   config = own.decided.config
   policy = policy.with_chat(config.chat)
   config = dataclasses.replace(config, chat=policy.require_tokenizer().chat_config)
-  if resume and config.stale != off_policy.StaleConfig():
+  if resume and config.off_policy != off_policy.OffPolicyConfig():
     raise ValueError(
-      f"RunConfig.stale: got {config.stale} and a run to resume, expected a new run (requests in"
+      f"RunConfig.off_policy: got {config.off_policy} and a run to resume, expected a new run"
+      " (requests in"
       " progress between steps are kept only in memory); choose another directory, without resume."
     )
   for split in ("train", "heldout"):
@@ -167,7 +169,7 @@ def set_up(
   evaluation.check_prompts(
     config.evaluation, sets.values(), tokenizer=policy.require_tokenizer(),
     max_tokens=config.rollout.max_tokens,
-    context=min(config.engine.max_context, policy.model.max_context), seed=config.seed,
+    context=min(config.engine.max_model_len, policy.model.max_model_len), seed=config.seed,
   )  # fmt: skip
   fingerprint = own.decided.fingerprint()
   if programs is None:
@@ -198,7 +200,7 @@ def set_up(
     state = restored.state
     before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
   published = policy_lib.published_weights(
-    config.weights, state.params, base, is_copied=config.stale.steps_ahead > 0
+    config.weights, state.params, base, is_copied=config.off_policy.max_policy_lag > 0
   )
   tiers = kv_pool_lib.config_of(config.kv_pool, programs.runner.mesh)
   # Created before the journal, because the journal's first line fixes the run's settings.
@@ -216,7 +218,7 @@ def set_up(
   )
   if optimizer is not None:
     warned = ""  # A custom optimizer has its own learning rate.
-  for line in (config_lib.chosen(given, config), memory.describe(), engine.plan(), warned):
+  for line in (config_lib.chosen(given, config), memory.describe(), engine.memory_plan(), warned):
     if line:
       progress.say(line)
   with progress.phase("measuring the engine's steps"):
@@ -245,23 +247,23 @@ def ends(
 ) -> tuple[Sample, Publish]:
   """Returns the (sample, publish) functions of the loop.
 
-  These are `sample` and the engine's own update, or their off-policy wrappers (`StaleConfig`).
+  These are `sample` and the engine's own update, or their off-policy wrappers (`OffPolicyConfig`).
   """
   config, engine = ready.config, ready.engine
 
   def publish(weights: parameters.Params, policy_version: int) -> None:
-    engine.set_params(weights, policy_version=policy_version)
+    engine.update_weights(weights, policy_version=policy_version)
     if ready.workers is not None:
       ready.workers.publish(weights, policy_version)
 
-  if config.stale.begun > 1:
+  if config.off_policy.oversample > 1:
     partial = off_policy.Partial(
-      engine, task, ready.journal, config.rollout, begun=config.stale.begun,
+      engine, task, ready.journal, config.rollout, oversample=config.off_policy.oversample,
       policy=policy_loading.load(config.scheduler), seed=config.seed, progress=run.progress,
       drafts=ready.drafts,
     )  # fmt: skip
     return partial.sample, publish
-  if config.stale.steps_ahead:
+  if config.off_policy.max_policy_lag:
     ahead = off_policy.OneStepOff(sample, publish, num_steps=config.num_steps)
     run.enter(contextlib.closing(ahead))
     return ahead.sample, ahead.publish

@@ -88,9 +88,10 @@ def require_supported(config: RunConfig) -> None:
   Raises:
     NotImplementedError: naming the setting.
   """
-  if jax.process_count() > 1 and config.stale.steps_ahead:
+  if jax.process_count() > 1 and config.off_policy.max_policy_lag:
     raise NotImplementedError(
-      f"RunConfig.stale: got steps_ahead={config.stale.steps_ahead} in {jax.process_count()}"
+      f"RunConfig.off_policy: got max_policy_lag={config.off_policy.max_policy_lag} in"
+      f" {jax.process_count()}"
       " processes, expected 0 (collectives of two threads would run in any order); set it to 0, or"
       " run one process."
     )

@@ -66,9 +66,9 @@ def of_run(
     ended_before=before["ended"],
     ended_after=after["ended"],
     max_abs_logprob_gap=max(
-      highest("contract/max_abs_logprob_gap"), highest("contract/max_abs_raw_logprob_gap")
+      highest("rollout_train/max_abs_logprob_gap"), highest("rollout_train/max_abs_raw_logprob_gap")
     ),
-    kl_max=max(highest("contract/kl"), highest("contract/raw_kl")),
+    kl_max=max(highest("rollout_train/kl"), highest("rollout_train/raw_kl")),
     tokens_per_second=sampled / max(seconds, 1e-9),
     length_mean=mean("rollout/length_mean"),
     length_p99=max((row["rollout/length_p99"] for row in rows), default=0.0),

@@ -53,8 +53,8 @@ class WorkerOfRun:
 
   def __call__(self, number: int) -> EngineWorker:
     """Creates a worker in its own process, with one device per model shard."""
-    config = dataclasses.replace(self.config, num_instances=1)
-    parallel.start(parallel.SliceConfig(), num_devices=config.model_shards)
+    config = dataclasses.replace(self.config, data_parallel_size=1)
+    parallel.start(parallel.SliceConfig(), num_devices=config.tensor_parallel_size)
     return self.on(programs_lib.make_programs(config, self.model).runner, number)
 
   def on(self, runner: runner_lib.Runner, number: int) -> EngineWorker:
@@ -108,7 +108,9 @@ class RunWorkers:
   def publish(self, weights: parameters.Params, policy_version: int) -> None:
     """Sends the workers the weights of the run's own engine, without waiting."""
     published = weights_lib.publish(
-      weights, self._workers.put, publish_bytes=self._config.publish_bytes
+      weights,
+      self._workers.put,
+      weight_transfer_chunk_bytes=self._config.weight_transfer_chunk_bytes,
     )
     self._workers.load(published, policy_version)
 

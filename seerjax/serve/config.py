@@ -22,7 +22,7 @@ class ServeConfig:
       memory nor drafts reveal one client's requests to another.
     max_body_bytes: upper bound of a request body.
     max_answer_tokens: upper bound of a choice's tokens; default `max_tokens` of a chat.
-    max_waiting: most choices queued for the engine.
+    max_queued_requests: most choices queued for the engine.
     max_waiting_of_client: most queued choices of one client.
     max_connections: most open connections.
     body_seconds: timeout for receiving a body.
@@ -37,7 +37,7 @@ class ServeConfig:
   tenants: Mapping[str, str] = dataclasses.field(default_factory=dict)
   max_body_bytes: int = 4 << 20
   max_answer_tokens: int = 1024
-  max_waiting: int = 1024
+  max_queued_requests: int = 1024
   max_waiting_of_client: int = 512
   max_connections: int = 2048
   body_seconds: float = 30.0
@@ -48,7 +48,7 @@ class ServeConfig:
   def __post_init__(self):
     fields.check(self)
     for field, least in (
-      ("port", 0), ("max_body_bytes", 1), ("max_answer_tokens", 1), ("max_waiting", 1),
+      ("port", 0), ("max_body_bytes", 1), ("max_answer_tokens", 1), ("max_queued_requests", 1),
       ("max_waiting_of_client", 1), ("max_connections", 1),
     ):  # fmt: skip
       value = vars(self)[field]

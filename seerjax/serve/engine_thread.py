@@ -166,7 +166,7 @@ class EngineThread:
     engines: Mapping[str, Engine],
     *,
     scorers: Mapping[str, Scorer],
-    max_waiting: int,
+    max_queued_requests: int,
     max_waiting_of_client: int,
     on_tokens: Callable[[str, int], None] = lambda model, count: None,
     sleeping: Mapping[str, Sleeping] | None = None,
@@ -176,7 +176,7 @@ class EngineThread:
     Args:
       engines: engines by name; nothing else may use them after `start`.
       scorers: scorers by the names of engines and adapters.
-      max_waiting: most queued choices.
+      max_queued_requests: most queued choices.
       max_waiting_of_client: most queued choices of one client.
       on_tokens: called with an engine's name and the number of tokens that a step sampled.
       sleeping: contexts by engine name; closed when the thread ends.
@@ -185,7 +185,7 @@ class EngineThread:
     self.engines = dict(engines)
     self.refused = 0
     self._scorers = scorers
-    self._max_waiting = max_waiting
+    self._max_waiting = max_queued_requests
     self._max_waiting_of_client = max_waiting_of_client
     self._on_tokens = on_tokens
     self._changed = threading.Condition()
@@ -378,7 +378,7 @@ class EngineThread:
     for name, live in self._live.items():
       for request_id, choice in [*live.items()]:
         if choice.job.job_id in job_ids:
-          self.engines[name].cancel(request_id)
+          self.engines[name].abort_request(request_id)
           del live[request_id]
 
   def _admit(self) -> None:
@@ -425,7 +425,7 @@ class EngineThread:
     if fingerprint is not None and not choice.index:
       choice.job.deliver(Begun(fingerprint()))
     try:
-      engine.submit(choice.request, mask=choice.mask)
+      engine.add_request(choice.request, mask=choice.mask)
     except ValueError as error:
       # It was checked before; a swap of weights may have happened since.
       self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
@@ -584,13 +584,13 @@ def has_room(engine: Engine, request: Request) -> bool:
   num_front = engine.num_unfinished - engine.num_background
   if not num_front:
     return True  # `Engine.check` has ensured that it fits alone.
-  if num_front >= engine.config.max_sequences * engine.num_instances:
+  if num_front >= engine.config.max_num_seqs * engine.data_parallel_size:
     return False
   chunks = engine.chunks
   needed = chunks.expected_pages(len(request.prompt), request.sampling.max_tokens)
   return any(
     chunks.free_pages(place) + chunks.yielding_pages(place) - chunks.awaited_pages(place) >= needed
-    for place in range(engine.num_instances)
+    for place in range(engine.data_parallel_size)
   )
 
 

@@ -104,7 +104,7 @@ class Family:
 
   def _scorer(self, adapter: str) -> Scorer:
     model = dataclasses.replace(self._model, params=self._params_of(adapter))
-    return Scorer(model, context=self._engine.config.max_context)
+    return Scorer(model, context=self._engine.config.max_model_len)
 
   def _fingerprint(self, adapter: str) -> str:
     weights = self._digest
@@ -182,7 +182,7 @@ class Family:
       ValueError: if the weights are not finite; the old weights stay in place.
     """
     if loaded.params is not None:
-      self._engine.set_params(loaded.params, self._engine.policy_version + 1)
+      self._engine.update_weights(loaded.params, self._engine.policy_version + 1)
       self._model = dataclasses.replace(self._model, params=loaded.params)
       self._digest = loaded.digest
       changed = [*self.models.values()]  # The base's weights affect its adapters, too.

@@ -63,5 +63,5 @@ def _free_pages(thread: EngineThread) -> int:
   return sum(
     engine.chunks.free_pages(place)
     for engine in thread.engines.values()
-    for place in range(engine.num_instances)
+    for place in range(engine.data_parallel_size)
   )

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens and of the top alternatives, by the trainer's forward pass.
 
-    tokens --transformer.forward--> hidden rows --head.likeliest--> ids --head, forced--> scores
+    tokens --transformer.forward--> hidden rows --head.top_logprobs--> ids --head, forced--> scores
 
 This is a separate program, so that an engine step and its bits are the same whether or not a
 request wants alternatives. The scores equal those that the engine computes for the same tokens. A
@@ -337,7 +337,7 @@ def _likeliest(
   count: int,
   decoder: Decoder,
 ) -> jax.Array:
-  return head.likeliest(params, hidden, rows, num_rows, count, decoder=decoder)
+  return head.top_logprobs(params, hidden, rows, num_rows, count, decoder=decoder)
 
 
 @functools.partial(jax.jit, static_argnames="decoder")

@@ -127,7 +127,7 @@ class Served:
   @property
   def context(self) -> int:
     """Most positions of a prompt with its completion."""
-    return min(self.engine.config.max_context, self.engine.model.max_context)
+    return min(self.engine.config.max_model_len, self.engine.model.max_model_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,5 +319,5 @@ def _sampling(
     **{**served.defaults.sampling, **asked.sampling},
     max_tokens=most,
     stop_token_ids=tuple(dict.fromkeys((*served.tokenizer.eos_ids, *asked.stop_token_ids))),
-    stop_strings=asked.stop,
+    stop=asked.stop,
   )

@@ -239,7 +239,7 @@ class Sleeping:
         param="text",
       ) from error
     ids = self._tokenizer.encode(text, special_tokens_as_text=True)
-    room = min(self._engine.config.max_context, self._engine.model.max_context)
+    room = min(self._engine.config.max_model_len, self._engine.model.max_model_len)
     if len(ids) + self._config.sleep_tokens > room:
       raise Refusal(
         f"text: got {len(ids)} tokens, expected at most {max(0, room - self._config.sleep_tokens)}:"

@@ -67,10 +67,10 @@ def one_step_off(
   lengths = workload.lengths(seed)
   best = np.inf
   for share in shares:
-    count = max(1, min(round(workload.num_instances * share), workload.num_instances - 1))
-    machines = dataclasses.replace(workload.cluster(), num_instances=count)
+    count = max(1, min(round(workload.data_parallel_size * share), workload.data_parallel_size - 1))
+    machines = dataclasses.replace(workload.cluster(), data_parallel_size=count)
     result = cluster.Simulation(machines, policy, lengths, max_tokens=workload.max_tokens).run()
-    left = (workload.num_instances - count) / workload.num_instances
+    left = (workload.data_parallel_size - count) / workload.data_parallel_size
     best = min(best, max(result.total_seconds, training_seconds(workload) / left))
   return Step(seconds=float(best), stale_share=1.0, mean_tokens=float(lengths.mean()))
 

@@ -38,14 +38,14 @@ class ClusterConfig:
   """Configuration of the machines of a rollout.
 
   Attributes:
-    num_instances: number of equal instances.
+    data_parallel_size: number of equal instances.
     costs: cost model of one instance.
     max_running: maximum running requests per instance.
     page_size: positions of a page.
     prompt_tokens: length of every prompt.
   """
 
-  num_instances: int
+  data_parallel_size: int
   costs: costs.CostModel
   max_running: int
   page_size: int = 16
@@ -53,9 +53,10 @@ class ClusterConfig:
 
   def __post_init__(self):
     fields.check(self)
-    if min(self.num_instances, self.max_running, self.page_size, self.prompt_tokens) < 1:
+    if min(self.data_parallel_size, self.max_running, self.page_size, self.prompt_tokens) < 1:
       raise ValueError(
-        f"ClusterConfig: got num_instances={self.num_instances}, max_running={self.max_running},"
+        f"ClusterConfig: got data_parallel_size={self.data_parallel_size},"
+        f" max_running={self.max_running},"
         f" page_size={self.page_size}, prompt_tokens={self.prompt_tokens}, expected at least 1 of"
         " each."
       )
@@ -176,7 +177,7 @@ class Simulation:
     self._preempts = policy.grows
     self._scheduler = scheduler_lib.Scheduler(policy, self._buffer)
     self._view = instances_lib.Instances.empty(
-      cluster.num_instances,
+      cluster.data_parallel_size,
       page_size=cluster.page_size,
       num_pages=cluster.num_pages,
       max_running=cluster.max_running,
@@ -184,7 +185,9 @@ class Simulation:
     chances = None
     if speculation is not None:
       chances = speculation_lib.acceptance(speculation, group_size)
-    self._machines = [_Machine(cluster, speculation, chances) for _ in range(cluster.num_instances)]
+    self._machines = [
+      _Machine(cluster, speculation, chances) for _ in range(cluster.data_parallel_size)
+    ]
     self._events: list[tuple[float, int, int, int, int]] = []
     self._num_events = 0
     self._decisions: dict[int, tuple[instances_lib.Decision, float]] = {}  # Of running requests.

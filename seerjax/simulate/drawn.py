@@ -24,7 +24,7 @@ class DrawnWorkload:
     seed: seed of the draw.
     scarce: the limiting resource: "KV", or "places" (slots) with plenty of memory.
     machine: name of the workload in `workloads.WORKLOADS` with the same instances.
-    num_instances: 1, 2, 4 or 8.
+    data_parallel_size: 1, 2, 4 or 8.
     num_groups: at least 8.
     group_size: 4 to 16.
     rho: similarity of lengths within groups, 0.02 to 0.95.
@@ -39,7 +39,7 @@ class DrawnWorkload:
   seed: int
   scarce: str
   machine: str
-  num_instances: int
+  data_parallel_size: int
   num_groups: int
   group_size: int
   rho: float
@@ -53,7 +53,7 @@ class DrawnWorkload:
   def cluster(self) -> cluster.ClusterConfig:
     """Returns the configuration of the machines."""
     (machine,) = (one for one in workloads.WORKLOADS if one.name == self.machine)
-    requests = self.num_groups * self.group_size / self.num_instances
+    requests = self.num_groups * self.group_size / self.data_parallel_size
     most = self.prompt_tokens + self.max_tokens + 16  # The longest request alone always fits.
     if self.scarce == "KV":
       places = workloads.MAX_RUNNING
@@ -65,7 +65,7 @@ class DrawnWorkload:
     room = costs.num_devices * costs.device_bytes
     share = ((positions + 16) * costs.kv_bytes + costs.resident_bytes) / room
     return cluster.ClusterConfig(
-      num_instances=self.num_instances,
+      data_parallel_size=self.data_parallel_size,
       costs=dataclasses.replace(costs, memory_share=share),
       max_running=places,
       prompt_tokens=self.prompt_tokens,
@@ -95,7 +95,7 @@ def draw(seed: int) -> DrawnWorkload:
     seed=seed,
     scarce="KV" if seed % 2 else "places",
     machine=workloads.WORKLOADS[int(rng.integers(3))].name,
-    num_instances=int(rng.choice([1, 2, 4, 8])),
+    data_parallel_size=int(rng.choice([1, 2, 4, 8])),
     num_groups=max(int(rng.uniform(128, 768) / group_size), 8),
     group_size=group_size,
     rho=float(rng.uniform(0.02, 0.95)),

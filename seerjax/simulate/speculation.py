@@ -17,9 +17,9 @@ step, and charges nothing for drafting. `table` compares both with a roofline of
 
     python -m seerjax.simulate.speculation
 
-Sources: arXiv 2511.14617v3, section 3.4 and table 2 (linear drafts, gamma_max 8); arXiv 2211.17192,
-theorem 3.8; Qwen3's published shapes; the vendor's figures for an H200 (141 GB, 4.8 TB/s, 989
-TFLOP/s in bf16).
+Sources: arXiv 2511.14617v3, section 3.4 and table 2 (linear drafts, num_speculative_tokens 8);
+arXiv 2211.17192, theorem 3.8; Qwen3's published shapes; the vendor's figures for an H200 (141 GB,
+4.8 TB/s, 989 TFLOP/s in bf16).
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Workload:
 
   Attributes:
     name: name of the model.
-    num_instances: instances of the cluster.
+    data_parallel_size: instances of the cluster.
     devices: devices of an instance.
     weight_bytes: bytes of the model's weights.
     replicated_bytes: part of these that is replicated on each device (attention under expert
@@ -100,7 +100,7 @@ class Workload:
   """
 
   name: str
-  num_instances: int
+  data_parallel_size: int
   devices: int
   weight_bytes: float
   replicated_bytes: float
@@ -139,7 +139,7 @@ class Workload:
       peer_bandwidth=self.devices * NETWORK_BANDWIDTH,
     )
     return cluster.ClusterConfig(
-      num_instances=self.num_instances,
+      data_parallel_size=self.data_parallel_size,
       costs=model,
       max_running=MAX_RUNNING,
       prompt_tokens=self.prompt_tokens,
@@ -162,7 +162,7 @@ MAX_RUNNING = 1024  # verl's default; memory is the actual limit
 
 MOONLIGHT = Workload(
   name="Moonlight",
-  num_instances=32,
+  data_parallel_size=32,
   devices=1,
   weight_bytes=32e9,
   replicated_bytes=0.0,
@@ -192,7 +192,7 @@ MOONLIGHT = Workload(
 
 QWEN2_VL_72B = Workload(
   name="Qwen2-VL-72B",
-  num_instances=16,
+  data_parallel_size=16,
   devices=8,
   weight_bytes=146e9,
   replicated_bytes=0.0,
@@ -222,7 +222,7 @@ QWEN2_VL_72B = Workload(
 
 KIMI_K2 = Workload(
   name="Kimi-K2",
-  num_instances=8,
+  data_parallel_size=8,
   devices=32,
   weight_bytes=1e12,
   replicated_bytes=14e9,  # attention 6.2 G and shared experts 3.0 G at 8 bits, vocabulary at 16

@@ -50,7 +50,7 @@ class EngineThinker:
     for index, call in enumerate(calls):
       try:
         request = self.request(call, str(index))
-        self._engine.submit(request)
+        self._engine.add_request(request)
       except (ValueError, NoAnswer) as error:
         yield index, error if isinstance(error, NoAnswer) else NoAnswer(str(error))
         continue
@@ -70,7 +70,7 @@ class EngineThinker:
       ValueError: if the messages or the sampling parameters are invalid.
     """
     prompt = tuple(self._tokenizer.chat_ids(list(call.messages)))
-    window = min(self._engine.config.max_context, self._engine.model.max_context)
+    window = min(self._engine.config.max_model_len, self._engine.model.max_model_len)
     if len(prompt) + call.max_tokens > window:
       raise NoAnswer(
         f"EngineThinker: got a prompt of {len(prompt)} tokens with max_tokens={call.max_tokens},"

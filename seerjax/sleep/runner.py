@@ -345,11 +345,11 @@ class Runner:
     return others
 
   def stop(self) -> None:
-    """Aborts all jobs, which restart later; call it before `Engine.set_params` and at the end."""
+    """Aborts all jobs, which restart later; call it before `update_weights` and at the end."""
     for request_id in (
       *self._working, *self._filling, *self._anticipating, *self._scoring
     ):  # fmt: skip
-      self._engine.cancel(request_id)
+      self._engine.abort_request(request_id)
     self._count(stopped=len(self._working))
     for answered in self._scoring.values():
       self._saw(answered)
@@ -363,23 +363,23 @@ class Runner:
     key = Key(dropped.namespace, dropped.name, dropped.version)
     for request_id, job in [*self._working.items()]:
       if _key_of(job.context) == key:
-        self._engine.cancel(request_id)
+        self._engine.abort_request(request_id)
         del self._working[request_id]
         self._count(stopped=1)
     self._over = {entry for entry in self._over if entry[0] != key}
     for request_id in [name for name, one in self._anticipating.items() if one == key]:
-      self._engine.cancel(request_id)
+      self._engine.abort_request(request_id)
       del self._anticipating[request_id]
     for request_id, answered in [*self._scoring.items()]:
       if _key_of(answered.context) == key:
-        self._engine.cancel(request_id)
+        self._engine.abort_request(request_id)
         self._saw(self._scoring.pop(request_id))
     account = self._accounts.pop(key, None)
     if account is None:
       return
     for start in account.starts:
       for request_id in [name for name, one in self._filling.items() if one == start]:
-        self._engine.cancel(request_id)
+        self._engine.abort_request(request_id)
         del self._filling[request_id]
       if not any(start in other.starts for other in self._accounts.values()):
         self._engine.chunks.unpin(start.tokens, namespace=start.namespace)
@@ -531,7 +531,7 @@ class Runner:
     try:
       request = self._thinker.request(call, request_id)
       request = dataclasses.replace(request, namespace=context.namespace, **fields)
-      self._engine.submit(request, is_background=True)
+      self._engine.add_request(request, is_background=True)
     except (NoAnswer, ValueError):  # For example, too long.
       return ""
     return request_id
@@ -555,7 +555,7 @@ class Runner:
     if not forced or ids[:begin] != one[:begin]:
       return False
     allowed = tuple((token, token + 1) for token in forced)
-    sampling = SamplingParams(temperature=0.0, max_tokens=len(forced), allowed=allowed)
+    sampling = SamplingParams(temperature=0.0, max_tokens=len(forced), allowed_token_ranges=allowed)
     self._num_requests += 1
     request_id = f"{NAME} {self._num_requests}"
     request = Request(
@@ -565,7 +565,7 @@ class Runner:
       namespace=context.namespace,
     )
     try:
-      self._engine.submit(request, is_background=True)
+      self._engine.add_request(request, is_background=True)
     except ValueError:  # Too long.
       return False
     self._scoring[request_id] = answered
@@ -593,7 +593,7 @@ class Runner:
     is_pinned = any((pin.namespace, pin.tokens) == start for pin in self._engine.chunks.pins)
     wanted = 0 if is_pinned else length // size
     has_room = used + wanted <= self._engine.config.pinned_pages
-    if length >= size and has_room and self._engine.config.reuse_prefixes:
+    if length >= size and has_room and self._engine.config.enable_prefix_caching:
       account.starts.append(start)
       self._pin(start)
 
@@ -614,7 +614,7 @@ class Runner:
       request = Request(
         request_id=request_id, prompt=pin.tokens, sampling=sampling, namespace=pin.namespace
       )
-      self._engine.submit(request, is_background=True)
+      self._engine.add_request(request, is_background=True)
       self._filling[request_id] = start
 
   def _seed_drafts(self, context: Context, job: int, notes: str) -> None:

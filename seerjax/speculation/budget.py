@@ -73,12 +73,12 @@ class BudgetConfig:
 
   Attributes:
     policy: "mba" or "mba_paper".
-    gamma_max: maximum draft length.
+    num_speculative_tokens: maximum draft length.
     priority: weight of a token of the high class; lambda in Seer.
   """
 
   policy: str = "mba"
-  gamma_max: int = 8
+  num_speculative_tokens: int = 8
   priority: float = 2.0
 
   def __post_init__(self):
@@ -87,9 +87,10 @@ class BudgetConfig:
       raise ValueError(
         f"BudgetConfig.policy: got {self.policy!r}, expected one of {POLICIES}; choose one."
       )
-    if self.gamma_max < 1 or not self.priority >= 1:
+    if self.num_speculative_tokens < 1 or not self.priority >= 1:
       raise ValueError(
-        f"BudgetConfig: got gamma_max={self.gamma_max}, priority={self.priority}, expected each at"
+        f"BudgetConfig: got num_speculative_tokens={self.num_speculative_tokens},"
+        f" priority={self.priority}, expected each at"
         " least 1; 8 and 2 are usual."
       )
 
@@ -143,7 +144,7 @@ def mba_paper(
   acceptance: Sequence[float],
   times: StepTimes,
   *,
-  gamma_max: int = 8,
+  num_speculative_tokens: int = 8,
   priority: float = 2.0,
 ) -> tuple[int, int]:
   """Returns draft lengths (high, low) by Algorithm 1 as printed.
@@ -151,22 +152,22 @@ def mba_paper(
   Args:
     num_high: requests of the high class, B_h in Seer.
     num_low: requests of the low class, B_l.
-    acceptance: beta[1], beta[2], ...; at least `gamma_max` of them.
+    acceptance: beta[1], beta[2], ...; at least `num_speculative_tokens` of them.
     times: T(B, gamma) is a step of B (1 + gamma) rows, or of plain decoding if gamma is 0.
-    gamma_max: maximum draft length.
+    num_speculative_tokens: maximum draft length.
     priority: lambda.
   """
   batch = num_high + num_low
   if batch == 0:
     return 0, 0
-  # Tokens beyond gamma_max have no gain.
-  beta = [1.0, *acceptance[:gamma_max], acceptance[gamma_max - 1]]
-  alpha = min(sum(beta[1:-1]) / gamma_max, 1 - 1e-9)
+  # Tokens beyond num_speculative_tokens have no gain.
+  beta = [1.0, *acceptance[:num_speculative_tokens], acceptance[num_speculative_tokens - 1]]
+  alpha = min(sum(beta[1:-1]) / num_speculative_tokens, 1 - 1e-9)
   costs = [times.decode(batch)] + [
     (times.draft(batch, gamma) + times.step(batch, batch * (1 + gamma)))
     * (1 - alpha)
     / (1 - alpha ** (gamma + 1))
-    for gamma in range(1, gamma_max + 1)
+    for gamma in range(1, num_speculative_tokens + 1)
   ]
   budget = costs.index(min(costs)) * batch
   if budget < num_high or budget == 0:
@@ -176,10 +177,10 @@ def mba_paper(
   while left > 0:
     high_gain = num_high * (beta[high] - beta[high + 1])
     low_gain = num_low * (beta[low] - beta[low + 1])
-    if high_gain > priority * low_gain and high < gamma_max and left >= num_high:
+    if high_gain > priority * low_gain and high < num_speculative_tokens and left >= num_high:
       high += 1
       left -= num_high
-    elif num_low > 0 and low < gamma_max and left >= num_low:
+    elif num_low > 0 and low < num_speculative_tokens and left >= num_low:
       low += 1
       left -= num_low
     else:
@@ -193,7 +194,7 @@ def mba(
   acceptance: Sequence[float],
   times: StepTimes,
   *,
-  gamma_max: int = 8,
+  num_speculative_tokens: int = 8,
   priority: float = 2.0,
   reach: Sequence[float] | None = None,
 ) -> tuple[int, int]:
@@ -202,22 +203,22 @@ def mba(
   Args:
     num_high: requests of the high class.
     num_low: requests of the low class.
-    acceptance: acceptance[k - 1] = a[k]; at least `gamma_max` of them, decreasing.
+    acceptance: acceptance[k - 1] = a[k]; at least `num_speculative_tokens` of them, decreasing.
     times: times of steps and drafts.
-    gamma_max: maximum draft length.
+    num_speculative_tokens: maximum draft length.
     priority: weight of a token of the high class.
     reach: reach[k - 1] = r[k]; all 1 if None.
   """
-  acceptance = acceptance[:gamma_max]
+  acceptance = acceptance[:num_speculative_tokens]
   gains = [0.0, *itertools.accumulate(acceptance)]
   batch = num_high + num_low
   budget = best_length(batch, acceptance, times, reach) * batch
   best, most = (0, 0), 0.0
-  for high in range(gamma_max + 1 if num_high else 1):
+  for high in range(num_speculative_tokens + 1 if num_high else 1):
     left = budget - high * num_high
     if left < 0:
       break
-    low = min(gamma_max, left // num_low) if num_low else 0
+    low = min(num_speculative_tokens, left // num_low) if num_low else 0
     gain = priority * num_high * gains[high] + num_low * gains[low]
     if gain >= most and gain > 0:  # Ties: the split that gives the high class more.
       best, most = (high, low), gain
@@ -237,7 +238,7 @@ class Budget:
     # how often it was tried and accepted. Counts halve in `MEMORY` steps: instead, the weight of
     # new ones grows.
     self._allowed, self._drafted, self._tried, self._held = (
-      [0.0] * self.config.gamma_max for _ in range(4)
+      [0.0] * self.config.num_speculative_tokens for _ in range(4)
     )
     self._weight = 1.0
     # Share of a step that probes may still spend. The first step may be a probe.
@@ -294,7 +295,7 @@ class Budget:
       for counts in (self._allowed, self._drafted, self._tried, self._held):
         counts[:] = [count / self._weight for count in counts]
       self._weight = 1.0
-    for place in range(min(num_allowed, self.config.gamma_max)):
+    for place in range(min(num_allowed, self.config.num_speculative_tokens)):
       self._allowed[place] += self._weight
       self._drafted[place] += self._weight * (place < num_drafted)
       self._tried[place] += self._weight * (place <= num_accepted)
@@ -306,7 +307,7 @@ class Budget:
     acceptance, reach = self.acceptance, self.reach
     share = functools.partial(
       mba_paper if config.policy == "mba_paper" else functools.partial(mba, reach=reach),
-      gamma_max=config.gamma_max,
+      num_speculative_tokens=config.num_speculative_tokens,
       priority=config.priority,
     )
     lengths = share(num_high, num_low, acceptance, self.times)
@@ -327,7 +328,7 @@ class Budget:
     plain, saved = self.times.decode(batch), PROBE_COST * self.times.decode_steps(batch)
     self._credit = min(self._credit + saved, 1.0 + saved)
     for num, length in ((PROBE_REQUESTS, 4), (1, 4), (1, 2), (1, 1)):
-      num, length = min(num, batch), min(length, self.config.gamma_max)
+      num, length = min(num, batch), min(length, self.config.num_speculative_tokens)
       seconds = self.times.step(batch, batch + num * length) + self.times.draft(num, length)
       if seconds / plain - 1 <= self._credit:
         self._credit -= seconds / plain - 1

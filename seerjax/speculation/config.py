@@ -4,9 +4,9 @@ A drafter is any object with the three methods of `engine.drafting.Drafter`. A r
 that creates one, so a draft model, a draft tree or another acceptance rule can be a separate file,
 in this package or outside:
 
-  --config.speculation.draft_name=MODEL          group texts and a draft model, whichever is faster
+  --config.speculation.draft_model=MODEL          group texts and a draft model, whichever is faster
   --config.speculation.drafter=seerjax.speculation.draft_loading:of_run \
-    --config.speculation.draft_name=MODEL        the draft model only
+    --config.speculation.draft_model=MODEL        the draft model only
   --config.speculation.drafter=my_module:make_drafter
 
   def make_drafter(config: SpeculationConfig, run: DraftedRun) -> Drafter: ...
@@ -38,15 +38,16 @@ class SpeculationConfig:
       also with that: each request uses the source with the most expected tokens per second.
     budget: how many tokens to draft.
     history: earlier completions of repeated prompts. A resumed run starts without any.
-    draft_name: draft model: "nano", a directory, a GGUF file, or a Hub id; "" is none.
+    draft_model: draft model: "nano", a directory, a GGUF file, or a Hub id; "" is none.
     draft: configuration of the draft model. The default drafter plans the draft length (up to
-      `budget.gamma_max`); "seerjax.speculation.draft_loading:of_run" uses it as configured.
+      `budget.num_speculative_tokens`); "seerjax.speculation.draft_loading:of_run" uses it as
+      configured.
   """
 
   drafter: str = "seerjax.speculation.hybrid_drafter:of_run"
   budget: BudgetConfig = BudgetConfig()
   history: HistoryConfig = HistoryConfig()
-  draft_name: str = ""
+  draft_model: str = ""
   draft: DraftModelConfig = DraftModelConfig()
 
   def __post_init__(self):
@@ -57,10 +58,10 @@ class SpeculationConfig:
         f"SpeculationConfig.drafter: got {self.drafter!r}, expected 'my_module:make_drafter'; leave"
         " it out to draft from the completions of the group."
       )
-    if self.draft.learn and not self.draft_name:
+    if self.draft.learn and not self.draft_model:
       raise ValueError(
         "DraftModelConfig.learn: got True without a draft model, expected a draft model; set"
-        " --config.speculation.draft_name=MODEL, or learn=False."
+        " --config.speculation.draft_model=MODEL, or learn=False."
       )
 
 

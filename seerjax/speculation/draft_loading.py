@@ -23,7 +23,7 @@ DEFAULT_CONFIG = DraftModelConfig()
 
 def context_of(engine: Engine) -> int:
   """Returns the maximum positions of a sequence in an engine."""
-  return min(engine.config.max_context, engine.model.max_context)
+  return min(engine.config.max_model_len, engine.model.max_model_len)
 
 
 def load_draft(name_or_path: str | os.PathLike[str], engine: Engine) -> Model:
@@ -57,10 +57,11 @@ def fitted(draft: Model, engine: Engine, *, name: str = "") -> Model:
   """
   name = name or "a draft model"
   context = context_of(engine)
-  if draft.config.max_context < context:
+  if draft.config.max_model_len < context:
     raise ValueError(
-      f"draft: got {name} of {draft.config.max_context} positions for an engine of {context},"
-      f" expected at least as many; lower EngineConfig.max_context to {draft.config.max_context},"
+      f"draft: got {name} of {draft.config.max_model_len} positions for an engine of {context},"
+      " expected at least as many; lower EngineConfig.max_model_len to"
+      f" {draft.config.max_model_len},"
       " or use another draft."
     )
   if draft.tokenizer is None or engine.tokenizer is None:
@@ -132,9 +133,9 @@ def of_run(config: config_lib.SpeculationConfig, run: config_lib.DraftedRun) -> 
   Raises:
     ValueError: if no name is set; otherwise as `load_draft`.
   """
-  if not config.draft_name:
+  if not config.draft_model:
     raise ValueError(
-      "SpeculationConfig.draft_name: got '', expected a draft model for the drafter of this name;"
-      " write --config.speculation.draft_name=MODEL."
+      "SpeculationConfig.draft_model: got '', expected a draft model for the drafter of this name;"
+      " write --config.speculation.draft_model=MODEL."
     )
-  return drafter_for(run.engine, config.draft_name, config.draft, run.acceptance)
+  return drafter_for(run.engine, config.draft_model, config.draft, run.acceptance)

@@ -62,8 +62,8 @@ class DraftModelConfig:
     length: tokens of the main path, N.
     width: ids per position: the most likely one continues the main path, the others end side paths.
     num_slots: number of requests with a cache slot; each slot has a whole context of positions.
-    row_buckets: maximum rows of a call, ascending; one compiled program each. If more rows must be
-      read, separate calls read them; the last bucket has at least one row per slot.
+    batch_size_buckets: maximum rows of a call, ascending; one compiled program each. If more rows
+      must be read, separate calls read them; the last bucket has at least one row per slot.
     learn: whether a run trains the draft between steps, on the policy's completions.
     learning_rate: rate of that training; at ten times the default, nano's draft got worse.
   """
@@ -71,7 +71,7 @@ class DraftModelConfig:
   length: int = 4
   width: int = 1
   num_slots: int = 64
-  row_buckets: tuple[int, ...] = (8, 64, 256)
+  batch_size_buckets: tuple[int, ...] = (8, 64, 256)
   learn: bool = False
   learning_rate: float = 1e-4
 
@@ -93,7 +93,7 @@ class DraftModelConfig:
         f"DraftModelConfig.learning_rate: got {self.learning_rate}, expected a positive number;"
         " 1e-4 is usual."
       )
-    buckets = self.row_buckets
+    buckets = self.batch_size_buckets
     if (
       list(buckets) != sorted(set(buckets))
       or not buckets
@@ -101,8 +101,9 @@ class DraftModelConfig:
       or (buckets[-1] < self.num_slots)
     ):
       raise ValueError(
-        f"DraftModelConfig.row_buckets: got {buckets}, expected ascending numbers of rows, the last"
-        f" at least num_slots={self.num_slots}; {DraftModelConfig.row_buckets} is usual."
+        f"DraftModelConfig.batch_size_buckets: got {buckets}, expected ascending numbers of rows,"
+        " the last"
+        f" at least num_slots={self.num_slots}; {DraftModelConfig.batch_size_buckets} is usual."
       )
 
 
@@ -205,10 +206,10 @@ class ModelDrafter:
     Raises:
       ValueError: if the draft has too few positions or several slabs, or `program` has other sizes.
     """
-    if draft.config.max_context < context:
+    if draft.config.max_model_len < context:
       raise ValueError(
-        f"ModelDrafter: got a draft of {draft.config.max_context} positions for sequences of"
-        f" {context}, expected at least as many; lower EngineConfig.max_context, or take another"
+        f"ModelDrafter: got a draft of {draft.config.max_model_len} positions for sequences of"
+        f" {context}, expected at least as many; lower EngineConfig.max_model_len, or take another"
         " draft."
       )
     key = numerics_lib.key(0) if key is None else key
@@ -225,7 +226,7 @@ class ModelDrafter:
       context=context,
       num_slots=config.num_slots,
       width=config.width,
-      row_buckets=config.row_buckets,
+      batch_size_buckets=config.batch_size_buckets,
     )
     self.program = own if program is None else program
     if self.program != own:
@@ -250,7 +251,7 @@ class ModelDrafter:
     # Temperature index of each request's last draft; None for greedy requests.
     self._drawn: dict[str, int | None] = {}
 
-  def set_params(self, params: parameters.Params) -> None:
+  def update_weights(self, params: parameters.Params) -> None:
     """Replaces the draft's weights; all tokens are read again."""
     self._params = params
     self.slots.forget_all()
@@ -333,8 +334,8 @@ class ModelDrafter:
 
   def _read_ahead(self, pieces: list[_Piece]) -> list[_Piece]:
     """Reads rows that exceed one call; returns the remaining rows, at least one per request."""
-    while sum(piece.count for piece in pieces) > self.config.row_buckets[-1]:
-      room, now, left = self.config.row_buckets[-1], [], []
+    while sum(piece.count for piece in pieces) > self.config.batch_size_buckets[-1]:
+      room, now, left = self.config.batch_size_buckets[-1], [], []
       for piece in pieces:
         count = min(piece.count - 1, room)
         first, room = piece.first + count, room - count
@@ -360,7 +361,7 @@ class ModelDrafter:
     program, backend = self.program, self.program.decoder.backend
     size, query_tile = program.page_size, program.decoder.numerics.query_tile
     total = sum(piece.count for piece in pieces)
-    bucket = next(bucket for bucket in program.row_buckets if bucket >= total)
+    bucket = next(bucket for bucket in program.batch_size_buckets if bucket >= total)
     num_rows, num_segments = backend.whole_rows(bucket), backend.whole_segments(bucket)
     # Any: the records are typed as device arrays, but are filled in on the host first.
     zeros: Any = np.zeros
@@ -465,12 +466,12 @@ def _ranges(
 ) -> tuple[np.ndarray, np.ndarray]:
   """Returns the id ranges that grammars allow at each drafted position: (low, high), i32[t, n]."""
   low, high = _whole_vocabulary(size)
-  if not any(query.sampling.allowed for query in queries):
+  if not any(query.sampling.allowed_token_ranges for query in queries):
     return low, high
   low, high = low.copy(), high.copy()
   for row, (query, count) in enumerate(zip(queries, most)):
-    if query.sampling.allowed and count:
+    if query.sampling.allowed_token_ranges and count:
       place = len(query.tokens) - query.num_prompt
-      own = np.asarray(query.sampling.allowed[place : place + count], np.int32)
+      own = np.asarray(query.sampling.allowed_token_ranges[place : place + count], np.int32)
       low[: len(own), row], high[: len(own), row] = own.T
   return low, high

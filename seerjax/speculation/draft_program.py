@@ -111,7 +111,7 @@ def noisy_top_k(
   The first id is the one that `head.sample_and_score` samples. Uses the portable program on every
   backend.
   """
-  tiled = Tiled(dataclasses.replace(decoder.numerics, implementation="tiled"))
+  tiled = Tiled(dataclasses.replace(decoder.numerics, backend="tiled"))
   weights = {
     "final_norm": params["final_norm"],
     "head": head.table_of(params, decoder),
@@ -149,14 +149,14 @@ class DraftProgram:
     context: positions of a slot.
     num_slots: slots of the cache.
     width: ids drafted per position; only the first is continued.
-    row_buckets: maximum rows of a call, ascending; one program each.
+    batch_size_buckets: maximum rows of a call, ascending; one program each.
   """
 
   decoder: Decoder
   context: int
   num_slots: int
   width: int
-  row_buckets: tuple[int, ...]
+  batch_size_buckets: tuple[int, ...]
 
   @property
   def page_size(self) -> int:
@@ -204,7 +204,7 @@ class DraftProgram:
 
     def run(params, pages, words, key, layout, is_plain):
       num_traces[is_plain] += 1
-      most = len(self.row_buckets) + self.decoder.numerics.is_interpreted
+      most = len(self.batch_size_buckets) + self.decoder.numerics.is_interpreted
       count = num_traces[is_plain]
       assert count <= most, (
         f"draft program: got trace {count}, expected one for each of {most} row buckets; an input"
@@ -313,7 +313,7 @@ def decoder_of(
   ones.
   """
   numerics = dataclasses.replace(target, reduction_shards=1)
-  if numerics.implementation == "native":
+  if numerics.backend == "native":
     whole = 1 << (context - 1).bit_length()
     numerics = dataclasses.replace(numerics, row_tile=2, kv_split=whole)
   elif not numerics.uses_kernels:
@@ -321,5 +321,5 @@ def decoder_of(
   try:
     return decoder_lib.decide(config, numerics)
   except ValueError:
-    plain = dataclasses.replace(numerics, implementation="tiled", kv_split=SPLIT)
+    plain = dataclasses.replace(numerics, backend="tiled", kv_split=SPLIT)
     return decoder_lib.decide(config, plain)

@@ -32,7 +32,9 @@ def measure_model(drafter: ModelDrafter, engine: Engine, longest: int) -> DraftT
     longest: maximum draft length.
   """
   room = drafter.program.context - SAID - longest - 1
-  most = min(engine.config.max_sequences * engine.num_instances, len(drafter.slots), MOST_REQUESTS)
+  most = min(
+    engine.config.max_num_seqs * engine.data_parallel_size, len(drafter.slots), MOST_REQUESTS
+  )
   tokens = {f"\0measured {place}": [0] * SAID for place in range(most)}
 
   def ready(num_requests: int, length: int) -> Callable[[], object]:

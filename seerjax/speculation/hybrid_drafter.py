@@ -224,15 +224,15 @@ def _held(path: Sequence[int], said: Sequence[int]) -> int:
 def of_run(
   config: config_lib.SpeculationConfig, run: config_lib.DraftedRun
 ) -> HybridDrafter | SuffixDrafter:
-  """Returns a run's drafter: group texts, and the model `draft_name` if there is one.
+  """Returns a run's drafter: group texts, and the model `draft_model` if there is one.
 
   The budget uses the measured step times of the run's engine. With a model, no class of requests
   has priority over another (`BudgetConfig.priority`).
   """
-  if not config.draft_name:
+  if not config.draft_model:
     return suffix_drafter.of_run(config, run)
-  model = draft_loading.drafter_for(run.engine, config.draft_name, config.draft)
-  longest = min(config.budget.gamma_max, sources.LENGTHS[-1])
+  model = draft_loading.drafter_for(run.engine, config.draft_model, config.draft)
+  longest = min(config.budget.num_speculative_tokens, sources.LENGTHS[-1])
   budget = SourceBudget(
     timing.measure(run.engine),
     suffix=draft_times.SUFFIX_TIMES,

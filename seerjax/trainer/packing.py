@@ -53,15 +53,15 @@ class Layout(NamedTuple):
 
   Attributes:
     num_rows: n, rows of the arrays: `rows_per_micro_batch`, but at least two tiles.
-    max_sequences: maximum number of sequences.
+    max_num_seqs: maximum number of sequences.
     max_sequence_tokens: maximum tokens of a sequence, prompt and completion.
     num_segments: s, an upper bound given the two limits above, in whole tiles.
     pages_per_sequence: p, entries of a page-table row; p * page_size is a multiple of `kv_split`.
-    num_pages: scratch pages the forward must provide: 1 + max_sequences * p.
+    num_pages: scratch pages the forward must provide: 1 + max_num_seqs * p.
   """
 
   num_rows: int
-  max_sequences: int
+  max_num_seqs: int
   max_sequence_tokens: int
   num_segments: int
   pages_per_sequence: int
@@ -107,7 +107,7 @@ def layout(
   decoder: Decoder,
   page_size: int,
   rows_per_micro_batch: int,
-  max_sequences: int | None = None,
+  max_num_seqs: int | None = None,
   max_sequence_tokens: int | None = None,
 ) -> Layout:
   """Returns the shapes of `pack` for the same arguments.
@@ -119,7 +119,7 @@ def layout(
     decoder: its `row_tile`, `query_tile` and `kv_split` are read, and its backend's tiles.
     page_size: positions of one page, a divisor of `kv_split`.
     rows_per_micro_batch: rows, a multiple of `row_tile`.
-    max_sequences: maximum number of sequences in a micro-batch. Scratch pages and the gradient of
+    max_num_seqs: maximum number of sequences in a micro-batch. Scratch pages and the gradient of
       attention always cost as much as this many sequences of maximum length. None allows twice as
       many as fit at that length.
     max_sequence_tokens: maximum tokens of one sequence; None allows what fits, which is
@@ -153,26 +153,26 @@ def layout(
       f" rows_per_micro_batch + 1 = {rows_per_micro_batch + 1} (the last token needs no row); raise"
       " rows_per_micro_batch or lower max_sequence_tokens."
     )
-  if max_sequences is None:
-    max_sequences = max(1, 2 * rows_per_micro_batch // (max_sequence_tokens - 1))
-  if max_sequences < 1:
+  if max_num_seqs is None:
+    max_num_seqs = max(1, 2 * rows_per_micro_batch // (max_sequence_tokens - 1))
+  if max_num_seqs < 1:
     raise ValueError(
-      f"pack: got max_sequences={max_sequences}, expected max_sequences >= 1; None derives it."
+      f"pack: got max_num_seqs={max_num_seqs}, expected max_num_seqs >= 1; None derives it."
     )
   # A sequence has at least one row.
-  max_sequences = min(max_sequences, rows_per_micro_batch)
+  max_num_seqs = min(max_num_seqs, rows_per_micro_batch)
   query_tile = numerics.query_tile
-  segments = (rows_per_micro_batch + max_sequences * (query_tile - 1)) // query_tile
+  segments = (rows_per_micro_batch + max_num_seqs * (query_tile - 1)) // query_tile
   segments = backend.whole_segments(segments)
   splits = -(-(max_sequence_tokens - 1) // numerics.kv_split)
   pages_per_sequence = splits * (numerics.kv_split // page_size)
   return Layout(
     num_rows=backend.whole_rows(rows_per_micro_batch),
-    max_sequences=max_sequences,
+    max_num_seqs=max_num_seqs,
     max_sequence_tokens=max_sequence_tokens,
     num_segments=segments,
     pages_per_sequence=pages_per_sequence,
-    num_pages=1 + max_sequences * pages_per_sequence,
+    num_pages=1 + max_num_seqs * pages_per_sequence,
   )
 
 
@@ -183,7 +183,7 @@ def pack(
   decoder: Decoder,
   page_size: int,
   rows_per_micro_batch: int,
-  max_sequences: int | None = None,
+  max_num_seqs: int | None = None,
   max_sequence_tokens: int | None = None,
   num_biases: int = 0,
   num_micro_batches: int | None = None,
@@ -196,7 +196,7 @@ def pack(
     decoder: see `layout`.
     page_size: see `layout`.
     rows_per_micro_batch: see `layout`.
-    max_sequences: see `layout`.
+    max_num_seqs: see `layout`.
     max_sequence_tokens: see `layout`.
     num_biases: e, entries of `SamplingRows.bias_ids`.
     num_micro_batches: m; None makes as many as needed. A larger value adds empty ones, so that m
@@ -218,7 +218,7 @@ def pack(
     decoder=decoder,
     page_size=page_size,
     rows_per_micro_batch=rows_per_micro_batch,
-    max_sequences=max_sequences,
+    max_num_seqs=max_num_seqs,
     max_sequence_tokens=max_sequence_tokens,
   )
   ordered = _ordered(groups, advantages)
@@ -234,7 +234,7 @@ def pack(
     raise ValueError(
       f"pack: got {len(ordered)} rollouts that need {num_needed} micro-batches, expected at most"
       f" num_micro_batches={num_micro_batches}; raise num_micro_batches, rows_per_micro_batch"
-      f"={rows_per_micro_batch} or max_sequences={shapes.max_sequences}."
+      f"={rows_per_micro_batch} or max_num_seqs={shapes.max_num_seqs}."
     )
   num_penalties = max((_num_penalties(rollout) for _, rollout, _ in ordered), default=0)
   batch = _empty(num_micro_batches or num_needed, shapes, num_biases, num_penalties)
@@ -260,7 +260,7 @@ def pack(
       row, segment = rows.stop, segments.stop
     batch.tokens.num_rows[m] = row
     batch.tokens.num_segments[m] = segment
-    assert segment <= shapes.num_segments and len(members) <= shapes.max_sequences
+    assert segment <= shapes.num_segments and len(members) <= shapes.max_num_seqs
   return batch
 
 
@@ -398,7 +398,7 @@ def _next_fit(
     if page_size is not None and places:
       num_shared = _num_common(owned, prompt) // page_size
     rows = _num_rows(rollout) - num_shared * (page_size or 0)
-    if used + rows > rows_per_micro_batch or len(places) == shapes.max_sequences:
+    if used + rows > rows_per_micro_batch or len(places) == shapes.max_num_seqs:
       micro_batches.append(places := [])
       used, num_shared, rows = 0, 0, _num_rows(rollout)
     if not num_shared:
@@ -445,8 +445,8 @@ def _write_sequence(
   batch.sampling.top_k[generated] = sampling.top_k
   batch.sampling.top_p[generated] = sampling.top_p
   batch.sampling.min_p[generated] = sampling.min_p
-  if sampling.allowed:
-    ranges = np.asarray(sampling.allowed[: len(completion.tokens)], np.int32)
+  if sampling.allowed_token_ranges:
+    ranges = np.asarray(sampling.allowed_token_ranges[: len(completion.tokens)], np.int32)
     batch.sampling.low[generated], batch.sampling.high[generated] = ranges.T
   if sampling.has_penalties:
     fields = batch.sampling._asdict()

@@ -89,16 +89,16 @@ def scratch_bytes(
   layout: packing.Layout,
   page_size: int,
   remat: transformer.Remat,
-  model_shards: int = 1,
+  tensor_parallel_size: int = 1,
 ) -> int:
-  """Returns the bytes of a micro-batch's KV pages on one of `model_shards` devices.
+  """Returns the bytes of a micro-batch's KV pages on one of `tensor_parallel_size` devices.
 
   Pages of all layers are counted, or of one layer if layers are rematerialised or the backend is
   native, which recreate them.
   """
   model = decoder.shape
   positions = layout.num_pages * page_size
-  heads = model.num_kv_heads // model_shards
+  heads = model.num_kv_heads // tensor_parallel_size
   per_layer = 2 * positions * heads * model.head_dim * decoder.numerics.dtype.itemsize
   is_kept = remat == "none" and decoder.backend.traits.keeps_pages
   return per_layer * (model.num_layers if is_kept else 1)
@@ -109,21 +109,23 @@ def activation_bytes(
   layout: packing.Layout,
   page_size: int,
   remat: transformer.Remat,
-  model_shards: int = 1,
+  tensor_parallel_size: int = 1,
 ) -> int:
   """Estimates a gradient's temporary memory in bytes, excluding KV pages.
 
-  Counts one of `model_shards` devices, each with a part of the table, the heads and each layer.
+  Counts one of `tensor_parallel_size` devices, each with a part of the table, the heads and each
+  layer.
   """
   model = decoder.shape
   rows, d = layout.num_rows, model.hidden_size
   queries, keys = (
-    heads * model.head_dim // model_shards for heads in (model.num_heads, model.num_kv_heads)
+    heads * model.head_dim // tensor_parallel_size
+    for heads in (model.num_heads, model.num_kv_heads)
   )
   item = decoder.numerics.dtype.itemsize
   positions = layout.num_pages * page_size
-  head = HEAD_TABLES * model.vocab_size * d * 4 / model_shards
-  weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // model_shards
+  head = HEAD_TABLES * model.vocab_size * d * 4 / tensor_parallel_size
+  weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // tensor_parallel_size
   attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
   layer = max(attention, LAYER_WEIGHTS * weights * 4)
   kept = KEPT_ARRAYS * item * (d + queries + keys) if remat == "none" else KEPT_BYTES * d

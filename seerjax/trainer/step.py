@@ -259,9 +259,9 @@ class Trainer:
     parallel.local_slabs(numerics.reduction_shards, shards)
     if shards > 1 and not self.decoder.backend.traits.trains_on_slabs:
       raise NotImplementedError(
-        f"Trainer.mesh: got model_shards={shards} with implementation={numerics.implementation!r},"
+        f"Trainer.mesh: got tensor_parallel_size={shards} with backend={numerics.backend!r},"
         " expected 1 (the kernels' gradients add up the slabs of one device); train with instances"
-        " only, or set implementation='tiled'."
+        " only, or set backend='tiled'."
       )
 
   def init(self, params: parameters.Params) -> TrainState:

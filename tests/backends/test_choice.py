@@ -25,29 +25,29 @@ def no_compiler():
 def test_the_machine_decides_what_is_left_to_it():
   decided = choice.decided(NumericsConfig(row_tile=4))
   assert availability.reason_against() is None
-  assert decided == NumericsConfig(row_tile=4, implementation="native")
+  assert decided == NumericsConfig(row_tile=4, backend="native")
   assert choice.decided(decided) is decided
 
 
 def test_where_handlers_cannot_run_it_is_tiled_and_one_line_says_why(no_compiler, caplog):
   with caplog.at_level(logging.WARNING):
     first, second = (choice.decided(NumericsConfig(row_tile=tile)) for tile in (4, 8))
-  assert first == NumericsConfig(row_tile=4, implementation="tiled")
-  assert second.implementation == "tiled"
-  lines = [record.getMessage() for record in caplog.records if "implementation" in record.msg]
-  assert lines == ["NumericsConfig.implementation='auto' is 'tiled' here: JAX_DISABLE_JIT is set."]
+  assert first == NumericsConfig(row_tile=4, backend="tiled")
+  assert second.backend == "tiled"
+  lines = [record.getMessage() for record in caplog.records if "backend" in record.msg]
+  assert lines == ["NumericsConfig.backend='auto' is 'tiled' here: JAX_DISABLE_JIT is set."]
 
 
 def test_native_by_name_is_refused_where_it_cannot_run(no_compiler):
   with pytest.raises(ValueError, match="got 'native', but JAX_DISABLE_JIT is set; expected a mach"):
-    choice.decided(NumericsConfig(implementation="native"))
+    choice.decided(NumericsConfig(backend="native"))
 
 
 def test_a_backend_has_the_numerics_that_were_decided():
-  decided = NumericsConfig(implementation="native", row_tile=16)
+  decided = NumericsConfig(backend="native", row_tile=16)
   assert decoder.without_model(NumericsConfig()).numerics == decided
 
 
 def test_what_is_left_to_the_machine_has_no_fingerprint():
-  with pytest.raises(ValueError, match=r"implementation: got 'auto', .* models.decoder.dec"):
+  with pytest.raises(ValueError, match=r"backend: got 'auto', .* models.decoder.dec"):
     numerics_lib.fingerprint(NumericsConfig())

@@ -22,7 +22,7 @@ from seerjax.numerics import NumericsConfig
 from seerjax.types import SamplingRows, TokenBatch
 
 BFLOAT16 = NumericsConfig(compute_dtype="bfloat16", row_tile=16, reduction_shards=8)
-PALLAS = dataclasses.replace(BFLOAT16, implementation="pallas")
+PALLAS = dataclasses.replace(BFLOAT16, backend="pallas")
 QWEN3 = presets.get("qwen3-8b")
 CPU = "got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
 
@@ -101,12 +101,12 @@ def test_what_a_kernel_does_not_take_is_its_own_sentence(model, changes, message
     chosen, reason = choice.chosen_on_gpu(numerics, model)
     assert chosen == "tiled"
     assert reason.startswith(message)
-    by_name = dataclasses.replace(numerics, implementation="pallas")
+    by_name = dataclasses.replace(numerics, backend="pallas")
     with pytest.raises(ValueError) as refused:
       decide(model, by_name)
   said = str(refused.value)
-  assert said.startswith(f"NumericsConfig.implementation: got 'pallas', but {message}")
-  assert said.endswith("use 'auto', which falls back to another implementation.")
+  assert said.startswith(f"NumericsConfig.backend: got 'pallas', but {message}")
+  assert said.endswith("use 'auto', which falls back to another backend.")
 
 
 def test_float32_stays_tiled_on_a_gpu_and_says_so():

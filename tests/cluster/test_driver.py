@@ -45,7 +45,7 @@ def fuzz(
     try:
       case.run()
     except BaseException as error:
-      error.add_note(f"{kind.__name__} of seed {seed} under {numerics.implementation}")
+      error.add_note(f"{kind.__name__} of seed {seed} under {numerics.backend}")
       raise
     events += case.events
   print(dict(sorted(events.items())))
@@ -282,7 +282,7 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere():
     (dict(weights_seed=1), r"weights: got '\w+', expected '\w+'; load the weights"),
     (
       dict(numerics=tiny_model.NUMERICS),
-      r"fingerprint: got .*'implementation': 'tiled.*expected .*'implementation': 'native",
+      r"fingerprint: got .*'backend': 'tiled.*expected .*'backend': 'native",
     ),
     (dict(policy_version=3), "policy_version: got 3, expected 0; load the weights"),
   ],
@@ -308,7 +308,7 @@ def test_a_bad_request_is_refused_before_anything_runs():
 
 def test_a_busy_engine_is_refused():
   engine = make_engine(NATIVE)
-  engine.submit(asked()[0])
+  engine.add_request(asked()[0])
   with pytest.raises(ValueError, match=r"EngineWorker: got an engine with 1 unfinished requests"):
     EngineWorker(engine)
 

@@ -36,9 +36,11 @@ def trained(seed: int = 1):
 
 
 def published(
-  put: Callable[[bytes], Piece] = Held, seed: int = 1, publish_bytes: int = PIECE
+  put: Callable[[bytes], Piece] = Held, seed: int = 1, weight_transfer_chunk_bytes: int = PIECE
 ) -> WeightsRef:
-  return weights_lib.publish(trained(seed), put, publish_bytes=publish_bytes)
+  return weights_lib.publish(
+    trained(seed), put, weight_transfer_chunk_bytes=weight_transfer_chunk_bytes
+  )
 
 
 def damaged(weights: WeightsRef, place: int = 2) -> WeightsRef:
@@ -56,8 +58,8 @@ def bits(params) -> list[bytes]:
   return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(params)]
 
 
-@pytest.mark.parametrize("publish_bytes", [333, 2**30])
-def test_what_is_received_is_what_was_published_in_pieces_of_any_size(publish_bytes):
+@pytest.mark.parametrize("weight_transfer_chunk_bytes", [333, 2**30])
+def test_what_is_received_is_what_was_published_in_pieces_of_any_size(weight_transfer_chunk_bytes):
   sizes = []
 
   def put(data: bytes) -> Held:
@@ -65,8 +67,10 @@ def test_what_is_received_is_what_was_published_in_pieces_of_any_size(publish_by
     return Held(data)
 
   params = trained()
-  weights = weights_lib.publish(params, put, publish_bytes=publish_bytes)
-  assert max(sizes) <= publish_bytes and sum(sizes) == sum(map(len, bits(params)))
+  weights = weights_lib.publish(
+    params, put, weight_transfer_chunk_bytes=weight_transfer_chunk_bytes
+  )
+  assert max(sizes) <= weight_transfer_chunk_bytes and sum(sizes) == sum(map(len, bits(params)))
   found = weights_lib.received(pickle.loads(pickle.dumps(weights)), parallel.make_mesh())
   assert jax.tree.structure(found) == jax.tree.structure(params)
   assert bits(found) == bits(params)
@@ -87,7 +91,7 @@ def test_workers_begin_a_policy_version_with_the_trainers_weights_or_not_at_all(
     assert all(found[name].has_bits_of(expected[name]) for name in expected)
 
   says(before)
-  workers.load(weights_lib.publish(trained(), workers.put, publish_bytes=PIECE), 4)
+  workers.load(weights_lib.publish(trained(), workers.put, weight_transfer_chunk_bytes=PIECE), 4)
   workers.add(EngineWorker(make_engine(NATIVE), name="later"))  # It loads the weights, too.
   says(wanted)
   reports = [worker.report() for worker in workers._workers.values()]
@@ -101,7 +105,7 @@ def test_weights_are_loaded_again_where_the_engine_was_given_others_since():
   worker = EngineWorker(make_engine(NATIVE))
   worker.load(published(), 1)
   before = worker.report().weights
-  worker.engine.set_params(tiny_model.params(NATIVE), 1)
+  worker.engine.update_weights(tiny_model.params(NATIVE), 1)
   assert worker.report().weights != before
   worker.load(published(), 1)
   assert worker.report().weights == before
@@ -110,7 +114,7 @@ def test_weights_are_loaded_again_where_the_engine_was_given_others_since():
 def test_old_weights_are_freed_before_the_new_ones_are_read():
   engine = make_engine(NATIVE, weights_seed=3)
   # Arrays that no other engine shares.
-  engine.set_params(jax.tree.map(lambda leaf: leaf * 2, trained(3)), 0)
+  engine.update_weights(jax.tree.map(lambda leaf: leaf * 2, trained(3)), 0)
   old = [weakref.ref(leaf) for leaf in jax.tree.leaves(engine._weights.params)]
   alive: list[int] = []
 
@@ -124,7 +128,7 @@ def test_old_weights_are_freed_before_the_new_ones_are_read():
       return self.data
 
   assert all(leaf() is not None for leaf in old)
-  EngineWorker(engine).load(published(Watched, publish_bytes=2**30), 1)
+  EngineWorker(engine).load(published(Watched, weight_transfer_chunk_bytes=2**30), 1)
   assert len(alive) == len(old) and set(alive) == {0}
 
 
@@ -184,12 +188,14 @@ def test_a_full_store_and_pieces_of_nothing_are_refused(tmp_path):
   door = StoreDoor(DiskStore(tmp_path, max_bytes=10))
   with pytest.raises(ConnectionError, match=r"StoreDoor.put: got a full store, expected room for"):
     published(door.put)
-  with pytest.raises(ValueError, match=r"got publish_bytes=0, expected at least 1; 2\*\*26 is"):
-    published(publish_bytes=0)
+  with pytest.raises(
+    ValueError, match=r"got weight_transfer_chunk_bytes=0, expected at least 1; 2\*\*26 is"
+  ):
+    published(weight_transfer_chunk_bytes=0)
 
 
 def test_an_engine_that_is_asked_does_not_drop_its_weights():
   engine = make_engine(NATIVE)
-  engine.submit(asked()[0])
-  with pytest.raises(ValueError, match=r"Engine.drop_params: got 1 unfinished requests"):
-    engine.drop_params()
+  engine.add_request(asked()[0])
+  with pytest.raises(ValueError, match=r"Engine.release_weights: got 1 unfinished requests"):
+    engine.release_weights()

@@ -18,7 +18,7 @@ def write_run(directory: pathlib.Path, *, after: float, seed: int) -> pathlib.Pa
   directory.mkdir(parents=True)
   with metrics.Writer(directory, console="off", tensorboard=False) as writer:
     for step in range(4):
-      row = {"rollout/reward_mean": 0.1 * step + after, "contract/kl": 0.0, "train/loss": 0.5}
+      row = {"rollout/reward_mean": 0.1 * step + after, "rollout_train/kl": 0.0, "train/loss": 0.5}
       if step in (0, 3):
         row |= {"heldout/accuracy": 0.25 if step == 0 else after, "heldout/standard_error": 0.01}
       writer.write(step, row)

@@ -44,7 +44,7 @@ def run(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_random_sentences_find_something():
-  config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, group_size=8)
+  config = DiscoverConfig(problem=PROBLEM, prompts_per_step=2, group_size=8)
   environment = names.load(PROBLEM)
   found = list(itertools.islice(discover.random_policy(config, environment), 40))
   values = [value for _, value in found]
@@ -89,7 +89,7 @@ def test_what_seems_better_by_luck_of_a_clock_is_no_improvement():
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
-  config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=num_workers)
+  config = DiscoverConfig(problem=PROBLEM, prompts_per_step=2, num_workers=num_workers)
   found = discover.rivals(config, names.load(PROBLEM), 0.0, functools.partial(names.load, PROBLEM))
   # With no time each still has its first value.
   _, first = next(discover.random_policy(config, names.load(PROBLEM)))
@@ -98,7 +98,7 @@ def test_rivals_that_a_problem_has_not_are_not_compared(num_workers: int):
 
 @pytest.mark.long
 def test_rivals_side_by_side_end_with_ctrl_c():
-  config = DiscoverConfig(problem=PROBLEM, groups_per_step=2, num_workers=1)
+  config = DiscoverConfig(problem=PROBLEM, prompts_per_step=2, num_workers=1)
   # A shell's background jobs ignore SIGINT.
   before = signal.signal(signal.SIGINT, signal.default_int_handler)
   threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGINT]).start()
@@ -145,9 +145,9 @@ def test_its_help_shows_where_it_begins_and_where_it_writes():
 
 def test_the_papers_preset_is_as_published():
   paper = discover.PAPER
-  assert (paper.num_steps, paper.groups_per_step, paper.group_size) == (50, 8, 64)
+  assert (paper.num_steps, paper.prompts_per_step, paper.group_size) == (50, 8, 64)
   assert (paper.lora_rank, paper.optimizer.learning_rate) == (32, 4e-5)
-  room = paper.engine.max_context - paper.programs.answer_tokens
+  room = paper.engine.max_model_len - paper.programs.answer_tokens
   assert 26_000 <= room < 26_100 and paper.search == ttt.puct.SearchConfig()
   assert paper.objective == ObjectiveConfig()
 
@@ -164,8 +164,8 @@ def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(cap
 @pytest.mark.long
 def test_a_model_writes_programs_by_command(tmp_path: pathlib.Path):
   done = run(
-    "--preset=paper", "--config.model=nano", "--config.num_steps=1", "--config.groups_per_step=2",
-    "--config.group_size=4", "--config.engine.max_context=1024", "--config.lora_rank=4",
+    "--preset=paper", "--config.model=nano", "--config.num_steps=1", "--config.prompts_per_step=2",
+    "--config.group_size=4", "--config.engine.max_model_len=1024", "--config.lora_rank=4",
     "--config.programs.thinking_tokens=32", "--config.programs.answer_tokens=32",
     "--config.trainer.rows_per_micro_batch=4096", f"--workdir={tmp_path / 'run'}",
   )  # fmt: skip
@@ -176,7 +176,7 @@ def test_a_model_writes_programs_by_command(tmp_path: pathlib.Path):
 @pytest.mark.long
 def test_a_run_leaves_its_best_and_its_page_and_refuses_to_begin_again(tmp_path: pathlib.Path):
   small = (
-    "--config.num_steps=2", "--config.groups_per_step=2", "--config.group_size=8",
+    "--config.num_steps=2", "--config.prompts_per_step=2", "--config.group_size=8",
     "--config.tiny.warm_sentences=64", f"--workdir={tmp_path}", "--compare", "--price=2",
   )  # fmt: skip
   done = run(*small)

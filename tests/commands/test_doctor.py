@@ -32,7 +32,7 @@ def test_a_sound_machine_has_invariant_rows_and_a_fingerprint():
 
 def test_the_twin_an_implementation_that_depends_on_the_batch_is_told():
   usual = presets.main_job().numerics
-  is_sound, text = doctor.examine(dataclasses.replace(usual, implementation="untiled"))
+  is_sound, text = doctor.examine(dataclasses.replace(usual, backend="untiled"))
   assert not is_sound and "rows are NOT invariant" in text
 
 

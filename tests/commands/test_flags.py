@@ -72,8 +72,8 @@ def test_an_int_is_welcome_where_a_float_is():
 
 def test_tuples_stay_tuples():
   assert parsed(Outer(), "--config.inner.sizes=(16, 32, 64)").inner.sizes == (16, 32, 64)
-  job = parsed(run_presets.main_job(), "--config.engine.row_buckets=(64,)")
-  assert job.engine.row_buckets == (64,)
+  job = parsed(run_presets.main_job(), "--config.engine.batch_size_buckets=(64,)")
+  assert job.engine.batch_size_buckets == (64,)
 
 
 def test_none_stays_none_or_takes_a_number():
@@ -348,7 +348,7 @@ def test_a_field_of_two_kinds_keeps_the_kind_that_it_has():
     (["-config.model=a"], "a"),
     (["--config.model", "a"], "a"),
     (["--config.model=a", "--config.model=b"], "b"),
-    (["--config.model_shards=2", "--workdir=config.model=c"], "nano"),
+    (["--config.tensor_parallel_size=2", "--workdir=config.model=c"], "nano"),
     (["config.model=a"], "nano"),
     (["--config.model"], "nano"),
     (["--config.model=x=y"], "x=y"),

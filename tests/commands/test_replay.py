@@ -62,8 +62,10 @@ def run_letters(model: str, directory: pathlib.Path, **changes: Any) -> pathlib.
     task=f"{__name__}:Silent",
     num_steps=5,
     checkpoint_every=3,
-    rollout=groups.RolloutConfig(groups_per_step=2, group_size=3, max_tokens=10),
-    trainer=dataclasses.replace(small_run.CONFIG.trainer, num_mini_batches=2, max_rounds=2),
+    rollout=groups.RolloutConfig(prompts_per_step=2, group_size=3, max_tokens=10),
+    trainer=dataclasses.replace(
+      small_run.CONFIG.trainer, num_mini_batches=2, dynamic_sampling_rounds=2
+    ),
     evaluation=EvaluationConfig(num_problems=1),
   )
   config = dataclasses.replace(config, **changes)
@@ -91,7 +93,7 @@ def letters(small: str, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Pat
   """Returns a run on two instances with a system message in its chats."""
   chat = chat_template.ChatConfig(system="Hi.")
   directory = run_letters(
-    small, tmp_path_factory.mktemp("letters") / "run", num_instances=2, chat=chat
+    small, tmp_path_factory.mktemp("letters") / "run", data_parallel_size=2, chat=chat
   )
   assert checkpoint.steps(directory / "checkpoints") == (0, 3, 5)
   return directory

@@ -38,12 +38,12 @@ def test_a_small_run_of_the_command_with_adapters(tiny: str, tmp_path: pathlib.P
     f"--workdir={tmp_path / 'run'}",
     "--config.num_steps=1",
     "--config.lora_rank=4",
-    "--config.rollout.groups_per_step=1",
+    "--config.rollout.prompts_per_step=1",
     "--config.rollout.group_size=2",
     "--config.rollout.max_tokens=4",
     "--config.evaluation.num_problems=2",
-    "--config.engine.max_sequences=4",
-    "--config.engine.row_buckets=(64,)",
+    "--config.engine.max_num_seqs=4",
+    "--config.engine.batch_size_buckets=(64,)",
     "--config.trainer.rows_per_micro_batch=512",
   )
   assert done.returncode == 0, done.stderr
@@ -176,9 +176,9 @@ def test_seeds_and_parts_of_ones_own_by_command(tiny: str, tmp_path: pathlib.Pat
   more = ("--loss=mine:loss", "--advantages=mine:advantages")
   first = command(
     f"--config.model={tiny}", f"--workdir={tmp_path / 'both'}", "--seeds=0,1", *more,
-    "--config.num_steps=1", "--config.rollout.groups_per_step=2", "--config.rollout.group_size=4",
+    "--config.num_steps=1", "--config.rollout.prompts_per_step=2", "--config.rollout.group_size=4",
     "--config.rollout.max_tokens=4", "--config.evaluation.num_problems=2",
-    "--config.engine.max_sequences=4", "--config.engine.row_buckets=(64,)",
+    "--config.engine.max_num_seqs=4", "--config.engine.batch_size_buckets=(64,)",
     "--config.trainer.rows_per_micro_batch=512", PYTHONPATH=str(tmp_path),
   )  # fmt: skip
   assert first.returncode == 0, first.stderr
@@ -244,14 +244,15 @@ def test_there_must_be_something_to_resume(tmp_path):
     (
       dict(rollout=dataclasses.replace(run_presets.main_job().rollout, max_tokens=400)),
       r"word_problems: got a prompt of \d+ tokens \(problem 'word_problems-heldout-.*' of split"
-      r" 'heldout'\) and max_tokens 400, expected a sum of at most 512 \(EngineConfig.max_context",
+      r" 'heldout'\) and max_tokens 400, expected a sum of at most 512"
+      r" \(EngineConfig.max_model_len",
     ),
     (
       dict(
         rollout=dataclasses.replace(run_presets.main_job().rollout, max_tokens=1000),
-        engine=dataclasses.replace(run_presets.main_job().engine, max_context=2048),
+        engine=dataclasses.replace(run_presets.main_job().engine, max_model_len=2048),
       ),
-      r"expected a sum of at most 1024 \(the model's max_context\); raise it, or lower Rollout",
+      r"expected a sum of at most 1024 \(the model's max_model_len\); raise it, or lower Rollout",
     ),
     (
       dict(trainer=dataclasses.replace(run_presets.main_job().trainer, rows_per_micro_batch=256)),

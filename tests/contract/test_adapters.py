@@ -44,13 +44,15 @@ EVENTS = (
 # A model of one layer, for everyday runs.
 
 MODEL = dataclasses.replace(tiny_model.SMALLEST, num_layers=1)
-SIZES = EngineConfig(page_size=4, num_pages=80, max_sequences=8, max_context=32, row_buckets=(24,))
+SIZES = EngineConfig(
+  page_size=4, num_pages=80, max_num_seqs=8, max_model_len=32, batch_size_buckets=(24,)
+)
 TARGETS = {"poet": lora.TARGETS, "judge": lora.TARGETS, "clerk": ("out", "gate_up")}
 RANKS = {"poet": 3, "judge": 3, "clerk": 1}
 BACKENDS = [
-  pytest.param(dataclasses.replace(tiny_model.ONE_SLAB, implementation="native"), id="native"),
+  pytest.param(dataclasses.replace(tiny_model.ONE_SLAB, backend="native"), id="native"),
   pytest.param(
-    dataclasses.replace(tiny_model.ONE_SLAB, implementation="tiled"),
+    dataclasses.replace(tiny_model.ONE_SLAB, backend="tiled"),
     id="tiled",
     marks=pytest.mark.thorough,
   ),
@@ -89,7 +91,7 @@ def lone_engine(numerics, adapter: str) -> engine_lib.Engine:
     params = lora.attach(params, *adapters(numerics)[adapter])
   return engine_lib.Engine(
     loading.Model(MODEL, params, numerics),
-    config=dataclasses.replace(SIZES, max_sequences=1, reuse_prefixes=False),
+    config=dataclasses.replace(SIZES, max_num_seqs=1, enable_prefix_caching=False),
     key=numerics_lib.key(3),
     runner=runner_of(numerics, 3),
   )
@@ -159,31 +161,29 @@ def test_adapters_that_come_and_go_need_no_new_program(numerics):
 # Adapters as users bring them.
 
 
-def run_cases(numbers, implementation, seed) -> collections.Counter:
+def run_cases(numbers, backend, seed) -> collections.Counter:
   events = collections.Counter()
   for number in numbers:
-    case = drawn_models.implemented(drawn_models.draw(seed, number), implementation)
+    case = drawn_models.implemented(drawn_models.draw(seed, number), backend)
     adapter_cases.run_case(case, events)
   return events
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-  "implementation", ["native", pytest.param("tiled", marks=pytest.mark.long)]
-)
-def test_no_model_of_this_session_mixes_its_adapters(implementation, seed, tell_events):
-  events = run_cases(range(FRESH, FRESH + 3), implementation, seed)
-  tell_events(f"adapters of a fresh model, {implementation}", events, EVENTS[2:])
+@pytest.mark.parametrize("backend", ["native", pytest.param("tiled", marks=pytest.mark.long)])
+def test_no_model_of_this_session_mixes_its_adapters(backend, seed, tell_events):
+  events = run_cases(range(FRESH, FRESH + 3), backend, seed)
+  tell_events(f"adapters of a fresh model, {backend}", events, EVENTS[2:])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
+@pytest.mark.parametrize("backend", ["tiled", "native"])
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_no_adapter_of_sixty_four_cases_changes_a_bit(block, implementation, seed, tell_events):
+def test_no_adapter_of_sixty_four_cases_changes_a_bit(block, backend, seed, tell_events):
   # Four cases per model, on two machines.
   numbers = [FRESH + OF_A_MODEL * (1 + block) + place for place in (0, 1, 6, 8)]
-  events = run_cases(numbers, implementation, seed)
-  tell_events(f"adapters of model {block}, {implementation}", events, EVENTS)
+  events = run_cases(numbers, backend, seed)
+  tell_events(f"adapters of model {block}, {backend}", events, EVENTS)
 
 
 @pytest.mark.long

@@ -67,7 +67,7 @@ class Plan(NamedTuple):
   reserved_tokens: int
   more_pages: int
   host_pages: int
-  steps_per_visit: int
+  decode_steps_per_call: int
   guesses: int | None
 
 
@@ -86,7 +86,9 @@ def plans(draw) -> Plan:
         prompt=prompt,
         sampling=fields,
         # A grammar of 20 places permits no more tokens.
-        max_tokens=draw(st.integers(1, 20 if fields.get("allowed") else MAX_CONTEXT - len(prompt))),
+        max_tokens=draw(
+          st.integers(1, 20 if fields.get("allowed_token_ranges") else MAX_CONTEXT - len(prompt))
+        ),
         seed=draw(st.integers(0, 2**32 - 1)),
         wait=draw(st.integers(0, 3)),
         chunk_tokens=draw(st.none() | st.integers(1, 12)) if is_mixed else None,
@@ -98,7 +100,7 @@ def plans(draw) -> Plan:
     reserved_tokens=draw(st.sampled_from([1, 1, 4, 16, 64, 0])),
     more_pages=draw(st.integers(0, 12)),
     host_pages=draw(st.sampled_from([4096, 4096, 0])),
-    steps_per_visit=draw(st.sampled_from([1, 3, 8])),
+    decode_steps_per_call=draw(st.sampled_from([1, 3, 8])),
     guesses=draw(st.none() | st.none() | st.integers(0, 2**32 - 1)),
   )
 
@@ -140,10 +142,10 @@ def run_plan(
   config = EngineConfig(
     page_size=PAGE_SIZE,
     num_pages=1 + max(whole.values()) + plan.more_pages,
-    max_sequences=6,
-    max_context=MAX_CONTEXT,
-    row_buckets=(6, 24),
-    steps_per_visit=plan.steps_per_visit,
+    max_num_seqs=6,
+    max_model_len=MAX_CONTEXT,
+    batch_size_buckets=(6, 24),
+    decode_steps_per_call=plan.decode_steps_per_call,
     reserved_tokens=plan.reserved_tokens,
   )
   pool = KVPool(KVPoolConfig(host_pages=plan.host_pages))
@@ -157,7 +159,9 @@ def run_plan(
   for step in range(MAX_STEPS):
     while todo and todo[0][0] <= step:
       _, name, ask = todo.pop(0)
-      engine.submit(requests[name], chunk_tokens=ask.chunk_tokens, is_background=ask.is_background)
+      engine.add_request(
+        requests[name], chunk_tokens=ask.chunk_tokens, is_background=ask.is_background
+      )
       events["requests"] += 1
       events["requests in chunks"] += ask.chunk_tokens is not None
       events["requests in background"] += ask.is_background
@@ -187,8 +191,8 @@ def run_plan(
         engine.chunks.preempt(held[-1])
   assert not todo and not engine.num_unfinished, f"{engine.num_unfinished} requests starve"
   usable = config.num_pages - 1
-  assert [engine.chunks.free_pages(place) for place in range(engine.num_instances)] == (
-    [usable] * engine.num_instances
+  assert [engine.chunks.free_pages(place) for place in range(engine.data_parallel_size)] == (
+    [usable] * engine.data_parallel_size
   )
   if not plan.reserved_tokens:
     assert not engine.counters.displaced

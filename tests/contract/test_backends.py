@@ -1,7 +1,7 @@
 """A backend needs only its protocol: one that wraps the tiled backend keeps the contract.
 
 The engine and the trainer run on a record that has the protocol's methods and nothing else, so any
-other use of an implementation would fail here.
+other use of a backend would fail here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParam
 NUMERICS = tiny_model.NUMERICS
 STAGES = ("attention_inputs", "write_pages", "attend", "after_attention", "head")
 SIZES = engine_lib.EngineConfig(
-  page_size=8, num_pages=40, max_sequences=6, max_context=64, row_buckets=(24,)
+  page_size=8, num_pages=40, max_num_seqs=6, max_model_len=64, batch_size_buckets=(24,)
 )
-LAYOUT = dict(page_size=8, rows_per_micro_batch=96, max_sequences=5, max_sequence_tokens=64)
+LAYOUT = dict(page_size=8, rows_per_micro_batch=96, max_num_seqs=5, max_sequence_tokens=64)
 REQUESTS = tuple(
   Request(
     request_id=str(index),
@@ -124,7 +124,7 @@ def decided(backend=None):
 
 def sampled(backend) -> list:
   """Returns completions of a new engine, which traces its programs anew."""
-  mesh = parallel.make_mesh(num_instances=1)
+  mesh = parallel.make_mesh(data_parallel_size=1)
   runner = runner_lib.Runner(decided(backend), mesh, max_programs=2)
   return tiny_model.make_engine(SIZES, NUMERICS, runner=runner).generate(REQUESTS)
 
@@ -155,7 +155,7 @@ def trainer_of(backend):
     decoder=decided(backend),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(num_instances=1),
+    mesh=parallel.make_mesh(data_parallel_size=1),
     num_pages=packing.layout(decoder=decided(), **LAYOUT).num_pages,
     page_size=LAYOUT["page_size"],
   )

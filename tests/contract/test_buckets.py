@@ -40,7 +40,7 @@ REQUEST = Request(
 
 def numerics_of(row_tile: int) -> numerics_lib.NumericsConfig:
   return numerics_lib.NumericsConfig(
-    implementation="tiled",
+    backend="tiled",
     row_tile=row_tile,
     query_tile=2,
     slot_tile=4,
@@ -72,7 +72,11 @@ def answer(row_tile: int, bucket: int):
   engine = Seen(
     Model(MODEL, weights(), numerics_of(row_tile)),
     config=engine_lib.EngineConfig(
-      page_size=PAGE_SIZE, num_pages=9, max_sequences=1, max_context=64, row_buckets=(bucket,)
+      page_size=PAGE_SIZE,
+      num_pages=9,
+      max_num_seqs=1,
+      max_model_len=64,
+      batch_size_buckets=(bucket,),
     ),
     key=jax.random.key(0),
   )
@@ -125,13 +129,13 @@ def gap_of(completion, row_tile: int) -> dict[str, float]:
 @pytest.mark.thorough
 def test_a_step_is_allocated_in_whole_tiles_of_rows_and_segments_and_the_plan_names_them():
   sizes = engine_lib.EngineConfig(
-    page_size=8, num_pages=9, max_sequences=1, max_context=64, row_buckets=(3, 9)
+    page_size=8, num_pages=9, max_num_seqs=1, max_model_len=64, batch_size_buckets=(3, 9)
   )
   engine = tiny_model.make_engine(sizes, kind=Seen)  # Row tile 4, slot tile 2.
-  assert "steps of 3, 9 rows in arrays of 8, 12;" in engine.plan()
+  assert "steps of 3, 9 rows in arrays of 8, 12;" in engine.memory_plan()
   assert isinstance(engine, Seen)
   sampling = SamplingParams(max_tokens=3)
-  engine.submit(Request(request_id="a", prompt=tuple(range(9)), sampling=sampling))
+  engine.add_request(Request(request_id="a", prompt=tuple(range(9)), sampling=sampling))
   engine.step()
   assert engine.shapes == (12, 10)
   engine.step()

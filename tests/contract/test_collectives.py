@@ -32,17 +32,15 @@ CONFIG = model_config.TransformerConfig(
   head_dim=4,
   has_qkv_biases=True,
   rotary=rotary.RotaryConfig(head_dim=4),
-  max_context=64,
+  max_model_len=64,
 )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 3], ids=["all weights", "adapters"])
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
-def test_collectives_of_a_train_step_wait_for_each_other(implementation, rank):
-  numerics = dataclasses.replace(
-    tiny_model.NUMERICS, implementation=implementation, reduction_shards=4
-  )
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_collectives_of_a_train_step_wait_for_each_other(backend, rank):
+  numerics = dataclasses.replace(tiny_model.NUMERICS, backend=backend, reduction_shards=4)
   case = mesh_cases.Case(CONFIG, numerics, rank=rank)
   trainer, batch = mesh_cases.trainer_of(case, (1, 2)), mesh_cases.batch_of(case)
   params = trainer._placed(mesh_cases.weights_of(case)[1], "params")
@@ -57,7 +55,7 @@ def test_collectives_of_a_train_step_wait_for_each_other(implementation, rank):
 
 
 def test_twin_gatherings_that_do_not_wait_are_found():
-  mesh = parallel.make_mesh(model_shards=2)
+  mesh = parallel.make_mesh(tensor_parallel_size=2)
 
   def text(waits: bool) -> str:
     def both(x, y):

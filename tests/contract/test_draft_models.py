@@ -36,7 +36,7 @@ SAMPLING = (
   dict(temperature=1.0, top_k=5),
   dict(temperature=0.9, top_p=0.8, min_p=0.05),
   dict(temperature=1.0, logit_bias=((3, 4.0), (9, -1e6))),
-  dict(temperature=1.0, allowed=((0, 40), (10, 64), (5, 7)) * 8),
+  dict(temperature=1.0, allowed_token_ranges=((0, 40), (10, 64), (5, 7)) * 8),
 )
 EVENTS = (
   "requests", "drafted", "accepted", "rejected", "side paths", "slots evicted", "read again",
@@ -49,7 +49,7 @@ EVENTS = (
 def alone(numerics, prompt, settings, seed: int, version: int):
   engine = drafting_models.make_engine(numerics)
   if version:
-    engine.set_params(tiny_model.params(numerics, 1), 1)
+    engine.update_weights(tiny_model.params(numerics, 1), 1)
   request = Request(
     request_id="alone", prompt=prompt, sampling=SamplingParams(**dict(settings)), seed=seed
   )
@@ -92,7 +92,7 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
   asked: dict[str, Request] = {}
   for name in names:
     asked[name] = drawn_request(chooses, name)
-    engine.submit(asked[name], chunk_tokens=chooses.choice((None, 5)))
+    engine.add_request(asked[name], chunk_tokens=chooses.choice((None, 5)))
   events["requests"] += len(names)
   done = {}
   for _ in range(400):
@@ -112,9 +112,9 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
       events["preempted"] += 1
     if live and chooses.random() < 0.05:
       name = chooses.choice(live)
-      engine.cancel(name)
+      engine.abort_request(name)
       asked[name] = drawn_request(chooses, name)
-      engine.submit(asked[name])
+      engine.add_request(asked[name])
       events["cancelled"] += 1
       events["names used again"] += 1
   assert done.keys() == asked.keys()
@@ -122,7 +122,7 @@ def run_schedule(seed: int, numerics, mesh, page_sizes, events: collections.Coun
     wanted = alone(numerics, request.prompt, settings_of(request.sampling), request.seed, 0)
     assert done[name].has_bits_of(wanted), (seed, name)
   if chooses.random() < 0.5:  # Update the target's weights, not the draft's.
-    engine.set_params(tiny_model.params(numerics, 1), 1)
+    engine.update_weights(tiny_model.params(numerics, 1), 1)
     request = drawn_request(chooses, "later")
     (found,) = engine.generate([request])
     wanted = alone(numerics, request.prompt, settings_of(request.sampling), request.seed, 1)
@@ -174,31 +174,25 @@ def run_schedules(numerics, seeds, mesh=(1, 1), page_sizes=(4, 16)) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-  "implementation", ["native", pytest.param("tiled", marks=pytest.mark.long)]
-)
-def test_a_draft_model_moves_no_bit(implementation):
-  numerics = dataclasses.replace(drafting_models.ONE_SLAB, implementation=implementation)
+@pytest.mark.parametrize("backend", ["native", pytest.param("tiled", marks=pytest.mark.long)])
+def test_a_draft_model_moves_no_bit(backend):
+  numerics = dataclasses.replace(drafting_models.ONE_SLAB, backend=backend)
   run_schedules(numerics, range(8))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
-def test_a_draft_model_moves_no_bit_in_many_schedules(implementation, dtype):
-  numerics = dataclasses.replace(
-    drafting_models.ONE_SLAB, implementation=implementation, compute_dtype=dtype
-  )
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_a_draft_model_moves_no_bit_in_many_schedules(backend, dtype):
+  numerics = dataclasses.replace(drafting_models.ONE_SLAB, backend=backend, compute_dtype=dtype)
   run_schedules(numerics, range(1000, 1130), page_sizes=(2, 4, 8, 16))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)], ids=str)  # (instances, model shards)
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
-def test_a_draft_model_moves_no_bit_on_several_devices(implementation, mesh):
-  numerics = dataclasses.replace(
-    drafting_models.ONE_SLAB, implementation=implementation, reduction_shards=2
-  )
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_a_draft_model_moves_no_bit_on_several_devices(backend, mesh):
+  numerics = dataclasses.replace(drafting_models.ONE_SLAB, backend=backend, reduction_shards=2)
   run_schedules(numerics, range(2000, 2020), mesh)
 
 

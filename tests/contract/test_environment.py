@@ -47,9 +47,9 @@ def digest_under_jax_defaults() -> str:
     return seeded_digest()
 
 
-@pytest.mark.parametrize("implementation, partitionable", DEFAULTS)
-def test_what_is_drawn_from_a_seed_follows_no_default_of_the_process(implementation, partitionable):
-  with jax.default_prng_impl(implementation), jax.threefry_partitionable(partitionable):
+@pytest.mark.parametrize("backend, partitionable", DEFAULTS)
+def test_what_is_drawn_from_a_seed_follows_no_default_of_the_process(backend, partitionable):
+  with jax.default_prng_impl(backend), jax.threefry_partitionable(partitionable):
     assert seeded_digest() == digest_under_jax_defaults()
     key = numerics_lib.key(11)
     assert jax.random.key_data(key).tolist() == [0, 11]
@@ -70,7 +70,7 @@ def answers_digest() -> str:
     for index in range(4)
   ]
   sizes = engine_lib.EngineConfig(
-    page_size=8, num_pages=17, max_sequences=4, max_context=32, row_buckets=(16,)
+    page_size=8, num_pages=17, max_num_seqs=4, max_model_len=32, batch_size_buckets=(16,)
   )
 
   def answers(requests):
@@ -84,10 +84,10 @@ def answers_digest() -> str:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation, partitionable", DEFAULTS[1:])
-def test_processes_of_other_defaults_say_the_same(implementation, partitionable):
+@pytest.mark.parametrize("backend, partitionable", DEFAULTS[1:])
+def test_processes_of_other_defaults_say_the_same(backend, partitionable):
   environment = os.environ | {
-    "JAX_DEFAULT_PRNG_IMPL": implementation,
+    "JAX_DEFAULT_PRNG_IMPL": backend,
     "JAX_THREEFRY_PARTITIONABLE": str(partitionable),
     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
   }

@@ -40,12 +40,10 @@ class Case:
     self.events: collections.Counter[str] = collections.Counter()
 
   def make_engine(self) -> Engine:
-    num_pages, max_sequences = SIZES[int(self.rng.integers(len(SIZES)))]
+    num_pages, max_num_seqs = SIZES[int(self.rng.integers(len(SIZES)))]
     store = DiskStore(self.directory, max_bytes=10**8)
     pool = KVPool(KVPoolConfig(host_pages=int(self.rng.integers(0, 64))), store)
-    return make_engine(
-      self.numerics, num_pages=num_pages, max_sequences=max_sequences, kv_pool=pool
-    )
+    return make_engine(self.numerics, num_pages=num_pages, max_num_seqs=max_num_seqs, kv_pool=pool)
 
   def run(self) -> collections.Counter[str]:
     """Runs the case.
@@ -57,7 +55,7 @@ class Case:
     self.requests = {one.request_id: one for one in asked(self.seed, num_groups=2)}
     found: dict[str, Completion] = {}
     for request in self.requests.values():
-      engines[int(rng.integers(len(engines)))].submit(request, chunk_tokens=self.chunk())
+      engines[int(rng.integers(len(engines)))].add_request(request, chunk_tokens=self.chunk())
     for _ in range(5000):
       if not any(engine.num_unfinished for engine in engines):
         break
@@ -91,7 +89,7 @@ class Case:
       return
     self.events["moves"] += 1
     kv, so_far = engine.chunks.export_kv(name), engine.progress(name)
-    engine.cancel(name)
+    engine.abort_request(name)
     fate = FATES[int(rng.integers(len(FATES)))]
     paths = [] if kv is None else [*self.directory.glob(f"*/{disk_store._file_name(kv.key)}")]
     if kv is None or fate == "none":
@@ -105,7 +103,7 @@ class Case:
         path.unlink()
     others = [one for one in self.engines if one is not engine]
     target = others[int(rng.integers(len(others)))]
-    target.submit(self.requests[name], resume_from=so_far, chunk_tokens=self.chunk(), kv=kv)
+    target.add_request(self.requests[name], resume_from=so_far, chunk_tokens=self.chunk(), kv=kv)
     if fate == "lost after":
       for path in paths:
         path.unlink(missing_ok=True)
@@ -137,9 +135,9 @@ def fuzz(numerics: NumericsConfig, seeds: range, directory: pathlib.Path, kind=C
     try:
       events += kind(seed, numerics, directory).run()
     except BaseException as error:
-      error.add_note(f"{kind.__name__} of seed {seed} under {numerics.implementation}")
+      error.add_note(f"{kind.__name__} of seed {seed} under {numerics.backend}")
       raise
-  print(numerics.implementation, numerics.compute_dtype, dict(sorted(events.items())))
+  print(numerics.backend, numerics.compute_dtype, dict(sorted(events.items())))
   assert all(events[kind] for kind in KINDS), [kind for kind in KINDS if not events[kind]]
 
 

@@ -39,7 +39,7 @@ REASON = gpu.device_reason(interpret=IS_INTERPRETED)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 NUMERICS = numerics_lib.NumericsConfig(
-  implementation="pallas_interpreted" if IS_INTERPRETED else "pallas",
+  backend="pallas_interpreted" if IS_INTERPRETED else "pallas",
   compute_dtype="bfloat16",
   row_tile=4,
   query_tile=4,
@@ -145,7 +145,7 @@ def test_a_row_has_its_token_and_bits_whatever_is_beside_it():
 
 @pytest.mark.thorough
 def test_the_kernels_agree_with_the_portable_path():
-  tiled = dataclasses.replace(NUMERICS, implementation="tiled")
+  tiled = dataclasses.replace(NUMERICS, backend="tiled")
   found, places = run((3, 4, 1), samples=False)
   expected, _ = run((3, 4, 1), tiled, samples=False)
   for rows in places.values():
@@ -236,7 +236,11 @@ def test_requests_say_alone_what_they_say_together():
     return engine_lib.Engine(
       Model(CONFIG, params(), NUMERICS),
       config=engine_lib.EngineConfig(
-        page_size=PAGE_SIZE, num_pages=17, max_sequences=most, max_context=128, row_buckets=(ROWS,)
+        page_size=PAGE_SIZE,
+        num_pages=17,
+        max_num_seqs=most,
+        max_model_len=128,
+        batch_size_buckets=(ROWS,),
       ),
       key=jax.random.key(1),
     )

@@ -31,7 +31,7 @@ AXIS = parallel.MODEL_AXIS
 
 def numerics_of(slabs):
   return numerics_lib.NumericsConfig(
-    implementation="pallas_interpreted", compute_dtype="bfloat16", row_tile=4, query_tile=4,
+    backend="pallas_interpreted", compute_dtype="bfloat16", row_tile=4, query_tile=4,
     slot_tile=2, kv_split=64, reduction_shards=slabs,
   )  # fmt: skip
 
@@ -105,18 +105,18 @@ def under_gradient(params, batch, **about):
   return jnp.where(jnp.all(jnp.stack(is_finite)), hidden, jnp.nan)
 
 
-def of_mesh(function, slabs, model_shards, **about):
+def of_mesh(function, slabs, tensor_parallel_size, **about):
   """Runs `function` on every device of a mesh that shares the slabs; returns f[i, n, d]."""
   params = weights_of(slabs)
   batch, num_pages = batch_of(slabs)
   run = functools.partial(function, slabs=slabs, num_pages=num_pages, **about)
-  if model_shards == 1:
+  if tensor_parallel_size == 1:
     return np.asarray(jax.jit(run)(params, batch), np.float32)[None]
   specs = parameters.partition_specs(config_of(slabs), slabs)
   axes = jax.tree.map(lambda spec: 0 if AXIS in spec else None, specs)
 
   def split(leaf, axis):
-    return leaf if axis is None else leaf.reshape(model_shards, -1, *leaf.shape[1:])
+    return leaf if axis is None else leaf.reshape(tensor_parallel_size, -1, *leaf.shape[1:])
 
   parts = jax.tree.map(split, params, axes)
   on_devices = jax.vmap(functools.partial(run, axis=AXIS), (axes, None), axis_name=AXIS)
@@ -141,20 +141,20 @@ MESHES = [
 
 @pytest.mark.few(1)
 @pytest.mark.thorough
-@pytest.mark.parametrize(("slabs", "model_shards"), MESHES)
-def test_a_mesh_changes_no_bit(slabs, model_shards):
-  found = of_mesh(hidden_rows, slabs, model_shards)
-  assert len(found) == model_shards
+@pytest.mark.parametrize(("slabs", "tensor_parallel_size"), MESHES)
+def test_a_mesh_changes_no_bit(slabs, tensor_parallel_size):
+  found = of_mesh(hidden_rows, slabs, tensor_parallel_size)
+  assert len(found) == tensor_parallel_size
   np.testing.assert_array_equal(found, np.broadcast_to(on_one_device(slabs), found.shape))
   assert np.isfinite(found).all() and len(np.unique(found)) > ROWS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-  ("slabs", "model_shards"), [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (8, 8)]
+  ("slabs", "tensor_parallel_size"), [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2), (8, 8)]
 )
-def test_a_gradient_changes_no_bit_of_a_mesh(slabs, model_shards):
-  found = of_mesh(under_gradient, slabs, model_shards)
+def test_a_gradient_changes_no_bit_of_a_mesh(slabs, tensor_parallel_size):
+  found = of_mesh(under_gradient, slabs, tensor_parallel_size)
   np.testing.assert_array_equal(found, np.broadcast_to(on_one_device(slabs), found.shape))
 
 

@@ -58,7 +58,7 @@ DEEP = dataclasses.replace(
   num_layers=parameters.UNROLLED_LAYERS + 1,
   num_heads=4,
   num_kv_heads=2,
-  max_context=48,
+  max_model_len=48,
 )
 NUMERICS = {
   "f32": tiny_model.NUMERICS,
@@ -125,8 +125,8 @@ def test_rows_and_keys_are_those_of_layers_in_a_row(case, numerics, length):
 
 @pytest.mark.long
 @pytest.mark.parametrize("numerics", NUMERICS.values(), ids=NUMERICS)
-@pytest.mark.parametrize("model_shards", [2, 8])
-def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards, numerics):
+@pytest.mark.parametrize("tensor_parallel_size", [2, 8])
+def test_a_mesh_changes_no_bit_of_layers_in_a_loop(tensor_parallel_size, numerics):
   adapter = jax.tree.map(
     lambda leaf: leaf + 0.05, lora.init(jax.random.key(1), ODD, numerics, rank=3)
   )
@@ -134,7 +134,10 @@ def test_a_mesh_changes_no_bit_of_layers_in_a_loop(model_shards, numerics):
   loop = lora.attach(parameters.stacked(tiny_model.random_params(ODD, numerics)), adapter, 0.5)
   batch, _, num_pages = sequences(ODD, numerics, 5)
   pages = kv_layout.empty_pages(decide(ODD, numerics), num_pages=num_pages, page_size=PAGE_SIZE)
-  decoder, mesh = decide(ODD, numerics), parallel.make_mesh(model_shards=model_shards)
+  decoder, mesh = (
+    decide(ODD, numerics),
+    parallel.make_mesh(tensor_parallel_size=tensor_parallel_size),
+  )
   run = functools.partial(transformer.forward, decoder=decoder)
   expected, expected_pages = jax.jit(run)(row, batch, pages)
   sharded = jax.shard_map(
@@ -176,13 +179,13 @@ def answers(params, numerics, mesh, *, is_moved: bool) -> list:
   engine = engine_lib.Engine(
     Model(DEEP, params, numerics),
     config=engine_lib.EngineConfig(
-      page_size=PAGE_SIZE, num_pages=40, max_sequences=3, max_context=48, row_buckets=(8,)
+      page_size=PAGE_SIZE, num_pages=40, max_num_seqs=3, max_model_len=48, batch_size_buckets=(8,)
     ),
     key=jax.random.key(7),
     runner=runner_lib.Runner(decide(DEEP, numerics), mesh, max_programs=2),
   )
   for index in range(6):
-    engine.submit(request_of(index), instance=0, chunk_tokens=3 if is_moved else None)
+    engine.add_request(request_of(index), instance=0, chunk_tokens=3 if is_moved else None)
   done, turn = {}, 0
   while engine.num_unfinished:
     engine.step()
@@ -191,7 +194,7 @@ def answers(params, numerics, mesh, *, is_moved: bool) -> list:
       turn += 1
       if turn % 2:
         engine.chunks.spill([name])
-      elif engine.num_instances > 1:
+      elif engine.data_parallel_size > 1:
         assert engine.chunks.migrate(name, 1)
       engine.chunks.resume(name, chunk_tokens=3)
   return [done[str(index)] for index in range(6)]
@@ -211,7 +214,7 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
     decoder=decide(DEEP, numerics),
     page_size=PAGE_SIZE,
     rows_per_micro_batch=128,
-    max_sequences=8,
+    max_num_seqs=8,
     max_sequence_tokens=48,
   )
   problem = Problem(problem_id="0", prompt="")
@@ -254,7 +257,9 @@ def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(numerics, has_adapter
   row = parameters.unstacked(loop)
   expected = answers(row, numerics, parallel.make_mesh(), is_moved=False)
   for mesh in (
-    parallel.make_mesh(), parallel.make_mesh(model_shards=2), parallel.make_mesh(num_instances=2)
+    parallel.make_mesh(),
+    parallel.make_mesh(tensor_parallel_size=2),
+    parallel.make_mesh(data_parallel_size=2),
   ):  # fmt: skip
     found = answers(loop, numerics, mesh, is_moved=True)
     assert all(map(tiny_model.same, found, expected))

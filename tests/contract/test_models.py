@@ -35,30 +35,28 @@ FRESH, ENVIRONMENT, TWINS = ((BLOCKS + place) * OF_A_MODEL for place in range(3)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-  "implementation", [pytest.param("tiled", marks=pytest.mark.thorough), "native"]
-)
-def test_no_model_of_this_session_changes_a_bit(implementation, seed, tell_events):
+@pytest.mark.parametrize("backend", [pytest.param("tiled", marks=pytest.mark.thorough), "native"])
+def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
   events = collections.Counter()
   cases = [drawn_models.draw(seed, FRESH + place) for place in range(OF_A_MACHINE)]
   for case in cases:
-    model_cases.run_case(drawn_models.implemented(case, implementation), events, trains=False)
+    model_cases.run_case(drawn_models.implemented(case, backend), events, trains=False)
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
-  tell_events(f"a fresh model, {implementation}", events, expected)
+  tell_events(f"a fresh model, {backend}", events, expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
+@pytest.mark.parametrize("backend", ["tiled", "native"])
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_no_model_of_three_hundred_cases_changes_a_bit(block, implementation, seed, tell_events):
+def test_no_model_of_three_hundred_cases_changes_a_bit(block, backend, seed, tell_events):
   events = collections.Counter()
   numbers = range(OF_A_MODEL * block, OF_A_MODEL * (block + 1))
   cases = [drawn_models.draw(seed, number) for number in numbers]
   for case in cases:
-    model_cases.run_case(drawn_models.implemented(case, implementation), events)
+    model_cases.run_case(drawn_models.implemented(case, backend), events)
   assert events["cases"] == OF_A_MODEL
   expected = model_cases.expected_of(cases, model_cases.EVENTS)
-  tell_events(f"block {block}, {implementation}", events, expected)
+  tell_events(f"block {block}, {backend}", events, expected)
 
 
 @pytest.mark.long

@@ -36,8 +36,8 @@ BOTH = pytest.mark.parametrize(
   ],
 )
 SIZES = engine_lib.EngineConfig(
-  page_size=8, num_pages=60, max_sequences=8, max_context=64, row_buckets=(8, 32),
-  reuse_prefixes=False,
+  page_size=8, num_pages=60, max_num_seqs=8, max_model_len=64, batch_size_buckets=(8, 32),
+  enable_prefix_caching=False,
 )  # fmt: skip
 LENGTH = 8  # Positions of each sequence of the forward below.
 

@@ -2,8 +2,8 @@
 
 Rows of drawn models are sampled with drawn parameters, and their tokens are scored again: by rows
 without parameters, and under a gradient. Then an engine's completions are scored by the other
-readers of raw scores: prompt scoring, `Engine.likeliest` and the trainer. The twin takes the raw
-scores of filtered rows from another implementation, and the same comparison must fail.
+readers of raw scores: prompt scoring, `Engine.top_logprobs` and the trainer. The twin takes the raw
+scores of filtered rows from another backend, and the same comparison must fail.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Drawn(NamedTuple):
   positions: np.ndarray
 
 
-def of_any_size(implementation, dtype, rng):
+def of_any_size(backend, dtype, rng):
   """Returns config and numerics as drawn, or of the one size that the kernels accept."""
   model = drawn_models.draw_model(rng)
-  others = dict(implementation=implementation, compute_dtype=dtype)
-  if implementation != "pallas_interpreted":
+  others = dict(backend=backend, compute_dtype=dtype)
+  if backend != "pallas_interpreted":
     return model.config, dataclasses.replace(model.numerics, **others)
   config = dataclasses.replace(
     model.config, vocab_size=256, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2,
@@ -118,17 +118,17 @@ def draw_parameters(rng, vocab_size, events) -> sampling.SamplingRows:
   rows = rows._replace(**fields)
   mask = np.full((ROWS, -(-vocab_size // 32)), sampling.ALL_ALLOWED, np.uint32)
   for row, one in enumerate(params):
-    is_masked = bool(one.allowed) and rng.random() < 0.5
+    is_masked = bool(one.allowed_token_ranges) and rng.random() < 0.5
     if is_masked:
       mask[row] = rng.integers(0, 2**32, mask.shape[1], np.uint32)
-      token = int(rng.integers(*one.allowed[0]))
+      token = int(rng.integers(*one.allowed_token_ranges[0]))
       mask[row, token // 32] |= np.uint32(1 << token % 32)
     events["rows"] += 1
     events["masks"] += is_masked
     events["greedy"] += one.temperature == 0
     events["filtered"] += bool(one.top_k) or one.top_p < 1 or one.min_p > 0
     events["biased"] += bool(one.logit_bias)
-    events["grammars"] += bool(one.allowed)
+    events["grammars"] += bool(one.allowed_token_ranges)
   events["special"] += int(sampling.is_special(rows).sum())
   return rows._replace(mask=mask)
 
@@ -202,28 +202,30 @@ def test_no_filter_of_a_row_moves_its_raw_score(numerics, seed, tell_events):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation, dtype", KINDS)
-def test_no_filter_of_five_hundred_rows_moves_a_raw_score(implementation, dtype, seed, tell_events):
-  if implementation == "pallas_interpreted" and (reason := gpu.device_reason(interpret=True)):
+@pytest.mark.parametrize("backend, dtype", KINDS)
+def test_no_filter_of_five_hundred_rows_moves_a_raw_score(backend, dtype, seed, tell_events):
+  if backend == "pallas_interpreted" and (reason := gpu.device_reason(interpret=True)):
     pytest.skip(reason)
   events = collections.Counter()
   for number in range(18):
     # Four draws per model share its programs.
-    shape = of_any_size(implementation, dtype, np.random.default_rng((seed, number // 4)))
+    shape = of_any_size(backend, dtype, np.random.default_rng((seed, number // 4)))
     drawn = draw(*shape, np.random.default_rng((seed, 9, number)), events)
     count = differing_rows(drawn, trains=True)
     assert not count, f"{count} of {ROWS} rows differ, draw {number} of seed {seed}: {shape}"
   assert events["special"] >= 250 and events["rows"] >= 500
-  tell_events(f"raw scores of rows, {implementation} {dtype}", events, EVENTS)
+  tell_events(f"raw scores of rows, {backend} {dtype}", events, EVENTS)
 
 
 # Readers of raw scores: the engine, prompt scoring, the trainer.
 
-SIZES = EngineConfig(page_size=8, num_pages=60, max_sequences=6, max_context=64, row_buckets=(24,))
+SIZES = EngineConfig(
+  page_size=8, num_pages=60, max_num_seqs=6, max_model_len=64, batch_size_buckets=(24,)
+)
 LAYOUT = {
   "page_size": 8,
   "rows_per_micro_batch": 96,
-  "max_sequences": 5,
+  "max_num_seqs": 5,
   "max_sequence_tokens": 64,
 }
 
@@ -234,7 +236,7 @@ def trainer(numerics) -> step.Trainer:
     decoder=decide(tiny_model.CONFIG, numerics),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(num_instances=1),
+    mesh=parallel.make_mesh(data_parallel_size=1),
     num_pages=packing.layout(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT).num_pages,
     page_size=LAYOUT["page_size"],
   )
@@ -269,7 +271,7 @@ def compare_readers(numerics, rng, count, events, *, trains=True):
     scores, _ = scorer.prompt((*request.prompt, *found.tokens), 0)
     assert tiny_model.bits(scores[len(request.prompt) - 1 :]) == raw, f"scored: {request}"
     places = [found.tokens[:place] for place in range(len(found.tokens))]
-    for place, told in enumerate(engine.likeliest(request, places, 16)):
+    for place, told in enumerate(engine.top_logprobs(request, places, 16)):
       for token, score in told[()]:
         if token == found.tokens[place]:
           events["read"] += 1

@@ -30,7 +30,9 @@ from seerjax.rollout.divided import DividedRollout
 from seerjax.types import Completion, Request, SamplingParams
 
 # The longest request nearly fills an instance.
-SIZES = EngineConfig(page_size=4, num_pages=15, max_sequences=6, max_context=64, row_buckets=(16,))
+SIZES = EngineConfig(
+  page_size=4, num_pages=15, max_num_seqs=6, max_model_len=64, batch_size_buckets=(16,)
+)
 MAX_VISITS = 2000
 
 EVENTS = (
@@ -182,7 +184,11 @@ def policy_of(case: Case, requests: dict[str, Request], answers: dict[str, tuple
 
 
 def run_case(
-  case: Case, numerics, num_instances: int, kind: type[Mortal], events: collections.Counter[str]
+  case: Case,
+  numerics,
+  data_parallel_size: int,
+  kind: type[Mortal],
+  events: collections.Counter[str],
 ) -> None:
   """Runs one rollout to its end, through all kills; checks every completion."""
   requests, answers = {}, {}
@@ -208,7 +214,7 @@ def run_case(
     for visits_to_live in (*case.kills, 0):
       store = DiskStore(pathlib.Path(folder) / "kv", max_bytes=10**8) if case.has_store else None
       pool = KVPool(KVPoolConfig(host_pages=case.host_pages), store)
-      mesh = (num_instances, 1)
+      mesh = (data_parallel_size, 1)
       engine = make_engine(SIZES, numerics, mesh, kind, drafter=guesser, kv_pool=pool)
       engine.visits_to_live = visits_to_live
       rollout = DividedRollout(
@@ -227,7 +233,7 @@ def run_case(
         events["killed"] += 1
       else:
         assert not engine.num_unfinished and not pool.num_host_pages
-        for instance in range(num_instances):
+        for instance in range(data_parallel_size):
           assert engine.chunks.free_pages(instance) == SIZES.num_pages - 1
       count_events(rollout, pool, events)
       if len(finished) == len(requests):
@@ -261,7 +267,7 @@ def count_events(rollout: DividedRollout, pool: KVPool, events: collections.Coun
 
 def run_cases(
   numerics,
-  num_instances: int,
+  data_parallel_size: int,
   *,
   seed: int,
   settings: hypothesis.settings,
@@ -279,9 +285,9 @@ def run_cases(
   @hypothesis.example(case=PULLED)
   def check(case: Case) -> None:
     try:
-      run_case(case, numerics, num_instances, kind, events)
+      run_case(case, numerics, data_parallel_size, kind, events)
     except AssertionError as error:
-      error.add_note(f"rollout: {num_instances} instances, seed {seed}")
+      error.add_note(f"rollout: {data_parallel_size} instances, seed {seed}")
       raise
 
   check()
@@ -324,16 +330,16 @@ def test_noise_that_follows_the_instance_is_found_out(seed):
 @pytest.mark.parametrize("backend", ["", "native "], ids=["tiled", "native"])
 @pytest.mark.parametrize("block", range(12))
 def test_no_rollout_of_three_hundred_changes_a_bit(block, backend, seed, tell_events):
-  dtype, num_instances = backend + ("f32", "bf16")[block % 2], (1, 2, 4)[block // 2 % 3]
+  dtype, data_parallel_size = backend + ("f32", "bf16")[block % 2], (1, 2, 4)[block // 2 % 3]
   events = collections.Counter()
   run_cases(
     NUMERICS[dtype],
-    num_instances,
+    data_parallel_size,
     seed=100 * seed + 10 + block,
     settings=hypothesis.settings(max_examples=26),
     events=events,
   )
   assert events["rollouts"] >= 26
-  alone_events = {"migrated", "pulled"} if num_instances == 1 else set()
-  name = f"block {block}, {dtype}, {num_instances} instance(s)"
+  alone_events = {"migrated", "pulled"} if data_parallel_size == 1 else set()
+  name = f"block {block}, {dtype}, {data_parallel_size} instance(s)"
   tell_events(name, events, [event for event in EVENTS if event not in alone_events])

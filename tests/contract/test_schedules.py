@@ -7,8 +7,8 @@ times. Every completion is compared, token by token and log-probability by log-p
 same request alone in a plain engine. Event counts are printed, and an event with count 0 is a
 failure.
 
-A KV bucket is the width of the page table (`max_context`, in whole splits): with the row bucket it
-determines the compiled program of a step. Engines of several widths take over from one another.
+A KV bucket is the width of the page table (`max_model_len`, in whole splits): with the row bucket
+it determines the compiled program of a step. Engines of several widths take over from one another.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ MAX_CONTEXT = 64
 MAX_STEPS = 1000
 SIZES = {
   "chunks of 16": EngineConfig(
-    page_size=8, num_pages=26, max_sequences=4, max_context=64, row_buckets=(4, 16)
+    page_size=8, num_pages=26, max_num_seqs=4, max_model_len=64, batch_size_buckets=(4, 16)
   ),
   "chunks of 1 to 7": EngineConfig(
-    page_size=4, num_pages=40, max_sequences=6, max_context=64, row_buckets=(7,)
+    page_size=4, num_pages=40, max_num_seqs=6, max_model_len=64, batch_size_buckets=(7,)
   ),
   "pages of a split": EngineConfig(
-    page_size=16, num_pages=14, max_sequences=3, max_context=64, row_buckets=(3, 9)
+    page_size=16, num_pages=14, max_num_seqs=3, max_model_len=64, batch_size_buckets=(3, 9)
   ),
   "small pages": EngineConfig(
-    page_size=2, num_pages=90, max_sequences=8, max_context=64, row_buckets=(8, 40)
+    page_size=2, num_pages=90, max_num_seqs=8, max_model_len=64, batch_size_buckets=(8, 40)
   ),
   "no reuse": EngineConfig(
     page_size=8,
     num_pages=26,
-    max_sequences=5,
-    max_context=64,
-    row_buckets=(5, 24),
-    reuse_prefixes=False,
+    max_num_seqs=5,
+    max_model_len=64,
+    batch_size_buckets=(5, 24),
+    enable_prefix_caching=False,
   ),
 }
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
@@ -169,7 +169,7 @@ class Plan(NamedTuple):
   one of `TABLES`; `host_pages` is the pool's number of host pages."""
 
   context: int
-  steps_per_visit: int
+  decode_steps_per_call: int
   guesses: int | None
   asks: tuple[Ask, ...]
   disturbances: tuple[Disturbance, ...]
@@ -198,7 +198,7 @@ def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
   """Groups of one to four; half of the prompts share a prefix with another. Where visits may have
   several steps, every other schedule has no row that limits a visit to one."""
   is_free = draw(st.booleans()) and len(steps) > 1
-  asked_nothing = dict(stop_strings=(), allowed=()) if is_free else {}
+  asked_nothing = dict(stop=(), allowed_token_ranges=()) if is_free else {}
   sampling_of = SAMPLING.map(lambda fields: fields | asked_nothing)
   starts = [draw(tokens(3, 30)) for _ in range(2)]
   waits = st.integers(0, draw(st.sampled_from([0, 1, 4])))
@@ -224,7 +224,7 @@ def plans(draw, contexts: tuple[int, ...], steps: tuple[int, ...]) -> Plan:
     ]
   return Plan(
     context=draw(st.sampled_from(contexts)),
-    steps_per_visit=draw(st.sampled_from(steps)),
+    decode_steps_per_call=draw(st.sampled_from(steps)),
     guesses=draw(st.none() | st.integers(0, 2**32 - 1)),
     asks=tuple(draw(st.permutations(asks))),
     disturbances=draw(DISTURBANCES),
@@ -270,8 +270,8 @@ def beside_sleepers(context: int, *, host_pages: int) -> Plan:
 class Schedule:
   """Runs one plan over several engines in turn; `run` checks every completion.
 
-  `make(context, steps_per_visit, drafter=...)` returns an engine of that KV bucket; restarts take
-  `contexts` and `steps` in turn.
+  `make(context, decode_steps_per_call, drafter=...)` returns an engine of that KV bucket; restarts
+  take `contexts` and `steps` in turn.
   """
 
   def __init__(
@@ -287,7 +287,7 @@ class Schedule:
     self.numerics, self.events = numerics, events
     self.answers: dict[str, tuple[int, ...]] = {}
     self.guesser = None if plan.guesses is None else Guesser(self.answers, plan.guesses, silent=0.4)
-    self.context, self.steps_per_visit = plan.context, plan.steps_per_visit
+    self.context, self.decode_steps_per_call = plan.context, plan.decode_steps_per_call
     self.table, self.pool_config = TABLES[plan.table], KVPoolConfig(host_pages=plan.host_pages)
     self.sleepers = {ask.request_id for ask in plan.asks if ask.is_background}
     self.engine = self._made()
@@ -318,7 +318,7 @@ class Schedule:
   def _made(self) -> engine_lib.Engine:
     return self.make(
       self.context,
-      self.steps_per_visit,
+      self.decode_steps_per_call,
       drafter=self.guesser,
       step_times=self.table,
       kv_pool=KVPool(self.pool_config),
@@ -342,7 +342,7 @@ class Schedule:
       self.answers[request.request_id] = self._expected(request).tokens
     chunk_tokens = self.chunks.get(request.request_id)
     is_background = request.request_id in self.sleepers
-    self.engine.submit(
+    self.engine.add_request(
       request, resume_from=said, chunk_tokens=chunk_tokens, is_background=is_background
     )
     self.live[request.request_id] = request
@@ -364,7 +364,7 @@ class Schedule:
       self.events["greedy"] += sampling.temperature == 0
       self.events["filtered"] += bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
       self.events["biased"] += bool(sampling.logit_bias)
-      is_long = len(request.prompt) > self.engine.config.row_buckets[-1]
+      is_long = len(request.prompt) > self.engine.config.batch_size_buckets[-1]
       self.events["chunked prompts"] += is_long
 
   def _release(self) -> None:
@@ -390,7 +390,7 @@ class Schedule:
       self.events["preempted"] += self.engine.counters.preemptions - before
     elif ids and disturbance.kind == "cancel":
       request_id = ids[disturbance.choice % len(ids)]
-      self.engine.cancel(request_id)
+      self.engine.abort_request(request_id)
       self.todo.append((self.step + disturbance.steps, self.live.pop(request_id)))
       self.events["cancelled"] += 1
 
@@ -398,9 +398,9 @@ class Schedule:
     """Only streamed tokens survive: each request resumes from them in a new engine."""
     self._count()
     self.events["restarts"] += 1
-    previous, before, steps_before = self.engine, self.context, self.steps_per_visit
+    previous, before, steps_before = self.engine, self.context, self.decode_steps_per_call
     self.context = context = _after(before, self.contexts)
-    self.steps_per_visit = _after(steps_before, self.steps)
+    self.decode_steps_per_call = _after(steps_before, self.steps)
     self.engine = self._made()
     self.withheld = []
     self._count_engine()
@@ -411,9 +411,9 @@ class Schedule:
         continue
       self.events["continued requests"] += 1
       self.events[OTHER_BUCKET] += context != before
-      is_other = self.steps_per_visit != steps_before
+      is_other = self.decode_steps_per_call != steps_before
       self.events["continued in visits of another length"] += is_other
-      stops = self.live[request_id].sampling.stop_strings
+      stops = self.live[request_id].sampling.stop
       starts = {stop[:length] for stop in stops for length in range(1, len(stop))}
       self.events["continued within a stop string"] += said.text.endswith(tuple(starts))
       self._submit(self.live[request_id], said)
@@ -524,10 +524,12 @@ def run_schedules(
   kind: Callable[..., engine_lib.Engine] = engine_lib.Engine,
 ) -> None:
   """Runs as many schedules as the settings specify; they share compiled programs, not pages."""
-  num_instances, model_shards = mesh
+  data_parallel_size, tensor_parallel_size = mesh
 
-  def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
-    config = dataclasses.replace(SIZES[size], max_context=context, steps_per_visit=steps_per_visit)
+  def make(context: int, decode_steps_per_call: int, **others) -> engine_lib.Engine:
+    config = dataclasses.replace(
+      SIZES[size], max_model_len=context, decode_steps_per_call=decode_steps_per_call
+    )
     return make_engine(config, numerics, mesh, kind, **others)
 
   @hypothesis.seed(seed)
@@ -541,7 +543,7 @@ def run_schedules(
       raise
     events["schedules"] += 1
     events[f"pages of {SIZES[size].page_size}"] += 1
-    events[f"instances {num_instances}, model shards {model_shards}"] += 1
+    events[f"instances {data_parallel_size}, model shards {tensor_parallel_size}"] += 1
 
   for host_pages in (4096, 0):
     check = hypothesis.example(plan=beside_sleepers(contexts[0], host_pages=host_pages))(check)
@@ -625,9 +627,9 @@ class FollowsTheBatch(SeesInputs):
 
 @pytest.mark.thorough
 def test_a_sleeper_that_takes_the_slot_of_one_in_front_is_found_out():
-  def make(context: int, steps_per_visit: int, **others) -> engine_lib.Engine:
+  def make(context: int, decode_steps_per_call: int, **others) -> engine_lib.Engine:
     config = dataclasses.replace(
-      SIZES["chunks of 16"], max_context=context, steps_per_visit=steps_per_visit
+      SIZES["chunks of 16"], max_model_len=context, decode_steps_per_call=decode_steps_per_call
     )
     return make_engine(config, NUMERICS["native f32"], planner=twins.TakesASlot, **others)
 
@@ -692,6 +694,8 @@ def test_no_schedule_of_five_hundred_changes_a_bit(block, backend, seed, tell_ev
   )
   assert events["schedules"] >= 26
   expected = expected_events(
-    CONTEXTS, reuse=SIZES[size].reuse_prefixes, has_room=SIZES[size].row_buckets[-1] > 9
+    CONTEXTS,
+    reuse=SIZES[size].enable_prefix_caching,
+    has_room=SIZES[size].batch_size_buckets[-1] > 9,
   )
   tell_events(f"block {block}, {dtype}, {size}, {mesh}", events, expected)

@@ -59,7 +59,12 @@ SEEN = Seen(
 )
 SIZES = dataclasses.replace(word_engine.SIZES, pinned_pages=4)
 SMALL = EngineConfig(
-  page_size=4, num_pages=20, max_sequences=3, max_context=64, row_buckets=(4, 16), pinned_pages=6
+  page_size=4,
+  num_pages=20,
+  max_num_seqs=3,
+  max_model_len=64,
+  batch_size_buckets=(4, 16),
+  pinned_pages=6,
 )
 TABLES = (
   None,
@@ -183,7 +188,7 @@ def params(numerics, seed: int):
 def programs(numerics, mesh: tuple[int, int]) -> runner_lib.Runner:
   if numerics == word_engine.NUMERICS and mesh == (1, 1):
     return word_engine.runner()
-  made = parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1])
+  made = parallel.make_mesh(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
   return runner_lib.Runner(decide(word_engine.CONFIG, numerics), made, max_programs=64)
 
 
@@ -199,7 +204,7 @@ def make_engine(numerics, mesh, weights: int, *, config=SIZES, kind=Engine, **ot
 
 @functools.cache
 def plain_engine(numerics, weights: int) -> Engine:
-  alone = dataclasses.replace(SIZES, max_sequences=1, reuse_prefixes=False)
+  alone = dataclasses.replace(SIZES, max_num_seqs=1, enable_prefix_caching=False)
   return make_engine(numerics, (1, 1), weights, config=alone)
 
 
@@ -440,7 +445,7 @@ class Schedule:
     has_slept = bool(notes.strip())
     messages = PROMPTS.wake(question, "" if has_slept else context.text, notes, 0)
     prompt = tuple(word_engine.TOKENIZER.chat_ids([*messages]))
-    if len(prompt) + 8 > SIZES.max_context:
+    if len(prompt) + 8 > SIZES.max_model_len:
       return
     temperature = 0.8 * (number % 2)
     self._submit(
@@ -459,7 +464,7 @@ class Schedule:
   def _submit(self, request: Request, said: Completion | None = None) -> None:
     self.num_asked += said is None
     self.live[request.request_id] = request
-    self.engine.submit(request, resume_from=said)
+    self.engine.add_request(request, resume_from=said)
 
   def _any(self, choice: int) -> str:
     """Returns a request that is not paused, for most choices a sleeper; "" if there is none."""
@@ -507,11 +512,11 @@ class Schedule:
     self.runner.stop()
     again, self.live = self.live, {}
     for name in again:
-      self.engine.cancel(name)
+      self.engine.abort_request(name)
     self.paused.clear()
     self.weights, self.policy_version = 1 - self.weights, self.policy_version + 1
     self.weights_of[self.policy_version] = self.weights
-    self.engine.set_params(params(self.numerics, self.weights), self.policy_version)
+    self.engine.update_weights(params(self.numerics, self.weights), self.policy_version)
     kept = [pin for pin in self.engine.chunks.pins if pin.num_kept]
     assert not kept, f"got pins of old weights: {kept}"
     for request in again.values():

@@ -26,12 +26,12 @@ from seerjax.trainer import losses, packing, step
 from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
 
 SIZES = EngineConfig(
-  page_size=8, num_pages=40, max_sequences=6, max_context=64, row_buckets=(6, 24)
+  page_size=8, num_pages=40, max_num_seqs=6, max_model_len=64, batch_size_buckets=(6, 24)
 )
 LAYOUT = {
   "page_size": 8,
   "rows_per_micro_batch": 96,
-  "max_sequences": 5,
+  "max_num_seqs": 5,
   "max_sequence_tokens": 64,
 }
 # One dtype per backend, the same in all tests, because compiling a gradient is expensive.
@@ -57,7 +57,9 @@ SAMPLING = (
   SamplingParams(max_tokens=20, temperature=0.0),
   SamplingParams(max_tokens=9, temperature=0.7, top_k=9),
   SamplingParams(max_tokens=20, top_p=0.8, stop_token_ids=(3, 4)),
-  SamplingParams(max_tokens=12, temperature=1.2, allowed=((3, 9), (40, 41), (0, 64)) * 4),
+  SamplingParams(
+    max_tokens=12, temperature=1.2, allowed_token_ranges=((3, 9), (40, 41), (0, 64)) * 4
+  ),
   SamplingParams(max_tokens=16, temperature=1.5, min_p=0.05, logit_bias=((7, 2.5), (9, -4.0))),
   SamplingParams(
     max_tokens=14, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.3
@@ -83,7 +85,7 @@ def draw(numerics, rng, config=SIZES, events=None) -> list[list[tuple[Request, o
   ]
   engine = tiny_model.make_engine(config, numerics)
   for request in (request for group in groups for request in group):
-    engine.submit(request)
+    engine.add_request(request)
   completions, live = {}, {request.request_id for group in groups for request in group}
   while engine.num_unfinished:
     engine.step()
@@ -131,13 +133,13 @@ def pack(sampled, order, numerics):
 
 
 @functools.cache
-def trainer(numerics, num_instances: int = 1) -> step.Trainer:
+def trainer(numerics, data_parallel_size: int = 1) -> step.Trainer:
   layout = packing.layout(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT)
   return step.Trainer(
     decoder=decide(tiny_model.CONFIG, numerics),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(num_instances=num_instances),
+    mesh=parallel.make_mesh(data_parallel_size=data_parallel_size),
     num_pages=layout.num_pages,
     page_size=LAYOUT["page_size"],
   )
@@ -176,22 +178,22 @@ def test_scores_under_grad_are_the_engines_in_every_packing(numerics, seed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation", OF_BACKENDS)
+@pytest.mark.parametrize("backend", OF_BACKENDS)
 @pytest.mark.parametrize("block", range(10))
-def test_no_batch_of_five_hundred_opens_a_gap(block, implementation, seed, tell_events):
-  numerics = OF_BACKENDS[implementation][block % 2]
-  num_instances = 1 + block // 2 % 2
+def test_no_batch_of_five_hundred_opens_a_gap(block, backend, seed, tell_events):
+  numerics = OF_BACKENDS[backend][block % 2]
+  data_parallel_size = 1 + block // 2 % 2
   rng = np.random.default_rng((seed, 2000 + block))
   events = collections.Counter()
   for draws in range(10):
     # The engine's KV bucket equals the trainer's, or is wider.
     context = (64, 112)[draws % 2]
     events[f"engines of context {context}"] += 1
-    sampled = draw(numerics, rng, dataclasses.replace(SIZES, max_context=context), events)
+    sampled = draw(numerics, rng, dataclasses.replace(SIZES, max_model_len=context), events)
     for _ in range(5):
       order = rng.permutation(len(sampled))[: int(rng.integers(1, len(sampled) + 1))]
       batch = pack(sampled, order, numerics)
-      _, _, scores = trainer(numerics, num_instances).gradient(
+      _, _, scores = trainer(numerics, data_parallel_size).gradient(
         tiny_model.params(numerics), batch, losses.denominators(batch), None
       )
       gaps = step.rollout_gap(scores, batch)
@@ -200,23 +202,23 @@ def test_no_batch_of_five_hundred_opens_a_gap(block, implementation, seed, tell_
       events["groups left out"] += len(sampled) - len(order)
       events["several micro-batches"] += batch.loss_mask.shape[0] > 1
       events["tokens"] += int(np.asarray(batch.loss_mask).sum())
-  name = f"block {block}, {implementation} {numerics.compute_dtype}, {num_instances} instance(s)"
+  name = f"block {block}, {backend} {numerics.compute_dtype}, {data_parallel_size} instance(s)"
   tell_events(name, events, ("batches", "groups left out", "several micro-batches", "preempted"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation", OF_BACKENDS)
-def test_two_instances_and_another_row_tile_in_turn(implementation):
+@pytest.mark.parametrize("backend", OF_BACKENDS)
+def test_two_instances_and_another_row_tile_in_turn(backend):
   # The engine uses the same changed numerics each time, because both share the tile.
-  float32, bfloat16 = OF_BACKENDS[implementation]
-  for numerics, num_instances in (
+  float32, bfloat16 = OF_BACKENDS[backend]
+  for numerics, data_parallel_size in (
     (float32, 2),
     (dataclasses.replace(float32, row_tile=16, query_tile=8, kv_split=32), 1),
     (dataclasses.replace(bfloat16, reduction_shards=1), 2),
   ):
     sampled = sample(numerics)
     batch = pack(sampled, range(len(sampled)), numerics)
-    _, _, scores = trainer(numerics, num_instances).gradient(
+    _, _, scores = trainer(numerics, data_parallel_size).gradient(
       tiny_model.params(numerics), batch, losses.denominators(batch), None
     )
     gap = step.rollout_gap(scores, batch)
@@ -282,7 +284,7 @@ def test_a_split_that_follows_the_length_opens_the_gap(numerics):
 @TILED
 def test_the_untiled_trainer_opens_the_gap(numerics):
   params, batch = tiny_model.params(numerics), whole_batch(numerics)
-  untiled = trainer(dataclasses.replace(numerics, implementation="untiled"))
+  untiled = trainer(dataclasses.replace(numerics, backend="untiled"))
   gap = step.rollout_gap(untiled.scores(params, batch), batch)
   assert gap["max_abs_logprob_gap"] > 0.0
 

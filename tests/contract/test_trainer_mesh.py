@@ -27,7 +27,7 @@ from seerjax.models import config as model_config
 from seerjax.ops import rotary, tiles
 
 AXIS = parallel.MODEL_AXIS
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["tiled", "native"])
+BACKENDS = pytest.mark.parametrize("backend", ["tiled", "native"])
 # The smallest decoder of eight slabs, and the same sizes in one slab.
 SMALLEST = model_config.TransformerConfig(
   vocab_size=40,
@@ -40,34 +40,34 @@ SMALLEST = model_config.TransformerConfig(
   has_qk_norms=True,
   has_qkv_biases=True,
   rotary=rotary.RotaryConfig(head_dim=8),
-  max_context=64,
+  max_model_len=64,
 )
 
 
-def smallest(implementation: str, *, is_tied: bool = True) -> mesh_cases.Case:
-  numerics = dataclasses.replace(tiny_model.NUMERICS, implementation=implementation)
+def smallest(backend: str, *, is_tied: bool = True) -> mesh_cases.Case:
+  numerics = dataclasses.replace(tiny_model.NUMERICS, backend=backend)
   return mesh_cases.Case(dataclasses.replace(SMALLEST, is_tied=is_tied), numerics)
 
 
 # Two whole trainers are compiled.
 @pytest.mark.thorough
-@IMPLEMENTATIONS
-def test_the_model_axis_learns_the_bits_of_one_device(implementation, seed, tell_events):
+@BACKENDS
+def test_the_model_axis_learns_the_bits_of_one_device(backend, seed, tell_events):
   events = collections.Counter()
-  case = smallest(implementation, is_tied=bool(seed % 2))
+  case = smallest(backend, is_tied=bool(seed % 2))
   meshes = mesh_cases.meshes_of(case)
   mesh_cases.compare(case, [mesh for mesh in meshes if mesh[1] > 1][seed % 5], events)
-  tell_events(f"smallest, {implementation}", events, ("comparisons",))
+  tell_events(f"smallest, {backend}", events, ("comparisons",))
 
 
 @pytest.mark.thorough
-@IMPLEMENTATIONS
-def test_every_mesh_learns_the_bits_of_one_device(implementation, tell_events):
+@BACKENDS
+def test_every_mesh_learns_the_bits_of_one_device(backend, tell_events):
   events = collections.Counter()
-  case = smallest(implementation)
+  case = smallest(backend)
   for mesh in mesh_cases.meshes_of(case):
     mesh_cases.compare(case, mesh, events)
-  tell_events(f"meshes, {implementation}", events, ("several instances", "one slab a device"))
+  tell_events(f"meshes, {backend}", events, ("several instances", "one slab a device"))
 
 
 @pytest.mark.thorough
@@ -86,20 +86,18 @@ def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(seed, 
 
 
 @pytest.mark.long
-@IMPLEMENTATIONS
+@BACKENDS
 @pytest.mark.parametrize("block", range(5))
-def test_drawn_models_learn_the_bits_of_one_device_on_every_mesh(
-  block, implementation, seed, tell_events
-):
+def test_drawn_models_learn_the_bits_of_one_device_on_every_mesh(block, backend, seed, tell_events):
   rng = np.random.default_rng((seed, block))
   events = collections.Counter()
   for _ in range(6):
-    case = mesh_cases.draw(rng, implementation)
+    case = mesh_cases.draw(rng, backend)
     for mesh in mesh_cases.meshes_of(case):
       mesh_cases.compare(case, mesh, events)
     events["models"] += 1
   expected = ("comparisons", "several instances", "one slab a device", "model axis of 2", "models")
-  tell_events(f"block {block}, {implementation}", events, expected)
+  tell_events(f"block {block}, {backend}", events, expected)
 
 
 @contextlib.contextmanager
@@ -113,18 +111,18 @@ def busy_loops(count: int):
 
 
 @pytest.mark.long
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("model_shards", [2, 4, 8])
-def test_a_thousand_steps_under_load_have_one_digest(model_shards, implementation, tell_events):
-  case = smallest(implementation)
+@BACKENDS
+@pytest.mark.parametrize("tensor_parallel_size", [2, 4, 8])
+def test_a_thousand_steps_under_load_have_one_digest(tensor_parallel_size, backend, tell_events):
+  case = smallest(backend)
   expected = mesh_cases.learn(case, updates=False).digest
   events = collections.Counter()
   with busy_loops(2):
     for _ in range(1000):
-      found = mesh_cases.learn(case, (1, model_shards), updates=False).digest
+      found = mesh_cases.learn(case, (1, tensor_parallel_size), updates=False).digest
       assert found == expected, f"step {events['steps']}: got {found}, expected {expected}"
       events["steps"] += 1
-  tell_events(f"model axis of {model_shards}, {implementation}", events, ("steps",))
+  tell_events(f"model axis of {tensor_parallel_size}, {backend}", events, ("steps",))
 
 
 # Parts in which twins differ by one line.
@@ -134,7 +132,7 @@ ROWS, WIDTH, FEATURES, SLABS = 5, 33, 7, 8
 
 def on_devices(function, *arguments, count: int):
   """Runs a function of slabbed arguments on `num_devices` devices of the model axis."""
-  mesh = parallel.make_mesh(model_shards=count)
+  mesh = parallel.make_mesh(tensor_parallel_size=count)
   run = jax.shard_map(
     function, mesh=mesh, in_specs=(jax.P(AXIS),) * len(arguments), out_specs=jax.P(),
     check_vma=False,
@@ -253,7 +251,7 @@ def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_
     "c": jnp.arange(8, dtype=jnp.int32),
     "d": jnp.zeros((8, 0), jnp.float32),
   }
-  mesh = parallel.make_mesh(model_shards=4)
+  mesh = parallel.make_mesh(tensor_parallel_size=4)
   run = jax.jit(
     jax.shard_map(
       lambda tree: parallel.gather_slabs(tree, AXIS),
@@ -276,7 +274,7 @@ def test_gather_slabs_takes_leaves_of_unlike_dtypes_in_one_collective_and_gives_
 @needs_interpreter
 def test_kernels_do_not_learn_on_several_devices_of_the_model_axis():
   numerics = dataclasses.replace(
-    tiny_model.BFLOAT16, implementation="pallas_interpreted", kv_split=64, reduction_shards=2
+    tiny_model.BFLOAT16, backend="pallas_interpreted", kv_split=64, reduction_shards=2
   )
   config = dataclasses.replace(
     tiny_model.CONFIG,
@@ -289,5 +287,5 @@ def test_kernels_do_not_learn_on_several_devices_of_the_model_axis():
     rotary=rotary.RotaryConfig(head_dim=64),
   )
   case = mesh_cases.Case(config, numerics)
-  with pytest.raises(NotImplementedError, match="got model_shards=2 .* expected 1"):
+  with pytest.raises(NotImplementedError, match="got tensor_parallel_size=2 .* expected 1"):
     mesh_cases.trainer_of(case, (1, 2))

@@ -54,7 +54,7 @@ DAILY_EVENTS = (
 def daily_engine(kind: type[CountedEngine] = CountedEngine) -> CountedEngine:
   # Single steps: visits of several would be another program.
   # Pages of whole completions, so that a draft may reach to the end.
-  sizes = dataclasses.replace(tree_cases.SMALL, steps_per_visit=1, reserved_tokens=0)
+  sizes = dataclasses.replace(tree_cases.SMALL, decode_steps_per_call=1, reserved_tokens=0)
   engine = tiny_model.make_engine(sizes, tiny_model.NATIVE, kind=kind)
   assert isinstance(engine, CountedEngine)
   engine.events = collections.Counter()
@@ -74,7 +74,7 @@ def num_differing(
   said = {name: completion.tokens for name, completion in alone.items()}
   engine.drafter = tree_cases.TreeDrafter(said, 64, seed + number, 0.8)
   for one in drawn_models.requests_of(case):
-    engine.submit(one)
+    engine.add_request(one)
   while engine.num_unfinished:
     engine.step()
     live = [name for name in said if name in engine._requests.live]
@@ -137,7 +137,7 @@ def test_a_tree_that_does_not_fit_loses_its_last_leaves_and_never_a_request(
   requests = [asked(name, (1, 2, 3), 30, seed=place) for place, name in enumerate("ab")]
   engine = daily_engine()
   for one in requests:
-    engine.submit(one)
+    engine.add_request(one)
   engine.step()
   pool, held = engine.memory.pools[0], []
   if held_back:
@@ -176,28 +176,28 @@ def test_no_tree_of_the_tiny_model_changes_a_bit(dtype, seed, tell_events):
 
 @pytest.mark.thorough
 @pytest.mark.few(1)
-@pytest.mark.parametrize("implementation", ["tiled", "native"])
-def test_no_tree_of_this_session_changes_a_bit(implementation, seed, tell_events):
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_no_tree_of_this_session_changes_a_bit(backend, seed, tell_events):
   events = collections.Counter()
   first = tree_cases.OF_A_MODEL * (BLOCKS + seed % 4)
   for number in range(first, first + 3):
-    tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
+    tree_cases.run_case(tree_cases.draw(seed, number, backend), events)
   # Not every machine has enough rows for a tree of three leaves.
   expected = ("drafted tokens", "weights changed", "comparisons")
-  tell_events(f"trees of a fresh model, {implementation}", events, expected)
+  tell_events(f"trees of a fresh model, {backend}", events, expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(BLOCKS))
-@pytest.mark.parametrize("implementation", ["native", "tiled"])
-def test_no_tree_of_five_hundred_schedules_changes_a_bit(block, implementation, seed, tell_events):
+@pytest.mark.parametrize("backend", ["native", "tiled"])
+def test_no_tree_of_five_hundred_schedules_changes_a_bit(block, backend, seed, tell_events):
   events = collections.Counter()
   first = tree_cases.OF_A_MODEL * block
   for number in range(first, first + tree_cases.OF_A_MODEL):
-    tree_cases.run_case(tree_cases.draw(seed, number, implementation), events)
+    tree_cases.run_case(tree_cases.draw(seed, number, backend), events)
   expected = ("trees of three leaves", "shared nodes", "key copies", "side paths adopted")
   expected += (f"drafted: {tree_cases.MERGED}",)
-  tell_events(f"trees, block {block}, {implementation}", events, expected)
+  tell_events(f"trees, block {block}, {backend}", events, expected)
 
 
 class Watched(runner_lib.Runner):
@@ -227,7 +227,7 @@ class EveryNode(CountedEngine):
 def test_every_node_of_a_tree_samples_what_its_path_samples_alone(numerics, seed):
   case = tree_cases.small(seed, 0, numerics)
   machine = dataclasses.replace(
-    case.machine, sizes=dataclasses.replace(case.machine.sizes, steps_per_visit=1)
+    case.machine, sizes=dataclasses.replace(case.machine.sizes, decode_steps_per_call=1)
   )
   engine = drawn_models.make_engine(machine, Watched, EveryNode)
   engine.events, engine.seen = collections.Counter(), []

@@ -20,10 +20,10 @@ from seerjax.engine import engine as engine_lib
 SIZES = engine_lib.EngineConfig(
   page_size=8,
   num_pages=26,
-  max_sequences=4,
-  max_context=64,
-  row_buckets=(16,),
-  reuse_prefixes=False,
+  max_num_seqs=4,
+  max_model_len=64,
+  batch_size_buckets=(16,),
+  enable_prefix_caching=False,
 )
 TILED = [
   pytest.param(tiny_model.NUMERICS, id="f32"),
@@ -124,7 +124,7 @@ def test_one_flipped_mantissa_bit_in_a_page_is_noticed(numerics):
   for offset in range(4):
     engine = tiny_model.make_engine(SIZES, numerics)
     for request in tiny_model.random_requests(4):
-      engine.submit(request)
+      engine.add_request(request)
     engine.step()
     while any(sequence.is_prefilling for sequence in engine._requests.running[0]):
       engine.step()
@@ -203,9 +203,9 @@ def test_a_split_that_follows_the_length_is_noticed(numerics):
 @pytest.mark.few(1)
 @BOTH
 def test_the_untiled_path_is_noticed(numerics):
-  untiled = dataclasses.replace(numerics, implementation="untiled")
+  untiled = dataclasses.replace(numerics, backend="untiled")
   # Steps of one row and of many, so that bits depend on the batch.
-  sizes = dataclasses.replace(SIZES, max_sequences=1, row_buckets=(1, 16))
+  sizes = dataclasses.replace(SIZES, max_num_seqs=1, batch_size_buckets=(1, 16))
   apart = tiny_model.make_engine(sizes, untiled).generate(tiny_model.random_requests(4))
   together = tiny_model.make_engine(SIZES, untiled).generate(tiny_model.random_requests(4))
   assert not all(map(tiny_model.same, together, apart))

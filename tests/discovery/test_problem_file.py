@@ -387,15 +387,30 @@ def test_the_checker_finds_a_reward_that_falls(written):
   [
     ("vocab_size = 8", "vocab_size = 9", "error", "got vocab_size=9, expected a multiple of 8"),
     ("vocab_size = 8", "vocab_size = '8'", "error", "got vocab_size='8', expected a multiple of 8"),
-    ("(3, 5)", "(3,)", "error", "got allowed=((0, 3), (3,)), expected (low, high) with"),
-    ("(3, 5)", "(3.0, 5)", "error", "got allowed=((0, 3), (3.0, 5)), expected (low, high) with"),
+    (
+      "(3, 5)",
+      "(3,)",
+      "error",
+      "got allowed=((0, 3), (3,)), expected (low, high) with",
+    ),
+    (
+      "(3, 5)",
+      "(3.0, 5)",
+      "error",
+      "got allowed=((0, 3), (3.0, 5)), expected (low, high) with",
+    ),
     (
       "stop_token = None",
       "stop_token = '3'",
       "error",
       "got stop_token='3', which no position allows",
     ),
-    ("(3, 5)", "(3, 9)", "error", "got allowed=((0, 3), (3, 9)), expected (low, high) with"),
+    (
+      "(3, 5)",
+      "(3, 9)",
+      "error",
+      "got allowed=((0, 3), (3, 9)), expected (low, high) with",
+    ),
     ("((0, 3), (3, 5))", "()", "error", "got allowed=(), expected (low, high)"),
     ("stop_token = None", "stop_token = 7", "error", "got stop_token=7, which no position allows"),
     ("return tuple(min", "return tuple(3 + min", "warning", ""),

@@ -21,7 +21,9 @@ from seerjax.types import Request, SamplingParams
 
 FEW = SamplingParams(max_tokens=4)
 CONFIG, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
-SIZES = EngineConfig(page_size=16, num_pages=20, max_sequences=4, max_context=64, row_buckets=(8,))
+SIZES = EngineConfig(
+  page_size=16, num_pages=20, max_num_seqs=4, max_model_len=64, batch_size_buckets=(8,)
+)
 
 
 @functools.cache
@@ -78,19 +80,19 @@ def test_adapters_that_are_not_the_bases_are_refused_and_the_old_ones_stay(named
 def test_a_request_of_an_adapter_that_is_not_there_is_refused():
   asked = Request(request_id="r", prompt=(3,), sampling=FEW, adapter="poet")
   with pytest.raises(ValueError, match=r"got the adapter 'poet', expected none, as this engine ha"):
-    make_engine().submit(asked)
+    make_engine().add_request(asked)
   engine = make_engine(adapters={"judge": (adapter(), 1.0), "cook": (adapter(3), 1.0)})
   message = r"got the adapter 'poet', expected 'judge', 'cook', or '' for the base; add it with"
   with pytest.raises(ValueError, match=message):
-    engine.submit(asked)
+    engine.add_request(asked)
 
 
 def test_adapters_are_not_replaced_under_a_request():
   engine = make_engine(adapters={"poet": (adapter(), 1.0)})
-  engine.submit(Request(request_id="r", prompt=(3,), sampling=FEW, adapter="poet"))
+  engine.add_request(Request(request_id="r", prompt=(3,), sampling=FEW, adapter="poet"))
   with pytest.raises(ValueError, match=r"Engine.set_adapters: got 1 unfinished requests, expected"):
     engine.set_adapters({})
-  engine.cancel("r")
+  engine.abort_request("r")
   engine.set_adapters({})
   assert engine.adapters == ()
 
@@ -99,8 +101,8 @@ def test_weights_that_have_an_adapter_take_none_by_name():
   attached = lora.attach(tiny_model.params(NUMERICS), adapter(), 1.0)
   engine = make_engine(adapters={"poet": (adapter(), 1.0)})
   message = r"got named adapters for weights that already contain one, expected weights of the ba"
-  with pytest.raises(ValueError, match=rf"Engine.set_params: params: {message}"):
-    engine.set_params(attached, 1)
+  with pytest.raises(ValueError, match=rf"Engine.update_weights: params: {message}"):
+    engine.update_weights(attached, 1)
   assert engine.policy_version == 0
   other = Engine(
     Model(CONFIG, attached, NUMERICS), config=SIZES, runner=tiny_model.runner(NUMERICS)
@@ -111,7 +113,7 @@ def test_weights_that_have_an_adapter_take_none_by_name():
 
 def test_weights_that_are_swapped_leave_the_adapters():
   engine = make_engine(adapters={"poet": (adapter(), 1.0)})
-  engine.set_params(jax.tree.map(lambda leaf: leaf * 2, tiny_model.params(NUMERICS)), 3)
+  engine.update_weights(jax.tree.map(lambda leaf: leaf * 2, tiny_model.params(NUMERICS)), 3)
   assert engine.adapters == ("poet",) and engine.policy_version == 3
   engine.check(Request(request_id="r", prompt=(3,), sampling=FEW, adapter="poet"))
 

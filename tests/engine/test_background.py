@@ -36,7 +36,7 @@ def asked(count: int, *, front: int = 1, **others) -> list:
 
 def submit(engine: Engine, requests, *, num_front: int = 0, **others) -> None:
   for place, one in enumerate(requests):
-    engine.submit(one, is_background=place >= num_front, **others)
+    engine.add_request(one, is_background=place >= num_front, **others)
 
 
 def front_of(*rows: int) -> list[ScheduledRows]:
@@ -55,7 +55,7 @@ def front_of(*rows: int) -> list[ScheduledRows]:
 
 def room_of(*rows: int, table: StepTimes | None = TIMES, num_steps=1, **sizes) -> Room:
   config = dataclasses.replace(
-    SIZES, **{"background_rows": 4, "max_sequences": 12, "row_buckets": (12, 16), **sizes}
+    SIZES, **{"background_rows": 4, "max_num_seqs": 12, "batch_size_buckets": (12, 16), **sizes}
   )
   return Room([front_of(*rows)], num_steps, config=config, table=table)
 
@@ -79,7 +79,7 @@ def test_without_a_table_nothing_runs_beside_others_and_alone_all_that_may():
 
 
 def test_places_of_others_are_not_theirs():
-  room = room_of(1, 1, 1, max_sequences=4)
+  room = room_of(1, 1, 1, max_num_seqs=4)
   assert [room.take(0, 1) for _ in range(3)] == [1, 0, 0]
 
 
@@ -95,7 +95,7 @@ def test_a_visit_is_kept_short_and_a_piece_of_a_prompt_is_held_to_a_step_of_it()
 
 
 def test_instances_go_in_step():
-  config = dataclasses.replace(SIZES, max_sequences=12, row_buckets=(12, 16))
+  config = dataclasses.replace(SIZES, max_num_seqs=12, batch_size_buckets=(12, 16))
   # The second is idle, but must not lengthen the common step beyond the slack.
   room = Room([front_of(9), []], 1, config=config, table=TIMES)
   assert [room.take(1, 100), room.take(0, 1)] == [9, 0]
@@ -136,7 +136,7 @@ def test_no_step_takes_longer_than_the_slack_says(data):
 def test_all_say_what_they_say_alone(times):
   requests = asked(6)
   expected = {one.request_id: make_engine().generate([one])[0] for one in requests}
-  engine = make_engine(dataclasses.replace(SIZES, max_sequences=3, num_pages=14))
+  engine = make_engine(dataclasses.replace(SIZES, max_num_seqs=3, num_pages=14))
   engine.step_times = times
   submit(engine, requests, num_front=2)
   found = run(engine)
@@ -148,8 +148,8 @@ def test_all_say_what_they_say_alone(times):
 class Blind(Engine):
   """Twin: an engine that treats all requests as foreground."""
 
-  def submit(self, request, *, is_background=False, **others):
-    super().submit(request, **others)
+  def add_request(self, request, *, is_background=False, **others):
+    super().add_request(request, **others)
 
 
 def first_rows(kind: type[Engine], times, sizes, *, visits: int) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def first_rows(kind: type[Engine], times, sizes, *, visits: int) -> tuple[int, i
   submit(engine, asked(8, max_tokens=30))
   for _ in range(visits):
     engine.step()
-  engine.submit(request("front", tokens_from(50, 20), seed=50, max_tokens=30))
+  engine.add_request(request("front", tokens_from(50, 20), seed=50, max_tokens=30))
   before = engine.counters.waits
   for step in range(40):
     engine.step()
@@ -170,9 +170,9 @@ def first_rows(kind: type[Engine], times, sizes, *, visits: int) -> tuple[int, i
 
 
 CROWDED = {
-  "places": dataclasses.replace(SIZES, max_sequences=2, num_pages=60),
+  "places": dataclasses.replace(SIZES, max_num_seqs=2, num_pages=60),
   "pages": SIZES,
-  "visits": dataclasses.replace(SIZES, max_sequences=4, steps_per_visit=8),
+  "visits": dataclasses.replace(SIZES, max_num_seqs=4, decode_steps_per_call=8),
 }
 
 
@@ -207,7 +207,7 @@ def test_pages_that_another_needs_are_taken_and_come_back(host_pages, event):
   for _ in range(5):
     engine.step()
   held = [engine.chunks.held_pages(one.request_id) for one in requests[1:]]
-  engine.submit(requests[0])
+  engine.add_request(requests[0])
   engine.step()
   assert engine.chunks.held_pages("0") == 7 and sum(held) > 1  # Of eight.
   found = run(engine)
@@ -220,11 +220,11 @@ def test_pages_that_another_needs_are_taken_and_come_back(host_pages, event):
 def test_one_that_was_paused_by_its_caller_gives_its_pages_up_and_stays_paused():
   expected = make_engine().generate([request("b", tokens_from(3, 20))])[0]
   engine = make_engine()
-  engine.submit(request("b", tokens_from(3, 20)), is_background=True, chunk_tokens=2)
+  engine.add_request(request("b", tokens_from(3, 20)), is_background=True, chunk_tokens=2)
   for _ in range(7):  # Five for the prompt.
     engine.step()
   assert engine.chunks.poll_paused() == ["b"] and engine.chunks.held_pages("b")
-  engine.submit(request("a", tokens_from(9, 40), max_tokens=24))
+  engine.add_request(request("a", tokens_from(9, 40), max_tokens=24))
   engine.step()
   assert engine.chunks.poll_paused() == ["b"] and not engine.chunks.held_pages("b")
   engine.chunks.resume("b")
@@ -238,7 +238,9 @@ def test_waits_in_front_are_those_that_would_be_there_without_sleep():
     engine.step_times = TIMES
     submit(engine, [request(f"s{i}", tokens_from(i, 20), seed=i) for i in range(sleeping)])
     for place in range(7):
-      engine.submit(request(str(place), tokens_from(90 + place, 20), seed=place, max_tokens=13))
+      engine.add_request(
+        request(str(place), tokens_from(90 + place, 20), seed=place, max_tokens=13)
+      )
       engine.step()
     run(engine)
     counts.append(engine.counters.waits)
@@ -252,11 +254,11 @@ def test_a_visit_ends_with_those_in_front():
   front = request("a", max_tokens=12, stop_token_ids=(free.tokens[place],))
   behind = request("b", (7, 8), seed=3, max_tokens=30)
   expected = make_engine().generate([behind])[0]
-  engine = make_engine(dataclasses.replace(SIZES, steps_per_visit=8))
+  engine = make_engine(dataclasses.replace(SIZES, decode_steps_per_call=8))
   engine.step_times = TIMES
-  engine.submit(behind, is_background=True)
+  engine.add_request(behind, is_background=True)
   engine.step()
-  engine.submit(front)
+  engine.add_request(front)
   engine.step()  # The prompt.
   before = engine.counters.steps
   updates = {update.request_id: update for update in engine.step()}
@@ -292,7 +294,7 @@ def test_a_mask_is_no_reason_to_compile_while_others_wait():
   engine = make_engine()
   engine.step_times = TIMES
   everything = np.full(16, 2**32 - 1, np.uint32)
-  engine.submit(request("m", max_tokens=2), mask=lambda tokens: everything, is_background=True)
-  engine.submit(request("a", max_tokens=2))
+  engine.add_request(request("m", max_tokens=2), mask=lambda tokens: everything, is_background=True)
+  engine.add_request(request("a", max_tokens=2))
   engine.step()
   assert engine._requests.live["m"].num_written == 0

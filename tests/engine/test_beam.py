@@ -24,10 +24,10 @@ from seerjax.types import Request, SamplingParams
 SIZES = EngineConfig(
   page_size=4,
   num_pages=300,
-  max_sequences=10,
-  max_context=64,
-  row_buckets=(64,),
-  steps_per_visit=1,
+  max_num_seqs=10,
+  max_model_len=64,
+  batch_size_buckets=(64,),
+  decode_steps_per_call=1,
 )
 FEW_PAGES = 24  # Too few for a whole beam: it is read in several steps.
 BACKENDS = tiny_model.BACKENDS
@@ -78,19 +78,19 @@ def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Cou
     width, request = 2 + number % 7, asked(rng)
     wanted, kept = expected(numerics, request, width)
     is_tight = bool(rng.random() < 0.25)
-    sizes = dataclasses.replace(SIZES, reuse_prefixes=bool(rng.random() < 0.85))
+    sizes = dataclasses.replace(SIZES, enable_prefix_caching=bool(rng.random() < 0.85))
     right = float(rng.choice([0.0, 0.6, 0.9, 1.0]))
     steps = []
     for drafter in (None, Knowing(kept, VOCABULARY, right=right, seed=number)):
       engine = tiny_model.make_engine(sizes, numerics, **mesh)
-      instance = engine.num_instances - 1
+      instance = engine.data_parallel_size - 1
       pool = engine.memory.pools[instance]
       if is_tight:
         pool.take(pool.num_available - FEW_PAGES)
       num_free = pool.num_available
       others = [dataclasses.replace(asked(rng, str(i)), seed=i) for i in range(number % 3)]
       for other in others:
-        engine.submit(other)
+        engine.add_request(other)
       found = as_rows(beam_search(engine, request, width, drafter=drafter, instance=instance))
       assert found == wanted, f"seed {seed}, search {number}: {request}, width {width}"
       counters = engine.counters
@@ -110,7 +110,7 @@ def check_drawn(numerics, seed: int, count: int, **mesh: int) -> collections.Cou
     events["fewer steps"] += steps[1] < steps[0]
     events["ended by a stop id"] += sum(reason == "stop" for *_, reason in wanted)
     events["ended at max_tokens"] += sum(reason == "length" for *_, reason in wanted)
-  print(f"beam search, {numerics.implementation} {numerics.compute_dtype}: {dict(events)}")
+  print(f"beam search, {numerics.backend} {numerics.compute_dtype}: {dict(events)}")
   return events
 
 
@@ -147,7 +147,9 @@ def test_drawn_searches_have_the_bits_of_each_alone(name, seed):
 @pytest.mark.parametrize("mesh", [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("numerics", [tiny_model.NATIVE, tiny_model.BFLOAT16])
 def test_so_they_have_on_several_devices(numerics, mesh):
-  assert check_drawn(numerics, 9, 7, num_instances=mesh[0], model_shards=mesh[1])["key copies"]
+  assert check_drawn(numerics, 9, 7, data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])[
+    "key copies"
+  ]
 
 
 @pytest.mark.thorough
@@ -206,7 +208,7 @@ def test_each_place_is_one_row_whatever_is_shared():
 @pytest.mark.long
 def test_drafts_of_nano_save_a_quarter_of_the_steps_at_least():
   model = loading.load_model("nano")
-  sizes = EngineConfig(num_pages=120, max_sequences=8, max_context=128, row_buckets=(64,))
+  sizes = EngineConfig(num_pages=120, max_num_seqs=8, max_model_len=128, batch_size_buckets=(64,))
   engine = engine_lib.Engine(model, config=sizes)
   ids = model.tokenizer.chat_ids("Tom has 3 apples and buys 4. How many apples has Tom?")
   request = Request(
@@ -293,8 +295,8 @@ def test_a_width_is_one_to_sixteen(engine, width):
     (dict(repetition_penalty=1.1), "repetition_penalty=1.1, expected 1"),
     (dict(presence_penalty=0.1), "presence_penalty=0.1, expected 0"),
     (dict(logit_bias=((3, 1.0),)), "logit_bias=.*, expected none"),
-    (dict(allowed=((0, 9),) * 4), "allowed=.*, expected no form"),
-    (dict(stop_strings=("end",)), "stop_strings=.*, expected none.*use stop_token_ids"),
+    (dict(allowed_token_ranges=((0, 9),) * 4), "allowed_token_ranges=.*, expected no form"),
+    (dict(stop=("end",)), "stop=.*, expected none.*use stop_token_ids"),
   ],
 )
 def test_sampling_that_scores_cannot_follow_is_refused(engine, changes, message):

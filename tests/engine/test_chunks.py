@@ -15,7 +15,7 @@ ROOM = dataclasses.replace(SIZES, num_pages=41)
 
 def in_chunks(engine, one, chunk_tokens, between=lambda engine: None):
   """The completion of one request, `chunk_tokens` at a time."""
-  engine.submit(one, chunk_tokens=chunk_tokens)
+  engine.add_request(one, chunk_tokens=chunk_tokens)
   for _ in range(300):
     engine.step()
     if found := engine.poll():
@@ -40,7 +40,7 @@ def test_chunks_change_nothing_said_and_no_step(chunk_tokens):
 
 def test_a_chunk_holds_the_pages_of_its_end_and_no_more():
   engine = make_engine()
-  engine.submit(request(prompt=(5, 6, 7), max_tokens=61), chunk_tokens=6)
+  engine.add_request(request(prompt=(5, 6, 7), max_tokens=61), chunk_tokens=6)
   engine.step()
   assert engine.chunks.free_pages(0) == 7  # 3 + 6 - 1 positions are one page of eight.
   for _ in range(5):
@@ -70,7 +70,7 @@ def test_paused_requests_give_their_pages_up_where_nothing_could_run_otherwise(
   other = request("b", tokens_from(9, num_prompt), max_tokens=max_tokens, seed=1)
   plain, expected = make_engine().generate([paused])[0], make_engine().generate([other])[0]
   engine = make_engine()
-  engine.submit(paused, chunk_tokens=2)
+  engine.add_request(paused, chunk_tokens=2)
   while not engine.chunks.poll_paused():
     engine.step()
   assert engine.chunks.held_pages("a")
@@ -85,10 +85,10 @@ def test_paused_requests_give_their_pages_up_where_nothing_could_run_otherwise(
 
 def test_a_paused_request_may_be_cancelled():
   engine = make_engine()
-  engine.submit(request(max_tokens=30), chunk_tokens=2)
+  engine.add_request(request(max_tokens=30), chunk_tokens=2)
   engine.step(), engine.step()
   assert engine.chunks.poll_paused() == ["a"]
-  engine.cancel("a")
+  engine.abort_request("a")
   assert (
     engine.chunks.poll_paused() == []
     and engine.num_unfinished == 0
@@ -101,17 +101,17 @@ def test_another_engine_goes_on_from_what_was_said(count):
   """Also in the middle of a stop string, while a part of it is held back."""
   [free] = make_engine(ROOM).generate([request(max_tokens=30)])
   place = len(free.text) // 2
-  one = request(max_tokens=30, stop_strings=(free.text[place : place + 6],))
+  one = request(max_tokens=30, stop=(free.text[place : place + 6],))
   [plain] = make_engine(ROOM).generate([one])
   first = make_engine(ROOM)
-  first.submit(one, chunk_tokens=min(count, len(plain.tokens) - 1))
+  first.add_request(one, chunk_tokens=min(count, len(plain.tokens) - 1))
   for _ in range(40):
     first.step()
   [name] = first.chunks.poll_paused()
   said = first.progress(name)
   assert said.finish_reason == "" and said.tokens == plain.tokens[: len(said.tokens)]
   second = make_engine(ROOM)
-  second.submit(one, resume_from=said)
+  second.add_request(one, resume_from=said)
   while second.num_unfinished:
     second.step()
   [found] = second.poll()
@@ -125,7 +125,7 @@ def test_a_member_waits_for_memory_with_what_it_has():
   plain = make_engine(ROOM).generate(requests)
   engine = make_engine()
   for one in requests:
-    engine.submit(one, chunk_tokens=12)  # Four pages each.
+    engine.add_request(one, chunk_tokens=12)  # Four pages each.
   found = {}
   for _ in range(200):
     engine.step()
@@ -142,7 +142,7 @@ def test_a_running_chunk_may_be_ended_at_any_step():
   one = request(max_tokens=30)
   [plain] = make_engine(ROOM).generate([one])
   engine = make_engine(ROOM)
-  engine.submit(one)
+  engine.add_request(one)
   engine.chunks.pause("a")  # Before its first step.
   engine.chunks.resume("a")
   for _ in range(4):
@@ -160,7 +160,7 @@ def exported(directory, **changes):
   """Returns a partial completion, its exported page manifest, and an engine to adopt the pages."""
   pools = [KVPool(KVPoolConfig(), DiskStore(directory, max_bytes=10**7)) for _ in range(2)]
   engine, other = (make_engine(kv_pool=pool) for pool in pools)
-  engine.submit(request(), chunk_tokens=3)
+  engine.add_request(request(), chunk_tokens=3)
   while not engine.chunks.poll_paused():
     engine.step()
   kv = engine.chunks.export_kv("a")
@@ -182,20 +182,20 @@ def test_pages_of_another_engine_are_refused_where_they_can_be_nothing_of_it(
 ):
   so_far, kv, other = exported(tmp_path, **changes)
   with pytest.raises(ValueError, match=f"request 'a': {message}"):
-    other.submit(request(), resume_from=so_far, kv=kv)
+    other.add_request(request(), resume_from=so_far, kv=kv)
   assert other.num_unfinished == 0
 
 
 def test_pages_are_exported_between_chunks_to_a_store_alone(tmp_path):
   so_far, kv, other = exported(tmp_path)
-  other.submit(request(), resume_from=so_far, kv=kv)
+  other.add_request(request(), resume_from=so_far, kv=kv)
   with pytest.raises(ValueError, match=r"Chunks.export_kv: got request 'a', which is not paused"):
     other.chunks.export_kv("a")
   rows = other.counters.rows
   other.step()
   assert other.counters.imports.adopted == 1 and other.counters.rows == rows + 1
   engine = make_engine()
-  engine.submit(request(), chunk_tokens=3)
+  engine.add_request(request(), chunk_tokens=3)
   while not engine.chunks.poll_paused():
     engine.step()
   assert engine.chunks.export_kv("a") is None  # It has no store.
@@ -204,7 +204,7 @@ def test_pages_are_exported_between_chunks_to_a_store_alone(tmp_path):
 def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path):
   pool = KVPool(KVPoolConfig(), DiskStore(tmp_path, max_bytes=10**7))
   engine = make_engine(kv_pool=pool)
-  engine.submit(request(), chunk_tokens=3)
+  engine.add_request(request(), chunk_tokens=3)
   keys = set()
   for _ in range(2):
     while not engine.chunks.poll_paused():
@@ -214,7 +214,7 @@ def test_what_was_exported_goes_when_it_is_replaced_and_with_its_policy(tmp_path
     assert len(list(tmp_path.glob("*/*.kv"))) == 1
     engine.chunks.resume("a", chunk_tokens=3)
   assert len(keys) == 2
-  engine.cancel("a")
+  engine.abort_request("a")
   assert list(tmp_path.glob("*/*.kv"))  # Another engine may still adopt them.
-  engine.set_params(params(1), 1)
+  engine.update_weights(params(1), 1)
   assert not list(tmp_path.glob("*/*.kv"))

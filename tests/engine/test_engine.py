@@ -18,7 +18,7 @@ def test_generate_answers_in_the_order_given_and_poll_in_the_order_finished():
   assert [c.request_id for c in make_engine().generate(requests)] == ["a", "b", "c"]
   engine = make_engine()
   for one in requests:
-    engine.submit(one)
+    engine.add_request(one)
   order = []
   while engine.num_unfinished:
     engine.step()
@@ -28,9 +28,9 @@ def test_generate_answers_in_the_order_given_and_poll_in_the_order_finished():
 
 def test_generate_leaves_the_completions_of_others_to_poll():
   engine = make_engine()
-  engine.submit(request("early", max_tokens=1))
+  engine.add_request(request("early", max_tokens=1))
   run_early = engine.step()
-  engine.submit(request("other", max_tokens=3))
+  engine.add_request(request("other", max_tokens=3))
   [completion] = engine.generate([request("mine", max_tokens=8)])
   assert completion.request_id == "mine" and run_early[0].finish_reason == "length"
   assert [c.request_id for c in engine.poll()] == ["early", "other"]
@@ -38,7 +38,7 @@ def test_generate_leaves_the_completions_of_others_to_poll():
 
 def test_generate_does_not_take_an_older_completion_of_the_same_name():
   engine = make_engine()
-  engine.submit(request("a", max_tokens=1))
+  engine.add_request(request("a", max_tokens=1))
   engine.step()
   [completion] = engine.generate([request("a", max_tokens=4)])
   assert len(completion.tokens) == 4
@@ -63,19 +63,19 @@ def test_generate_returns_without_what_was_cancelled_meanwhile():
 
   def cancel(updates):
     if engine.counters.steps == 3:
-      engine.cancel("a")
+      engine.abort_request("a")
 
   completions = engine.generate([request("a"), request("b")], on_step=cancel)
   assert [c.request_id for c in completions] == ["b"]
 
 
 def test_a_cancelled_request_leaves_nothing_behind():
-  engine = make_engine(dataclasses.replace(SIZES, reuse_prefixes=False))
+  engine = make_engine(dataclasses.replace(SIZES, enable_prefix_caching=False))
   for name in "abcde":
-    engine.submit(request(name))
+    engine.add_request(request(name))
   engine.step()
   for name in "abe":  # "e" still waits.
-    engine.cancel(name)
+    engine.abort_request(name)
   completions = run(engine)
   assert sorted(completions) == ["c", "d"] and engine.counters.preemptions == 0
   assert engine.memory.pools[0].num_available == 8
@@ -85,8 +85,8 @@ def test_a_cancelled_request_leaves_nothing_behind():
 def test_a_preempted_request_says_the_same():
   wanted = make_engine().generate([request("a"), request("b", seed=1)])
   engine = make_engine()
-  engine.submit(request("a"))
-  engine.submit(request("b", seed=1))
+  engine.add_request(request("a"))
+  engine.add_request(request("b", seed=1))
   for _ in range(4):
     engine.step()
   engine.chunks.preempt("a")
@@ -101,7 +101,7 @@ def test_new_weights_drop_every_page():
   prompt = tokens_from(2, 30)
   engine = make_engine()
   old = engine.generate([request("a", prompt)])[0]
-  engine.set_params(params(1), 1)
+  engine.update_weights(params(1), 1)
   reused = engine.counters.reused_tokens
   new = engine.generate([request("a", prompt)])[0]
   assert engine.counters.reused_tokens == reused
@@ -123,11 +123,11 @@ def test_pages_that_were_given_back_and_taken_again_move_no_bit():
   ]
   expected = engine.generate(requests)
   held = engine.memory.pages
-  engine.give_back_pages()
-  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held)) and engine.plan()
+  engine.release_kv_cache()
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(held)) and engine.memory_plan()
   found = engine.generate(requests)
   assert all(tiny_model.same(a, b) for a, b in zip(found, expected, strict=True))
-  engine.give_back_pages()
-  engine.submit(requests[0])
-  with pytest.raises(ValueError, match="give_back_pages: got 1 unfinished requests, expected"):
-    engine.give_back_pages()
+  engine.release_kv_cache()
+  engine.add_request(requests[0])
+  with pytest.raises(ValueError, match="release_kv_cache: got 1 unfinished requests, expected"):
+    engine.release_kv_cache()

@@ -37,7 +37,7 @@ def answers() -> dict:
 
 def run_all(engine: engine_lib.Engine) -> dict:
   for one in REQUESTS:
-    engine.submit(one)
+    engine.add_request(one)
   return run(engine)
 
 
@@ -72,7 +72,7 @@ def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, cap
   engine = make_engine(tokenizer=BrokenTokenizer(**tokenizer_fields(), breaks_at=first))
   updates = []
   for one in REQUESTS:
-    engine.submit(one)
+    engine.add_request(one)
   while engine.num_unfinished:
     updates += engine.step()
   found = {completion.request_id: completion for completion in engine.poll()}
@@ -171,7 +171,7 @@ def failing_engine(error: BaseException, *at: int) -> engine_lib.Engine:
 def test_after_a_step_that_broke_off_all_go_on_to_the_same_bits(error, answers):
   engine = failing_engine(error, 2, 7)
   for one in REQUESTS:
-    engine.submit(one)
+    engine.add_request(one)
   updates, num_broken = [], 0
   while engine.num_unfinished:
     try:
@@ -204,7 +204,7 @@ def test_generate_that_is_stopped_leaves_nothing_behind(answers):
 def test_a_request_that_can_become_no_rows_is_ended_and_the_others_go_on(answers):
   engine = make_engine()
   for one in REQUESTS:
-    engine.submit(one)
+    engine.add_request(one)
   engine.step()
   # No entry point accepts this; if a step meets it all the same, one request ends.
   object.__setattr__(REQUESTS[1], "seed", "seven")

@@ -13,11 +13,13 @@ from seerjax.engine import engine as engine_lib, planner as planner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.types import Request, SamplingParams
 
-SIZES = EngineConfig(page_size=16, num_pages=40, max_sequences=8, max_context=64, row_buckets=(32,))
+SIZES = EngineConfig(
+  page_size=16, num_pages=40, max_num_seqs=8, max_model_len=64, batch_size_buckets=(32,)
+)
 VOCABULARY = tiny_model.CONFIG.vocab_size
 # Both tests draw the same backend, and share its programs.
 BACKENDS = [
-  pytest.param(numerics, id=numerics.implementation, marks=pytest.mark.few(1, of="backend"))
+  pytest.param(numerics, id=numerics.backend, marks=pytest.mark.few(1, of="backend"))
   for numerics in (tiny_model.NUMERICS, tiny_model.NATIVE)
 ]
 
@@ -44,7 +46,7 @@ def requests(count: int) -> list[Request]:
 
 def together(engine: engine_lib.Engine, asked: Sequence[Request], masked: set[str]) -> dict:
   for request in asked:
-    engine.submit(request, mask=third if request.request_id in masked else None)
+    engine.add_request(request, mask=third if request.request_id in masked else None)
   found = {}
   while engine.num_unfinished:
     engine.step()
@@ -101,8 +103,8 @@ def test_a_mask_that_raises_ends_its_own_request_alone():
 
   engine = tiny_model.make_engine(SIZES)
   first, second = requests(2)
-  engine.submit(first, mask=broken)
-  engine.submit(second)
+  engine.add_request(first, mask=broken)
+  engine.add_request(second)
   found = {}
   while engine.num_unfinished:
     engine.step()
@@ -117,7 +119,7 @@ def test_held_answers_grow_by_no_token_and_change_by_no_bit(seed):
   engine = tiny_model.make_engine(SIZES)
   expected = together(engine, asked, {"0", "3"})
   for request in asked:
-    engine.submit(request, mask=third if request.request_id in ("0", "3") else None)
+    engine.add_request(request, mask=third if request.request_id in ("0", "3") else None)
   found, lengths = {}, dict.fromkeys(expected, 0)
   for visit in range(400):
     if not engine.num_unfinished:
@@ -135,7 +137,7 @@ def test_held_answers_grow_by_no_token_and_change_by_no_bit(seed):
 @pytest.mark.thorough
 def test_all_that_is_held_is_no_work():
   engine = tiny_model.make_engine(SIZES)
-  engine.submit(requests(1)[0])
+  engine.add_request(requests(1)[0])
   engine.hold({"0"})
   for _ in range(3):
     assert not engine.step()
@@ -156,9 +158,13 @@ WORDS = -(-VOCABULARY // 32)
 # (mask after two tokens, other fields of the request, text of the error).
 WRONG_MASKS: list[tuple[Any, dict[str, Any], str]] = [
   (bits(()), {}, "mask: got a mask that allows no id, expected at"),
-  (bits((5,)), {"allowed": ((6, 9),) * 9}, "no id from 6 to 8, the range of SamplingParams.allow"),
-  (bits((5, 9)), {"allowed": ((6, 9),) * 9}, "no id from 6 to 8, the"),
-  (bits((0,)), {"allowed": ((1, VOCABULARY),) * 9}, "no id from 1 to 63, the"),
+  (
+    bits((5,)),
+    {"allowed_token_ranges": ((6, 9),) * 9},
+    "no id from 6 to 8, the range of SamplingParams.allow",
+  ),
+  (bits((5, 9)), {"allowed_token_ranges": ((6, 9),) * 9}, "no id from 6 to 8, the"),
+  (bits((0,)), {"allowed_token_ranges": ((1, VOCABULARY),) * 9}, "no id from 1 to 63, the"),
   (bits(()), {"stop_token_ids": (3,)}, "a stop id that the mask allows"),
   (np.ones(WORDS, np.int32), {}, f"got int32[{WORDS}], expected uint32[{WORDS}]"),
   (np.ones(WORDS, bool), {}, f"got bool[{WORDS}], expected uint32"),
@@ -186,8 +192,8 @@ def test_a_mask_that_cannot_be_ends_its_own_request_by_name(numerics):
     def mask(answer: Sequence[int], wrong=wrong) -> np.ndarray:
       return wrong if len(answer) == 2 else bits(range(VOCABULARY))
 
-    engine.submit(Request(request_id=name, prompt=(7, 8), sampling=sampling), mask=mask)
-    engine.submit(beside)
+    engine.add_request(Request(request_id=name, prompt=(7, 8), sampling=sampling), mask=mask)
+    engine.add_request(beside)
     found = {}
     while engine.num_unfinished:
       engine.step()
@@ -199,9 +205,9 @@ def test_a_mask_that_cannot_be_ends_its_own_request_by_name(numerics):
 
 def test_a_mask_and_allowed_leave_what_both_allow():
   engine = tiny_model.make_engine(SIZES)
-  sampling = SamplingParams(max_tokens=9, allowed=((4, 8),) * 9)
+  sampling = SamplingParams(max_tokens=9, allowed_token_ranges=((4, 8),) * 9)
   request = Request(request_id="a", prompt=(7, 8), sampling=sampling)
-  engine.submit(request, mask=lambda answer: bits((2, 7, 9)))
+  engine.add_request(request, mask=lambda answer: bits((2, 7, 9)))
   while engine.num_unfinished:
     engine.step()
   [done] = engine.poll()

@@ -45,7 +45,7 @@ def test_a_stop_string_is_cut_from_the_text_and_never_streamed(seed):
 
   stops = (stop, "never in there")
   engine = make_engine()
-  one = request(seed=seed, max_tokens=30, stop_strings=stops)
+  one = request(seed=seed, max_tokens=30, stop=stops)
   [completion] = engine.generate([one], on_step=watch)
   assert completion.finish_reason == "stop"
   assert completion.text == free.text[: free.text.find(stop)]
@@ -60,7 +60,7 @@ def test_what_may_become_a_stop_string_is_held_back_and_comes_when_it_does_not()
   free = make_engine().generate([request(max_tokens=20)])[0]
   texts = []
   [completion] = make_engine().generate(
-    [request(max_tokens=20, stop_strings=("x" * 6,))],
+    [request(max_tokens=20, stop=("x" * 6,))],
     on_step=lambda updates: texts.extend(update.text for update in updates),
   )
   assert completion.text == free.text == "".join(texts)

@@ -17,7 +17,12 @@ from seerjax.models.decoder import decide
 from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(
-  page_size=8, num_pages=60, max_sequences=4, max_context=64, row_buckets=(24,), steps_per_visit=4
+  page_size=8,
+  num_pages=60,
+  max_num_seqs=4,
+  max_model_len=64,
+  batch_size_buckets=(24,),
+  decode_steps_per_call=4,
 )
 PENALISED = SamplingParams(
   presence_penalty=0.8, frequency_penalty=0.5, repetition_penalty=1.3, max_tokens=12
@@ -50,7 +55,7 @@ def drafted(**others):
   guesser = Guesser({one.request_id: alone(one).tokens for one in REQUESTS}, 3, right=0.9)
   running = tiny_model.make_engine(SIZES, tiny_model.NATIVE, drafter=guesser, **others)
   for request in REQUESTS:
-    running.submit(request, chunk_tokens=8)
+    running.add_request(request, chunk_tokens=8)
   found, steps = {}, 0
   while running.num_unfinished:
     running.step()
@@ -78,7 +83,7 @@ def test_an_answer_that_goes_on_elsewhere_has_its_bits():
     behaviour_logprobs=whole.behaviour_logprobs[:5], raw_logprobs=whole.raw_logprobs[:5],
   )  # fmt: skip
   running = tiny_model.make_engine(SIZES, tiny_model.NATIVE)
-  running.submit(request, resume_from=begun)
+  running.add_request(request, resume_from=begun)
   while running.num_unfinished:
     running.step()
   (found,) = running.poll()
@@ -87,7 +92,7 @@ def test_an_answer_that_goes_on_elsewhere_has_its_bits():
 
 def test_a_request_without_penalties_keeps_several_steps_a_visit():
   running = tiny_model.make_engine(SIZES, tiny_model.NATIVE)
-  running.submit(REQUESTS[3])
+  running.add_request(REQUESTS[3])
   visits = 0
   while running.num_unfinished:
     running.step()
@@ -110,7 +115,7 @@ class ForgetsDrafts(runner_lib.Runner):
 
 @pytest.mark.thorough
 def test_a_draft_whose_earlier_tokens_do_not_count_is_noticed():
-  mesh = parallel.make_mesh(num_instances=1)
+  mesh = parallel.make_mesh(data_parallel_size=1)
   twin = ForgetsDrafts(decide(tiny_model.CONFIG, tiny_model.NATIVE), mesh, max_programs=64)
   found = drafted(runner=twin)
   assert any(not tiny_model.same(found[one.request_id], alone(one)) for one in REQUESTS[:3])

@@ -18,7 +18,7 @@ def test_members_of_a_group_share_the_pages_of_their_prompt():
   assert engine.counters.reused_tokens == 3 * 18 and engine.counters.page_copies == 3
   assert engine.counters.rows == 19 + 3 * 1 + 4 * 4
   assert engine.counters.sampled_tokens == 20
-  plain = make_engine(dataclasses.replace(SIZES, reuse_prefixes=False))
+  plain = make_engine(dataclasses.replace(SIZES, enable_prefix_caching=False))
   for ours, alone in zip(completions, plain.generate(members), strict=True):
     assert tiny_model.same(ours, alone)
   assert plain.counters.reused_tokens == plain.counters.page_copies == 0
@@ -33,7 +33,7 @@ def test_members_of_a_group_that_are_held_share_the_pages_of_their_prompt():
   engine = make_engine()
   engine.hold({one.request_id for one in members})
   for one in members:
-    engine.submit(one)
+    engine.add_request(one)
   for _ in range(8):
     assert not engine.step()
   assert engine.counters.rows == 18 and engine.counters.reused_tokens == 3 * 18
@@ -50,12 +50,12 @@ def test_siblings_wait_for_one_that_comes_back_in_the_middle_of_their_prompt():
     for seed, name in enumerate("ab")
   )
   engine = make_engine()
-  engine.submit(first)
+  engine.add_request(first)
   engine.step()  # 16 of 19 positions.
   engine.chunks.pause("a")
   engine.chunks.spill(["a"])
   engine.chunks.resume("a")
-  engine.submit(second)
+  engine.add_request(second)
   assert tiny_model.same(run(engine)["b"], make_engine().generate([second])[0])
   assert engine.counters.reused_tokens == 18
 
@@ -92,7 +92,7 @@ def test_answers_grow_and_the_last_one_gives_up_its_pages(reserved_tokens):
   ]
   engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=reserved_tokens))
   for one in requests:
-    engine.submit(one)
+    engine.add_request(one)
   finished, at_once = [], 0
   while engine.num_unfinished:
     at_once = max(at_once, len(engine.step()))
@@ -108,7 +108,7 @@ def test_what_is_expected_is_counted_once_by_those_that_wait_and_run():
   engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=16))
   # 10 and 16 tokens need four pages; a page of the next tokens is taken at first.
   assert engine.chunks.expected_pages(10, 30) == 4 and engine.chunks.expected_pages(10, 3) == 2
-  engine.submit(request("a", tokens_from(1, 10), max_tokens=30))
+  engine.add_request(request("a", tokens_from(1, 10), max_tokens=30))
   assert engine.chunks.awaited_pages(0) == 4
   engine.step()
   assert (
@@ -124,7 +124,7 @@ def test_a_request_gets_all_pages_whichever_of_them_it_shares(shared, own, max_t
   engine.generate([request("a", tokens_from(1, 30), max_tokens=34)])
   # All 8 pages are idle now, and "b" needs all 8.
   prompt = tokens_from(1, shared) + tokens_from(200, own)
-  engine.submit(request("b", prompt, max_tokens=max_tokens))
+  engine.add_request(request("b", prompt, max_tokens=max_tokens))
   assert len(run(engine)["b"].tokens) == max_tokens
   assert engine.counters.reused_tokens == reused
   if not reused:
@@ -137,7 +137,7 @@ def test_a_held_request_can_be_moved_before_any_step_has_copied_its_page():
   engine.generate([request("a", prompt, max_tokens=3)])
   held = request("b", prompt, seed=1, max_tokens=12)
   engine.hold({"b"})
-  engine.submit(held)
+  engine.add_request(held)
   assert not engine.step() and engine.counters.page_copies == 1
   engine.chunks.pause("b")
   assert engine.chunks.spill(["b"]) == ["b"]
@@ -148,11 +148,11 @@ def test_a_held_request_can_be_moved_before_any_step_has_copied_its_page():
 
 def test_pages_that_a_spilled_request_shares_are_not_counted_twice():
   prompt = tokens_from(3, 33)
-  engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=16, steps_per_visit=1))
-  engine.submit(request("a", prompt, max_tokens=24))
+  engine = make_engine(dataclasses.replace(SIZES, reserved_tokens=16, decode_steps_per_call=1))
+  engine.add_request(request("a", prompt, max_tokens=24))
   while not any(update.tokens for update in engine.step()):
     pass
-  engine.submit(request("b", prompt, seed=1, max_tokens=8), chunk_tokens=1)
+  engine.add_request(request("b", prompt, seed=1, max_tokens=8), chunk_tokens=1)
   while not engine.chunks.poll_paused():
     engine.step()
   engine.chunks.spill(["b"])
@@ -167,27 +167,27 @@ def test_pages_that_a_spilled_request_shares_are_not_counted_twice():
 def test_siblings_held_back_go_on_without_the_one_they_waited_for(what):
   engine = make_engine()
   for index in range(4):
-    engine.submit(request(str(index), tokens_from(3, 40), seed=index, group="g", max_tokens=3))
+    engine.add_request(request(str(index), tokens_from(3, 40), seed=index, group="g", max_tokens=3))
   engine.step()  # 16 of 40 positions of "0"; the others are held back.
   assert [len(engine._requests.running[0]), len(engine._requests.waiting[0])] == [1, 3]
-  (engine.cancel if what == "cancel" else engine.chunks.preempt)("0")
+  (engine.abort_request if what == "cancel" else engine.chunks.preempt)("0")
   assert len(run(engine)) == (3 if what == "cancel" else 4)
 
 
 def test_a_group_whose_members_differ_in_their_prompts_finishes():
   engine = make_engine()
   for index in range(4):
-    engine.submit(request(str(index), tokens_from(index, 20), group="g", max_tokens=3))
+    engine.add_request(request(str(index), tokens_from(index, 20), group="g", max_tokens=3))
   assert len(run(engine)) == 4
 
 
 def test_a_large_request_is_not_overtaken_for_ever():
   engine = make_engine()
-  engine.submit(request("first", tokens_from(9, 10), max_tokens=20))
-  engine.submit(request("large", tokens_from(1, 30), max_tokens=34))
+  engine.add_request(request("first", tokens_from(9, 10), max_tokens=20))
+  engine.add_request(request("large", tokens_from(1, 30), max_tokens=34))
   served = []
   for index in range(30):
-    engine.submit(request(f"small {index}", tokens_from(index, 4), max_tokens=4))
+    engine.add_request(request(f"small {index}", tokens_from(index, 4), max_tokens=4))
     engine.step()
     served += [completion.request_id for completion in engine.poll()]
   while engine.num_unfinished:
@@ -199,7 +199,7 @@ def test_a_large_request_is_not_overtaken_for_ever():
 def test_preempting_one_in_every_step_holds_nobody_else_up():
   engine = make_engine()
   for index in range(3):
-    engine.submit(request(str(index), seed=index))
+    engine.add_request(request(str(index), seed=index))
   finished = []
   for _ in range(40):
     engine.step()

@@ -14,10 +14,10 @@ from seerjax.types import Request, SamplingParams
 SIZES = EngineConfig(
   page_size=4,
   num_pages=300,
-  max_sequences=10,
-  max_context=64,
-  row_buckets=(64,),
-  steps_per_visit=1,
+  max_num_seqs=10,
+  max_model_len=64,
+  batch_size_buckets=(64,),
+  decode_steps_per_call=1,
 )
 READ = Request(request_id="read", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=5))
 OTHER = Request(request_id="other", prompt=(4, 5), sampling=SamplingParams(max_tokens=9))
@@ -30,9 +30,9 @@ def engine() -> engine_lib.Engine:
 
 @pytest.mark.thorough
 def test_what_else_runs_goes_on_and_is_told_of(engine):
-  engine.submit(OTHER)
+  engine.add_request(OTHER)
   updates = []
-  found = engine.likeliest(
+  found = engine.top_logprobs(
     READ, [(), (7,)], 4, drafts=[(), [(8, 9), (8, 1)]], on_step=updates.extend
   )
   assert [list(one) for one in found] == [[()], [(), (8,), (8, 9), (8, 1)]]
@@ -40,7 +40,7 @@ def test_what_else_runs_goes_on_and_is_told_of(engine):
     assert len(top) == 4 and list(top) == sorted(top, key=lambda pair: (-pair[1], pair[0]))
   assert {update.request_id for update in updates} == {"other"} and engine.num_unfinished == 1
   # The same position by another path has the same bits.
-  assert engine.likeliest(READ, [(7, 8, 1)], 4) == [{(): found[1][8, 1]}]
+  assert engine.top_logprobs(READ, [(7, 8, 1)], 4) == [{(): found[1][8, 1]}]
   while engine.num_unfinished:
     engine.step()
   alone = tiny_model.answer(tiny_model.NATIVE, OTHER)
@@ -62,14 +62,14 @@ def test_what_else_runs_goes_on_and_is_told_of(engine):
 )
 def test_what_cannot_be_read_is_refused(engine, answers, count, others, message):
   with pytest.raises(ValueError, match=message):
-    engine.likeliest(READ, answers, count, **others)
+    engine.top_logprobs(READ, answers, count, **others)
   assert not engine.num_unfinished
 
 
 def test_a_name_that_is_taken_is_refused(engine):
-  engine.submit(dataclasses.replace(OTHER, request_id="read/0"))
+  engine.add_request(dataclasses.replace(OTHER, request_id="read/0"))
   with pytest.raises(ValueError, match="got the unfinished request 'read/0', an id that is needed"):
-    engine.likeliest(READ, [()], 2)
+    engine.top_logprobs(READ, [()], 2)
 
 
 class Failing(planner_lib.Planner):
@@ -85,7 +85,7 @@ class Failing(planner_lib.Planner):
 def test_what_breaks_is_raised_and_nothing_of_it_is_left():
   engine = tiny_model.make_engine(SIZES, tiny_model.NATIVE, planner=Failing)
   with pytest.raises(RuntimeError, match="request 'read/1': got MemoryError .no rows. in a step"):
-    engine.likeliest(READ, [(6,), (7,), (8,)], 2)
+    engine.top_logprobs(READ, [(6,), (7,), (8,)], 2)
   assert not engine.num_unfinished and not engine.poll()
   assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
-  assert engine.likeliest(READ, [(6,)], 2)[0][()]
+  assert engine.top_logprobs(READ, [(6,)], 2)[0][()]

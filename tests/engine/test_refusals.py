@@ -19,11 +19,11 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
   (lambda: make_engine(dataclasses.replace(SIZES, background_rows=17)),
    "background_rows: got 17, expected at most 16, the rows of"),
   # Checks.
-  (lambda: make_engine(tokenizer=None).submit(request(stop_strings=("x",))),
-   "stop_strings without a tokenizer, expected a model that"),
+  (lambda: make_engine(tokenizer=None).add_request(request(stop=("x",))),
+   "stop without a tokenizer, expected a model that"),
   # Chunks.
-  (lambda: make_engine().submit(request(), kv="a key"),
-   "Engine.submit: kv: got 'a key', expected a KVManifest or"),
+  (lambda: make_engine().add_request(request(), kv="a key"),
+   "Engine.add_request: kv: got 'a key', expected a KVManifest or"),
   # Drafting.
   (lambda: drafting.accepted([1], [1]), "got 1 samples for a draft of 1 tokens, expected 2"),
   (lambda: drafting.verify([], []), "got 0 paths and 0 lists of samples, expected equal"),

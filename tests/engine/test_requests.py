@@ -11,7 +11,7 @@ from seerjax.models.loading import Model
 
 
 def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
-  mesh = parallel.make_mesh(num_instances=2)
+  mesh = parallel.make_mesh(data_parallel_size=2)
   engine = Engine(
     Model(CONFIG, params(), NUMERICS),
     config=SIZES,
@@ -19,6 +19,6 @@ def test_requests_go_to_the_instance_with_the_fewest_and_groups_stay_together():
     mesh=mesh,
   )
   for name, group in (("a", "g"), ("b", "g"), ("c", ""), ("d", "h"), ("e", "h"), ("f", "g")):
-    engine.submit(request(name, group=group))
+    engine.add_request(request(name, group=group))
   places = [[s.request.request_id for s in waiting] for waiting in engine._requests.waiting]
   assert places == [["a", "b", "f"], ["c", "d", "e"]]

@@ -127,16 +127,16 @@ def test_inputs_travel_as_words_and_keep_every_bit():
       assert np.asarray(leaf).tobytes() == expected[instance].tobytes()
 
 
-@pytest.mark.parametrize("num_instances, model_shards", [(1, 1), (2, 1), (2, 4)])
-def test_empty_pages_are_zero_and_lie_where_the_mesh_says(num_instances, model_shards):
-  runner = tiny_model.runner(tiny_model.NUMERICS, num_instances, model_shards)
-  assert runner.num_instances == num_instances
+@pytest.mark.parametrize("data_parallel_size, tensor_parallel_size", [(1, 1), (2, 1), (2, 4)])
+def test_empty_pages_are_zero_and_lie_where_the_mesh_says(data_parallel_size, tensor_parallel_size):
+  runner = tiny_model.runner(tiny_model.NUMERICS, data_parallel_size, tensor_parallel_size)
+  assert runner.data_parallel_size == data_parallel_size
   layers = runner.empty_pages(5, 8)
   assert len(layers) == tiny_model.CONFIG.num_layers
   for leaf in jax.tree.leaves(layers):
-    assert leaf.shape == (num_instances, 8, 5, 8, 8) and leaf.dtype == jnp.float32
+    assert leaf.shape == (data_parallel_size, 8, 5, 8, 8) and leaf.dtype == jnp.float32
     assert {shard.data.shape for shard in leaf.addressable_shards} == {
-      (1, 8 // model_shards, 5, 8, 8)
+      (1, 8 // tensor_parallel_size, 5, 8, 8)
     }
     np.testing.assert_array_equal(leaf, 0)
 
@@ -168,7 +168,9 @@ def test_a_runner_is_equal_to_one_of_the_same_things():
 @pytest.mark.thorough
 def test_nothing_is_traced_after_the_first_step_of_each_bucket():
   own = runner_lib.Runner(decide(tiny_model.CONFIG, NUMERICS), parallel.make_mesh(), max_programs=1)
-  sizes = EngineConfig(page_size=8, num_pages=9, max_sequences=2, max_context=32, row_buckets=(8,))
+  sizes = EngineConfig(
+    page_size=8, num_pages=9, max_num_seqs=2, max_model_len=32, batch_size_buckets=(8,)
+  )
 
   def engine(config):
     return Engine(
@@ -180,14 +182,14 @@ def test_nothing_is_traced_after_the_first_step_of_each_bucket():
 
   one = engine(sizes)
   one.generate([request()])
-  one.set_params(tiny_model.params(NUMERICS, 1), 1)
+  one.update_weights(tiny_model.params(NUMERICS, 1), 1)
   # Filters, biases, lengths, other weights, another engine, more sequences: the same program.
   one.generate([request("b", tokens_from(0, 5)[:1], top_k=3, logit_bias=((1, 1.0),)), request("c")])
-  engine(dataclasses.replace(sizes, max_sequences=3)).generate([request()])
+  engine(dataclasses.replace(sizes, max_num_seqs=3)).generate([request()])
   with pytest.raises(
     AssertionError, match="engine step: got trace 2, expected one for each of 1 row buckets"
   ):
-    engine(dataclasses.replace(sizes, row_buckets=(9,))).generate([request()])
+    engine(dataclasses.replace(sizes, batch_size_buckets=(9,))).generate([request()])
   assert "_visit_program" not in vars(own)  # Never built when every visit has one step.
 
 
@@ -215,7 +217,7 @@ def said_by(backend, moves=page_moves.PageMoves):
   engine = Engine(
     Model(CONFIG, params(), NUMERICS),
     config=EngineConfig(
-      page_size=8, num_pages=40, max_sequences=3, max_context=64, row_buckets=(16,)
+      page_size=8, num_pages=40, max_num_seqs=3, max_model_len=64, batch_size_buckets=(16,)
     ),
     key=jax.random.key(3),
     runner=own,
@@ -224,7 +226,7 @@ def said_by(backend, moves=page_moves.PageMoves):
   found = {}
   for index, sampling in enumerate(more):
     prompt = tokens_from(0, 13 + index)
-    engine.submit(request(str(index), prompt, seed=index, max_tokens=6, **sampling))
+    engine.add_request(request(str(index), prompt, seed=index, max_tokens=6, **sampling))
     found |= run(engine) if index % 2 else {}
   assert engine.counters.page_copies
   return {name: (one.tokens, one.behaviour_logprobs.tobytes()) for name, one in found.items()}
@@ -245,7 +247,7 @@ def test_without_its_copies_a_step_says_something_else():
 def test_a_runner_made_for_something_else_is_refused(what):
   model = dataclasses.replace(CONFIG, num_layers=3) if what == "model" else CONFIG
   numerics = tiny_model.BFLOAT16 if what == "numerics" else NUMERICS
-  mesh = parallel.make_mesh(num_instances=2) if what == "mesh" else None
+  mesh = parallel.make_mesh(data_parallel_size=2) if what == "mesh" else None
   with pytest.raises(
     ValueError, match=r"Engine.runner: got a runner of .* for a model of 2 layers on 1 device\(s\)"
   ):

@@ -21,7 +21,7 @@ from seerjax.types import Request, SamplingParams
 MODEL, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
 DECODER = decide(MODEL, NUMERICS)
 PAGE_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 8 * 4
-OPEN = sizes.EngineConfig(page_size=8, max_context=32, row_buckets=(4, 16))
+OPEN = sizes.EngineConfig(page_size=8, max_model_len=32, batch_size_buckets=(4, 16))
 
 
 def fitted(config: sizes.EngineConfig, num_pages: float) -> sizes.EngineConfig:
@@ -41,29 +41,29 @@ def test_pages_that_fit_is_memory_over_the_bytes_of_a_page():
 def test_zeros_are_filled_from_free_memory():
   # A context is four pages; four sequences want sixteen and the reserved one.
   plenty = fitted(OPEN, 1000)
-  assert (plenty.num_pages, plenty.max_sequences) == (17, 4)
+  assert (plenty.num_pages, plenty.max_num_seqs) == (17, 4)
   scarce = fitted(OPEN, 10)
-  assert (scarce.num_pages, scarce.max_sequences, scarce.max_context) == (10, 4, 32)
+  assert (scarce.num_pages, scarce.max_num_seqs, scarce.max_model_len) == (10, 4, 32)
   # Whole answers, where they are reserved.
   whole = fitted(dataclasses.replace(OPEN, reserved_tokens=0), 10)
-  assert (whole.num_pages, whole.max_sequences) == (10, 2)
+  assert (whole.num_pages, whole.max_num_seqs) == (10, 2)
   unknown = sizes.fitted(OPEN, DECODER, free_bytes=float("inf"))
   assert unknown == plenty
 
 
-@pytest.mark.parametrize(("implementation", "expected"), [("tiled", 1), ("native", 8)])
-def test_steps_of_a_visit_that_are_left_open_are_the_backend_s(implementation, expected):
-  decoder = decide(MODEL, dataclasses.replace(NUMERICS, implementation=implementation))
+@pytest.mark.parametrize(("backend", "expected"), [("tiled", 1), ("native", 8)])
+def test_steps_of_a_visit_that_are_left_open_are_the_backend_s(backend, expected):
+  decoder = decide(MODEL, dataclasses.replace(NUMERICS, backend=backend))
   found = sizes.fitted(OPEN, decoder, free_bytes=float("inf"))
-  assert found.steps_per_visit == expected
+  assert found.decode_steps_per_call == expected
 
 
 OPEN_SLABS = dataclasses.replace(NUMERICS, reduction_shards=0)
-UNTILED = dataclasses.replace(OPEN_SLABS, implementation="untiled")
+UNTILED = dataclasses.replace(OPEN_SLABS, backend="untiled")
 
 
 @pytest.mark.parametrize(
-  ("name", "numerics", "context", "max_sequences", "expected"),
+  ("name", "numerics", "context", "max_num_seqs", "expected"),
   [
     # 4 (3 * 384 + 4 * 128) = 6,656 bytes a row: far more than 512 rows fit a GiB.
     ("nano", OPEN_SLABS, 512, 64, (64, 512)),
@@ -82,16 +82,14 @@ UNTILED = dataclasses.replace(OPEN_SLABS, implementation="untiled")
     ("qwen3-8b", UNTILED, 1024, 1000, (64, 1024)),
   ],
 )
-def test_row_buckets_follow_from_model_and_context(
-  name, numerics, context, max_sequences, expected
-):
+def test_row_buckets_follow_from_model_and_context(name, numerics, context, max_num_seqs, expected):
   model = presets.get(name)
-  config = sizes.EngineConfig(max_context=context, max_sequences=max_sequences)
-  assert sizes.with_buckets(config, decide(model, numerics)).row_buckets == expected
+  config = sizes.EngineConfig(max_model_len=context, max_num_seqs=max_num_seqs)
+  assert sizes.with_buckets(config, decide(model, numerics)).batch_size_buckets == expected
   # A model with a smaller context limits it.
-  short = dataclasses.replace(model, max_context=context)
-  config = sizes.EngineConfig(max_context=2**20, max_sequences=max_sequences)
-  assert sizes.with_buckets(config, decide(short, numerics)).row_buckets == expected
+  short = dataclasses.replace(model, max_model_len=context)
+  config = sizes.EngineConfig(max_model_len=2**20, max_num_seqs=max_num_seqs)
+  assert sizes.with_buckets(config, decide(short, numerics)).batch_size_buckets == expected
 
 
 def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
@@ -99,17 +97,17 @@ def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
   for features, expected in ((2**20, (64,)), (2**20 + 1, (32,)), (2**27, (1,))):
     model = dataclasses.replace(presets.get("nano"), hidden_size=features - 3, intermediate_size=4)
     decoder = decide(model, OPEN_SLABS)
-    assert sizes.with_buckets(sizes.EngineConfig(), decoder).row_buckets == expected
+    assert sizes.with_buckets(sizes.EngineConfig(), decoder).batch_size_buckets == expected
 
 
 def test_what_is_named_is_taken_as_it_is():
   named = sizes.EngineConfig(
     page_size=8,
     num_pages=7,
-    max_sequences=3,
-    max_context=32,
-    row_buckets=(4, 16),
-    steps_per_visit=3,
+    max_num_seqs=3,
+    max_model_len=32,
+    batch_size_buckets=(4, 16),
+    decode_steps_per_call=3,
     background_rows=2,
     pinned_pages=1,
   )
@@ -119,7 +117,7 @@ def test_what_is_named_is_taken_as_it_is():
 def test_memory_that_holds_no_context_holds_shorter_requests():
   # Three pages of eight positions; the last token sampled needs none.
   short = fitted(OPEN, 4)
-  assert (short.num_pages, short.max_sequences, short.max_context) == (4, 3, 25)
+  assert (short.num_pages, short.max_num_seqs, short.max_model_len) == (4, 3, 25)
   with pytest.raises(ValueError, match=r"hold 1 pages, expected at least 2 pages of 8 positions"):
     fitted(OPEN, 1)
 
@@ -130,38 +128,38 @@ def test_a_real_model_answers_many_at_once():
   numerics = dataclasses.replace(NUMERICS, kv_split=256)
   for dtype, whole in (("float32", 1), ("bfloat16", 3)):
     decoder = decide(model, dataclasses.replace(numerics, compute_dtype=dtype))
-    config = sizes.EngineConfig(max_context=40_960)
+    config = sizes.EngineConfig(max_model_len=40_960)
     found = sizes.fitted(config, decoder, free_bytes=45 * 2**30)
-    assert (found.max_sequences, found.max_context) == (64, 40_960)
+    assert (found.max_num_seqs, found.max_model_len) == (64, 40_960)
     config = dataclasses.replace(config, reserved_tokens=0)
-    assert sizes.fitted(config, decoder, free_bytes=45 * 2**30).max_sequences == whole
+    assert sizes.fitted(config, decoder, free_bytes=45 * 2**30).max_num_seqs == whole
 
 
 @pytest.mark.thorough
 def test_requests_beyond_what_the_pages_hold_are_refused_by_that():
   config = dataclasses.replace(word_engine.SIZES, num_pages=4)
   engine = word_engine.make_engine(config)
-  assert engine.plan().endswith(
+  assert engine.memory_plan().endswith(
     "; requests of at most 25 tokens; for more, raise EngineConfig.num_pages or free memory, as 3"
     " pages of 8 positions hold no more tokens"
   )
 
 
 def test_free_memory_is_shared_by_the_devices_of_a_cpu():
-  one, two = (sizes.free_bytes(parallel.make_mesh(num_instances=n)) for n in (1, 2))
+  one, two = (sizes.free_bytes(parallel.make_mesh(data_parallel_size=n)) for n in (1, 2))
   assert 0 < two < one
 
 
 @pytest.mark.thorough
 def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
-  open_too = sizes.EngineConfig(page_size=8, max_sequences=4, max_context=32)
+  open_too = sizes.EngineConfig(page_size=8, max_num_seqs=4, max_model_len=32)
   engine = Engine(
     Model(MODEL, tiny_model.params(NUMERICS), NUMERICS),
     config=open_too,
     key=jax.random.key(0),
   )
-  assert engine.config.row_buckets == (64, 128)
-  assert engine.plan().startswith("1 instance(s), each with 17 pages of 8 positions")
+  assert engine.config.batch_size_buckets == (64, 128)
+  assert engine.memory_plan().startswith("1 instance(s), each with 17 pages of 8 positions")
   request = Request(request_id="0", prompt=(1, 2), sampling=SamplingParams(max_tokens=2))
   assert len(engine.generate([request])[0].tokens) == 2
 
@@ -171,11 +169,11 @@ def test_the_plan_says_what_was_allocated():
     "1 instance(s), each with 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps"
     " of 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
   )
-  place = jax.sharding.NamedSharding(parallel.make_mesh(model_shards=8), jax.P("model"))
+  place = jax.sharding.NamedSharding(parallel.make_mesh(tensor_parallel_size=8), jax.P("model"))
   line = sizes.described(
     word_engine.make_engine().config,
     DECODER.backend,
-    num_instances=1,
+    data_parallel_size=1,
     allocated=(
       jnp.zeros(2**18, jnp.float32, device=place),
       jnp.zeros(2**21, jnp.float32, device=place),

@@ -56,7 +56,7 @@ def test_a_position_has_one_seed_and_no_two_positions_share_one():
 
 
 def test_fields_of_sampling_may_be_given_one_by_one():
-  fields = dict(temperature=0.5, top_k=3, max_tokens=7, stop_strings=("x",))
+  fields = dict(temperature=0.5, top_k=3, max_tokens=7, stop=("x",))
   found, usual = asked(QUESTION, **fields)[0], asked(QUESTION)[0]
   assert found.sampling == dataclasses.replace(usual.sampling, **fields)
   # Omitted fields have their defaults: the tokens that the context leaves, the model's stop ids.
@@ -101,7 +101,7 @@ def test_refusals(row):
 
 @pytest.mark.thorough
 def test_a_model_by_name_answers_a_text_with_the_bits_of_a_list_of_texts():
-  engine = Engine(load_model(), config=EngineConfig(max_context=128, max_sequences=2))
+  engine = Engine(load_model(), config=EngineConfig(max_model_len=128, max_num_seqs=2))
   sampling = SamplingParams(max_tokens=8)
   (alone,) = engine.generate(QUESTION, sampling=sampling)
   both = engine.generate([QUESTION, "How many?"], sampling=sampling)

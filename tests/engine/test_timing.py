@@ -23,7 +23,7 @@ def test_step_times_disturb_nothing():
   visit = timing.step_seconds(engine, [(2, 2)], num_steps=3)
   assert list(visit) == [(2, 2)] and visit[2, 2] > 0
   assert tiny_model.same(engine.generate([one])[0], plain)
-  engine.submit(one)
+  engine.add_request(one)
   with pytest.raises(ValueError, match=r"Engine.idle_step: got 1 unfinished requests, expected"):
     timing.step_seconds(engine, [(1, 1)])
 

@@ -14,7 +14,7 @@ from seerjax.models import tokenizer as tokenizer_lib
 
 
 def in_visits(steps: int, **others) -> Engine:
-  return make_engine(dataclasses.replace(SIZES, steps_per_visit=steps), **others)
+  return make_engine(dataclasses.replace(SIZES, decode_steps_per_call=steps), **others)
 
 
 def asked() -> list:
@@ -43,7 +43,7 @@ def stream(engine: Engine, requests: list) -> tuple[dict, dict, list[str]]:
   """Returns (tokens, text) as they were streamed, completions, and the order of their ends."""
   streamed: dict[str, tuple] = {}
   for one in requests:
-    engine.submit(one)
+    engine.add_request(one)
   ends, found = [], {}
   while engine.num_unfinished:
     updates = engine.step()
@@ -74,8 +74,8 @@ def test_what_is_told_and_counted_is_that_of_single_steps(steps):
 
 def test_a_visit_ends_with_its_last_row():
   engine = in_visits(8)
-  engine.submit(request("a", max_tokens=5))
-  engine.submit(request("b", seed=1, max_tokens=3))
+  engine.add_request(request("a", max_tokens=5))
+  engine.add_request(request("b", seed=1, max_tokens=3))
   assert [len(update.tokens) for update in engine.step()] == [1, 1]  # The prompts are written.
   assert [len(update.tokens) for update in engine.step()] == [4, 2]
   assert (engine.counters.visits, engine.counters.steps) == (2, 5)
@@ -86,7 +86,7 @@ def test_a_chunk_that_ends_within_a_visit_is_resumed_to_the_same_bits():
   expected = run_all(make_engine(), asked())
   engine = in_visits(8)
   for one in asked():
-    engine.submit(one, chunk_tokens=4)
+    engine.add_request(one, chunk_tokens=4)
   lengths = set()
   while engine.num_unfinished:
     engine.step()
@@ -99,7 +99,7 @@ def test_a_chunk_that_ends_within_a_visit_is_resumed_to_the_same_bits():
 
 
 @pytest.mark.parametrize(
-  "asked_for", [dict(stop_strings=("never in there",)), dict(allowed=((0, 512),) * 12)]
+  "asked_for", [dict(stop=("never in there",)), dict(allowed_token_ranges=((0, 512),) * 12)]
 )
 def test_a_request_that_is_asked_something_after_each_token_keeps_all_to_single_steps(asked_for):
   engine = in_visits(8)
@@ -109,9 +109,9 @@ def test_a_request_that_is_asked_something_after_each_token_keeps_all_to_single_
 
 def test_a_prompt_that_is_being_written_keeps_all_to_single_steps():
   engine = in_visits(8)
-  engine.submit(request("a", max_tokens=12))
+  engine.add_request(request("a", max_tokens=12))
   engine.step()
-  engine.submit(request("b", tokens_from(0, 40), seed=1, max_tokens=3))  # Three pieces.
+  engine.add_request(request("b", tokens_from(0, 40), seed=1, max_tokens=3))  # Three pieces.
   lengths = [[len(update.tokens) for update in engine.step()] for _ in range(3)]
   assert lengths == [[1], [1], [1, 1]]
   assert [len(update.tokens) for update in engine.step()] == [8, 2]
@@ -160,7 +160,7 @@ def test_what_is_met_in_a_visit_takes_back_no_step_before_it(error):
   tokenizer = StumblingTokenizer(**tokenizer_fields(), errors=[error])
   engine = in_visits(8, tokenizer=tokenizer)
   for one in requests:
-    engine.submit(one)
+    engine.add_request(one)
   tokens: dict[str, tuple] = {}
   while engine.num_unfinished:
     try:

@@ -28,9 +28,9 @@ MODEL = dataclasses.replace(
 # With these settings, starting processes and compiling dominate a cell's cost.
 SMALL = (
   "--config.task=small_run:Vowels", "--config.num_steps=4", "--config.checkpoint_every=2",
-  "--config.rollout.groups_per_step=2", "--config.rollout.group_size=4",
+  "--config.rollout.prompts_per_step=2", "--config.rollout.group_size=4",
   "--config.rollout.max_tokens=12", "--config.evaluation.num_problems=2",
-  "--config.engine.max_context=96", "--config.trainer.rows_per_micro_batch=128",
+  "--config.engine.max_model_len=96", "--config.trainer.rows_per_micro_batch=128",
   "--config.trainer.sequences_per_micro_batch=4", "--config.scheduler.chunk_tokens=4",
 )  # fmt: skip
 
@@ -94,7 +94,7 @@ def test_each_process_of_a_cell_is_told_who_it_is():
   runs = cluster_digests.commands("4_processes_4x2", 0, phase, ["--config.seed=1"])
   assert [run[-1] for run in runs] == [f"--process_id={rank}" for rank in range(4)]
   assert all("--num_processes=4" in run and "--config.seed=1" in run for run in runs)
-  assert phase.num_instances * phase.model_shards == 8
+  assert phase.data_parallel_size * phase.tensor_parallel_size == 8
 
 
 def command(directory: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:

@@ -18,8 +18,8 @@ def test_every_row_decodes_at_the_end_of_a_context_of_its_own():
 
 
 def test_a_table_has_room_for_a_longer_context():
-  inputs = decoding_step.inputs(SMALL, 2, 100, max_context=200)
+  inputs = decoding_step.inputs(SMALL, 2, 100, max_model_len=200)
   assert inputs.batch.page_table.tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
   np.testing.assert_array_equal(inputs.batch.slots, [2 * 64 + 35, 4 * 64 + 35])
-  shorter = decoding_step.inputs(SMALL, 2, 100, max_context=64)
+  shorter = decoding_step.inputs(SMALL, 2, 100, max_model_len=64)
   assert shorter.batch.page_table.shape == (2, 2)

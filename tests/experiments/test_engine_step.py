@@ -14,7 +14,7 @@ from experiments import engine_step
 def test_a_line_says_how_far_a_step_is_from_a_copy_of_its_bytes():
   found = engine_step.Timed(
     device="NVIDIA H200",
-    implementation="pallas",
+    backend="pallas",
     xla_flags="",
     model="qwen3-8b",
     rows=64,
@@ -39,7 +39,7 @@ def test_a_dry_run_goes_through_and_keeps_a_line_for_each_number_of_rows(tmp_pat
   out = tmp_path / "steps.jsonl"
   done = subprocess.run(
     [
-      sys.executable, "-m", "experiments.engine_step", "--dry_run", "--implementation=tiled",
+      sys.executable, "-m", "experiments.engine_step", "--dry_run", "--backend=tiled",
       "--rows=1,3", f"--out={out}",
     ],
     capture_output=True,

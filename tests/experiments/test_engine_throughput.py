@@ -102,7 +102,7 @@ def test_an_unknown_peer_is_refused():
 
 @pytest.mark.long
 def test_peers_take_turns_and_give_every_token(tiny: str, tmp_path: pathlib.Path):
-  workload = Workload(model=tiny, num_prompts=1, group_size=2, max_tokens=4, num_instances=2)
+  workload = Workload(model=tiny, num_prompts=1, group_size=2, max_tokens=4, data_parallel_size=2)
   lines: list[str] = []
   results = engine_throughput.run(workload, ["tiled-8"], 1, tmp_path, lines.append)
   assert results["tiled-8"]["tokens_per_second"] > 0

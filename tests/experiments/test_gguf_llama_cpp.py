@@ -77,12 +77,10 @@ def test_llama_cpp_answers_as_we_do_from_what_we_wrote(case, tmp_path, seed):
     config,
     tokenizer=gguf_cases.tokenizer("qwen2"),
   )
-  loaded = loading.load_model(
-    tmp_path / "m.gguf", numerics_lib.NumericsConfig(implementation="native")
-  )
+  loaded = loading.load_model(tmp_path / "m.gguf", numerics_lib.NumericsConfig(backend="native"))
   engine = engine_lib.Engine(
     loaded,
-    config=engine_lib.EngineConfig(max_sequences=16, max_context=128),
+    config=engine_lib.EngineConfig(max_num_seqs=16, max_model_len=128),
     key=numerics_lib.key(0),
   )
   rng = np.random.default_rng(seed)

@@ -102,7 +102,7 @@ def test_it_computes_the_model_that_we_compute(tmp_path: pathlib.Path):
   engine = engine_lib.Engine(
     Model(policy.model, parameters.compute_params(policy.params, numerics), numerics),
     config=engine_lib.EngineConfig(
-      page_size=32, num_pages=33, max_sequences=4, max_context=256, row_buckets=(8, 128)
+      page_size=32, num_pages=33, max_num_seqs=4, max_model_len=256, batch_size_buckets=(8, 128)
     ),
     key=numerics_lib.key(0),
   )

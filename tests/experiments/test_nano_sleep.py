@@ -165,7 +165,7 @@ def test_lessons_of_training_tell_of_drawn_people_and_reward_each_fact():
 
 def test_reinforcement_is_the_main_job_on_lessons():
   config = nano_sleep.reinforcement("nano", num_steps=3, seed=7)
-  assert (config.num_steps, config.seed, config.num_instances) == (3, 7, 1)
+  assert (config.num_steps, config.seed, config.data_parallel_size) == (3, 7, 1)
   assert config.task == "experiments.nano_sleep:Lessons"
   assert config.rollout.temperature == 1.0 and config.rollout.max_tokens == 160
 

@@ -37,7 +37,7 @@ def test_the_table_has_runs_that_have_not_ended():
 @pytest.mark.long
 def test_a_cell_leaves_its_rewards_and_a_picture(tiny: str, tmp_path: pathlib.Path):
   settings = Settings(
-    model=tiny, num_steps=2, groups_per_step=2, group_size=2, max_tokens=4, heldout=4, every=1
+    model=tiny, num_steps=2, prompts_per_step=2, group_size=2, max_tokens=4, heldout=4, every=1
   )
   (record,) = cells_lib.completed(
     [Cell("products", "lora", 0)], tmp_path, dataclasses.asdict(settings),

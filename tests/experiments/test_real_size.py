@@ -29,11 +29,11 @@ def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> t
   command = (
     sys.executable, "-m", "seerjax.commands", "train",
     f"--config.model={model}", f"--workdir={workdir}",
-    "--nobitwise", "--config.num_steps=1", "--config.num_instances=1",
-    "--config.rollout.groups_per_step=2", "--config.rollout.group_size=2",
+    "--nobitwise", "--config.num_steps=1", "--config.data_parallel_size=1",
+    "--config.rollout.prompts_per_step=2", "--config.rollout.group_size=2",
     "--config.rollout.max_tokens=32", "--config.evaluation.num_problems=1",
-    "--config.engine.max_context=256", "--config.engine.max_sequences=4",
-    "--config.engine.row_buckets=(16,)", "--config.engine.gives_back_pages",
+    "--config.engine.max_model_len=256", "--config.engine.max_num_seqs=4",
+    "--config.engine.batch_size_buckets=(16,)", "--config.engine.release_kv_while_training",
     "--config.numerics.compute_dtype=bfloat16", "--config.trainer.remat=layer",
   )  # fmt: skip
   with log.open("w") as out:

@@ -44,9 +44,9 @@ def test_a_small_rollout_says_the_same_in_every_system(tmp_path):
     "--config.group_size=4",
     "--config.mean_tokens=24.0",
     "--config.max_tokens=48",
-    "--config.num_instances=2",
+    "--config.data_parallel_size=2",
     "--config.num_pages=17",
-    "--config.max_sequences=6",
+    "--config.max_num_seqs=6",
     "--config.rows=32",
     "--config.chunk_tokens=16",
   )
@@ -64,5 +64,7 @@ def test_a_small_rollout_says_the_same_in_every_system(tmp_path):
 def test_a_workload_that_cannot_be_is_refused():
   with pytest.raises(ValueError, match=r"Workload: got correlation=2.0, .* expected 0 to 1"):
     seer_rollout.Workload(correlation=2.0)
-  with pytest.raises(ValueError, match=r"Workload: got num_instances=100000, .* expected 1 to"):
-    seer_rollout.Workload(num_instances=100000)
+  with pytest.raises(
+    ValueError, match=r"Workload: got data_parallel_size=100000, .* expected 1 to"
+  ):
+    seer_rollout.Workload(data_parallel_size=100000)

@@ -54,7 +54,7 @@ VERSIONS = itertools.count()
 def load(workers: RayWorkers) -> None:
   """Makes all workers load the weights, as if they were new."""
   weights = weights_lib.publish(
-    tiny_model.params(tiny_model.NATIVE), workers.put, publish_bytes=2**12
+    tiny_model.params(tiny_model.NATIVE), workers.put, weight_transfer_chunk_bytes=2**12
   )
   workers.load(weights, next(VERSIONS))
 

@@ -34,7 +34,7 @@ def bits(array) -> bytes:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
 def test_pages_go_out_and_in_bit_for_bit(dtype, shape):
-  mesh = parallel.make_mesh(num_instances=shape[0], model_shards=shape[1])
+  mesh = parallel.make_mesh(data_parallel_size=shape[0], tensor_parallel_size=shape[1])
   moves = page_moves.PageMoves(mesh)
   pages, expected = made_pages(mesh, dtype)
   ids = np.zeros((shape[0], 4), np.int32)
@@ -53,10 +53,10 @@ def test_pages_go_out_and_in_bit_for_bit(dtype, shape):
   assert bits(found[:, :, 1:]) == bits(expected[:, :, 1:])  # Page 0 takes the padding.
 
 
-@pytest.mark.parametrize("model_shards", [1, 2])
-def test_moves_read_before_they_write(model_shards):
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2])
+def test_moves_read_before_they_write(tensor_parallel_size):
   """Two pages are exchanged, between instances and within one."""
-  mesh = parallel.make_mesh(num_instances=3, model_shards=model_shards)
+  mesh = parallel.make_mesh(data_parallel_size=3, tensor_parallel_size=tensor_parallel_size)
   pages, expected = made_pages(mesh, jnp.bfloat16)
   moves = np.zeros((4, 4), np.int32)
   moves[:, 0], moves[:, 1], moves[:, 2] = (0, 3, 2, 5), (2, 5, 0, 3), (1, 4, 1, 6)
@@ -173,14 +173,14 @@ def test_a_page_to_copy_is_not_given_to_one_that_comes_back():
 
   engine = make_engine((1, 1))
   engine.generate([first])  # Leaves three idle pages, the third of them with two positions.
-  engine.submit(spilled, chunk_tokens=3)
+  engine.add_request(spilled, chunk_tokens=3)
   while not engine.chunks.poll_paused():
     engine.step()
   assert engine.chunks.spill(["spilled"]) == ["spilled"]
   pool = engine.memory.pools[0]
   needed = engine.chunks.pages_for(13 + 4) - 2 + engine.chunks.pages_for(8 + 5)
   hog = pool.take(pool.num_available - 3 - (needed - 1))
-  engine.submit(second)
+  engine.add_request(second)
   engine.chunks.resume("spilled")
   found = []
   while engine.num_unfinished:
@@ -195,7 +195,7 @@ def test_a_page_to_copy_is_not_given_to_one_that_comes_back():
 def test_a_full_pool_leaves_requests_where_they_are():
   engine = make_engine((1, 1), kv_pool=KVPool(KVPoolConfig(host_pages=4)))
   for one in asked()[3:]:
-    engine.submit(one, chunk_tokens=3)
+    engine.add_request(one, chunk_tokens=3)
   while len(engine.chunks.poll_paused()) < 2:
     engine.step()
   assert engine.chunks.spill(engine.chunks.poll_paused()) == []  # Of eight pages or more.
@@ -206,7 +206,7 @@ def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_s
   engine = make_engine((1, 1))
   first, second = asked()[3:]
   for request in (first, second):
-    engine.submit(request)
+    engine.add_request(request)
   engine.step()  # All rows belong to the first request.
   for _ in range(2):
     engine.chunks.pause(second.request_id)
@@ -225,7 +225,7 @@ def test_a_request_without_a_written_position_leaves_nothing_behind_and_may_be_s
 
 def test_no_room_elsewhere_leaves_a_request_where_it_is():
   engine = make_engine((2, 2))
-  engine.submit(asked()[4], chunk_tokens=3, instance=0)
+  engine.add_request(asked()[4], chunk_tokens=3, instance=0)
   while not engine.chunks.poll_paused():
     engine.step()
   taken = engine.memory.pools[1].take(36)
@@ -239,14 +239,14 @@ def test_no_room_elsewhere_leaves_a_request_where_it_is():
 
 def test_a_prompt_is_pulled_from_where_it_is():
   engine = make_engine((2, 2))
-  engine.submit(asked()[4], instance=0)
+  engine.add_request(asked()[4], instance=0)
   while engine.num_unfinished:
     engine.step()
   prompt = list(asked()[4].prompt)  # 26 positions: six whole pages.
   assert engine.chunks.pull_prefix(prompt, 0, 1) == 24
   assert engine.chunks.pull_prefix(prompt, 0, 1) == 0
   before = engine.counters.reused_tokens
-  engine.submit(asked()[4], instance=1)
+  engine.add_request(asked()[4], instance=1)
   while engine.num_unfinished:
     engine.step()
   assert engine.counters.reused_tokens - before == 24
@@ -255,19 +255,19 @@ def test_a_prompt_is_pulled_from_where_it_is():
 
 def test_new_weights_empty_the_pool():
   engine = make_engine((1, 1))
-  engine.submit(asked()[3], chunk_tokens=3)
+  engine.add_request(asked()[3], chunk_tokens=3)
   while not engine.chunks.poll_paused():
     engine.step()
   engine.chunks.spill(engine.chunks.poll_paused())
   assert "r/3" in engine.memory.kv_pool
-  engine.cancel("r/3")
+  engine.abort_request("r/3")
   assert "r/3" not in engine.memory.kv_pool
-  engine.set_params(tiny_model.params(tiny_model.NUMERICS), 1)
+  engine.update_weights(tiny_model.params(tiny_model.NUMERICS), 1)
 
 
 def test_only_paused_requests_move():
   engine = make_engine((1, 1))
-  engine.submit(asked()[3])
+  engine.add_request(asked()[3])
   with pytest.raises(ValueError, match=r"Chunks.spill: got request 'r/3', which is not paused"):
     engine.chunks.spill(["r/3"])
   with pytest.raises(ValueError, match=r"Chunks.migrate: got request 'r/3', which is not paused"):

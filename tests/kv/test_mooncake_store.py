@@ -94,11 +94,11 @@ def test_a_request_continues_in_another_engine_with_pages_of_the_cluster(master)
 
   here, there = engine(), engine()
   request = asked()[3]
-  here.submit(request, chunk_tokens=7)
+  here.add_request(request, chunk_tokens=7)
   while not here.chunks.poll_paused():
     here.step()
-  there.submit(request, resume_from=here.progress("r/3"), kv=here.chunks.export_kv("r/3"))
-  here.cancel("r/3")
+  there.add_request(request, resume_from=here.progress("r/3"), kv=here.chunks.export_kv("r/3"))
+  here.abort_request("r/3")
   while there.num_unfinished:
     there.step()
   assert tiny_model.same(there.poll()[0], answers()["r/3"], 0)

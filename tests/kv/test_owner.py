@@ -68,7 +68,7 @@ def test_siblings_of_two_namespaces_do_not_wait_for_one_another():
   engine = make_engine((1, 1))
   for request in asked()[:3]:
     space = "" if request.seed == 0 else f"space {request.seed % 2}"
-    engine.submit(dataclasses.replace(request, namespace=space))
+    engine.add_request(dataclasses.replace(request, namespace=space))
   engine.step()
   assert len(engine._requests.running[0]) == 3
   found = {}
@@ -84,12 +84,12 @@ def test_siblings_of_two_namespaces_do_not_wait_for_one_another():
 def test_pages_in_a_store_are_read_by_their_namespace_alone(tmp_path, space, num_lost):
   request = dataclasses.replace(asked()[3], namespace="mine")
   engine, other = make_peer(tmp_path), make_peer(tmp_path)
-  engine.submit(request, chunk_tokens=7)
+  engine.add_request(request, chunk_tokens=7)
   while not engine.chunks.poll_paused():
     engine.step()
   assert engine.chunks.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
   begun = engine.progress("r/3")
-  other.submit(dataclasses.replace(request, namespace=space), resume_from=begun)
+  other.add_request(dataclasses.replace(request, namespace=space), resume_from=begun)
   while other.num_unfinished:
     other.step()
   assert tiny_model.same(other.poll()[0], answers()["r/3"], 0)

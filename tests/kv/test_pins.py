@@ -55,7 +55,7 @@ def test_pinned_pages_outlive_what_needs_the_others():
 def test_a_pin_is_filled_by_what_requests_write():
   engine = make_engine(PINNING)
   assert engine.chunks.pin(START) == 0 and engine.chunks.pins[0].num_kept == 0
-  engine.submit(request("fill", START, max_tokens=1), is_background=True)
+  engine.add_request(request("fill", START, max_tokens=1), is_background=True)
   run(engine)
   assert engine.chunks.pin(START) == 24 == engine.chunks.pins[0].num_held
   engine.chunks.unpin(START)
@@ -67,7 +67,7 @@ def test_pages_of_pins_leave_for_one_in_front_and_come_back(host_pages, kept):
   engine = pinned_engine(kv_pool=KVPool(KVPoolConfig(host_pages=host_pages)))
   large = request("l", tokens_from(200, 40), max_tokens=24)  # All eight pages.
   expected = make_engine().generate([large])[0]
-  engine.submit(large)
+  engine.add_request(large)
   engine.step()
   assert engine.chunks.held_pages("l") == 8 and engine.counters.waits == 0
   assert held_and_kept(engine) == (0, kept)
@@ -86,8 +86,8 @@ def test_pins_make_way_for_one_in_background_once_nothing_runs(host_pages, kept)
   engine = pinned_engine(kv_pool=KVPool(KVPoolConfig(host_pages=host_pages)))
   large = request("l", tokens_from(200, 40), max_tokens=24)  # All eight pages.
   expected = make_engine().generate([large])[0]
-  engine.submit(asked("s"), is_background=True)
-  engine.submit(large, is_background=True)
+  engine.add_request(asked("s"), is_background=True)
+  engine.add_request(large, is_background=True)
   engine.step()
   assert (
     engine.chunks.held_pages("l") == 0 and engine.chunks.pins[0].num_held == 24
@@ -116,7 +116,7 @@ class Keeps(Engine):
 @pytest.mark.parametrize("kind, is_right", [(Engine, True), (Keeps, False)])
 def test_new_weights_release_pins(kind, is_right):
   engine = pinned_engine(kind=kind)
-  engine.set_params(params(1), 1)
+  engine.update_weights(params(1), 1)
   [found] = engine.generate([asked("b", temperature=0.0)])
   [expected] = make_engine(seed=1).generate([asked("b", temperature=0.0)])
   assert same(found, expected) == is_right
@@ -131,7 +131,7 @@ def test_new_weights_forget_pins_off_the_devices():
   engine = pinned_engine()
   engine.generate([request("l", tokens_from(200, 40), max_tokens=24)])
   assert held_and_kept(engine) == (0, 24)
-  engine.set_params(params(1), 1)
+  engine.update_weights(params(1), 1)
   engine.step()
   assert held_and_kept(engine) == (0, 0) and engine.chunks.pin(START) == 0
 
@@ -147,7 +147,7 @@ def test_a_step_that_breaks_off_takes_pinned_pages_too():
   engine = pinned_engine(kind=Breaking)
   visits, engine.counters.visits = engine.counters.visits, 4
   del visits
-  engine.submit(asked("b"))
+  engine.add_request(asked("b"))
   with pytest.raises(KeyboardInterrupt):
     engine.step()
   assert held_and_kept(engine) == (0, 0)
@@ -165,6 +165,6 @@ def test_what_cannot_be_pinned_is_refused():
     engine.chunks.pin(START, adapter="x")
   with pytest.raises(ValueError, match="got 16 tokens that are not pinned, expected one of the 1"):
     engine.chunks.unpin(tokens_from(300, 16))
-  plain = make_engine(dataclasses.replace(SIZES, reuse_prefixes=False))
-  with pytest.raises(ValueError, match="reuse_prefixes=False, expected an engine with"):
+  plain = make_engine(dataclasses.replace(SIZES, enable_prefix_caching=False))
+  with pytest.raises(ValueError, match="enable_prefix_caching=False, expected an engine with"):
     plain.chunks.pin(START)

@@ -65,12 +65,12 @@ def test_two_processes_read_each_others_pages_to_equal_bits(tmp_path):
 def test_pages_that_another_wrote_have_the_bits_of_ones_own(tmp_path):
   engine, other = make_peer(tmp_path), make_peer(tmp_path)
   request = asked()[3]
-  engine.submit(request, chunk_tokens=7)
+  engine.add_request(request, chunk_tokens=7)
   while not engine.chunks.poll_paused():
     engine.step()
   own = written_pages(engine, "r/3")
   assert engine.chunks.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
-  other.submit(request, resume_from=engine.progress("r/3"), chunk_tokens=1)
+  other.add_request(request, resume_from=engine.progress("r/3"), chunk_tokens=1)
   sequence = other._requests.live["r/3"]
   num_written = sequence.num_written
   rows = other.counters.rows
@@ -78,7 +78,7 @@ def test_pages_that_another_wrote_have_the_bits_of_ones_own(tmp_path):
   assert other.counters.rows == rows + 1  # Nothing was computed again.
   sequence.num_written = num_written
   assert written_pages(other, "r/3") == own
-  other.cancel("r/3")
+  other.abort_request("r/3")
   engine.chunks.resume("r/3")  # The other process has removed nothing.
   while engine.num_unfinished:
     engine.step()
@@ -118,14 +118,14 @@ def resumed_with_other_weights(tmp_path, change, kind) -> tuple[Engine, bool]:
   def peer(weights):
     store = DiskStore(tmp_path / "kv", max_bytes=10**7)
     engine = make_engine((1, 1), kv_pool=kind(KVPoolConfig(host_pages=64), store))
-    engine.set_params(weights, 0)
+    engine.update_weights(weights, 0)
     return engine
 
   begun = begin(peer(params), ("r/3",))
   other = peer(change(params))
   found = end(other, begun)["r/3"]
   plain = make_engine((1, 1))
-  plain.set_params(change(params), 0)
+  plain.update_weights(change(params), 0)
   return other, tiny_model.same(found, end(plain, begun)["r/3"], 0)
 
 

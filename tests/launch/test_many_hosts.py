@@ -209,7 +209,7 @@ def test_a_jobsets_pods_are_the_processes_of_one_slice(tmp_path):
   given |= {"WORKDIR": str(tmp_path / "run"), "JOB_COMPLETION_INDEX": "1"}
   said = subprocess.run(container["command"], env=os.environ | given, **run).stdout
   assert said == (
-    f"-P -m seerjax.commands train --workdir={tmp_path}/run --config.num_instances=2"
+    f"-P -m seerjax.commands train --workdir={tmp_path}/run --config.data_parallel_size=2"
     f" --num_processes=2 --process_id=1 --coordinator={given['COORDINATOR']}\n"
   )
   (tmp_path / "run" / "checkpoints").mkdir(parents=True)

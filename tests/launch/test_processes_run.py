@@ -21,7 +21,7 @@ import pytest
 from seerjax import checkpoint
 
 NUM_STEPS = 6
-FLAGS = ("--config.num_instances=2", f"--config.num_steps={NUM_STEPS}", *launched.RUN_FLAGS)
+FLAGS = ("--config.data_parallel_size=2", f"--config.num_steps={NUM_STEPS}", *launched.RUN_FLAGS)
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ TWO_HEADS = dataclasses.replace(SHAPE, num_heads=4, num_kv_heads=2)
 
 
 def test_what_is_left_open_is_decided_and_the_rest_is_kept():
-  found = decide(TWO_HEADS, NumericsConfig(implementation="tiled", compute_dtype="bfloat16"))
+  found = decide(TWO_HEADS, NumericsConfig(backend="tiled", compute_dtype="bfloat16"))
   assert found.numerics == NumericsConfig(
-    implementation="tiled", row_tile=16, reduction_shards=2, compute_dtype="bfloat16"
+    backend="tiled", row_tile=16, reduction_shards=2, compute_dtype="bfloat16"
   )
   assert found.backend == Tiled(found.numerics)
   assert (found.shape, found.axis, found.is_plain) == (TWO_HEADS, None, False)
@@ -40,7 +40,7 @@ def test_slabs_that_do_not_divide_are_refused_with_both_numbers():
 @pytest.mark.parametrize(
   ("field", "value", "message"),
   [
-    ("implementation", "auto", r"implementation: got 'auto', expected a concrete .* nothing open"),
+    ("backend", "auto", r"backend: got 'auto', expected a concrete .* nothing open"),
     ("row_tile", 0, r"row_tile: got 0, expected the number for this platform, because a Decoder"),
     ("reduction_shards", 0, r"reduction_shards: got 0, expected the number for the model, because"),
   ],
@@ -53,7 +53,7 @@ def test_a_decoder_with_something_open_is_none(field, value, message):
 
 def test_without_a_model_the_slabs_stay_as_asked():
   for slabs in (0, 4):
-    asked = NumericsConfig(implementation="tiled", reduction_shards=slabs)
+    asked = NumericsConfig(backend="tiled", reduction_shards=slabs)
     assert without_model(asked) == Tiled(dataclasses.replace(asked, row_tile=16))
 
 
@@ -71,9 +71,9 @@ def test_pages_are_laid_out_as_the_decoder_says():
 def test_the_axis_is_the_one_that_a_mesh_spreads_slabs_over():
   alone = decide(SHAPE, NUMERICS)
   assert alone.on(parallel.make_mesh()) == alone
-  shared = alone.on(parallel.make_mesh(model_shards=2))
+  shared = alone.on(parallel.make_mesh(tensor_parallel_size=2))
   assert shared == dataclasses.replace(alone, axis=parallel.MODEL_AXIS)
-  assert shared.on(parallel.make_mesh(num_instances=2)) == alone
+  assert shared.on(parallel.make_mesh(data_parallel_size=2)) == alone
 
 
 def test_equal_decoders_are_one_key_of_a_program_and_others_are_not():

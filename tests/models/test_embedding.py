@@ -53,7 +53,7 @@ def on_devices(function, count: int, *arguments, out=WHOLE):
   """Runs a function with its first argument's rows divided over `count` devices."""
   run = jax.shard_map(
     function,
-    mesh=parallel.make_mesh(model_shards=count),
+    mesh=parallel.make_mesh(tensor_parallel_size=count),
     in_specs=(jax.P(AXIS), *(jax.P() for _ in arguments[1:])),
     out_specs=out,
     check_vma=False,
@@ -86,7 +86,7 @@ def test_one_collective_goes_forward_and_none_back():
   def collectives(function, *shapes):
     run = jax.shard_map(
       function,
-      mesh=parallel.make_mesh(model_shards=4),
+      mesh=parallel.make_mesh(tensor_parallel_size=4),
       in_specs=(jax.P(AXIS), *(jax.P() for _ in shapes[1:])),
       out_specs=jax.P(AXIS),
       check_vma=False,

@@ -58,7 +58,7 @@ def draft(path: pathlib.Path) -> Any:
   numerics = gguf_cases.NUMERICS
   params = parameters.compute_params(gguf_cases.weights(CONFIG), numerics)
   model = loading.Model(CONFIG, params, numerics, gguf_cases.tokenizer("qwen2"))
-  sizes = engine_lib.EngineConfig(page_size=16, max_sequences=2, max_context=64)
+  sizes = engine_lib.EngineConfig(page_size=16, max_num_seqs=2, max_model_len=64)
   engine = engine_lib.Engine(model, config=sizes, key=jax.random.key(0))
   return draft_loading.load_draft(path, engine)
 
@@ -69,7 +69,7 @@ DOORS: dict[str, Any] = {
   "huggingface.load_config": huggingface.load_config,
   "run.policy": lambda path: policy_lib.load_policy(str(path), AUTO).model,
   "run.placement": lambda path: (
-    placement.placed(str(path), AUTO, num_instances=1, model_shards=1).shape
+    placement.placed(str(path), AUTO, data_parallel_size=1, tensor_parallel_size=1).shape
   ),
   "commands.generate": lambda path: generate.load(str(path))[0].model,
   "speculation.draft_loading": draft,
@@ -94,7 +94,7 @@ def test_every_door_refuses_what_is_not_read_by_file_and_field(door, unread):
 def test_a_run_of_a_file_says_its_memory_before_weights_are_read(file, capsys):
   config = dataclasses.replace(
     presets.named_model(), rollout=groups.RolloutConfig(max_tokens=32),
-    engine=engine_lib.EngineConfig(max_context=96),
+    engine=engine_lib.EngineConfig(max_model_len=96),
   )  # fmt: skip
   train.say_memory(config, str(file))
   assert "MiB" in capsys.readouterr().out

@@ -36,7 +36,7 @@ LARGE = dataclasses.replace(
   head_dim=30,
   rotary=rotary.RotaryConfig(head_dim=30),
 )
-NUMERICS = numerics_lib.NumericsConfig(implementation="untiled", reduction_shards=1)
+NUMERICS = numerics_lib.NumericsConfig(backend="untiled", reduction_shards=1)
 # Families of models: Qwen3, Qwen2.5, Llama with a head of its own.
 FAMILIES = (
   dict(has_qk_norms=True),

@@ -21,7 +21,7 @@ def test_nano_is_loaded_by_name_with_the_slabs_that_it_asks_for():
 
 def test_a_directory_and_numerics_of_ones_own_are_taken():
   numerics = NumericsConfig(
-    implementation="tiled",
+    backend="tiled",
     row_tile=16,
     query_tile=4,
     kv_split=64,

@@ -155,15 +155,15 @@ on_one_device = jax.jit(hidden_rows)
 
 @pytest.mark.thorough
 @pytest.mark.few(1)
-@pytest.mark.parametrize("model_shards", [2, 8])
-def test_devices_change_no_bit(model_shards):
+@pytest.mark.parametrize("tensor_parallel_size", [2, 8])
+def test_devices_change_no_bit(tensor_parallel_size):
   params = lora.attach(base_of(NUMERICS), adapter_of(), SCALE)
   batch, num_pages = flax_module.sequences_batch(2, 5, NUMERICS, 16)
   batch = jax.tree.map(jnp.asarray, batch)._replace(tokens=tokens_of(2, 5).reshape(-1))
   pages = kv_layout.empty_pages(decide(MODEL, NUMERICS), num_pages=num_pages, page_size=16)
   sharded = jax.shard_map(
     functools.partial(hidden_rows, axis="model"),
-    mesh=parallel.make_mesh(model_shards=model_shards),
+    mesh=parallel.make_mesh(tensor_parallel_size=tensor_parallel_size),
     in_specs=(parameters.specs_of(params), jax.P("model"), jax.P()),
     out_specs=jax.P(),
     check_vma=False,

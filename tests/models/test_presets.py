@@ -52,9 +52,7 @@ def test_every_preset_but_ours_has_a_published_count():
 @pytest.mark.parametrize("name", presets.CONFIGS)
 def test_every_preset_divides_into_its_slabs(name):
   shards = presets.REDUCTION_SHARDS[name]
-  numerics = numerics_lib.NumericsConfig(
-    reduction_shards=shards, implementation="tiled", row_tile=16
-  )
+  numerics = numerics_lib.NumericsConfig(reduction_shards=shards, backend="tiled", row_tile=16)
   assert decide(presets.get(name), numerics).numerics == numerics
   assert shards == (
     2

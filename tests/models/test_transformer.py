@@ -30,7 +30,7 @@ from seerjax.ops import norms, sampling
 from seerjax.types import SamplingParams
 
 NUMERICS, BFLOAT16 = tiny_model.NUMERICS, tiny_model.BFLOAT16
-UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
+UNTILED = dataclasses.replace(NUMERICS, backend="untiled")
 QWEN3 = tiny_model.ODD
 QWEN2 = dataclasses.replace(QWEN3, has_qk_norms=False, has_qkv_biases=True, is_tied=False)
 LLAMA = dataclasses.replace(QWEN3, has_qk_norms=False, norm_eps=1e-5, is_tied=False)
@@ -297,10 +297,10 @@ def test_a_mesh_changes_no_bit(config, numerics, sizes):
   run = functools.partial(scored_forward, config=config, numerics=numerics)
   specs = parameters.partition_specs(config, 8)
   expected = jax.jit(run)(params, pages, batch, rows)
-  for model_shards in sizes:
+  for tensor_parallel_size in sizes:
     sharded = jax.shard_map(
       functools.partial(run, axis="model"),
-      mesh=parallel.make_mesh(model_shards=model_shards),
+      mesh=parallel.make_mesh(tensor_parallel_size=tensor_parallel_size),
       in_specs=(specs, jax.P("model"), jax.P(), jax.P()),
       out_specs=(jax.P(), jax.P("model")),
       check_vma=False,
@@ -364,7 +364,7 @@ def test_weights_go_into_a_module_and_come_out_of_it():
   tokens = tokens_of(1, 5)
   forward = nnx.jit(lambda module, tokens: module(tokens))
   for weights in (params, other):
-    module.set_params(weights)
+    module.update_weights(weights)
     compute = parameters.compute_params(weights, NUMERICS)
     expected = tiny_model.logits_of(compute, tokens, QWEN3, NUMERICS)
     np.testing.assert_array_equal(forward(module, tokens), expected)
@@ -402,7 +402,7 @@ def test_a_module_learns_as_its_weights_do_under_nnx():
   expected, moved = plain(params)
   np.testing.assert_array_equal(first, expected)
   assert second < first
-  module.set_params(moved)
+  module.update_weights(moved)
   third = step(module, optimizer)
   np.testing.assert_allclose(third, second, rtol=1e-5)
 
@@ -460,7 +460,7 @@ def test_a_module_refuses_weights_of_another_model(change, message):
     flax_module.Transformer(QWEN3, NUMERICS, params=change(params))
   module = flax_module.Transformer(QWEN3, NUMERICS, params=params)
   with pytest.raises(ValueError, match=f"Transformer.{message}"):
-    module.set_params(change(params))
+    module.update_weights(change(params))
   jax.tree.map(np.testing.assert_array_equal, module.pure_params(), params)
 
 
@@ -485,7 +485,7 @@ def test_refusals(row):
 
 
 def test_kernels_without_a_gpu_are_refused():
-  numerics = dataclasses.replace(BFLOAT16, implementation="pallas")
+  numerics = dataclasses.replace(BFLOAT16, backend="pallas")
   message = "got 'pallas', but got the platform 'cpu', expected an NVIDIA GPU of compute capability"
   with pytest.raises(ValueError, match=message):
     flax_module.logits_of(
@@ -494,8 +494,10 @@ def test_kernels_without_a_gpu_are_refused():
 
 
 def test_meshes_that_cannot_be_are_refused():
-  with pytest.raises(ValueError, match="num_instances=3 x model_shards=4 = 12 devices, expected"):
-    parallel.make_mesh(num_instances=3, model_shards=4)
+  with pytest.raises(
+    ValueError, match="data_parallel_size=3 x tensor_parallel_size=4 = 12 devices, expected"
+  ):
+    parallel.make_mesh(data_parallel_size=3, tensor_parallel_size=4)
   with pytest.raises(ValueError, match="got 3 devices, expected a divisor of reduction_shards=8"):
     parallel.local_slabs(8, 3)
   assert parallel.local_slabs(8, 2) == 4

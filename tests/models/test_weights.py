@@ -84,7 +84,7 @@ WRONG = {
   ),
 }  # fmt: skip
 SIZES = engine_lib.EngineConfig(
-  page_size=8, num_pages=5, max_sequences=1, max_context=16, row_buckets=(8,)
+  page_size=8, num_pages=5, max_num_seqs=1, max_model_len=16, batch_size_buckets=(8,)
 )
 
 
@@ -108,7 +108,7 @@ def test_weights_of_other_numerics_are_refused_by_path(name):
   engine = engine_of(running())
   for door, take in {
     "Engine.params": lambda: engine_of(params),
-    "Engine.set_params: params": lambda: engine.set_params(params, 1),
+    "Engine.update_weights: params": lambda: engine.update_weights(params, 1),
     "Trainer.scores: params": lambda: trainer_of().scores(params, None),
     "Trainer.gradient: params": lambda: trainer_of().gradient(params, None, None, None),
   }.items():
@@ -150,8 +150,8 @@ def test_weights_that_are_not_finite_pass_no_door(value, tmp_path):
   bad = r"values that are not finite in \['layers'\]\[0\]\['down'\], expected finite numbers in all"
   with pytest.raises(ValueError, match=f"Engine.params: got {bad}"):
     engine_of(master)
-  with pytest.raises(ValueError, match=f"Engine.set_params: params: got {bad}"):
-    engine.set_params(master, 1)
+  with pytest.raises(ValueError, match=f"Engine.update_weights: params: got {bad}"):
+    engine.update_weights(master, 1)
   with pytest.raises(ValueError, match=f"Trainer.init: params: got {bad}"):
     trainer_of().init(master)
   with pytest.raises(ValueError, match=f"save: params: got {bad}.*; export an earlier step"):

@@ -17,9 +17,9 @@ from seerjax.ops import attention
 from seerjax.types import TokenBatch
 
 NUMERICS = numerics_lib.NumericsConfig(
-  implementation="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=16
+  backend="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=16
 )
-UNTILED = dataclasses.replace(NUMERICS, implementation="untiled")
+UNTILED = dataclasses.replace(NUMERICS, backend="untiled")
 HEADS, HEAD_DIM = 2, 6
 
 

@@ -13,8 +13,8 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends import choice
 from seerjax.ops import linear
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, implementation="tiled")
-UNTILED = numerics_lib.NumericsConfig(row_tile=4, implementation="untiled")
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, backend="tiled")
+UNTILED = numerics_lib.NumericsConfig(row_tile=4, backend="untiled")
 SIZES = (0, 1, 3, 4, 5, 11)
 
 
@@ -84,8 +84,8 @@ def test_untiled_rows_follow_the_batch():
   assert any((part != whole[: len(part)]).any() for part in parts)
 
 
-@pytest.mark.parametrize("model_shards", [1, 2, 8])
-def test_devices_change_no_bit(model_shards):
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2, 8])
+def test_devices_change_no_bit(tensor_parallel_size):
   x, up, down = array(5, 33), array(8, 33, 6, seed=1), array(8, 6, 33, seed=2)
   one = jnp.int32(1)
 
@@ -96,7 +96,7 @@ def test_devices_change_no_bit(model_shards):
   expected = jax.jit(both)(x, up, down, one)
   sharded = jax.shard_map(
     functools.partial(both, axis="model"),
-    mesh=parallel.make_mesh(model_shards=model_shards),
+    mesh=parallel.make_mesh(tensor_parallel_size=tensor_parallel_size),
     in_specs=(jax.P(), jax.P("model"), jax.P("model"), jax.P()),
     out_specs=jax.P(),
     check_vma=False,

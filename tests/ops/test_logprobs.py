@@ -10,12 +10,12 @@ import pytest
 from seerjax import numerics as numerics_lib
 from seerjax.ops import logprobs, sampling, tiles
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=4, implementation="tiled")
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=4, backend="tiled")
 ONE = jnp.int32(1)
 
 
 def slabs(count):
-  return numerics_lib.NumericsConfig(reduction_shards=count, implementation="tiled")
+  return numerics_lib.NumericsConfig(reduction_shards=count, backend="tiled")
 
 
 def arguments(count, vocabulary=44, seed=0):

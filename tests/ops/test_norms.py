@@ -12,7 +12,7 @@ import pytest
 from seerjax import numerics as numerics_lib
 from seerjax.ops import norms
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, implementation="tiled")
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, backend="tiled")
 SIZES = (0, 1, 3, 4, 5, 11)
 
 

@@ -12,7 +12,7 @@ import pytest
 from seerjax import numerics as numerics_lib
 from seerjax.ops import rotary, tiles
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, implementation="tiled")
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, backend="tiled")
 PLAIN = rotary.RotaryConfig(head_dim=10, base=500.0)
 LLAMA3 = rotary.RotaryConfig(
   head_dim=64, base=500_000.0, scaling="llama3", factor=8.0, original_context=8192

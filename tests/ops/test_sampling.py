@@ -52,7 +52,10 @@ def test_at_the_ends_of_the_range_a_bias_forbids_and_a_grammar_holds(temperature
   for bias in (-1e6, 1e6):
     entries = ((7, bias),) if bias > 0 else tuple((i, bias) for i in (4, 5, 6, 8, 9))
     params = SamplingParams(
-      temperature=temperature, logit_bias=(*entries, (2, 1e6)), allowed=((4, 10),), max_tokens=1
+      temperature=temperature,
+      logit_bias=(*entries, (2, 1e6)),
+      allowed_token_ranges=((4, 10),),
+      max_tokens=1,
     )
     count = 64
     rows = sampling.sampling_rows([params] * count, [0] * count)
@@ -87,7 +90,7 @@ params_strategy = strategies.builds(
     strategies.tuples(strategies.integers(0, VOCABULARY - 1), strategies.sampled_from([-3.0, 1.7])),
     max_size=3,
   ).map(tuple),
-  allowed=strategies.sampled_from([(), ((0, VOCABULARY),), ((4, 5),), ((3, 17),)]),
+  allowed_token_ranges=strategies.sampled_from([(), ((0, VOCABULARY),), ((4, 5),), ((3, 17),)]),
   max_tokens=strategies.just(1),
 )
 
@@ -131,9 +134,9 @@ def test_tokens_are_the_definitions(params, seed):
     (SamplingParams(temperature=2.0, min_p=0.6), [0, 1, 3]),
     (SamplingParams(logit_bias=((2, 9.0),), top_k=2), [1, 2]),
     # A grammar comes first: 0.4 of what it leaves is 0.57.
-    (SamplingParams(max_tokens=1, allowed=((1, 3),)), [1, 2]),
-    (SamplingParams(max_tokens=1, allowed=((2, 4),), top_k=1), [3]),
-    (SamplingParams(max_tokens=1, allowed=((1, 4),), top_p=0.51), [1, 3]),
+    (SamplingParams(max_tokens=1, allowed_token_ranges=((1, 3),)), [1, 2]),
+    (SamplingParams(max_tokens=1, allowed_token_ranges=((2, 4),), top_k=1), [3]),
+    (SamplingParams(max_tokens=1, allowed_token_ranges=((1, 4),), top_p=0.51), [1, 3]),
   ],
 )
 def test_filters_by_hand(params, expected):
@@ -141,7 +144,7 @@ def test_filters_by_hand(params, expected):
 
 
 def test_a_grammar_goes_by_the_place_in_the_answer_and_by_slab():
-  params = SamplingParams(max_tokens=2, allowed=((1, 3), (5, 23)))
+  params = SamplingParams(max_tokens=2, allowed_token_ranges=((1, 3), (5, 23)))
   rows = jax.tree.map(jnp.asarray, sampling.sampling_rows([params, params, PLAIN], [0, 1, 1]))
   logits = logits_of(3)
   whole = np.asarray(sampling.scaled_rows(logits, rows, jnp.int32(0)))

@@ -28,7 +28,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
 
 def on_devices(function: Callable, slabs: jax.Array, count: int) -> np.ndarray:
   """Runs a function of this device's slabs; every device has the result."""
-  mesh = parallel.make_mesh(model_shards=count)
+  mesh = parallel.make_mesh(tensor_parallel_size=count)
   spread = jax.shard_map(
     function, mesh=mesh, in_specs=jax.P(AXIS), out_specs=jax.P(), check_vma=False
   )
@@ -65,7 +65,7 @@ def test_every_slab_gets_the_cotangent_of_the_sum(shape, count, seed):
 
 def test_several_arrays_go_together_and_no_array_is_none(seed):
   one, two = drawn((3, 5), seed), drawn((7,), seed)
-  mesh = parallel.make_mesh(model_shards=4)
+  mesh = parallel.make_mesh(tensor_parallel_size=4)
   summed = jax.shard_map(
     SUMMED, mesh=mesh, in_specs=(jax.P(AXIS),), out_specs=jax.P(), check_vma=False
   )

@@ -14,8 +14,8 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends import choice
 from seerjax.ops import linear, logprobs, norms, tiles
 
-NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=8, implementation="tiled")
-UNTILED = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=8, implementation="untiled")
+NUMERICS = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=8, backend="tiled")
+UNTILED = numerics_lib.NumericsConfig(row_tile=4, reduction_shards=8, backend="untiled")
 
 
 def array(*shape, dtype=jnp.float32, seed=0):
@@ -98,7 +98,7 @@ def test_rows_beyond_the_count_are_not_computed_and_get_no_gradient():
 def test_a_long_backward_pass_runs_in_chunks_and_says_the_same(dtype):
   count = tiles.BACKWARD_ROWS * 2 + 3
   weights, rows = mixed_arguments(count, dtype)
-  numerics = numerics_lib.NumericsConfig(row_tile=64, reduction_shards=8, implementation="tiled")
+  numerics = numerics_lib.NumericsConfig(row_tile=64, reduction_shards=8, backend="tiled")
   floats = {"w": weights["w"], "table": weights["table"], "x": rows[0]}
 
   def tiled(weights, rows):
@@ -154,7 +154,7 @@ def run_network(x, scale, w, tokens, num_rows, is_known, numerics):
 def test_a_row_has_its_bits_in_any_number_of_tiles(num_rows, is_known):
   # 16 rows are one whole tile: nothing is padded, and slicing the tile is the identity. A known
   # count is a known trip count, unless it is hidden.
-  numerics = numerics_lib.NumericsConfig(row_tile=16, reduction_shards=8, implementation="tiled")
+  numerics = numerics_lib.NumericsConfig(row_tile=16, reduction_shards=8, backend="tiled")
   x, scale, w, tokens = network_arguments()
   whole = run_network(x, scale, w, tokens, jnp.int32(48), False, numerics)
   count = jnp.int32(num_rows)
@@ -181,7 +181,7 @@ def test_a_tile_has_two_rows_at_least():
 
 
 def test_values_under_a_gradient_have_the_same_bits():
-  numerics = numerics_lib.NumericsConfig(row_tile=16, reduction_shards=8, implementation="tiled")
+  numerics = numerics_lib.NumericsConfig(row_tile=16, reduction_shards=8, backend="tiled")
   x, scale, w, tokens = network_arguments()
   whole = run_network(x, scale, w, tokens, jnp.int32(48), False, numerics)
 

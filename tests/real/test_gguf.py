@@ -53,7 +53,7 @@ def answered(shipped):
   assert model.tokenizer is not None
   prompts = [tuple(model.tokenizer.chat_ids(question)) for question in QUESTIONS]
   engine = seerjax.Engine(
-    model, config=seerjax.EngineConfig(max_sequences=12, max_context=256), key=numerics_lib.key(0)
+    model, config=seerjax.EngineConfig(max_num_seqs=12, max_model_len=256), key=numerics_lib.key(0)
   )
   sampling = SamplingParams(
     temperature=0.0, max_tokens=LENGTH, stop_token_ids=model.tokenizer.eos_ids

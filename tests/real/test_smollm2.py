@@ -23,7 +23,7 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def engine(smollm2: pathlib.Path) -> Engine:
-  return Engine(loading.load_model(smollm2), config=EngineConfig(max_sequences=8, max_context=256))
+  return Engine(loading.load_model(smollm2), config=EngineConfig(max_num_seqs=8, max_model_len=256))
 
 
 def test_the_capital_of_france_is_paris(engine: Engine):

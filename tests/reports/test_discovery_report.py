@@ -86,7 +86,7 @@ def make_run(directory: pathlib.Path, *, train: bool = True, **changes: Any) -> 
   config = dict(
     problem="stairs:3",
     num_steps=50,
-    groups_per_step=8,
+    prompts_per_step=8,
     group_size=64,
     train=train,
     fingerprint={"digest": "db13"},
@@ -110,8 +110,8 @@ def make_run(directory: pathlib.Path, *, train: bool = True, **changes: Any) -> 
       }
       if train:
         numbers |= {
-          "contract/kl": 0.0,
-          "contract/max_abs_logprob_gap": 0.0,
+          "rollout_train/kl": 0.0,
+          "rollout_train/max_abs_logprob_gap": 0.0,
           "objective/beta": 3.0 + step,
           "objective/divergence": 0.693,
           "objective/effective_samples": 21.0,

@@ -40,8 +40,8 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
           "rollout/length_mean": length,
           "rollout/length_p99": 2.6 * length + rng.normal(0, 12),
           "rollout/tokens_per_second": 4000 + rng.normal(0, 150),
-          "contract/kl": gap if step == 7 else 0.0,
-          "contract/max_abs_logprob_gap": gap if step == 7 else 0.0,
+          "rollout_train/kl": gap if step == 7 else 0.0,
+          "rollout_train/max_abs_logprob_gap": gap if step == 7 else 0.0,
           "train/loss": rng.normal(0, 0.01),
           "train/grad_norm": float("nan") if step == 9 else 0.6 + rng.gamma(2, 0.1),
           "train/entropy": 0.55 - 0.2 * done + rng.normal(0, 0.01),
@@ -61,7 +61,7 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
       seconds=388.4,
       optimizer_steps=steps,
       gain_interval_95=[0.09012696391943989, 0.3],
-      numerics=dict(implementation="tiled", digest="7d1c"),
+      numerics=dict(backend="tiled", digest="7d1c"),
     ),
   )
   config = {"model": "nano", "trainer": {"learning_rate": 1e-5, "group_size": 8}, "note": text}
@@ -74,7 +74,7 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
     drafts.add(4, 3, num_references=step)
     path = directory / trace_lib.FILE_NAME
     trace_lib.append(path, step, trace_lib.StepTrace([trace], drafts))
-  fingerprint = {"implementation": "tiled", "row_tile": "16", "kv_split": "256", "digest": "7d1c"}
+  fingerprint = {"backend": "tiled", "row_tile": "16", "kv_split": "256", "digest": "7d1c"}
   with journal.Journal(directory / "journal.jsonl", fingerprint=fingerprint, settings={}) as book:
     for step, mean in ((0, 60), (1, 61), (steps - 1, 110)):
       for group in range(6):
@@ -186,7 +186,9 @@ def test_a_run_that_has_just_begun_is_rendered(tmp_path):
   assert "SeerJAX" in run_report.render(tmp_path).read_text()
   (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": "NaN", "a/b": "NaN"}\n')
   assert "not finite: 1" in run_report.render(tmp_path).read_text()
-  (tmp_path / "metrics.jsonl").write_text('{"step": 0, "train/loss": 2.0, "contract/kl": 0.0}\n')
+  (tmp_path / "metrics.jsonl").write_text(
+    '{"step": 0, "train/loss": 2.0, "rollout_train/kl": 0.0}\n'
+  )
   page = run_report.render(tmp_path).read_text()
   assert "was not recorded, so no claim is made" in page and "<b>2</b>" in page
 

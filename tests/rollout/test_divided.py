@@ -25,7 +25,9 @@ from seerjax.rollout.policies import (
 from seerjax.types import Request, SamplingParams
 
 # Room for two requests at their ends on an instance, for five at their beginnings.
-SIZES = EngineConfig(page_size=4, num_pages=25, max_sequences=5, max_context=64, row_buckets=(16,))
+SIZES = EngineConfig(
+  page_size=4, num_pages=25, max_num_seqs=5, max_model_len=64, batch_size_buckets=(16,)
+)
 
 
 def asked(num_groups: int = 4, members: int = 4) -> list[Request]:
@@ -56,8 +58,8 @@ POLICIES = [
 ]
 
 
-def make_engine(num_instances: int, sizes: EngineConfig = SIZES, **others) -> Engine:
-  return moving_requests.make_engine((num_instances, 1), sizes, **others)
+def make_engine(data_parallel_size: int, sizes: EngineConfig = SIZES, **others) -> Engine:
+  return moving_requests.make_engine((data_parallel_size, 1), sizes, **others)
 
 
 @functools.cache
@@ -65,13 +67,15 @@ def plain() -> dict:
   return {one.request_id: one for one in make_engine(1).generate(asked())}
 
 
-def run(policy, num_instances=2, **others):
-  rollout = DividedRollout(make_engine(num_instances, **others), policy)
+def run(policy, data_parallel_size=2, **others):
+  rollout = DividedRollout(make_engine(data_parallel_size, **others), policy)
   found = {one.request_id: one for one in rollout.run(asked())}
   assert found.keys() == plain().keys()
   assert all(tiny_model.same(found[name], plain()[name], 0) for name in found)
   engine = rollout.engine
-  assert [engine.chunks.free_pages(i) for i in range(num_instances)] == [24] * num_instances
+  assert [engine.chunks.free_pages(i) for i in range(data_parallel_size)] == [
+    24
+  ] * data_parallel_size
   assert engine.memory.kv_pool.num_host_pages == 0
   spans = rollout.trace.spans
   assert sum(span.num_tokens for span in spans) == sum(LENGTHS.values())
@@ -93,7 +97,7 @@ def test_every_policy_says_the_same(policy):
 
 @pytest.mark.thorough
 def test_every_policy_says_the_same_in_visits_of_several_steps():
-  sizes = dataclasses.replace(SIZES, steps_per_visit=8)
+  sizes = dataclasses.replace(SIZES, decode_steps_per_call=8)
   for policy in POLICIES:
     rollout = run(policy, sizes=sizes)
     counters = rollout.engine.counters
@@ -144,11 +148,11 @@ def test_probes_go_first_and_longest_groups_next():
 def test_what_a_journal_holds_is_not_said_again():
   [request] = [one for one in asked() if one.request_id == "3/2"]
   engine = make_engine(2)
-  engine.submit(request, chunk_tokens=11)
+  engine.add_request(request, chunk_tokens=11)
   while not engine.chunks.poll_paused():
     engine.step()
   said = engine.progress("3/2")
-  engine.cancel("3/2")
+  engine.abort_request("3/2")
   before = engine.counters.sampled_tokens
   heard = []
   rollout = DividedRollout(

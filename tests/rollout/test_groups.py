@@ -15,7 +15,7 @@ from seerjax.rollout import groups as groups_lib
 from seerjax.types import Completion, Problem, Rollout, Verdict
 
 TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
-CONFIG = groups_lib.RolloutConfig(groups_per_step=3, group_size=2, max_tokens=4, temperature=0.5)
+CONFIG = groups_lib.RolloutConfig(prompts_per_step=3, group_size=2, max_tokens=4, temperature=0.5)
 PROBLEMS = [Problem(problem_id=f"p{index}", prompt=f"{index} + 1?") for index in range(3)]
 
 
@@ -137,8 +137,8 @@ def test_a_problem_may_be_a_conversation():
 
 
 def test_stop_strings_are_those_of_every_request():
-  config = dataclasses.replace(CONFIG, stop_strings=("\n\n", "So"))
-  assert config.sampling(TOKENIZER.eos_ids).stop_strings == ("\n\n", "So")
+  config = dataclasses.replace(CONFIG, stop=("\n\n", "So"))
+  assert config.sampling(TOKENIZER.eos_ids).stop == ("\n\n", "So")
 
 
 @given(st.randoms(use_true_random=False))
@@ -266,7 +266,7 @@ def check_prompts(task, *, count=3, max_tokens=4, context=100):
     tokenizer=TOKENIZER,
     max_tokens=max_tokens,
     context=context,
-    context_name="EngineConfig.max_context",
+    context_name="EngineConfig.max_model_len",
     seed=0,
   )
 
@@ -278,7 +278,7 @@ def test_the_longest_prompt_that_is_asked_must_leave_room():
   check_prompts(task, context=length + 4)
   message = (
     rf"answered: got a prompt of {length} tokens \(problem 'long' of split 'train'\) and max_tokens"
-    rf" 4, expected a sum of at most {length + 3} \(EngineConfig.max_context\); raise it, or"
+    rf" 4, expected a sum of at most {length + 3} \(EngineConfig.max_model_len\); raise it, or"
   )
   with pytest.raises(ValueError, match=message):
     check_prompts(task, count=1000, context=length + 3)

@@ -41,7 +41,7 @@ def make_rollout(seed: int = 0, length: int = 5, **verdict) -> Rollout:
       logit_bias=((4, float("-inf")), (5, 0.25)),
       max_tokens=9,
       stop_token_ids=(2,),
-      stop_strings=("</s>",),
+      stop=("</s>",),
     ),
   )
   completion = Completion(

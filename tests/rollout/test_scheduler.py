@@ -49,7 +49,7 @@ class Case:
   """Groups of lengths, the cluster, and the order of ends."""
 
   lengths: list[list[int]]
-  num_instances: int
+  data_parallel_size: int
   num_pages: int
   max_running: int
   order: list[int]
@@ -78,7 +78,7 @@ def play(case: Case, policy: policies.Policy) -> list[Decision]:
     policy = dataclasses.replace(policy, lengths=lengths)
   buffer = filled([[0] * len(case.lengths[0])])
   instances = Instances.empty(
-    case.num_instances, page_size=4, num_pages=case.num_pages, max_running=case.max_running
+    case.data_parallel_size, page_size=4, num_pages=case.num_pages, max_running=case.max_running
   )
   planner = Scheduler(policy, buffer)
   later = [

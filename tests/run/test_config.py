@@ -30,37 +30,37 @@ def save(directory: pathlib.Path, step: int, sizes: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path):
-  open_config = RunConfig(engine=engine_lib.EngineConfig(max_context=512))
+  open_config = RunConfig(engine=engine_lib.EngineConfig(max_model_len=512))
   nano = presets.get("nano")
   found = config_lib.for_model(open_config, nano).config
   assert config_lib.chosen(open_config, found) == (
-    "chosen for this model and context: numerics.implementation=native,"
-    " numerics.row_tile=16, numerics.reduction_shards=8, engine.row_buckets=(64, 512),"
+    "chosen for this model and context: numerics.backend=native,"
+    " numerics.row_tile=16, numerics.reduction_shards=8, engine.batch_size_buckets=(64, 512),"
     " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32,"
     " optimizer.learning_rate=0.0001"
   )
   assert config_lib.for_model(found, nano).config == found and config_lib.chosen(found, found) == ""
   chosen = config_lib.chosen_sizes(found)
-  sizes = chosen | {"sequences_per_micro_batch": 16, "row_buckets": [32, 256]}
+  sizes = chosen | {"sequences_per_micro_batch": 16, "batch_size_buckets": [32, 256]}
   save(tmp_path, 0, sizes)
   resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano).config
   assert resumed.trainer.sequences_per_micro_batch == 16
-  assert resumed.engine.row_buckets == (32, 256)
+  assert resumed.engine.batch_size_buckets == (32, 256)
   assert resumed.optimizer.learning_rate == 1e-4
   named = dataclasses.replace(
     open_config,
-    engine=dataclasses.replace(open_config.engine, row_buckets=(16,)),
+    engine=dataclasses.replace(open_config.engine, batch_size_buckets=(16,)),
     trainer=TrainerConfig(sequences_per_micro_batch=8),
   )
   assert directory_lib.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
   begun = directory_lib.as_begun(named, tmp_path)
-  assert config_lib.for_model(begun, nano).config.engine.row_buckets == (16,)
+  assert config_lib.for_model(begun, nano).config.engine.batch_size_buckets == (16,)
   # A run started before this setting existed was tiled, and stays tiled.
-  assert resumed.numerics.implementation == "native"
-  del sizes["implementation"]
+  assert resumed.numerics.backend == "native"
+  del sizes["backend"]
   save(tmp_path, 1, sizes)
   older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano).config
-  assert older.numerics.implementation == "tiled"
+  assert older.numerics.backend == "tiled"
   # Its learning rate was not a setting either.
   adapters = dataclasses.replace(open_config, lora_rank=4)
   assert config_lib.for_model(adapters, nano).config.optimizer.learning_rate == 2e-4
@@ -71,7 +71,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
 
 
 def with_context(model, positions):
-  return dataclasses.replace(model, max_context=positions)
+  return dataclasses.replace(model, max_model_len=positions)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_answers_beyond_the_models_context_name_it_and_nothing_that_nobody_set(
   name, positions, max_tokens
 ):
   config = RunConfig(
-    engine=engine_lib.EngineConfig(max_context=200_000),
+    engine=engine_lib.EngineConfig(max_model_len=200_000),
     rollout=groups.RolloutConfig(max_tokens=max_tokens),
   )
   model = with_context(presets.get(name), positions)

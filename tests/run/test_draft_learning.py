@@ -23,7 +23,7 @@ from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import decoder_of
 
 SHAPE = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
-DRAFT = DraftModelConfig(num_slots=4, row_buckets=(16,))
+DRAFT = DraftModelConfig(num_slots=4, batch_size_buckets=(16,))
 
 
 def drafter(**changes) -> ModelDrafter:
@@ -86,7 +86,7 @@ def test_lengths_hold_any_document():
 def speculation(directory, **changes) -> SpeculationConfig:
   return SpeculationConfig(
     drafter="seerjax.speculation.draft_loading:of_run",
-    draft_name=str(directory),
+    draft_model=str(directory),
     draft=dataclasses.replace(DRAFT, **changes),
   )
 

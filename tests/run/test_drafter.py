@@ -21,7 +21,7 @@ class DraftModel:
   """A stub draft model that predicts the last seen successor of each token."""
 
   def __init__(self, config: SpeculationConfig, run: DraftedRun):
-    self.most, self.acceptance = config.budget.gamma_max, run.acceptance
+    self.most, self.acceptance = config.budget.num_speculative_tokens, run.acceptance
     self.after: dict[int, int] = {}
 
   def draft(self, queries: Sequence[DraftQuery]) -> list[list[list[int]]]:

@@ -76,12 +76,12 @@ def test_a_rate_far_above_the_usual_one_is_warned_of(name, rate, is_lora, usual)
 def test_the_main_jobs_sizes_are_nanos_alone():
   main = presets.main_job()
   assert presets.of_model("nano") == presets.of_model("nano-sleep") == main
-  assert (main.num_instances, main.rollout.groups_per_step) == (2, 48)
+  assert (main.data_parallel_size, main.rollout.prompts_per_step) == (2, 48)
   assert rate_of("nano") == 2e-4
   for name in ("Qwen/Qwen3-0.6B", "runs/grpo/model", "/models/nano"):
     other = presets.of_model(name)
     assert other == presets.named_model() and other.optimizer.learning_rate == 0
-    assert (other.num_instances, other.rollout.groups_per_step) == (1, 16)
+    assert (other.data_parallel_size, other.rollout.prompts_per_step) == (1, 16)
 
 
 def test_an_optimiser_that_was_given_no_rate_is_refused():

@@ -27,10 +27,10 @@ def test_a_run_that_cannot_fit_is_refused_with_the_figures():
 
 def test_a_plan_is_counted_before_anything_is_taken():
   plan = memory_lib.memory_plan(CONFIG, MODEL)
-  two = memory_lib.memory_plan(dataclasses.replace(CONFIG, num_instances=2), MODEL)
+  two = memory_lib.memory_plan(dataclasses.replace(CONFIG, data_parallel_size=2), MODEL)
   assert 0 < plan.needed < two.needed and plan.others == 0 < two.others
   assert plan.engine.num_pages > 0 and plan.pages > 0
-  engine = dataclasses.replace(CONFIG.engine, gives_back_pages=True)
+  engine = dataclasses.replace(CONFIG.engine, release_kv_while_training=True)
   back = dataclasses.replace(CONFIG, engine=engine)
   assert memory_lib.memory_plan(back, MODEL).needed < plan.needed
   assert "released while training" in memory_lib.memory_plan(back, MODEL).describe()

@@ -15,7 +15,7 @@ from seerjax.rollout.divided import DividedRollout
 from seerjax.rollout.policies import Divided, LongestGroupFirst
 from seerjax.run import off_policy
 
-CONFIG = groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=20)
+CONFIG = groups_lib.RolloutConfig(prompts_per_step=2, group_size=2, max_tokens=20)
 
 
 class Counts(Vowels):
@@ -101,7 +101,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
       }
       return DividedRollout(engine, Divided(chunk_tokens=6), resume_from=renewed)
 
-    engine.set_params(word_engine.params(step), policy_version=step)
+    engine.update_weights(word_engine.params(step), policy_version=step)
     groups, old = sample(carried, rollout_of, step=step, num_begun=4, kept=kept)
     assert engine.num_unfinished == 0 and engine.chunks.free_pages(0) == 8
     assert [group.group_index for group in groups] == [0, 1] and len(carried.groups) == 2
@@ -139,15 +139,21 @@ def test_rewards_stand_with_their_texts():
 @pytest.mark.thorough
 def test_one_step_off_learns_from_the_weights_before(tmp_path):
   task = Vowels()
-  result = train(tmp_path, task, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
+  result = train(
+    tmp_path, task, data_parallel_size=2, off_policy=off_policy.OffPolicyConfig(max_policy_lag=1)
+  )
   rows = rows_of(tmp_path)[1:-1]
   assert [row["rollout/old_tokens"] > 0 for row in rows] == [False, True, True, True]
   # Bitwise on-policy in the first step only; then the gap is one step.
-  assert rows[0]["contract/max_abs_logprob_gap"] == 0.0
-  assert all(row["contract/max_abs_logprob_gap"] > 0 for row in rows[1:])
+  assert rows[0]["rollout_train/max_abs_logprob_gap"] == 0.0
+  assert all(row["rollout_train/max_abs_logprob_gap"] > 0 for row in rows[1:])
   assert rows[0]["train/ratio"] == 1.0 != rows[1]["train/ratio"]
   assert task.num_verdicts == 6 * PER_STEP + SHOWN and int(result.state.step) == 4
-  again = train(tmp_path / "again", num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1))
+  again = train(
+    tmp_path / "again",
+    data_parallel_size=2,
+    off_policy=off_policy.OffPolicyConfig(max_policy_lag=1),
+  )
   assert_equal_bits(again.state, result.state)
 
 
@@ -156,12 +162,14 @@ def test_partial_rollouts_learn_from_those_that_were_whole_first(tmp_path):
   task = Vowels()
   # Longer chunks of answers this short would all end in one visit of several steps.
   scheduler = LongestGroupFirst(chunk_tokens=1)
-  result = train(tmp_path, task, scheduler=scheduler, stale=off_policy.StaleConfig(begun=2.0))
+  result = train(
+    tmp_path, task, scheduler=scheduler, off_policy=off_policy.OffPolicyConfig(oversample=2.0)
+  )
   rows = rows_of(tmp_path)[1:-1]
-  assert rows[0]["rollout/old_tokens"] == 0 == rows[0]["contract/max_abs_logprob_gap"]
+  assert rows[0]["rollout/old_tokens"] == 0 == rows[0]["rollout_train/max_abs_logprob_gap"]
   assert any(row["rollout/old_tokens"] > 0 for row in rows[1:])
   for row in rows:
-    assert (row["contract/max_abs_logprob_gap"] > 0) == (row["rollout/old_tokens"] > 0)
+    assert (row["rollout_train/max_abs_logprob_gap"] > 0) == (row["rollout/old_tokens"] > 0)
   assert int(result.state.step) == 4
   _, entries = journal_lib.read(tmp_path / "journal.jsonl")
   assert len(list(entries)) == task.num_verdicts - 2 * PER_STEP - SHOWN >= 4 * PER_STEP

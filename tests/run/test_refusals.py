@@ -12,11 +12,11 @@ from seerjax.engine.sizes import EngineConfig
 from seerjax.numerics import NumericsConfig
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
-from seerjax.run.off_policy import StaleConfig
+from seerjax.run.off_policy import OffPolicyConfig
 from seerjax.speculation.config import SpeculationConfig
 from seerjax.speculation.draft_model import DraftModelConfig
 
-LEARNING = SpeculationConfig(draft_name="d", draft=DraftModelConfig(learn=True))
+LEARNING = SpeculationConfig(draft_model="d", draft=DraftModelConfig(learn=True))
 TWO = ClusterConfig(workers=2, address="local")
 
 
@@ -25,22 +25,27 @@ TWO = ClusterConfig(workers=2, address="local")
   ("kind", "fields", "message"),
   [
     (TrainerConfig, dict(num_mini_batches=0), "TrainerConfig.num_mini_batches: got 0, expected"),
-    (TrainerConfig, dict(max_rounds=0), "TrainerConfig.max_rounds: got 0, expected at least 1"),
+    (TrainerConfig, dict(dynamic_sampling_rounds=0),
+     "TrainerConfig.dynamic_sampling_rounds: got 0, expected at least 1"),
     (RunConfig, dict(num_steps=-1), "RunConfig.num_steps: got -1, expected at least 0"),
     (RunConfig, dict(checkpoint_every=0), "RunConfig.checkpoint_every: got 0, expected at lea"),
-    (RunConfig, dict(num_instances=0), "RunConfig.num_instances: got 0, expected at least 1"),
-    (RunConfig, dict(model_shards=3), r"model_shards: got 3, expected one of \(1, 2, 4, 8\); 1 is"),
-    (RunConfig, dict(model_shards=8, numerics=NumericsConfig(reduction_shards=4)),
-     "RunConfig.model_shards: got 8, expected at most NumericsConfig.reduction_shards=4 .*lower"),
-    (RunConfig, dict(publish_bytes=0), "RunConfig.publish_bytes: got 0, expected at least 1"),
+    (RunConfig, dict(data_parallel_size=0),
+     "RunConfig.data_parallel_size: got 0, expected at least 1"),
+    (RunConfig, dict(tensor_parallel_size=3),
+     r"tensor_parallel_size: got 3, expected one of \(1, 2, 4, 8\); 1 is"),
+    (RunConfig, dict(tensor_parallel_size=8, numerics=NumericsConfig(reduction_shards=4)),
+     "RunConfig.tensor_parallel_size: got 8, expected at most NumericsConfig.reduction_shards=4"
+     " .*lower"),
+    (RunConfig, dict(weight_transfer_chunk_bytes=0),
+     "RunConfig.weight_transfer_chunk_bytes: got 0, expected at least 1"),
     (RunConfig, dict(lora_rank=-1), "RunConfig.lora_rank: got -1, expected at least 0"),
     (RunConfig, dict(lora_alpha=0.0), "RunConfig.lora_alpha: got 0.0, expected a positive"),
     (RunConfig, dict(lora_alpha=math.inf), "RunConfig.lora_alpha: got inf, expected a finite"),
     (RunConfig, dict(trainer=TrainerConfig(num_mini_batches=33)),
-     "num_mini_batches: got 33, expected at most RolloutConfig.groups_per_step=32"),
-    (RunConfig, dict(engine=EngineConfig(max_context=256)),  # Unset fields are not named.
+     "num_mini_batches: got 33, expected at most RolloutConfig.prompts_per_step=32"),
+    (RunConfig, dict(engine=EngineConfig(max_model_len=256)),  # Unset fields are not named.
      "RolloutConfig.max_tokens: got 256, expected at most 255, because prompt and answer have to"
-     " fit EngineConfig.max_context=256; lower it, or raise that"),
+     " fit EngineConfig.max_model_len=256; lower it, or raise that"),
     (RunConfig, dict(trainer=TrainerConfig(rows_per_micro_batch=128)),
      "got 256, expected at most 128, .*TrainerConfig.rows_per_micro_batch=128; lower it, or"),
     (RunConfig, dict(trainer=TrainerConfig(overlong_buffer=257)),
@@ -48,28 +53,31 @@ TWO = ClusterConfig(workers=2, address="local")
     (RunConfig, dict(trainer=TrainerConfig(overlong_buffer=-1)),
      "TrainerConfig.overlong_buffer: got -1, expected 0 to"),
     # Rivals.
-    (StaleConfig, dict(steps_ahead=2),
-     "StaleConfig: got steps_ahead=2, begun=1.0, expected 0 or 1, and 1 to 16"),
-    (StaleConfig, dict(begun=0.5),
-     "StaleConfig: got steps_ahead=0, begun=0.5, expected 0 or 1, and 1 to 16"),
-    (StaleConfig, dict(steps_ahead=1, begun=2.0),
-     "StaleConfig: got steps_ahead=1 and begun=2.0, expected at most one"),
-    (RunConfig, dict(stale=StaleConfig(steps_ahead=1)),
-     "StaleConfig.steps_ahead: got 1 with num_instances=1, expected 2 or more"),
-    (RunConfig, dict(stale=StaleConfig(begun=2.0), trainer=TrainerConfig(max_rounds=2)),
-     "StaleConfig.begun: got 2.0 with max_rounds=2, expected at least one of"),
+    (OffPolicyConfig, dict(max_policy_lag=2),
+     "OffPolicyConfig: got max_policy_lag=2, oversample=1.0, expected 0 or 1, and 1 to 16"),
+    (OffPolicyConfig, dict(oversample=0.5),
+     "OffPolicyConfig: got max_policy_lag=0, oversample=0.5, expected 0 or 1, and 1 to 16"),
+    (OffPolicyConfig, dict(max_policy_lag=1, oversample=2.0),
+     "OffPolicyConfig: got max_policy_lag=1 and oversample=2.0, expected at most one"),
+    (RunConfig, dict(off_policy=OffPolicyConfig(max_policy_lag=1)),
+     "OffPolicyConfig.max_policy_lag: got 1 with data_parallel_size=1, expected 2 or more"),
+    (RunConfig, dict(off_policy=OffPolicyConfig(oversample=2.0),
+                     trainer=TrainerConfig(dynamic_sampling_rounds=2)),
+     "OffPolicyConfig.oversample: got 2.0 with dynamic_sampling_rounds=2, expected at least one"
+     " of"),
     # Drafts.
     (SpeculationConfig, dict(draft=DraftModelConfig(learn=True)),
      "learn: got True without a draft model, expected a draft"),
     (DraftModelConfig, dict(learning_rate=0),
      "learning_rate: got 0, expected a positive number; 1e-4"),
-    (RunConfig, dict(num_instances=2, stale=StaleConfig(steps_ahead=1), speculation=LEARNING),
-     "learn: got True with StaleConfig.steps_ahead=1, expected"),
+    (RunConfig, dict(data_parallel_size=2, off_policy=OffPolicyConfig(max_policy_lag=1),
+                     speculation=LEARNING),
+     "learn: got True with OffPolicyConfig.max_policy_lag=1, expected"),
     *((SpeculationConfig, dict(drafter=name), "expected 'my_module:make_drafter'")
       for name in ("", "module", "module:", ":function", "module:a-b")),
     # Workers.
-    (RunConfig, dict(cluster=TWO, stale=StaleConfig(begun=2.0)),
-     "workers: got 2 with StaleConfig, expected"),
+    (RunConfig, dict(cluster=TWO, off_policy=OffPolicyConfig(oversample=2.0)),
+     "workers: got 2 with OffPolicyConfig, expected"),
     (RunConfig, dict(cluster=TWO, speculation=LEARNING),
      "workers: got 2 with DraftModelConfig.learn, expected at most one"),
     (ClusterConfig, dict(workers=-1),

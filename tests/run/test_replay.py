@@ -35,10 +35,10 @@ def learn_again(steps, known, *, state=None, config=CONFIG):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_instances", [1, 2])
-def test_steps_are_learnt_again_to_the_same_bits(whole, num_instances):
+@pytest.mark.parametrize("data_parallel_size", [1, 2])
+def test_steps_are_learnt_again_to_the_same_bits(whole, data_parallel_size):
   directory, expected, _ = whole
-  config = dataclasses.replace(CONFIG, num_instances=num_instances)
+  config = dataclasses.replace(CONFIG, data_parallel_size=data_parallel_size)
   middle = learn_again(range(2), known_of(directory), config=config)
   stored = checkpoint.restore(
     directory / "checkpoints",
@@ -66,7 +66,7 @@ def test_steps_with_rollouts_missing_are_not_learnt_again(whole):
   with pytest.raises(ValueError, match=message):
     learn_again(range(2), part)
   nothing = dataclasses.replace(
-    CONFIG, rollout=dataclasses.replace(CONFIG.rollout, groups_per_step=5)
+    CONFIG, rollout=dataclasses.replace(CONFIG.rollout, prompts_per_step=5)
   )
   with pytest.raises(ValueError, match=r"rollout 0/0/0, .*, 0/3/1 and 2 more, expected all roll"):
     learn_again(range(1), lambda *_: None, config=nothing)

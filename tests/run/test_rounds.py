@@ -24,7 +24,9 @@ class Coin(Vowels):
 
 @pytest.mark.thorough
 def test_rounds_replace_groups_that_say_nothing(tmp_path):
-  config = dataclasses.replace(CONFIG, trainer=dataclasses.replace(CONFIG.trainer, max_rounds=3))
+  config = dataclasses.replace(
+    CONFIG, trainer=dataclasses.replace(CONFIG.trainer, dynamic_sampling_rounds=3)
+  )
   found, num_taken = [], []
   for turn in range(2):
     path = tmp_path / f"{turn}.jsonl"

@@ -17,8 +17,8 @@ from seerjax.numerics import NumericsConfig
 from seerjax.run import self_test
 from seerjax.trainer import losses, packing, step as step_lib
 
-TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="tiled")
-UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, implementation="untiled")
+TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, backend="tiled")
+UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, backend="untiled")
 
 
 @pytest.mark.thorough
@@ -47,7 +47,7 @@ def test_the_line_for_people_says_where_and_what():
 def test_untiled_rows_are_refused_with_the_finding():
   # Twin that must differ; otherwise the measurement would show nothing.
   assert not self_test.measure(UNTILED).is_invariant
-  with pytest.raises(ValueError, match="got implementation='untiled' on .*, where rows are NOT"):
+  with pytest.raises(ValueError, match="got backend='untiled' on .*, where rows are NOT"):
     self_test.require(UNTILED)
   with pytest.raises(ValueError, match="values differ (.*); expected 0 differences. Set"):
     self_test.require(UNTILED)
@@ -56,7 +56,7 @@ def test_untiled_rows_are_refused_with_the_finding():
 @pytest.mark.thorough
 def test_splits_shorter_than_a_sequence_are_measured_too():
   short = NumericsConfig(
-    implementation="tiled",
+    backend="tiled",
     row_tile=4,
     query_tile=1,
     slot_tile=2,
@@ -75,7 +75,7 @@ def test_a_finding_names_the_comparisons_that_differ():
 
 DECODER = decide(tiny_model.SMALLEST, tiny_model.ONE_SLAB)
 SIZES = engine_lib.EngineConfig(
-  page_size=8, num_pages=17, max_sequences=4, max_context=32, row_buckets=(3, 24)
+  page_size=8, num_pages=17, max_num_seqs=4, max_model_len=32, batch_size_buckets=(3, 24)
 )
 
 
@@ -132,12 +132,12 @@ def test_the_model_at_hand_is_asked_in_every_bucket_and_refused_for_an_ulp():
 
 @pytest.mark.thorough
 def test_the_model_at_hand_is_asked_in_visits_as_the_run_s():
-  config = dataclasses.replace(SIZES, steps_per_visit=8)
+  config = dataclasses.replace(SIZES, decode_steps_per_call=8)
   assert of_model(runner(), config).is_invariant
   leaning = LeaningInVisits(DECODER, parallel.make_mesh(), 2)
   found = of_model(leaning, config).by_comparison
   assert [bad > 0 for _, bad, _ in found] == [True, True]
-  assert of_model(leaning, dataclasses.replace(SIZES, steps_per_visit=1)).is_invariant
+  assert of_model(leaning, dataclasses.replace(SIZES, decode_steps_per_call=1)).is_invariant
 
 
 @pytest.mark.thorough

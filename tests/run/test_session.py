@@ -45,11 +45,11 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("num_instances", [1, 2])
-def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, num_instances):
+@pytest.mark.parametrize("data_parallel_size", [1, 2])
+def test_after_ctrl_c_the_run_goes_on_to_the_same_bits(whole, stopped_copy, data_parallel_size):
   directory, expected, _ = whole
   task = Vowels()
-  result = train(stopped_copy, task, resume=True, num_instances=num_instances)
+  result = train(stopped_copy, task, resume=True, data_parallel_size=data_parallel_size)
   assert_equal_bits(result.state, expected.state)
   assert rows_of(stopped_copy) == rows_of(directory)
   # The first evaluation is not repeated, nor are the two rollouts that were judged.
@@ -256,7 +256,7 @@ def test_other_settings_are_refused_with_both_values(stopped_copy):
 def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
   changes: dict[str, Any] = dict(
     num_steps=2,
-    rollout=dataclasses.replace(CONFIG.rollout, stop_strings=("o", "an")),
+    rollout=dataclasses.replace(CONFIG.rollout, stop=("o", "an")),
     chat=chat_template.ChatConfig(system="Hi."),
   )
   expected = train(tmp_path / "whole", **changes)
@@ -277,7 +277,7 @@ def test_stop_strings_and_chats_go_with_a_run_and_its_resume(tmp_path):
       dict(chat=chat_template.ChatConfig(system="Hi.", variables=dict(brief=True))),
       "chat.variables.brief was None and is True",
     ),
-    (dict(rollout=CONFIG.rollout), r"rollout.stop_strings was \['o', 'an'\] and is \[\]"),
+    (dict(rollout=CONFIG.rollout), r"rollout.stop was \['o', 'an'\] and is \[\]"),
   )
   for other, message in others:
     with pytest.raises(ValueError, match=f"got other run settings .*{message}"):
@@ -301,7 +301,7 @@ def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_c
   rows = rows_of(stopped_copy)
   assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 4]
   # Were a rollout of the old numerics left in the third step, it would show here.
-  assert all(row["contract/max_abs_logprob_gap"] == 0.0 for row in rows[1:-1])
+  assert all(row["rollout_train/max_abs_logprob_gap"] == 0.0 for row in rows[1:-1])
   header, _ = journal_lib.read(stopped_copy / "journal.jsonl")
   assert [fingerprint["kv_split"] for fingerprint in header.fingerprints] == ["16", "8"]
 

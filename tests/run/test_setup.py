@@ -25,14 +25,14 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
   [
     dict(loss=losses.grpo()),
     dict(lora_rank=2),
-    dict(num_instances=2),
+    dict(data_parallel_size=2),
     dict(numerics=dataclasses.replace(NUMERICS, kv_split=8)),
     dict(optimizer=step_lib.OptimizerConfig(learning_rate=0.02)),
-    dict(engine=dataclasses.replace(CONFIG.engine, row_buckets=(8, 16))),
+    dict(engine=dataclasses.replace(CONFIG.engine, batch_size_buckets=(8, 16))),
     dict(engine=dataclasses.replace(CONFIG.engine, page_size=4)),
     dict(engine=dataclasses.replace(CONFIG.engine, num_pages=65)),
-    dict(engine=dataclasses.replace(CONFIG.engine, max_context=40)),
-    dict(engine=dataclasses.replace(CONFIG.engine, max_sequences=3)),
+    dict(engine=dataclasses.replace(CONFIG.engine, max_model_len=40)),
+    dict(engine=dataclasses.replace(CONFIG.engine, max_num_seqs=3)),
     dict(trainer=TrainerConfig(rows_per_micro_batch=72, sequences_per_micro_batch=4)),
     dict(trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=5)),
   ],
@@ -72,8 +72,8 @@ class Wordy(Vowels):
     (Empty(), {}, {}, r"vowels: got 0 problems in split 'heldout', expected at least 1"),
     (Vowels(), {}, dict(engine=dataclasses.replace(CONFIG.engine, page_size=3)),
      r"got page_size=3, expected a divisor of NumericsConfig.kv_split=16"),
-    (Vowels(), {}, dict(num_instances=99),
-     r"make_mesh: got num_instances=99 x model_shards=1 = 99"),
+    (Vowels(), {}, dict(data_parallel_size=99),
+     r"make_mesh: got data_parallel_size=99 x tensor_parallel_size=1 = 99"),
     # Refused by the engine, the last check.
     (Vowels(), {}, dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=2)),
      r"NumericsConfig.reduction_shards: got 2, expected a divisor of num_kv_heads=1"),
@@ -92,8 +92,10 @@ def test_what_cannot_work_is_refused_before_the_journal_begins(
 
 
 def test_a_rival_is_not_resumed(stopped_copy):
-  with pytest.raises(ValueError, match=r"RunConfig.stale: got .* and a run to resume, expected"):
-    train(stopped_copy, resume=True, stale=off_policy.StaleConfig(begun=2.0))
+  with pytest.raises(
+    ValueError, match=r"RunConfig.off_policy: got .* and a run to resume, expected"
+  ):
+    train(stopped_copy, resume=True, off_policy=off_policy.OffPolicyConfig(oversample=2.0))
 
 
 def test_a_loaded_model_is_what_learns_and_names_the_run():

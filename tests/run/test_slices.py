@@ -21,7 +21,7 @@ def records_of(directory: pathlib.Path) -> list[str]:
 
 def test_two_processes_learn_the_bits_of_one_and_the_first_alone_writes(tmp_path, tell_events):
   events = collections.Counter()
-  expected = slice_jobs.trained(tmp_path / "one", num_instances=1)
+  expected = slice_jobs.trained(tmp_path / "one", data_parallel_size=1)
   for status, found, text in slice_jobs.run("trained", str(tmp_path / "two")):
     assert status == 0, text
     assert found == {"digest": expected}, text
@@ -35,7 +35,7 @@ def test_two_processes_learn_the_bits_of_one_and_the_first_alone_writes(tmp_path
 
 
 def test_verdicts_are_the_first_processs_and_twin_each_ones_own_end_both(tmp_path):
-  expected = slice_jobs.trained(tmp_path / "one", num_instances=1)
+  expected = slice_jobs.trained(tmp_path / "one", data_parallel_size=1)
   for status, found, text in slice_jobs.run("judged", str(tmp_path)):
     assert status == 0 and found["digest"] == expected, text
     message = r"micro-batches of a gradient: got \[0\].advantages that differs"

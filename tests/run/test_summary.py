@@ -43,12 +43,12 @@ def test_a_summary_by_hand():
     accuracy=0.7, standard_error=0.04, well_formed=1.0, accuracy_well_formed=0.7, ended=0.9
   )
   row = {
-    "contract/kl": 0.0, "contract/raw_kl": 0.0, "contract/max_abs_logprob_gap": 0.0,
-    "contract/max_abs_raw_logprob_gap": 0.0, "rollout/tokens_per_second": 100.0,
+    "rollout_train/kl": 0.0, "rollout_train/raw_kl": 0.0, "rollout_train/max_abs_logprob_gap": 0.0,
+    "rollout_train/max_abs_raw_logprob_gap": 0.0, "rollout/tokens_per_second": 100.0,
     "rollout/seconds": 3.0, "rollout/length_mean": 8.0, "rollout/length_p99": 20.0,
   }  # fmt: skip
   other = row | {
-    "contract/kl": -0.25, "contract/max_abs_raw_logprob_gap": 0.5,
+    "rollout_train/kl": -0.25, "rollout_train/max_abs_raw_logprob_gap": 0.5,
     "rollout/tokens_per_second": 300.0, "rollout/seconds": 1.0, "rollout/length_p99": 10.0,
   }  # fmt: skip
   numbers = summary.of_run(before, after, [row, other])

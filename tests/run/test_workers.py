@@ -41,7 +41,7 @@ def test_a_run_on_two_workers_goes_on_in_its_own_engine_to_the_same_bits(tmp_pat
   ended = train(tmp_path, resume=True)  # Its last two steps without workers.
   assert_equal_bits(ended.state, alone.state)
   # The run of two steps has ended with an evaluation of its own.
-  rows = [row for row in rows_of(tmp_path) if row["step"] != 2 or "contract/kl" in row]
+  rows = [row for row in rows_of(tmp_path) if row["step"] != 2 or "rollout_train/kl" in row]
   assert rows == rows_of(directory)
   assert rollouts_of(tmp_path) == rollouts_of(directory)
   events["rollouts"] += len(rollouts_of(tmp_path))
@@ -79,7 +79,7 @@ def forgotten(path) -> tuple[engine_lib.Engine, ClusterRollout]:
   workers = LocalWorkers([EngineWorker(engine_of(0), name="worker 0")])
   of_run = workers_lib.RunWorkers(small_run.CONFIG, workers, own)
   of_run.publish(params_of(1), 0)
-  own.set_params(params_of(-2), policy_version=0)
+  own.update_weights(params_of(-2), policy_version=0)
   return own, of_run.rollout(path)
 
 

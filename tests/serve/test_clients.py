@@ -93,7 +93,7 @@ def url():
   fields = {name: fields[name] for name in Tokenizer.__dataclass_fields__}
   model = loading.Model(model.config, model.params, model.numerics, Tokenizer(**fields))
   key = numerics_lib.key(0)
-  engine = Engine(model, config=EngineConfig(max_context=2048, max_sequences=2), key=key)
+  engine = Engine(model, config=EngineConfig(max_model_len=2048, max_num_seqs=2), key=key)
   family = Family("nano", model, engine, key=key)
   with server.running(Service(family.models, ServeConfig(port=0))) as found:
     yield f"{found}/v1"

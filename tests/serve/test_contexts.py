@@ -293,7 +293,7 @@ def _slept_alone(
 ) -> dict[tuple[str, int], Any]:
   """Returns the rewrites of a runner on an otherwise idle engine, by context and job."""
   model = seerjax.load_model("nano-sleep")
-  engine = Engine(model, config=EngineConfig(max_context=256, max_sequences=4))
+  engine = Engine(model, config=EngineConfig(max_model_len=256, max_num_seqs=4))
   config = RunnerConfig(num_jobs=3, sleep_tokens=64)
   with Contexts(directory, identity=identity) as registry:
     runner = Runner(
@@ -323,7 +323,7 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
   questions = {f"c{number}": task.questions("heldout", number)[0].question for number in range(8)}
   command = (
     "nano-sleep", "--is_taught", f"--contexts={directory}", "--sleepers=3", "--sleep_tokens=64",
-    "--max_context=256", "--max_sequences=4",
+    "--max_model_len=256", "--max_num_seqs=4",
   )  # fmt: skip
   events: collections.Counter[str] = collections.Counter()
   told: dict[tuple[str, int], Any] = {}

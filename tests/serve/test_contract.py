@@ -16,7 +16,7 @@ import openai
 import pytest
 import serving_cases as cases
 
-# (model, implementation); three blocks of each have their own sizes and requests.
+# (model, backend); three blocks of each have their own sizes and requests.
 SUBJECTS = (("tiny", "native"), ("nano", "native"), ("tiny", "tiled"), ("tiny", "native"))
 BLOCKS = 3
 FEW = (
@@ -27,11 +27,9 @@ FEW = (
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-  "implementation", ["native", pytest.param("tiled", marks=pytest.mark.long)]
-)
-def test_no_neighbour_changes_a_bit(implementation, seed, tell_events):
-  of = cases.subject("tiny", implementation, seed, 0)
+@pytest.mark.parametrize("backend", ["native", pytest.param("tiled", marks=pytest.mark.long)])
+def test_no_neighbour_changes_a_bit(backend, seed, tell_events):
+  of = cases.subject("tiny", backend, seed, 0)
   case = cases.draw(seed, 0, of=of, clients=16, each=2)
   events: collections.Counter[str] = collections.Counter()
   with cases.alone(case) as alone:
@@ -64,8 +62,8 @@ def test_a_server_that_mixes_requests_up_is_found_out(make, seed):
 @pytest.mark.parametrize("block", range(len(SUBJECTS) * BLOCKS))
 def test_sixty_four_clients_get_the_bits_of_each_alone(block, seed, tell_events):
   of = block // BLOCKS
-  kind, implementation = SUBJECTS[of]
-  drawn = cases.subject(kind, implementation, seed, of)
+  kind, backend = SUBJECTS[of]
+  drawn = cases.subject(kind, backend, seed, of)
   case = cases.draw(seed, block, of=drawn, clients=64, each=2)
   events: collections.Counter[str] = collections.Counter()
   with cases.alone(case) as alone:

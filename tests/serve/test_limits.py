@@ -29,7 +29,7 @@ from seerjax.serve.scoring import Scorer
 from seerjax.types import SamplingParams
 
 pytestmark = pytest.mark.thorough
-ONE_AT_A_TIME = dataclasses.replace(word_engine.SIZES, max_sequences=1)
+ONE_AT_A_TIME = dataclasses.replace(word_engine.SIZES, max_num_seqs=1)
 PROMPT = (5, 6, 7)
 JSON = {"content-type": "application/json"}
 
@@ -48,9 +48,9 @@ class Gated(Engine):
       pass
     return super().step()
 
-  def cancel(self, request_id):
+  def abort_request(self, request_id):
     self.cancelled.append(request_id)
-    super().cancel(request_id)
+    super().abort_request(request_id)
 
   def let(self, steps: int) -> None:
     self._permits.release(steps)
@@ -63,9 +63,9 @@ class Recording(Engine):
     super().__init__(*args, **others)
     self.order: list[str] = []
 
-  def submit(self, request, **others):
+  def add_request(self, request, **others):
     self.order.append(request.request_id)
-    super().submit(request, **others)
+    super().add_request(request, **others)
 
 
 class Failing(Engine):
@@ -124,7 +124,7 @@ def error_of(response) -> dict[str, Any]:
 
 
 def test_too_many_that_wait_are_told_when_to_ask_again():
-  config = ServeConfig(port=0, max_waiting=3, max_waiting_of_client=2)
+  config = ServeConfig(port=0, max_queued_requests=3, max_waiting_of_client=2)
   with gated(config, sizes=ONE_AT_A_TIME) as (service, gate, plain):
     thread, pool = service.thread, concurrent.futures.ThreadPoolExecutor(8)
     answers = []

@@ -23,7 +23,7 @@ def ask(url: str, **others) -> tuple[str, dict]:
 
 @pytest.mark.thorough
 def test_bfloat16_has_equal_bits_alone_in_company_and_on_two_devices(tmp_path):
-  sizes = ("nano", "--max_context=256", "--compute_dtype=bfloat16")
+  sizes = ("nano", "--max_model_len=256", "--compute_dtype=bfloat16")
   process = Process(tmp_path, *sizes)
   try:
     alone = ask(process.url)
@@ -35,7 +35,7 @@ def test_bfloat16_has_equal_bits_alone_in_company_and_on_two_devices(tmp_path):
   finally:
     process.end(signal.SIGTERM)
   assert "runs in bfloat16 by " in (tmp_path / "serve.log").read_text()
-  process = Process(tmp_path, *sizes, "--model_shards=2")
+  process = Process(tmp_path, *sizes, "--tensor_parallel_size=2")
   try:
     assert ask(process.url) == alone
   finally:
@@ -48,11 +48,11 @@ def test_bfloat16_has_equal_bits_alone_in_company_and_on_two_devices(tmp_path):
   ("command", "flag", "message"),
   [
     ("serve", "--compute_dtype=half", "NumericsConfig.compute_dtype: got 'half', expected one of"),
-    ("serve", "--model_shards=3", "--model_shards: got 3, expected one of"),
-    ("serve", "--max_context=1", "EngineConfig.max_context: got 1, expected at least 2"),
-    ("serve", "--max_sequences=-1", "EngineConfig.max_sequences: got -1, expected at least 0"),
-    ("generate", "--implementation=gpu", "implementation: got 'gpu', expected one of"),
-    ("generate", "--max_context=8", "expected at most 8 together; lower --max_tokens"),
+    ("serve", "--tensor_parallel_size=3", "--tensor_parallel_size: got 3, expected one of"),
+    ("serve", "--max_model_len=1", "EngineConfig.max_model_len: got 1, expected at least 2"),
+    ("serve", "--max_num_seqs=-1", "EngineConfig.max_num_seqs: got -1, expected at least 0"),
+    ("generate", "--backend=gpu", "backend: got 'gpu', expected one of"),
+    ("generate", "--max_model_len=8", "expected at most 8 together; lower --max_tokens"),
   ],
 )
 def test_a_flag_that_cannot_be_is_refused_in_one_line(command, flag, message):

@@ -195,7 +195,7 @@ def test_whatever_strangers_send_the_others_are_answered(count: int, seed, tell_
 # A server in a separate process.
 
 SERVED = (
-  "nano", "--max_context=256", "--max_sequences=16", "--grace_seconds=60",
+  "nano", "--max_model_len=256", "--max_num_seqs=16", "--grace_seconds=60",
   "--timeout_seconds=1800",
 )  # fmt: skip
 

@@ -264,10 +264,10 @@ class Saying(Engine):
   compiler: grammar.Compiler
   form = r'<think>[a-c]</think>[a-c]<tool_call>\{"name":"f","arguments":\{\}\}</tool_call>'
 
-  def submit(self, request, *, mask=None, **others):
+  def add_request(self, request, *, mask=None, **others):
     if mask is None:
       mask = self.compiler.mask(protocol.Grammar(kind="regex", source=self.form, param="regex"))
-    super().submit(request, mask=mask, **others)
+    super().add_request(request, mask=mask, **others)
 
 
 @pytest.mark.thorough
@@ -469,7 +469,8 @@ def test_a_wrong_token_is_refused_in_one_way_and_a_body_that_is_too_long():
   "fields, expected",
   [
     ({"host": "0.0.0.0"}, "ServeConfig.host: got '0.0.0.0' without a token"),
-    ({"max_waiting": 0}, "ServeConfig.max_waiting: got 0, expected a whole number of at least 1"),
+    ({"max_queued_requests": 0},
+     "ServeConfig.max_queued_requests: got 0, expected a whole number of at least 1"),
     ({"grace_seconds": 0}, "expected more than 0 seconds; raise it."),
     ({"token": "é"}, "got a token that does not fit in a header"),
     ({"tenants": {"a": "x"}}, "got 1 tenants, and an empty token, the server's own token"),

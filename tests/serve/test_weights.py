@@ -32,9 +32,11 @@ from seerjax.serve.family import Family
 from seerjax.serve.service import Service
 from seerjax.types import Completion, Request, SamplingParams
 
-NUMERICS = dataclasses.replace(tiny_model.ONE_SLAB, implementation="native")
+NUMERICS = dataclasses.replace(tiny_model.ONE_SLAB, backend="native")
 CONFIG = dataclasses.replace(tiny_model.SMALLEST, num_layers=1, vocab_size=512)
-SIZES = EngineConfig(page_size=16, num_pages=60, max_sequences=4, max_context=64, row_buckets=(16,))
+SIZES = EngineConfig(
+  page_size=16, num_pages=60, max_num_seqs=4, max_model_len=64, batch_size_buckets=(16,)
+)
 KEY = 3
 TOKEN = "secret"
 SHAPES = {"poet": (3, lora.TARGETS), "judge": (1, ("qkv", "down"))}
@@ -65,7 +67,7 @@ def model_of(base: int, name: str = "", generation: int = 0) -> loading.Model:
 
 @functools.cache
 def lone(base: int, name: str = "", generation: int = 0) -> Engine:
-  sizes = dataclasses.replace(SIZES, max_sequences=1, reuse_prefixes=False)
+  sizes = dataclasses.replace(SIZES, max_num_seqs=1, enable_prefix_caching=False)
   return Engine(model_of(base, name, generation), config=sizes, key=numerics_lib.key(KEY))
 
 
@@ -322,7 +324,9 @@ def make_job(name: str, count: int, deliver, fingerprint) -> Job:
 def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits_afterwards():
   """Uses the thread alone, so that the order is known."""
   engine = Engine(model_of(0), config=SIZES, key=numerics_lib.key(KEY))
-  thread = EngineThread({"tiny": engine}, scorers={}, max_waiting=99, max_waiting_of_client=99)
+  thread = EngineThread(
+    {"tiny": engine}, scorers={}, max_queued_requests=99, max_waiting_of_client=99
+  )
   order: list[str] = []
   current = ["old"]
   is_over = threading.Event()
@@ -358,7 +362,9 @@ def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits
 @pytest.mark.thorough
 def test_weights_that_wait_when_the_server_stops_are_refused():
   engine = Engine(model_of(0), config=SIZES, key=numerics_lib.key(KEY))
-  thread = EngineThread({"tiny": engine}, scorers={}, max_waiting=99, max_waiting_of_client=99)
+  thread = EngineThread(
+    {"tiny": engine}, scorers={}, max_queued_requests=99, max_waiting_of_client=99
+  )
   found: list[object] = []
 
   def deliver(event):

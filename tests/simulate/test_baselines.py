@@ -10,7 +10,7 @@ from seerjax.rollout.policies import Divided, GroupFCFS
 from seerjax.simulate import baselines, workloads
 
 SMALL = dataclasses.replace(
-  workloads.MOONLIGHT, num_instances=4, num_groups=24, mean_tokens=2000, max_tokens=8000
+  workloads.MOONLIGHT, data_parallel_size=4, num_groups=24, mean_tokens=2000, max_tokens=8000
 )
 
 

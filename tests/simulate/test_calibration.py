@@ -10,7 +10,7 @@ from seerjax.simulate import calibration, workloads
 
 # An eightieth of Moonlight: seconds become milliseconds of computing.
 SMALL = dataclasses.replace(
-  workloads.MOONLIGHT, num_instances=2, num_groups=24, mean_tokens=2000, max_tokens=8000
+  workloads.MOONLIGHT, data_parallel_size=2, num_groups=24, mean_tokens=2000, max_tokens=8000
 )
 
 

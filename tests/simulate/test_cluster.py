@@ -48,7 +48,7 @@ COSTS = CostModel(
   peer_bandwidth=30.0,
 )
 CLUSTER = ClusterConfig(
-  num_instances=2, costs=COSTS, max_running=5, page_size=PAGE, prompt_tokens=PROMPT
+  data_parallel_size=2, costs=COSTS, max_running=5, page_size=PAGE, prompt_tokens=PROMPT
 )
 POLICIES = {
   "baseline": GroupFCFS(),
@@ -86,13 +86,13 @@ class Naive:
     for (g, m), _ in np.ndenumerate(lengths):
       self.buffer.add(f"{g}/{m}", str(g), prompt_tokens=PROMPT, max_tokens=MAX_TOKENS)
     self.view = Instances.empty(
-      machines.num_instances,
+      machines.data_parallel_size,
       page_size=PAGE,
       num_pages=machines.num_pages,
       max_running=machines.max_running,
     )
     self.planner = Scheduler(policy, self.buffer)
-    self.clocks = [0.0] * machines.num_instances
+    self.clocks = [0.0] * machines.data_parallel_size
     self.batches: list[list[Running]] = [[] for _ in self.clocks]
     self.arrivals: list[tuple[float, int, int, object]] = []
     self.decisions = {}
@@ -214,12 +214,12 @@ class Naive:
       st.lists(st.integers(1, MAX_TOKENS), min_size=size, max_size=size), min_size=1, max_size=5
     )
   ),
-  num_instances=st.integers(1, 3),
+  data_parallel_size=st.integers(1, 3),
 )
 @hypothesis.settings(max_examples=15, deadline=None)
-def test_many_steps_at_once_are_the_steps_one_by_one(name, rows, num_instances):
+def test_many_steps_at_once_are_the_steps_one_by_one(name, rows, data_parallel_size):
   lengths = np.array(rows)
-  machines = dataclasses.replace(CLUSTER, num_instances=num_instances)
+  machines = dataclasses.replace(CLUSTER, data_parallel_size=data_parallel_size)
   naive = Naive(machines, POLICIES[name], lengths).run()
   result = Simulation(machines, POLICIES[name], lengths, max_tokens=MAX_TOKENS).run()
   if not naive.is_tied:
@@ -230,7 +230,7 @@ def test_many_steps_at_once_are_the_steps_one_by_one(name, rows, num_instances):
 
 def test_a_rollout_by_hand():
   # Two requests of 3 and 5 tokens on one instance, prefilled in 2 * 4 * 100 / 1e6 s.
-  machines = dataclasses.replace(CLUSTER, num_instances=1)
+  machines = dataclasses.replace(CLUSTER, data_parallel_size=1)
   result = Simulation(machines, GroupFCFS(), np.array([[3, 5]]), max_tokens=MAX_TOKENS).run()
   # A step is 0.5 + 1 + context / 100; contexts 8, 10, 12, and 7, 8 once the first is done. The
   # second request's prompt is there.
@@ -321,5 +321,5 @@ def test_lengths_out_of_range_are_refused(lengths):
 
 
 def test_a_cluster_of_nothing_is_refused():
-  with pytest.raises(ValueError, match="got num_instances=0, max_running=5"):
-    dataclasses.replace(CLUSTER, num_instances=0)
+  with pytest.raises(ValueError, match="got data_parallel_size=0, max_running=5"):
+    dataclasses.replace(CLUSTER, data_parallel_size=0)

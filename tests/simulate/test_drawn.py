@@ -15,7 +15,7 @@ NOT_ALIKE = drawn.DrawnWorkload(
   seed=0,
   scarce="KV",
   machine="Moonlight",
-  num_instances=2,
+  data_parallel_size=2,
   num_groups=32,
   group_size=8,
   rho=0.16,
@@ -58,7 +58,7 @@ def test_draws_lie_in_their_ranges_and_their_machines_hold_the_longest(seed):
   assert lengths.max() <= workload.max_tokens
   assert (lengths != workload.lengths(1)).any()
   assert machines.num_pages * machines.page_size >= workload.prompt_tokens + workload.max_tokens
-  at_once = lengths.size / workload.num_instances / workload.waves
+  at_once = lengths.size / workload.data_parallel_size / workload.waves
   if workload.scarce == "places":
     assert machines.max_running == max(int(at_once), 1)
 

@@ -15,7 +15,7 @@ def test_presets_are_the_published_ones(workload: workloads.Workload):
     "Kimi-K2": (6400, 256, 38_959, 98_304),
   }[workload.name]
   assert workload.num_groups * workload.group_size == requests
-  assert workload.num_instances * workload.devices == devices
+  assert workload.data_parallel_size * workload.devices == devices
   lengths = workload.lengths(0)
   assert lengths.shape == (workload.num_groups, workload.group_size)
   assert lengths.mean() == pytest.approx(mean, rel=0.03)

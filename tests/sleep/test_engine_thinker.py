@@ -72,7 +72,7 @@ def test_the_protocol_over_a_server_says_what_it_says_over_the_engine():
 
   def engine(**fields) -> Engine:
     sizes = EngineConfig(
-      page_size=32, num_pages=200, max_sequences=8, max_context=512, row_buckets=(8, 64)
+      page_size=32, num_pages=200, max_num_seqs=8, max_model_len=512, batch_size_buckets=(8, 64)
     )
     return Engine(model, config=dataclasses.replace(sizes, **fields))
 
@@ -101,7 +101,7 @@ def test_the_protocol_over_a_server_says_what_it_says_over_the_engine():
   expected_rows, expected = run(EngineThinker(engine()).ask)
   served = Served(
     name="nano",
-    engine=engine(max_sequences=3, row_buckets=(4, 32)),
+    engine=engine(max_num_seqs=3, batch_size_buckets=(4, 32)),
     scorer=Scorer(Model(model.config, model.params, model.numerics), context=64),
     fingerprint="fp_test",
   )

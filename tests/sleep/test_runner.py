@@ -89,7 +89,7 @@ def test_rewrites_are_equal_under_load(alone, tmp_path, kind, is_same):
   loads = [request(f"f{i}", tokens_from(i, 20), seed=i, max_tokens=9) for i in range(5)]
   others = []
   for one in loads:
-    case.engine.submit(one)
+    case.engine.add_request(one)
     others += case.sleep(visits=4)
   others += case.sleep()
   assert len(alone) == 6 and (case.rewrites() == alone) == is_same
@@ -117,7 +117,7 @@ def test_new_weights_cut_jobs_short_and_keep_what_was_written(alone, tmp_path):
   before = case.rewrites()
   case.runner.stop()
   assert case.runner.jobs.stopped > 0 and case.engine.num_unfinished == 0
-  case.engine.set_params(params(1), 1)
+  case.engine.update_weights(params(1), 1)
   case.sleep()
   after = case.rewrites()
   assert 0 < len(before) < 6 == len(after)
@@ -142,7 +142,7 @@ def test_pins_hold_the_start_of_questions_and_go_with_their_context(tmp_path):
     question = request(f"q of {space}", asked, max_tokens=2)
     case.engine.generate([dataclasses.replace(question, namespace=space)])
     assert (case.engine.counters.reused_tokens - before >= pin.num_held) == is_found
-  case.engine.set_params(params(1), 1)
+  case.engine.update_weights(params(1), 1)
   assert case.engine.chunks.pins[0].num_held == 0
   case.sleep()  # In idle rows.
   assert case.engine.chunks.pins[0].num_held == pin.num_held and case.runner.jobs.begun == 2
@@ -180,7 +180,7 @@ def test_rewrites_are_drafts_of_their_contexts_questions_and_of_no_others(tmp_pa
   assert list(path) == ids[6 : 6 + len(path)] and path
   assert not any(path in others for others in drafts.values())
   question = request("q", ids[:4], group=groups["a"], max_tokens=10, logit_bias=bias)
-  case.engine.submit(dataclasses.replace(question, namespace="mine"))
+  case.engine.add_request(dataclasses.replace(question, namespace="mine"))
   found = run(case.engine)["q"]
   assert same(found, make_engine().generate([dataclasses.replace(question, group_id="")])[0])
   case.register("a", "Ana has 3.")
@@ -228,7 +228,9 @@ def test_questions_are_scored_as_an_engine_says_them(tmp_path):
   scores = []
   for place in range(begin, end):
     forced = ((ids[place], ids[place] + 1),)
-    one = request(str(place), ids[:place], max_tokens=1, allowed=forced, temperature=0.0)
+    one = request(
+      str(place), ids[:place], max_tokens=1, allowed_token_ranges=forced, temperature=0.0
+    )
     scores += make_engine().generate([one])[0].raw_logprobs.tolist()
   assert account.scores == [planner.predictability(np.asarray(scores, np.float32))]
   (kind,) = case.runner.seen.full

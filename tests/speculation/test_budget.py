@@ -26,9 +26,15 @@ def situations(draw):
   rows = sorted(draw(st.sets(st.integers(1, 600), min_size=1, max_size=6)))
   seconds = sorted(draw(st.lists(st.floats(0.1, 9), min_size=len(rows), max_size=len(rows))))
   times = tuple(rows), tuple(seconds), draw(st.floats(0, 0.1)), draw(st.floats(0, 1))
-  gamma_max = draw(st.integers(1, 8))
+  num_speculative_tokens = draw(st.integers(1, 8))
   acceptance = tuple(itertools.accumulate(rates, lambda a, b: a * b))
-  return draw(st.integers(0, 12)), draw(st.integers(0, 40)), acceptance, times, gamma_max
+  return (
+    draw(st.integers(0, 12)),
+    draw(st.integers(0, 40)),
+    acceptance,
+    times,
+    num_speculative_tokens,
+  )
 
 
 def times_of(table):
@@ -97,9 +103,9 @@ def test_rows_of_one_path_and_visits_count():
   assert budget.seconds_per_token((1,), (0,), (0.5,), visits) == 0.5
   # Two tokens a second in a visit; one and a half in a step with a draft.
   assert budget.best_length(1, (0.5,), visits) == 0
-  assert budget.mba(0, 1, (0.5,), times, gamma_max=1) == (0, 1)
-  assert budget.mba(0, 1, (0.5,), visits, gamma_max=1) == (0, 0)
-  assert budget.mba_paper(0, 1, (0.5,), visits, gamma_max=1) == (0, 0)
+  assert budget.mba(0, 1, (0.5,), times, num_speculative_tokens=1) == (0, 1)
+  assert budget.mba(0, 1, (0.5,), visits, num_speculative_tokens=1) == (0, 0)
+  assert budget.mba_paper(0, 1, (0.5,), visits, num_speculative_tokens=1) == (0, 0)
 
 
 def test_a_model_that_costs_by_length_is_asked_for_less():
@@ -124,20 +130,25 @@ def test_probes_are_as_frequent_in_visits_as_in_steps():
 @given(situations(), st.floats(1, 4))
 @hypothesis.settings(max_examples=200)
 def test_ours_is_the_best_of_all_splits(situation, priority):
-  num_high, num_low, acceptance, table, gamma_max = situation
+  num_high, num_low, acceptance, table, num_speculative_tokens = situation
   times = times_of(table)
   high, low = budget.mba(
-    num_high, num_low, acceptance, times, gamma_max=gamma_max, priority=priority
+    num_high,
+    num_low,
+    acceptance,
+    times,
+    num_speculative_tokens=num_speculative_tokens,
+    priority=priority,
   )
   batch = num_high + num_low
-  tokens = budget.best_length(batch, acceptance[:gamma_max], times) * batch
+  tokens = budget.best_length(batch, acceptance[:num_speculative_tokens], times) * batch
 
   def gain(high, low):
     return priority * num_high * sum(acceptance[:high]) + num_low * sum(acceptance[:low])
 
-  assert 0 <= high <= gamma_max and 0 <= low <= gamma_max
+  assert 0 <= high <= num_speculative_tokens and 0 <= low <= num_speculative_tokens
   assert high * num_high + low * num_low <= tokens
-  for split in itertools.product(range(gamma_max + 1), repeat=2):
+  for split in itertools.product(range(num_speculative_tokens + 1), repeat=2):
     if split[0] * num_high + split[1] * num_low <= tokens:
       assert gain(*split) <= gain(high, low) + 1e-9
 
@@ -145,11 +156,13 @@ def test_ours_is_the_best_of_all_splits(situation, priority):
 @given(situations())
 @hypothesis.settings(max_examples=200)
 def test_the_paper_s_never_exceeds_its_budget(situation):
-  num_high, num_low, acceptance, table, gamma_max = situation
+  num_high, num_low, acceptance, table, num_speculative_tokens = situation
   times = times_of(table)
-  high, low = budget.mba_paper(num_high, num_low, acceptance, times, gamma_max=gamma_max)
-  assert 0 <= high <= gamma_max and 0 <= low <= gamma_max
-  assert high * num_high + low * num_low <= gamma_max * (num_high + num_low)
+  high, low = budget.mba_paper(
+    num_high, num_low, acceptance, times, num_speculative_tokens=num_speculative_tokens
+  )
+  assert 0 <= high <= num_speculative_tokens and 0 <= low <= num_speculative_tokens
+  assert high * num_high + low * num_low <= num_speculative_tokens * (num_high + num_low)
 
 
 @given(situations())
@@ -219,7 +232,7 @@ def test_a_wavering_gain_does_not_switch_at_every_step():
 
 
 def test_chances_by_hand():
-  plans = Budget(FLAT, BudgetConfig(gamma_max=2))
+  plans = Budget(FLAT, BudgetConfig(num_speculative_tokens=2))
   for _ in range(4000):
     plans.observe(2, 2, 1)
     plans.observe(2, 1, 0)

@@ -92,7 +92,7 @@ def test_other_words_are_refused_by_the_first_id_that_differs(tmp_path, engine):
   "change, message",
   [
     (
-      dict(max_context=32),
+      dict(max_model_len=32),
       "of 32 positions for an engine of 64, expected at least as many; lower",
     ),
     (
@@ -117,9 +117,7 @@ def test_a_directory_that_is_no_draft_is_refused(tmp_path, engine):
 def test_a_drafter_has_the_engines_key_context_and_backend(tmp_path, engine):
   written(tmp_path / "draft")
   drafter = draft_loading.drafter_for(engine, tmp_path / "draft")
-  assert (
-    drafter.program.context == 64 and drafter.program.decoder.numerics.implementation == "tiled"
-  )
+  assert drafter.program.context == 64 and drafter.program.decoder.numerics.backend == "tiled"
   assert np.array_equal(jax.random.key_data(drafter._key), jax.random.key_data(jax.random.key(3)))
 
 
@@ -128,9 +126,9 @@ def test_a_run_names_its_draft(tmp_path, engine):
   drafter = "seerjax.speculation.draft_loading:of_run"
   taken = Acceptance()
   run = DraftedRun(engine=engine, is_probe=lambda _: False, acceptance=taken)
-  config = SpeculationConfig(drafter=drafter, draft_name=str(tmp_path / "draft"))
+  config = SpeculationConfig(drafter=drafter, draft_model=str(tmp_path / "draft"))
   assert make_drafter(config, run).acceptance is taken
-  with pytest.raises(ValueError, match="draft_name: got '', expected a draft model"):
+  with pytest.raises(ValueError, match="draft_model: got '', expected a draft model"):
     make_drafter(SpeculationConfig(drafter=drafter), run)
 
 

@@ -57,11 +57,11 @@ def test_a_request_that_begins_anew_under_its_old_name_is_read_again():
   first, second = asked(2)
   alone = answers(engine, [first, second])
   engine.drafter = drafter = drafting_models.drafter()
-  engine.submit(first)
+  engine.add_request(first)
   for _ in range(2):
     engine.step()
-  engine.cancel(first.request_id)
-  engine.submit(dataclasses.replace(second, request_id=first.request_id))
+  engine.abort_request(first.request_id)
+  engine.add_request(dataclasses.replace(second, request_id=first.request_id))
   engine.step()
   engine.chunks.preempt(first.request_id)
   while engine.num_unfinished:
@@ -69,8 +69,8 @@ def test_a_request_that_begins_anew_under_its_old_name_is_read_again():
   (found,) = engine.poll()
   assert found.has_bits_of(alone[second.request_id])
   assert drafter.slots.num_read_again == 1
-  engine.set_params(tiny_model.params(drafting_models.ONE_SLAB, 1), 1)
-  drafter.set_params(tiny_model.params(drafting_models.ONE_SLAB, 1))
+  engine.update_weights(tiny_model.params(drafting_models.ONE_SLAB, 1), 1)
+  drafter.update_weights(tiny_model.params(drafting_models.ONE_SLAB, 1))
   accepted = drafter.acceptance.num_accepted
   drafted = answers(engine, [second])[second.request_id]
   assert drafter.acceptance.num_accepted > accepted
@@ -93,7 +93,9 @@ def test_a_draft_goes_as_far_as_it_can_be_used_and_says_what_a_grammar_allows():
   ((path,),) = drafter.draft([query([1, 2, 3], most=2)])
   assert len(path) == 2
   allowed = [(10, 12), (20, 21), (30, 34), (40, 41), (50, 51)]
-  ((path,),) = drafter.draft([query([1, 2, 3, 11], allowed=tuple(allowed), max_tokens=5)])
+  ((path,),) = drafter.draft(
+    [query([1, 2, 3, 11], allowed_token_ranges=tuple(allowed), max_tokens=5)]
+  )
   assert path[0] == 20 and path[1] in range(30, 34) and path[2:] == (40, 50)
   drafter.length = 0
   assert drafter.draft([query([1, 2, 3])]) == ()
@@ -136,9 +138,9 @@ def test_a_greedy_request_teaches_nothing_of_temperatures():
   (lambda: DraftModelConfig(width=9), "width: got 9, expected a whole number from 1 to 8"),
   (lambda: DraftModelConfig(width=True), "width: got True, expected a whole number; write 1"),
   (lambda: DraftModelConfig(num_slots=0), "num_slots: got 0, expected a whole number from 1"),
-  (lambda: DraftModelConfig(row_buckets=(8, 4)),
-   "row_buckets: got (8, 4), expected ascending numbers of rows"),
-  (lambda: DraftModelConfig(num_slots=64, row_buckets=(8,)),
+  (lambda: DraftModelConfig(batch_size_buckets=(8, 4)),
+   "batch_size_buckets: got (8, 4), expected ascending numbers of rows"),
+  (lambda: DraftModelConfig(num_slots=64, batch_size_buckets=(8,)),
    "the last at least num_slots=64; (8, 64, 256) is usual"),
   (lambda: ModelDrafter(model(), context=5000),
    "got a draft of 4096 positions for sequences of 5000, expected at least as many"),
@@ -163,7 +165,7 @@ def program():
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["tiled", "native"])
 def test_siblings_are_the_next_by_logit_and_noise(kind):
-  numerics = dataclasses.replace(drafting_models.ONE_SLAB, implementation=kind)
+  numerics = dataclasses.replace(drafting_models.ONE_SLAB, backend=kind)
   config = dataclasses.replace(drafting_models.CONFIG, width=3)
   chain, comb = (
     drafting_models.drafter("same", numerics),

@@ -22,7 +22,7 @@ from seerjax.speculation.statistics import Acceptance
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Request, SamplingParams
 
-NATIVE = dataclasses.replace(drafting_models.ONE_SLAB, implementation="native")
+NATIVE = dataclasses.replace(drafting_models.ONE_SLAB, backend="native")
 PROMPT = tuple(range(10, 16))
 
 
@@ -188,7 +188,7 @@ def test_a_run_with_a_draft_model_gets_both(tmp_path):
   run = DraftedRun(engine=engine, is_probe=lambda _: False, acceptance=taken)
   assert isinstance(make_drafter(SpeculationConfig(), run), SuffixDrafter)
   config = SpeculationConfig(
-    draft_name=str(tmp_path), draft=dataclasses.replace(CONFIG, width=2, num_slots=3)
+    draft_model=str(tmp_path), draft=dataclasses.replace(CONFIG, width=2, num_slots=3)
   )
   drafter = make_drafter(config, run)
   assert isinstance(drafter, HybridDrafter) and drafter.acceptance is taken

@@ -316,7 +316,10 @@ def test_without_a_table_drafts_that_rarely_hold_cost_next_to_nothing():
 
 def test_without_a_table_drafts_that_hold_are_made():
   text = list(range(200))
-  for drafter in (SuffixDrafter(), SuffixDrafter(budget=budget.BudgetConfig(gamma_max=4))):
+  for drafter in (
+    SuffixDrafter(),
+    SuffixDrafter(budget=budget.BudgetConfig(num_speculative_tokens=4)),
+  ):
     answers, steps = run(drafter, requests_of(text, text, text), batch=1)
     assert answers == {f"g/{n}": text for n in range(3)}
     assert steps < 200 + 2 * 200 / 2

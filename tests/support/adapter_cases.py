@@ -43,11 +43,11 @@ def base_of(case: Case) -> Case:
     config = dataclasses.replace(config, num_layers=parameters.UNROLLED_LAYERS + 1)
     model = dataclasses.replace(model, config=config)
   sizes = case.machine.sizes
-  *_, last = sizes.row_buckets
+  *_, last = sizes.batch_size_buckets
   sizes = dataclasses.replace(
     sizes,
-    row_buckets=(*sizes.row_buckets[:-1], max(last, 8)),
-    max_sequences=max(sizes.max_sequences, 4),
+    batch_size_buckets=(*sizes.batch_size_buckets[:-1], max(last, 8)),
+    max_num_seqs=max(sizes.max_num_seqs, 4),
     num_pages=1 + 3 * -(-MAX_TOKENS // sizes.page_size),
   )
   machine = dataclasses.replace(case.machine, model=model, sizes=sizes)
@@ -109,10 +109,10 @@ def lone_engine(model: Model, seed: int, generation: int, adapter: str) -> engin
   sizes = EngineConfig(
     page_size=page_size,
     num_pages=2 - MAX_TOKENS // -page_size,
-    max_sequences=1,
-    max_context=MAX_TOKENS,
-    row_buckets=(64,),
-    reuse_prefixes=False,
+    max_num_seqs=1,
+    max_model_len=MAX_TOKENS,
+    batch_size_buckets=(64,),
+    enable_prefix_caching=False,
   )
   return engine_lib.Engine(
     loading.Model(model.config, params, model.numerics),
@@ -173,11 +173,11 @@ class SharesPages(Counting):
 @functools.lru_cache(maxsize=4)
 def _runner(machine: Machine) -> runner_lib.Runner:
   instances, shards = machine.mesh
-  mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
+  mesh = parallel.make_mesh(data_parallel_size=instances, tensor_parallel_size=shards)
   model = machine.model
   # Exactly one program per bucket: adapters that come and go compile no new one.
   return runner_lib.Runner(
-    decide(model.config, model.numerics), mesh, len(machine.sizes.row_buckets)
+    decide(model.config, model.numerics), mesh, len(machine.sizes.batch_size_buckets)
   )
 
 
@@ -222,7 +222,7 @@ class AdapterSchedule(model_cases.Schedule):
     found = super().run()
     model, seed = self.case.model, self.case.seed
     self.engine.drafter = None
-    self.engine.set_params(weights_of(model, 1), 1)
+    self.engine.update_weights(weights_of(model, 1), 1)
     self.engine.set_adapters(named(model, seed, 1))
     again = self.engine.generate(list(self.requests.values()))
     for request, completion in zip(self.requests.values(), again, strict=True):
@@ -277,10 +277,10 @@ def _described(adapter: lora.Adapter, scale: float) -> str:
 
 def main(numbers: list[Any]) -> None:
   jax.config.update("jax_num_cpu_devices", 8)
-  implementation, *rest = numbers
+  backend, *rest = numbers
   for seed, number in zip(rest[::2], rest[1::2], strict=True):
     counted: collections.Counter[str] = collections.Counter()
-    case = drawn_models.implemented(drawn_models.draw(int(seed), int(number)), implementation)
+    case = drawn_models.implemented(drawn_models.draw(int(seed), int(number)), backend)
     print(case)
     run_case(case, counted)
     print(dict(counted), flush=True)

@@ -31,11 +31,11 @@ class Plain:
     shape = dict(decoder=decide(config, numerics))
     self._params, self._vocab_size = params, config.vocab_size
     self._hidden = functools.partial(scoring._hidden_rows, **shape)
-    self._likeliest = jax.jit(functools.partial(head.likeliest, **shape), static_argnums=4)
+    self._likeliest = jax.jit(functools.partial(head.top_logprobs, **shape), static_argnums=4)
     self._forced = functools.partial(scoring._forced, **shape)
 
   @functools.cache  # noqa: B019, lives as long as the tests.
-  def likeliest(self, tokens: tuple[int, ...]) -> list[tuple[int, np.float32]]:
+  def top_logprobs(self, tokens: tuple[int, ...]) -> list[tuple[int, np.float32]]:
     """Returns the ids and log-probabilities of up to 16 most likely next tokens, unsorted."""
     padded = np.zeros(ROWS, np.int32)
     padded[: len(tokens)] = tokens
@@ -59,7 +59,7 @@ class Plain:
         if reason:
           candidates.append(((-score, -1, rank), (tokens, score, reason)))
           continue
-        for token, logprob in self.likeliest((*prompt, *tokens))[:width]:
+        for token, logprob in self.top_logprobs((*prompt, *tokens))[:width]:
           longer, total = (*tokens, token), score + float(logprob)
           ended = "stop" if token in stops else "length" if len(longer) == max_tokens else ""
           candidates.append(((-total, token, rank), (longer, total, ended)))

@@ -44,7 +44,7 @@ def make_engine(
   numerics: NumericsConfig = tiny_model.NUMERICS,
   *,
   num_pages: int = 40,
-  max_sequences: int = 4,
+  max_num_seqs: int = 4,
   weights_seed: int = 0,
   **others,
 ) -> Watched:
@@ -54,9 +54,9 @@ def make_engine(
     config=EngineConfig(
       page_size=4,
       num_pages=num_pages,
-      max_sequences=max_sequences,
-      max_context=64,
-      row_buckets=(16,),
+      max_num_seqs=max_num_seqs,
+      max_model_len=64,
+      batch_size_buckets=(16,),
     ),
     key=jax.random.key(5),
     runner=tiny_model.runner(numerics),
@@ -202,10 +202,10 @@ class Case:
 
   def make_worker(self, number: int, *, may_die: bool = True) -> Mortal:
     rng = self.rng
-    num_pages, max_sequences = SIZES[int(rng.integers(len(SIZES)))]
+    num_pages, max_num_seqs = SIZES[int(rng.integers(len(SIZES)))]
     pool = None if self.directory is None else on_store(self.directory)
     engine = make_engine(
-      self.numerics, num_pages=num_pages, max_sequences=max_sequences, kv_pool=pool
+      self.numerics, num_pages=num_pages, max_num_seqs=max_num_seqs, kv_pool=pool
     )
     self.engines.append(engine)
     worker = self.worker_kind(engine, name=f"w{number}")

@@ -30,14 +30,14 @@ CONTEXT = 64
 SIZES = EngineConfig(
   page_size=4,
   num_pages=65,
-  max_sequences=4,
-  max_context=CONTEXT,
-  row_buckets=(32,),
+  max_num_seqs=4,
+  max_model_len=CONTEXT,
+  batch_size_buckets=(32,),
   reserved_tokens=0,
 )
 KEY = 11
 # A single program, too small for most of the tests' prompts to fit whole.
-CONFIG = DraftModelConfig(length=4, num_slots=3, row_buckets=(12,))
+CONFIG = DraftModelConfig(length=4, num_slots=3, batch_size_buckets=(12,))
 # Step times where rows are almost free and a draft model's tokens are not.
 TIMES = StepTimes(rows=(1, 64), seconds=(1.0, 1.5))
 SUFFIX_TIMES = DraftTimes(once=0.02, request=0.001)
@@ -76,7 +76,7 @@ def program(
     context=CONTEXT,
     num_slots=config.num_slots,
     width=config.width,
-    row_buckets=config.row_buckets,
+    batch_size_buckets=config.batch_size_buckets,
   )
 
 
@@ -141,11 +141,11 @@ def hybrid(
 def make_word_engine() -> Engine:
   """Returns an engine of one slab with the vocabulary of the shipped tokenizer."""
   shape = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512)
-  numerics = dataclasses.replace(ONE_SLAB, implementation="native")
+  numerics = dataclasses.replace(ONE_SLAB, backend="native")
   params = parameters.init(numerics_lib.key(1), shape, numerics)
   return Engine(
     Model(shape, params, numerics, word_engine.TOKENIZER),
-    config=dataclasses.replace(SIZES, steps_per_visit=1),
+    config=dataclasses.replace(SIZES, decode_steps_per_call=1),
     key=numerics_lib.key(KEY),
   )
 

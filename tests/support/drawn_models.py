@@ -79,7 +79,7 @@ class Model:
       f" {c.intermediate_size}, {c.num_layers} layer(s), {c.num_heads}/{c.num_kv_heads} heads of"
       f" {c.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
       f" {self.deviation}, weights {self.directory or self.weights_seed}{adapter};"
-      f" {n.implementation} {n.compute_dtype}, tiles"
+      f" {n.backend} {n.compute_dtype}, tiles"
       f" {n.row_tile} {n.query_tile} {n.slot_tile}, split {n.kv_split}, {n.reduction_shards}"
       f" slab(s); trainer of {self.train_rows} rows, pages of {self.train_page_size},"
       f" {self.train_instances} instance(s)"
@@ -103,9 +103,9 @@ class Machine:
   def __str__(self) -> str:
     s = self.sizes
     return (
-      f"{self.model}; buckets {s.row_buckets}, {s.num_pages} pages of {s.page_size},"
-      f" {s.max_sequences} sequences, context {s.max_context},"
-      f" {'reuse' if s.reuse_prefixes else 'no reuse'}, {self.mesh[0]} instance(s) of"
+      f"{self.model}; buckets {s.batch_size_buckets}, {s.num_pages} pages of {s.page_size},"
+      f" {s.max_num_seqs} sequences, context {s.max_model_len},"
+      f" {'reuse' if s.enable_prefix_caching else 'no reuse'}, {self.mesh[0]} instance(s) of"
       f" {self.mesh[1]} device(s)"
     )
 
@@ -185,7 +185,7 @@ def draw_model(rng: np.random.Generator) -> Model:
     kv_split=kv_split,
     reduction_shards=slabs,
     compute_dtype=_pick(rng, "float32", "float32", "bfloat16"),
-    implementation="tiled",
+    backend="tiled",
   )
   family = huggingface_config.FAMILIES[_pick(rng, *huggingface_config.FAMILIES)]
   config = model_config.TransformerConfig(
@@ -204,7 +204,7 @@ def draw_model(rng: np.random.Generator) -> Model:
       head_dim=head_dim, base=_pick(rng, 1e3, 1e4, 1e6), scaling=scaling, **scaled
     ),
     is_tied=bool(rng.integers(2)),
-    max_context=128,
+    max_model_len=128,
   )
   rank = _pick(rng, 0, 0, 0, 1, 2, 3, 4, 5)
   smallest = min(config.hidden_size, config.num_heads * head_dim, config.intermediate_size)
@@ -245,10 +245,10 @@ def draw_machine(rng: np.random.Generator, model: Model) -> Machine:
     sizes=EngineConfig(
       page_size=page_size,
       num_pages=1 + int(of_a_request * _pick(rng, 1.0, 1.5, 3.0)),
-      max_sequences=min(last, int(rng.integers(1, 7))),
-      max_context=_pick(rng, MAX_TOKENS, MAX_TOKENS, 80, 112),
-      row_buckets=buckets,
-      reuse_prefixes=rng.random() < 0.8,
+      max_num_seqs=min(last, int(rng.integers(1, 7))),
+      max_model_len=_pick(rng, MAX_TOKENS, MAX_TOKENS, 80, 112),
+      batch_size_buckets=buckets,
+      enable_prefix_caching=rng.random() < 0.8,
     ),
     mesh=(instances, shards),
   )
@@ -301,11 +301,11 @@ def draw(seed: int, number: int, machine: Machine | None = None) -> Case:
 
 
 def pretrained(
-  directory: str, compute_dtype: str, implementation: numerics_lib.Implementation = "native"
+  directory: str, compute_dtype: str, backend: numerics_lib.Backend = "native"
 ) -> Model:
   """Returns a pretrained model with its default numerics, except for two fields."""
   config = huggingface.load_config(directory)
-  asked = numerics_lib.NumericsConfig(compute_dtype=compute_dtype, implementation=implementation)
+  asked = numerics_lib.NumericsConfig(compute_dtype=compute_dtype, backend=backend)
   numerics = decide(config, asked).numerics
   return Model(
     config=config,
@@ -333,10 +333,10 @@ def draw_of(model: Model, seed: int, number: int) -> Case:
   sizes = EngineConfig(
     page_size=page_size,
     num_pages=1 + int(-(-MAX_TOKENS // page_size) * _pick(rng, 1.0, 1.5, 3.0)),
-    max_sequences=int(rng.integers(2, 7)),
-    max_context=_pick(rng, MAX_TOKENS, 80),
-    row_buckets=_pick(rng, (8,), (15,), (6, 32), (64,)),
-    reuse_prefixes=rng.random() < 0.8,
+    max_num_seqs=int(rng.integers(2, 7)),
+    max_model_len=_pick(rng, MAX_TOKENS, 80),
+    batch_size_buckets=_pick(rng, (8,), (15,), (6, 32), (64,)),
+    enable_prefix_caching=rng.random() < 0.8,
   )
   mesh = (1 + number // OF_A_MACHINE % 2, 1)
   case = draw(seed, number, Machine(model=model, sizes=sizes, mesh=mesh))
@@ -349,10 +349,10 @@ def draw_of(model: Model, seed: int, number: int) -> Case:
   )
 
 
-def implemented(case: Case, implementation: numerics_lib.Implementation) -> Case:
-  """Returns the case with another implementation in place of tiles."""
+def implemented(case: Case, backend: numerics_lib.Backend) -> Case:
+  """Returns the case with another backend in place of tiles."""
   model = case.model
-  numerics = dataclasses.replace(model.numerics, implementation=implementation)
+  numerics = dataclasses.replace(model.numerics, backend=backend)
   model = dataclasses.replace(model, numerics=numerics)
   return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 
@@ -430,7 +430,7 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
     top_p=_pick(rng, 1.0, 0.9, 0.5) if is_filtered else 1.0,
     min_p=_pick(rng, 0.0, 0.05, 0.3) if is_filtered else 0.0,
     logit_bias=tuple((token, float(rng.uniform(-6, 6))) for token in biases),
-    allowed=allowed,
+    allowed_token_ranges=allowed,
     **penalties,
     max_tokens=max_tokens,
     stop_token_ids=(int(rng.integers(vocab_size)),) if rng.random() < 0.3 else (),
@@ -473,10 +473,10 @@ def runner_of(
 @functools.lru_cache(maxsize=4)
 def _runner_of(machine: Machine, kind: type[runner_lib.Runner]) -> runner_lib.Runner:
   instances, shards = machine.mesh
-  mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
+  mesh = parallel.make_mesh(data_parallel_size=instances, tensor_parallel_size=shards)
   model = machine.model
   return kind(
-    decide(model.config, model.numerics), mesh, max_programs=len(machine.sizes.row_buckets)
+    decide(model.config, model.numerics), mesh, max_programs=len(machine.sizes.batch_size_buckets)
   )
 
 
@@ -505,10 +505,10 @@ def plain_engine(
   sizes = EngineConfig(
     page_size=page_size,
     num_pages=2 - MAX_TOKENS // -page_size,
-    max_sequences=1,
-    max_context=MAX_TOKENS,
-    row_buckets=(64,),
-    reuse_prefixes=False,
+    max_num_seqs=1,
+    max_model_len=MAX_TOKENS,
+    batch_size_buckets=(64,),
+    enable_prefix_caching=False,
   )
   return make_engine(Machine(model=model, sizes=sizes, mesh=(1, 1)), kind)
 

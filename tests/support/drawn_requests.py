@@ -45,12 +45,12 @@ SAMPLING = st.fixed_dictionaries(
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.0, 0.4]),
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
     logit_bias=sometimes(st.tuples(TOKEN, st.floats(-6.0, 6.0, width=32)), 1, 3),
-    allowed=st.booleans().flatmap(
+    allowed_token_ranges=st.booleans().flatmap(
       lambda is_it: st.lists(RANGE, min_size=20, max_size=20).map(tuple) if is_it else st.just(())
     ),
     max_tokens=st.integers(1, 20),
     stop_token_ids=sometimes(TOKEN, 1, 6),
-    stop_strings=sometimes(st.text(CHARACTERS, min_size=1, max_size=2), 3, 8),
+    stop=sometimes(st.text(CHARACTERS, min_size=1, max_size=2), 3, 8),
   )
 )
 
@@ -60,7 +60,8 @@ def make_engine(
 ) -> engine_lib.Engine:
   """Returns an engine with a tokenizer; engines of one numerics and mesh share programs."""
   return tiny_model.make_engine(
-    config, numerics, num_instances=mesh[0], model_shards=mesh[1], kind=kind, tokenizer=TOKENIZER,
+    config, numerics, data_parallel_size=mesh[0], tensor_parallel_size=mesh[1], kind=kind,
+    tokenizer=TOKENIZER,
     **others,
   )  # fmt: skip
 

@@ -45,7 +45,7 @@ QWEN3 = model_config.TransformerConfig(
   head_dim=16,
   has_qk_norms=True,
   rotary=rotary.RotaryConfig(head_dim=16, base=1e6),
-  max_context=128,
+  max_model_len=128,
 )
 LLAMA = dataclasses.replace(
   QWEN3,
@@ -310,7 +310,7 @@ def parts(
   entries = {
     "general.architecture": value("str", "llama"),
     "llama.block_count": value("u32", config.num_layers),
-    "llama.context_length": value("u32", config.max_context),
+    "llama.context_length": value("u32", config.max_model_len),
     "llama.embedding_length": value("u32", d),
     "llama.feed_forward_length": value("u32", inner),
     "llama.attention.head_count": value("u32", config.num_heads),

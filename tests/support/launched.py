@@ -16,10 +16,10 @@ from seerjax.models import huggingface
 
 # Flags of a run that takes a minute, mostly for compiling.
 RUN_FLAGS = (
-  "--config.checkpoint_every=1", "--config.rollout.groups_per_step=2",
+  "--config.checkpoint_every=1", "--config.rollout.prompts_per_step=2",
   "--config.rollout.group_size=2", "--config.rollout.max_tokens=8",
   "--config.evaluation.num_problems=2", "--config.engine.num_pages=64",
-  "--config.engine.max_context=96", "--nobitwise",
+  "--config.engine.max_model_len=96", "--nobitwise",
 )  # fmt: skip
 ROOT = pathlib.Path(__file__).parents[2]
 MINOR = "{}.{}".format(*sys.version_info[:2])

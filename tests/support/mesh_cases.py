@@ -53,18 +53,18 @@ class Case:
       decoder=decide(self.config, self.numerics),
       page_size=4,
       rows_per_micro_batch=self.rows,
-      max_sequences=3,
+      max_num_seqs=3,
       max_sequence_tokens=25,
     )
 
 
-def draw(rng: np.random.Generator, implementation: Any, *, max_layers: int = 2) -> Case:
+def draw(rng: np.random.Generator, backend: Any, *, max_layers: int = 2) -> Case:
   """Returns a small model with any number of slabs; few widths are whole vectors."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
   slabs = pick(2, 4, 8, 8)
   heads = slabs * pick(1, 1, 2)
   numerics = numerics_lib.NumericsConfig(
-    implementation=implementation,
+    backend=backend,
     row_tile=pick(2, 4, 8, 16),
     query_tile=pick(1, 2, 4, 8),
     slot_tile=pick(1, 2, 4),
@@ -72,7 +72,7 @@ def draw(rng: np.random.Generator, implementation: Any, *, max_layers: int = 2) 
     reduction_shards=slabs,
     compute_dtype=pick("float32", "float32", "bfloat16"),
   )
-  head_dim = 2 * int(rng.integers(4 if implementation == "tiled" else 1, 6))
+  head_dim = 2 * int(rng.integers(4 if backend == "tiled" else 1, 6))
   config = model_config.TransformerConfig(
     vocab_size=slabs * (1 + 2 * int(rng.integers(2, 5))),
     hidden_size=int(rng.integers(5, 41)),
@@ -85,7 +85,7 @@ def draw(rng: np.random.Generator, implementation: Any, *, max_layers: int = 2) 
     has_qkv_biases=bool(rng.integers(2)),
     rotary=rotary.RotaryConfig(head_dim=head_dim),
     is_tied=bool(rng.integers(2)),
-    max_context=64,
+    max_model_len=64,
   )
   smallest = min(config.hidden_size, config.num_heads * head_dim, config.intermediate_size)
   return Case(
@@ -111,7 +111,7 @@ def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
     decoder=decide(case.config, case.numerics),
     loss=losses.dapo(),
     optimizer=step.make_optimizer(OPTIMIZER),
-    mesh=parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1]),
+    mesh=parallel.make_mesh(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1]),
     num_pages=packing.layout(**case.layout).num_pages,
     page_size=4,
     remat=case.remat,

@@ -155,12 +155,14 @@ class Schedule:
   def _submit(self, request: Request, said: Completion | None = None) -> None:
     rng, case = self.rng, self.case
     instance = int(rng.integers(case.machine.mesh[0])) if rng.random() < 0.3 else None
-    self.engine.submit(
+    self.engine.add_request(
       request, resume_from=said, instance=instance, chunk_tokens=case.chunk_tokens or None
     )
     self.live[request.request_id] = request
     self.events["resumed in the middle"] += said is not None
-    self.events["chunked prompts"] += len(request.prompt) > case.machine.sizes.row_buckets[-1]
+    self.events["chunked prompts"] += (
+      len(request.prompt) > case.machine.sizes.batch_size_buckets[-1]
+    )
 
   def _happens(self, kind: str) -> bool:
     # Disturbances stop after a while; otherwise a case might make no progress.
@@ -181,7 +183,7 @@ class Schedule:
       self.events["preempted"] += engine.counters.preemptions - before
     if self.live and self._happens("cancel"):
       name = self._some(sorted(self.live))
-      engine.cancel(name)
+      engine.abort_request(name)
       self.todo.append((now + int(self.rng.integers(1, 6)), self.live.pop(name), None))
       self.events["cancelled"] += 1
     if self.live and self._happens("kill"):
@@ -250,8 +252,8 @@ class Schedule:
   def _end(self) -> None:
     self._count()
     engine, usable = self.engine, self.case.machine.sizes.num_pages - 1
-    free = [engine.chunks.free_pages(instance) for instance in range(engine.num_instances)]
-    assert free == [usable] * engine.num_instances, f"got free pages {free}, expected {usable}"
+    free = [engine.chunks.free_pages(instance) for instance in range(engine.data_parallel_size)]
+    assert free == [usable] * engine.data_parallel_size, f"got free pages {free}, expected {usable}"
     assert not self.pool.num_host_pages
     for _ in range(PIN_STEPS):  # Pins that no request needs expire after this many steps.
       self.pool.advance()
@@ -301,7 +303,7 @@ def run_case(
 
 def expected_of(cases: list[Case], expected: tuple[str, ...]) -> list[str]:
   """Returns the events that these cases must meet; steps of a few rows have no room for drafts."""
-  has_room = any(case.machine.sizes.row_buckets[-1] > 4 for case in cases)
+  has_room = any(case.machine.sizes.batch_size_buckets[-1] > 4 for case in cases)
   return [event for event in expected if has_room or event not in OF_DRAFTS]
 
 
@@ -323,7 +325,7 @@ def count_request(request: Request, events: collections.Counter[str]) -> None:
   events["greedy"] += sampling.temperature == 0
   events["filtered"] += bool(sampling.top_k) or sampling.top_p < 1 or sampling.min_p > 0
   events["biased"] += bool(sampling.logit_bias)
-  events["grammars"] += bool(sampling.allowed)
+  events["grammars"] += bool(sampling.allowed_token_ranges)
   events["penalised"] += sampling.has_penalties
 
 
@@ -334,7 +336,7 @@ def count_case(case: Case, events: collections.Counter[str]) -> None:
   events["suffix drafts"] += case.suffix_paths == 1
   events["suffix trees"] += case.suffix_paths > 1
   events["adapters"] += bool(case.model.rank)
-  events["odd buckets"] += sum(bucket % 2 for bucket in case.machine.sizes.row_buckets)
+  events["odd buckets"] += sum(bucket % 2 for bucket in case.machine.sizes.batch_size_buckets)
   events["several instances"] += case.machine.mesh[0] > 1
   events["model shards"] += case.machine.mesh[1] > 1
 
@@ -346,7 +348,7 @@ def _trainer(model: Model) -> step.Trainer:
     decoder=decide(model.config, model.numerics),
     loss=losses.grpo(),
     optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(num_instances=model.train_instances),
+    mesh=parallel.make_mesh(data_parallel_size=model.train_instances),
     num_pages=layout.num_pages,
     page_size=model.train_page_size,
   )
@@ -356,7 +358,7 @@ def _layout(model: Model) -> dict[str, int]:
   return dict(
     page_size=model.train_page_size,
     rows_per_micro_batch=model.train_rows,
-    max_sequences=5,
+    max_num_seqs=5,
     max_sequence_tokens=drawn_models.MAX_TOKENS,
   )
 

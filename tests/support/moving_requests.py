@@ -10,7 +10,9 @@ from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.numerics import NumericsConfig
 from seerjax.types import Request, SamplingParams
 
-SIZES = EngineConfig(page_size=4, num_pages=40, max_sequences=4, max_context=64, row_buckets=(16,))
+SIZES = EngineConfig(
+  page_size=4, num_pages=40, max_num_seqs=4, max_model_len=64, batch_size_buckets=(16,)
+)
 
 
 @functools.cache
@@ -21,7 +23,7 @@ def answers(numerics: NumericsConfig = tiny_model.NUMERICS) -> dict:
 
 def make_engine(mesh, sizes=SIZES, numerics=tiny_model.NUMERICS, **others) -> Engine:
   return tiny_model.make_engine(
-    sizes, numerics, num_instances=mesh[0], model_shards=mesh[1], **others
+    sizes, numerics, data_parallel_size=mesh[0], tensor_parallel_size=mesh[1], **others
   )
 
 
@@ -42,7 +44,7 @@ def asked() -> list[Request]:
 def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
   """Runs all requests of `asked` in chunks; calls `at_pause(id)` before each resumption."""
   for one in asked():
-    engine.submit(one, chunk_tokens=chunk_tokens)
+    engine.add_request(one, chunk_tokens=chunk_tokens)
   found = {}
   for _ in range(300):
     engine.step()
@@ -52,8 +54,8 @@ def run(engine: Engine, at_pause, chunk_tokens=5) -> dict:
       engine.chunks.resume(request_id, chunk_tokens=chunk_tokens, instance=instance)
     if not engine.num_unfinished:
       break
-  free = [engine.chunks.free_pages(instance) for instance in range(engine.num_instances)]
-  assert free == [engine.config.num_pages - 1] * engine.num_instances
+  free = [engine.chunks.free_pages(instance) for instance in range(engine.data_parallel_size)]
+  assert free == [engine.config.num_pages - 1] * engine.data_parallel_size
   assert engine.memory.kv_pool.num_host_pages == 0
   return found
 

@@ -87,7 +87,9 @@ def refusal(ask: Callable[..., Any], *arguments: Any, **fields: Any) -> Refusal:
 def engine_alone() -> Engine:
   """Returns an engine with other sizes, for one request at a time."""
   return word_engine.make_engine(
-    EngineConfig(page_size=16, num_pages=5, max_sequences=1, max_context=64, row_buckets=(16,))
+    EngineConfig(
+      page_size=16, num_pages=5, max_num_seqs=1, max_model_len=64, batch_size_buckets=(16,)
+    )
   )
 
 

@@ -40,7 +40,7 @@ from seerjax.serve.service import Service
 
 CONTEXT = 128
 ADAPTERS = ("poet", "judge", "clerk")
-CONFIG = ServeConfig(port=0, max_waiting=4096, max_waiting_of_client=1024)
+CONFIG = ServeConfig(port=0, max_queued_requests=4096, max_waiting_of_client=1024)
 REGEXES = ("[a-c]{2}[0-9]{3}", "(yes|no), because [a-z ]{1,9}", "[0-9]{1,12}")
 SCHEMAS: tuple[dict[str, Any], ...] = (
   {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
@@ -92,24 +92,24 @@ class Subject:
     config, numerics = self.model.config, self.model.numerics
     return (
       f"{self.name}: {config.num_layers} layers, hidden {config.hidden_size}, vocabulary"
-      f" {config.vocab_size}, {numerics.implementation} {numerics.compute_dtype}"
+      f" {config.vocab_size}, {numerics.backend} {numerics.compute_dtype}"
     )
 
 
 @functools.lru_cache(maxsize=2)
-def subject(kind: str, implementation: Any, seed: int, number: int) -> Subject:
+def subject(kind: str, backend: Any, seed: int, number: int) -> Subject:
   """Returns nano, or a tiny model of odd sizes with nano's vocabulary."""
   rng = np.random.default_rng((seed, number, 0))
   if kind == "nano":
     dtype = ("float32", "bfloat16")[int(rng.integers(2))]
-    numerics = numerics_lib.NumericsConfig(implementation=implementation, compute_dtype=dtype)
+    numerics = numerics_lib.NumericsConfig(backend=backend, compute_dtype=dtype)
     model = loading.load_model("nano", numerics)
   else:
     drawn = drawn_models.draw_model(rng)
     slabs = drawn.numerics.reduction_shards
     vocab_size = slabs * (512 // slabs + 1 + 2 * int(rng.integers(10)))  # Odd in every slab.
-    config = dataclasses.replace(drawn.config, vocab_size=vocab_size, max_context=CONTEXT)
-    numerics = dataclasses.replace(drawn.numerics, implementation=implementation)
+    config = dataclasses.replace(drawn.config, vocab_size=vocab_size, max_model_len=CONTEXT)
+    numerics = dataclasses.replace(drawn.numerics, backend=backend)
     drawn = dataclasses.replace(drawn, config=config, numerics=numerics, rank=0)
     params = drawn_models.params_of(drawn)
     model = loading.Model(config, params, numerics, word_engine.TOKENIZER)
@@ -151,11 +151,11 @@ def alone_sizes(model: loading.Model) -> Sizes:
     EngineConfig(
       page_size=page_size,
       num_pages=1 - CONTEXT // -page_size,
-      max_sequences=1,
-      max_context=CONTEXT,
-      row_buckets=(48,),
-      steps_per_visit=1,
-      reuse_prefixes=False,
+      max_num_seqs=1,
+      max_model_len=CONTEXT,
+      batch_size_buckets=(48,),
+      decode_steps_per_call=1,
+      enable_prefix_caching=False,
     )
   )
 
@@ -173,10 +173,10 @@ def draw_sizes(rng: np.random.Generator, model: loading.Model) -> Sizes:
     EngineConfig(
       page_size=page_size,
       num_pages=1 + int(-(CONTEXT // -page_size) * pick(1.0, 1.5, 2.5)),
-      max_sequences=int(rng.integers(3, 9)),
-      max_context=CONTEXT,
-      row_buckets=buckets,
-      steps_per_visit=pick(1, 3, 8),
+      max_num_seqs=int(rng.integers(3, 9)),
+      max_model_len=CONTEXT,
+      batch_size_buckets=buckets,
+      decode_steps_per_call=pick(1, 3, 8),
     ),
     mesh=(instances, pick(*(s for s in (1, 1, 2) if slabs % s == 0))),
     host_pages=pick(8, 64),
@@ -186,10 +186,10 @@ def draw_sizes(rng: np.random.Generator, model: loading.Model) -> Sizes:
 @functools.lru_cache(maxsize=8)
 def _runner(of: Subject, sizes: Sizes, alone: str = "") -> runner_lib.Runner:
   instances, shards = sizes.mesh
-  mesh = parallel.make_mesh(num_instances=instances, model_shards=shards)
+  mesh = parallel.make_mesh(data_parallel_size=instances, tensor_parallel_size=shards)
   config, numerics = of.model.config, of.model.numerics
   return runner_lib.Runner(
-    decide(config, numerics), mesh, max_programs=len(sizes.engine.row_buckets)
+    decide(config, numerics), mesh, max_programs=len(sizes.engine.batch_size_buckets)
   )
 
 
@@ -266,11 +266,11 @@ class Restless(SeesInputs):
     self._has_broken = False
     self._withheld: list[tuple[Any, list[int], int]] = []  # (pool, pages, visits left).
 
-  def submit(self, request, **others):
-    super().submit(request, **others, chunk_tokens=self._chunk())
+  def add_request(self, request, **others):
+    super().add_request(request, **others, chunk_tokens=self._chunk())
 
-  def cancel(self, request_id):
-    super().cancel(request_id)
+  def abort_request(self, request_id):
+    super().abort_request(request_id)
     self.events["cancelled"] += 1
 
   def _chunk(self) -> int | None:
@@ -311,8 +311,8 @@ class Restless(SeesInputs):
     for name in sorted(paused):
       if self._chance(0.3):
         self.events["spilled"] += len(self.chunks.spill([name]))
-      elif self.num_instances > 1 and self._chance(0.3):
-        place = int(self.rng.integers(self.num_instances))
+      elif self.data_parallel_size > 1 and self._chance(0.3):
+        place = int(self.rng.integers(self.data_parallel_size))
         is_other = place != self.chunks.instance_of(name)
         self.events["migrated"] += self.chunks.migrate(name, place) and is_other
     for name in sorted(paused):
@@ -367,9 +367,9 @@ class Seedless(Restless):
     self.memory.find = lambda place, tokens: find(place, self._blind(tokens))
     self.memory.remember = lambda sequence, tokens: remember(sequence, self._blind(tokens))
 
-  def submit(self, request, **others):
+  def add_request(self, request, **others):
     self._prompts.add(request.prompt)
-    super().submit(request, **others)
+    super().add_request(request, **others)
 
   def _blind(self, tokens):
     known = [len(p) for p in self._prompts if p == tuple(tokens[: len(p)])]
@@ -669,8 +669,8 @@ def load(
       time.sleep(0.01)
     engine.count()
     engine.give_back_withheld(100)
-    free = [engine.chunks.free_pages(place) for place in range(engine.num_instances)]
-    assert free == [engine.config.num_pages - 1] * engine.num_instances
+    free = [engine.chunks.free_pages(place) for place in range(engine.data_parallel_size)]
+    assert free == [engine.config.num_pages - 1] * engine.data_parallel_size
     assert engine.memory.kv_pool.num_host_pages == 0
   return sum(
     _compare(case, ask, choices, is_whole, asked_alone, events)

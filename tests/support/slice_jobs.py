@@ -68,9 +68,9 @@ def answers(mesh: tuple[int, int], first_seed: int = 0) -> str:
   engine = engine_lib.Engine(
     Model(tiny_model.CONFIG, params, tiny_model.NATIVE, None),
     config=engine_lib.EngineConfig(
-      page_size=4, num_pages=40, max_sequences=4, max_context=48, row_buckets=(16,)
+      page_size=4, num_pages=40, max_num_seqs=4, max_model_len=48, batch_size_buckets=(16,)
     ),
-    mesh=parallel.make_mesh(num_instances=mesh[0], model_shards=mesh[1]),
+    mesh=parallel.make_mesh(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1]),
   )
   rng = np.random.default_rng(1)
   requests = [
@@ -94,13 +94,13 @@ def _answers(argument: str) -> dict[str, Any]:
 
 
 def trained(
-  directory: pathlib.Path, *, num_instances: int, judges_apart: bool | None = None
+  directory: pathlib.Path, *, data_parallel_size: int, judges_apart: bool | None = None
 ) -> str:
   """Returns the digest of the weights that a run of a one-layer model learns.
 
   Args:
     directory: directory of the run.
-    num_instances: instances of the run's mesh.
+    data_parallel_size: instances of the run's mesh.
     judges_apart: with a judge that gives different verdicts in every process: whether each process
       uses its own verdicts, as no real run does. None is a judge with equal verdicts everywhere.
   """
@@ -118,7 +118,7 @@ def trained(
       return dataclasses.replace(found, reward=found.reward + more)
 
   config = dataclasses.replace(
-    small_run.CONFIG, num_steps=2, checkpoint_every=1, num_instances=num_instances
+    small_run.CONFIG, num_steps=2, checkpoint_every=1, data_parallel_size=data_parallel_size
   )
   task = small_run.Vowels() if judges_apart is None else OfProcess()
   if not judges_apart:
@@ -132,7 +132,7 @@ def trained(
 
 
 def _trained(argument: str) -> dict[str, Any]:
-  return {"digest": trained(pathlib.Path(argument), num_instances=NUM_DEVICES)}
+  return {"digest": trained(pathlib.Path(argument), data_parallel_size=NUM_DEVICES)}
 
 
 def _judged(argument: str) -> dict[str, Any]:
@@ -140,9 +140,11 @@ def _judged(argument: str) -> dict[str, Any]:
   from seerjax import agreement
 
   directory = pathlib.Path(argument)
-  found = {"digest": trained(directory / "first", num_instances=NUM_DEVICES, judges_apart=False)}
+  found = {
+    "digest": trained(directory / "first", data_parallel_size=NUM_DEVICES, judges_apart=False)
+  }
   try:
-    trained(directory / "each", num_instances=NUM_DEVICES, judges_apart=True)
+    trained(directory / "each", data_parallel_size=NUM_DEVICES, judges_apart=True)
   except agreement.Disagreement as error:
     found["differs"] = str(error)
   return found
@@ -170,10 +172,10 @@ def _agreement(argument: str) -> dict[str, Any]:
   def refuses():
     raise OSError("the disk is full")
 
-  mesh = parallel.make_mesh(num_instances=NUM_DEVICES)
+  mesh = parallel.make_mesh(data_parallel_size=NUM_DEVICES)
   found["host_pages"] = pool.usual(mesh).config.host_pages
   ahead = dataclasses.replace(
-    small_run.CONFIG, num_instances=2, stale=off_policy.StaleConfig(steps_ahead=1)
+    small_run.CONFIG, data_parallel_size=2, off_policy=off_policy.OffPolicyConfig(max_policy_lag=1)
   )
   on_workers = dataclasses.replace(small_run.CONFIG, cluster=ClusterConfig(workers=3))
   for name, call in {

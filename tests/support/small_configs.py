@@ -18,7 +18,7 @@ QWEN3 = dataclasses.replace(
   head_dim=4,
   rotary=rotary.RotaryConfig(head_dim=4, base=1000.0),
   is_tied=False,
-  max_context=64,
+  max_model_len=64,
 )
 QWEN2 = dataclasses.replace(QWEN3, has_qk_norms=False, has_qkv_biases=True, is_tied=True)
 LLAMA = dataclasses.replace(

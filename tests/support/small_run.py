@@ -43,9 +43,9 @@ CONFIG = RunConfig(
   checkpoint_every=2,
   numerics=tiny_model.ONE_SLAB,
   engine=engine_lib.EngineConfig(
-    page_size=8, num_pages=64, max_sequences=4, max_context=48, row_buckets=(16,)
+    page_size=8, num_pages=64, max_num_seqs=4, max_model_len=48, batch_size_buckets=(16,)
   ),
-  rollout=groups_lib.RolloutConfig(groups_per_step=2, group_size=2, max_tokens=6),
+  rollout=groups_lib.RolloutConfig(prompts_per_step=2, group_size=2, max_tokens=6),
   # Chunks end within responses.
   scheduler=policies.LongestGroupFirst(chunk_tokens=4),
   trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
@@ -110,19 +110,19 @@ def policy() -> Policy:
 
 
 @functools.cache
-def runner(num_instances, numerics, has_adapters):
+def runner(data_parallel_size, numerics, has_adapters):
   del has_adapters  # Other weights, another program.
   return runner_lib.Runner(
-    decide(MODEL, numerics), parallel.make_mesh(num_instances=num_instances), 1
+    decide(MODEL, numerics), parallel.make_mesh(data_parallel_size=data_parallel_size), 1
   )
 
 
 @functools.cache
 def programs(config: RunConfig) -> Programs:
   made = programs_lib.make_programs(config, MODEL)
-  if config.stale.steps_ahead:
+  if config.off_policy.max_policy_lag:
     return made  # It has its own devices.
-  shared = runner(config.num_instances, config.numerics, config.lora_rank > 0)
+  shared = runner(config.data_parallel_size, config.numerics, config.lora_rank > 0)
   return dataclasses.replace(made, runner=shared)
 
 
@@ -133,7 +133,14 @@ def programs_of(config: RunConfig) -> Programs:
       CONFIG,
       **{
         name: vars(config)[name]
-        for name in ("num_instances", "stale", "lora_rank", "numerics", "loss", "optimizer")
+        for name in (
+          "data_parallel_size",
+          "off_policy",
+          "lora_rank",
+          "numerics",
+          "loss",
+          "optimizer",
+        )
       },
     )
   )

@@ -25,7 +25,7 @@ def begin(engine: Engine, names: tuple[str, ...]) -> dict[str, Completion]:
   """Runs the first chunk of requests and sends their pages to the store."""
   for request in asked():
     if request.request_id in names:
-      engine.submit(request, chunk_tokens=7)
+      engine.add_request(request, chunk_tokens=7)
   while len(engine.chunks.poll_paused()) < len(names):
     engine.step()
   for name in names:
@@ -40,7 +40,7 @@ def end(engine: Engine, begun: dict[str, Completion]) -> dict[str, Completion]:
   """Finishes requests that started elsewhere."""
   for request in asked():
     if request.request_id in begun:
-      engine.submit(request, resume_from=begun[request.request_id])
+      engine.add_request(request, resume_from=begun[request.request_id])
   found = {}
   while len(found) < len(begun):
     engine.step()

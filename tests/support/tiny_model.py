@@ -38,7 +38,7 @@ CONFIG = model_config.TransformerConfig(
 )
 # Single steps and one page layout, for unit tests that inspect them; whole runs use the default.
 NUMERICS = numerics_lib.NumericsConfig(
-  implementation="tiled",
+  backend="tiled",
   row_tile=4,
   query_tile=4,
   slot_tile=2,
@@ -46,8 +46,8 @@ NUMERICS = numerics_lib.NumericsConfig(
   reduction_shards=8,
 )
 BFLOAT16 = dataclasses.replace(NUMERICS, compute_dtype="bfloat16")
-NATIVE = dataclasses.replace(NUMERICS, implementation="native")
-NATIVE_BFLOAT16 = dataclasses.replace(BFLOAT16, implementation="native")
+NATIVE = dataclasses.replace(NUMERICS, backend="native")
+NATIVE_BFLOAT16 = dataclasses.replace(BFLOAT16, backend="native")
 BACKENDS = {
   "f32": NUMERICS,
   "bf16": BFLOAT16,
@@ -62,7 +62,7 @@ ODD = dataclasses.replace(
   hidden_size=24,
   head_dim=6,
   rotary=rotary.RotaryConfig(head_dim=6),
-  max_context=64,
+  max_model_len=64,
 )
 
 # The smallest possible decoder, in one slab, with numerics of one slab.
@@ -125,10 +125,12 @@ def logits_of(
 
 @functools.cache
 def runner(
-  numerics: numerics_lib.NumericsConfig, num_instances: int = 1, model_shards: int = 1
+  numerics: numerics_lib.NumericsConfig, data_parallel_size: int = 1, tensor_parallel_size: int = 1
 ) -> runner_lib.Runner:
   """One runner for all engines of one kind; the engine tests check how often they trace."""
-  mesh = parallel.make_mesh(num_instances=num_instances, model_shards=model_shards)
+  mesh = parallel.make_mesh(
+    data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size
+  )
   return runner_lib.Runner(decide(CONFIG, numerics), mesh, max_programs=64)
 
 
@@ -136,14 +138,16 @@ def make_engine(
   config: engine_lib.EngineConfig,
   numerics: numerics_lib.NumericsConfig = NUMERICS,
   *,
-  num_instances: int = 1,
-  model_shards: int = 1,
+  data_parallel_size: int = 1,
+  tensor_parallel_size: int = 1,
   kind: type[engine_lib.Engine] = engine_lib.Engine,
   tokenizer: tokenizer_lib.Tokenizer | None = None,
   **others: Any,
 ) -> engine_lib.Engine:
   """Returns an empty engine of `kind`, with other arguments of `Engine`."""
-  usual = dict(key=numerics_lib.key(11), runner=runner(numerics, num_instances, model_shards))
+  usual = dict(
+    key=numerics_lib.key(11), runner=runner(numerics, data_parallel_size, tensor_parallel_size)
+  )
   model = Model(CONFIG, params(numerics), numerics, tokenizer)
   return kind(model, config=config, **(usual | others))
 
@@ -152,11 +156,11 @@ def make_engine(
 ALONE = engine_lib.EngineConfig(
   page_size=16,
   num_pages=5,
-  max_sequences=1,
-  max_context=64,
-  row_buckets=(16,),
-  reuse_prefixes=False,
-  steps_per_visit=1,
+  max_num_seqs=1,
+  max_model_len=64,
+  batch_size_buckets=(16,),
+  enable_prefix_caching=False,
+  decode_steps_per_call=1,
 )
 
 
@@ -213,7 +217,7 @@ def generate_amid(
   """
   engine = make_engine(config, numerics)
   for request in random_requests(4):
-    engine.submit(request)
+    engine.add_request(request)
   while engine.num_unfinished:
     engine.step()
     is_written = np.zeros((config.num_pages, config.page_size), bool)

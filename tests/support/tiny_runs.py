@@ -23,7 +23,7 @@ def write_model(directory: pathlib.Path) -> str:
     intermediate_size=128,
     num_heads=8,
     num_kv_heads=2,  # As in small Qwen2.5 models; the default number of slabs is then 2.
-    max_context=512,
+    max_model_len=512,
   )
   numerics = run_presets.main_job().numerics
   params = parameters.init(jax.random.key(0), model, numerics)

@@ -40,12 +40,12 @@ from seerjax.types import Completion
 MESHES = ((1, 1), (2, 1), (1, 2), (2, 2))  # (instances, model shards)
 # Settings of the tiny model: splits of four pages, and pages for trees of any shape.
 SMALL = EngineConfig(
-  page_size=4, num_pages=241, max_sequences=3, max_context=MAX_TOKENS, row_buckets=(40,)
+  page_size=4, num_pages=241, max_num_seqs=3, max_model_len=MAX_TOKENS, batch_size_buckets=(40,)
 )
 OF_A_MODEL = drawn_models.OF_A_MODEL  # Cases that share a model, its reference and its machine.
 MERGED_FROM = 9  # Cases of a model from this one on draft by a suffix tree and a draft model.
 MERGED = "suffix tree and model"
-DRAFT = DraftModelConfig(width=3, num_slots=3, row_buckets=(24,))
+DRAFT = DraftModelConfig(width=3, num_slots=3, batch_size_buckets=(24,))
 KINDS = (
   "comb",
   "expanded",
@@ -106,13 +106,13 @@ def small(seed: int, number: int, numerics: numerics_lib.NumericsConfig) -> Case
   return dataclasses.replace(case, machine=machine, right=0.8, chunk_tokens=(0, 9)[number % 2])
 
 
-def draw(seed: int, number: int, implementation: str) -> Case:
+def draw(seed: int, number: int, backend: str) -> Case:
   """Returns the case of a number; `OF_A_MODEL` numbers from a multiple of it on share programs."""
   block = number // OF_A_MODEL
   rng = np.random.default_rng((seed, block, 77))
   # Slabs for the mesh: a model of one slab runs on one device.
   shards_wanted = MESHES[block % 4][1]
-  model = _drawn_model(rng, shards_wanted, implementation)
+  model = _drawn_model(rng, shards_wanted, backend)
   machine = _drawn_machine(rng, model, (MESHES[block % 4][0], shards_wanted))
   case = drawn_models.draw(seed, number)
   return dataclasses.replace(
@@ -124,7 +124,7 @@ def draw(seed: int, number: int, implementation: str) -> Case:
   )
 
 
-def _drawn_model(rng: np.random.Generator, shards: int, implementation: str) -> Model:
+def _drawn_model(rng: np.random.Generator, shards: int, backend: str) -> Model:
   while True:
     model = drawn_models.draw_model(rng)
     if model.numerics.reduction_shards % shards == 0:
@@ -132,7 +132,7 @@ def _drawn_model(rng: np.random.Generator, shards: int, implementation: str) -> 
   numerics = dataclasses.replace(
     model.numerics,
     kv_split=int(rng.choice([4, 8, 16, 16, 32])),
-    implementation=implementation,
+    backend=backend,
   )
   # Scanned layers, now and then.
   layers = 9 if rng.random() < 0.2 else model.config.num_layers
@@ -152,10 +152,10 @@ def _drawn_machine(rng: np.random.Generator, model: Model, mesh: tuple[int, int]
       page_size=page_size,
       # Few pages: a path's own pages do not fit. Many: whole trees fit.
       num_pages=1 + int(of_a_request * rng.choice([1.3, 2.5, 12.0])),
-      max_sequences=int(rng.integers(1, 5)),
-      max_context=int(rng.choice([MAX_TOKENS, MAX_TOKENS, 80])),
-      row_buckets=buckets,
-      reuse_prefixes=bool(rng.random() < 0.8),
+      max_num_seqs=int(rng.integers(1, 5)),
+      max_model_len=int(rng.choice([MAX_TOKENS, MAX_TOKENS, 80])),
+      batch_size_buckets=buckets,
+      enable_prefix_caching=bool(rng.random() < 0.8),
     ),
     mesh=mesh,
   )
@@ -256,7 +256,7 @@ class MergedDrafter(HybridDrafter):
   def of(cls, case: Case, seed: int) -> MergedDrafter:
     one_slab = dataclasses.replace(case.model.numerics, reduction_shards=1)
     model = dataclasses.replace(case.model, numerics=one_slab, rank=0)
-    context = case.machine.sizes.max_context
+    context = case.machine.sizes.max_model_len
     draft = Machine(model=model, sizes=case.machine.sizes, mesh=(1, 1))
     program = draft_program_of(
       dataclasses.replace(draft, model=dataclasses.replace(model, weights_seed=0, deviation=0.0))
@@ -281,13 +281,13 @@ class MergedDrafter(HybridDrafter):
 @functools.lru_cache(maxsize=2)
 def draft_program_of(machine: Machine) -> DraftProgram:
   """Returns a draft model's programs, which are independent of the weights."""
-  config, context = machine.model.config, machine.sizes.max_context
+  config, context = machine.model.config, machine.sizes.max_model_len
   return DraftProgram(
     decoder=decoder_of(machine.model.numerics, config, context),
     context=context,
     num_slots=DRAFT.num_slots,
     width=DRAFT.width,
-    row_buckets=DRAFT.row_buckets,
+    batch_size_buckets=DRAFT.batch_size_buckets,
   )
 
 
@@ -363,7 +363,7 @@ class Schedule(model_cases.Schedule):
       self.case, machine=dataclasses.replace(self.case.machine, model=other)
     )
     self.policy_version += 1
-    self.engine.set_params(drawn_models.params_of(other), self.policy_version)
+    self.engine.update_weights(drawn_models.params_of(other), self.policy_version)
     self.events["weights changed"] += 1
     self.guesser = self.engine.drafter = self.drafter()
     counters = self.engine.counters

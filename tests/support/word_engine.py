@@ -23,7 +23,9 @@ TOKENIZER = tokenizer_lib.load(pathlib.Path(models.__file__).parent / "nano")
 CONFIG = dataclasses.replace(tiny_model.CONFIG, vocab_size=512)
 NUMERICS = tiny_model.NUMERICS
 # Eight usable pages, so that one request of the full context fills the memory.
-SIZES = EngineConfig(page_size=8, num_pages=9, max_sequences=4, max_context=64, row_buckets=(4, 16))
+SIZES = EngineConfig(
+  page_size=8, num_pages=9, max_num_seqs=4, max_model_len=64, batch_size_buckets=(4, 16)
+)
 
 
 @functools.cache

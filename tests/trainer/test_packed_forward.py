@@ -20,7 +20,7 @@ SIZES = {
   "decoder": decide(CONFIG, NUMERICS),
   "page_size": 4,
   "rows_per_micro_batch": 48,
-  "max_sequences": 3,
+  "max_num_seqs": 3,
   "max_sequence_tokens": 25,
 }
 

@@ -19,7 +19,7 @@ from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, packing
 
 NUMERICS = NumericsConfig(
-  implementation="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1
+  backend="tiled", row_tile=4, query_tile=4, slot_tile=2, kv_split=8, reduction_shards=1
 )
 DECODER = decide(tiny_model.SMALLEST, NUMERICS)
 SIZES = {"decoder": DECODER, "page_size": 2, "rows_per_micro_batch": 12}
@@ -57,14 +57,14 @@ def cases(draw):
     slot_tile=draw(st.sampled_from([1, 4])),
     kv_split=draw(st.sampled_from([8, 16])),
     reduction_shards=1,
-    implementation="tiled",
+    backend="tiled",
   )
   rows = draw(st.sampled_from([8, 20, MOST_ROWS]))
   sizes = {
     "decoder": decide(tiny_model.SMALLEST, numerics),
     "page_size": draw(st.sampled_from([1, 4, 8])),
     "rows_per_micro_batch": rows,
-    "max_sequences": draw(st.sampled_from([None, 1, 3, 100])),
+    "max_num_seqs": draw(st.sampled_from([None, 1, 3, 100])),
     "max_sequence_tokens": draw(st.sampled_from([None, 9])),
   }
   max_rows = rows if sizes["max_sequence_tokens"] is None else 8
@@ -100,7 +100,7 @@ def test_hand_computed():
     [group(7, c, d), group(3, a, b)],
     np.asarray([[-1, -2], [0.5, 0.25]], np.float32),
     **SIZES,
-    max_sequences=2,
+    max_num_seqs=2,
     num_micro_batches=3,
   )
   tokens = batch.tokens
@@ -127,9 +127,9 @@ def test_hand_computed():
 
 def test_layout_hand_computed():
   # At most 2 sequences in 12 rows: floor((12 + 2 * 3) / 4) segments.
-  assert packing.layout(**SIZES, max_sequences=2) == packing.Layout(
+  assert packing.layout(**SIZES, max_num_seqs=2) == packing.Layout(
     num_rows=12,
-    max_sequences=2,
+    max_num_seqs=2,
     max_sequence_tokens=13,
     num_segments=4,
     pages_per_sequence=8,  # 6 pages hold 12 positions; a split of 8 positions has 4.
@@ -138,8 +138,8 @@ def test_layout_hand_computed():
 
 
 def test_default_number_of_sequences_follows_the_longest():
-  assert packing.layout(**SIZES).max_sequences == 2
-  assert packing.layout(**SIZES, max_sequence_tokens=4).max_sequences == 8
+  assert packing.layout(**SIZES).max_num_seqs == 2
+  assert packing.layout(**SIZES, max_sequence_tokens=4).max_num_seqs == 8
 
 
 @settings(max_examples=60, deadline=None)
@@ -209,7 +209,7 @@ def test_sequences_segments_and_pages_are_laid_out_as_promised(case):
     for field in (tokens.tokens, tokens.positions, tokens.slots, batch.targets[m]):
       assert not field[~valid].any()
     sequences = list(dict.fromkeys(index[valid].tolist()))
-    assert len(sequences) <= shapes.max_sequences
+    assert len(sequences) <= shapes.max_num_seqs
     seen += sequences
 
     for j, sequence in enumerate(sequences):
@@ -294,11 +294,11 @@ def with_prompt(one, kind):
 def test_a_group_of_one_prompt_has_rows_for_it_once():
   prompt = list(range(10, 19))
   members = [rollout(prompt, [20 + i, 30 + i], name=f"r{i}") for i in range(3)]
-  sizes = SIZES | {"rows_per_micro_batch": 24, "max_sequences": 3}
+  sizes = SIZES | {"rows_per_micro_batch": 24, "max_num_seqs": 3}
   batch = packing.pack([group(0, *members)], np.zeros((1, 3), np.float32), **sizes)
   # Nine tokens, eight of them in whole pages: 10 rows, then the ninth and the response's first.
   assert batch.tokens.num_rows.tolist() == [14]
-  kernels = dataclasses.replace(NUMERICS, implementation="pallas", compute_dtype="bfloat16")
+  kernels = dataclasses.replace(NUMERICS, backend="pallas", compute_dtype="bfloat16")
   decoder = dataclasses.replace(DECODER, numerics=kernels, backend=choice.backend_of(kernels))
   batch = packing.pack(
     [group(0, *members)], np.zeros((1, 3), np.float32), **sizes | {"decoder": decoder}
@@ -328,7 +328,7 @@ def test_bound_of_segments_is_reached_by_the_worst_case():
   """Sequences one row longer than a segment waste the most."""
   sizes = SIZES | {"rows_per_micro_batch": 20, "page_size": 4}
   groups = [group(0, *[rollout([i] * 5, [2]) for i in range(4)])]  # 4 x 5 rows.
-  batch = packing.pack(groups, np.zeros((1, 4)), **sizes, max_sequences=4)
+  batch = packing.pack(groups, np.zeros((1, 4)), **sizes, max_num_seqs=4)
   assert batch.tokens.num_segments[0] == batch.tokens.segment_start.shape[1] == 8
 
 

@@ -15,7 +15,7 @@ from seerjax.models.decoder import decide
 from seerjax.trainer import losses, packing, plan, step
 
 NUMERICS = numerics_lib.NumericsConfig(
-  implementation="tiled", query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8
+  backend="tiled", query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8
 )
 QWEN3 = presets.get("qwen3-0.6b")
 
@@ -25,7 +25,7 @@ def layout_of(rows=2048, sequences=4, context=1024):
     decoder=decide(QWEN3, NUMERICS),
     page_size=32,
     rows_per_micro_batch=rows,
-    max_sequences=sequences,
+    max_num_seqs=sequences,
     max_sequence_tokens=context,
   )
 

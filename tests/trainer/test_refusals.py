@@ -90,7 +90,7 @@ def kl_shaped(values=ZEROS, logprobs=ZEROS, base=ZEROS, mask=ALL):
   (lambda: pack(rows_per_micro_batch=10),
    "rows_per_micro_batch=10, expected a pos", "row_tile=4; use 12"),
   (lambda: pack(rows_per_micro_batch=0), "rows_per_micro_batch=0, expected a positive multiple"),
-  (lambda: pack(max_sequences=0), "got max_sequences=0, expected max_sequences >= 1"),
+  (lambda: pack(max_num_seqs=0), "got max_num_seqs=0, expected max_num_seqs >= 1"),
   (lambda: pack(max_sequence_tokens=14),
    "got max_sequence_tokens=14, expected between 2 and ", " = 13"),
   (lambda: pack(max_sequence_tokens=1), "got max_sequence_tokens=1, expected between 2"),

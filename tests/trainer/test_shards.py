@@ -25,7 +25,7 @@ WARMED_UP = step.OptimizerConfig(learning_rate=1e-4, warmup_steps=3, weight_deca
 
 
 def mesh_of(instances: int, model: int) -> jax.sharding.Mesh:
-  return parallel.make_mesh(num_instances=instances, model_shards=model)
+  return parallel.make_mesh(data_parallel_size=instances, tensor_parallel_size=model)
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -24,18 +24,18 @@ SIZES = {
   "decoder": decide(MODEL, NUMERICS),
   "page_size": 4,
   "rows_per_micro_batch": 32,
-  "max_sequences": 3,
+  "max_num_seqs": 3,
   "max_sequence_tokens": 25,
 }
 
 
 @functools.cache
-def trainer_of(num_instances=1, remat: transformer.Remat = "none"):
+def trainer_of(data_parallel_size=1, remat: transformer.Remat = "none"):
   return step.Trainer(
     decide(MODEL, NUMERICS),
     losses.dapo(),
     step.make_optimizer(step.OptimizerConfig(learning_rate=0.02)),
-    parallel.make_mesh(num_instances=num_instances),
+    parallel.make_mesh(data_parallel_size=data_parallel_size),
     packing.layout(**SIZES).num_pages,
     SIZES["page_size"],
     remat,
@@ -70,9 +70,9 @@ def packed(groups):
   return batch
 
 
-def gradient_of(batch, *, num_instances=1, old_logprobs=None, params=None, remat="none"):
+def gradient_of(batch, *, data_parallel_size=1, old_logprobs=None, params=None, remat="none"):
   params = master_of() if params is None else params
-  return trainer_of(num_instances, remat).gradient(
+  return trainer_of(data_parallel_size, remat).gradient(
     params, batch, losses.denominators(batch), old_logprobs
   )
 
@@ -268,7 +268,7 @@ def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype
 def test_the_number_of_instances_changes_no_bit():
   batch = packed(groups_of())
   one, one_numbers, one_scores = gradient_of(batch)
-  two, two_numbers, two_scores = gradient_of(batch, num_instances=2)
+  two, two_numbers, two_scores = gradient_of(batch, data_parallel_size=2)
   assert any(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(one))
   assert_equal_bits(two, one)
   assert_equal_bits(two_scores, one_scores)

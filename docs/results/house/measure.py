@@ -72,9 +72,9 @@ def engine() -> None:
     engine = seerjax.Engine(
       model,
       config=sizes.EngineConfig(
-        page_size=16, num_pages=40, max_sequences=4, max_context=256, row_buckets=(64,)
+        page_size=16, num_pages=40, max_num_seqs=4, max_model_len=256, batch_size_buckets=(64,)
       ),
-      mesh=parallel.make_mesh(num_instances=2),
+      mesh=parallel.make_mesh(data_parallel_size=2),
       drafter=Repeater(),
       kv_pool=pool.KVPool(pool.KVPoolConfig(host_pages=12)),
     )
@@ -90,7 +90,7 @@ def engine() -> None:
           seed=member,
           group_id=str(group),
         )
-        engine.submit(request, chunk_tokens=CHUNK_TOKENS, instance=place % 2)
+        engine.add_request(request, chunk_tokens=CHUNK_TOKENS, instance=place % 2)
         place += 1
     answers, num_paused, num_spilled = [], 0, 0
     while engine.num_unfinished:
@@ -126,17 +126,17 @@ def drawn_adapter(model: Model) -> lora.Adapter:
 
 
 def filters() -> None:
-  """Prints a digest of twelve answers for each implementation of a CPU."""
+  """Prints a digest of twelve answers for each backend of a CPU."""
   kinds = (
     dict(temperature=1.0),
     dict(temperature=0.8, top_k=20, top_p=0.95),
     dict(temperature=1.1, min_p=0.02, logit_bias=((5, 2.0), (9, -100.0))),
     dict(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.1),
   )
-  for implementation in ("native", "tiled"):
-    model = seerjax.load_model("nano", NumericsConfig(implementation=implementation))
+  for backend in ("native", "tiled"):
+    model = seerjax.load_model("nano", NumericsConfig(backend=backend))
     assert model.tokenizer is not None
-    engine = seerjax.Engine(model, config=sizes.EngineConfig(max_sequences=8, max_context=256))
+    engine = seerjax.Engine(model, config=sizes.EngineConfig(max_num_seqs=8, max_model_len=256))
     engine.set_adapters({"drawn": (drawn_adapter(model), 2.0)})
     requests = [
       Request(
@@ -150,7 +150,7 @@ def filters() -> None:
       for member in range(3)
     ]
     answers = engine.generate(requests)
-    print(f"filters, {implementation}: {digest_of(answers)} ({num_programs} programs)", flush=True)
+    print(f"filters, {backend}: {digest_of(answers)} ({num_programs} programs)", flush=True)
 
 
 def command(name: str, directory: pathlib.Path, *settings: str) -> None:
@@ -172,7 +172,7 @@ def weights_of(num_steps: int, *settings: str) -> str:
 def gradient() -> None:
   """Prints a digest of the weights after one step on each of three meshes."""
   for instances, shards in ((1, 1), (2, 1), (2, 2)):
-    mesh = (f"--config.num_instances={instances}", f"--config.model_shards={shards}")
+    mesh = (f"--config.data_parallel_size={instances}", f"--config.tensor_parallel_size={shards}")
     print(f"gradient, {instances} x {shards}: {weights_of(1, *mesh)}", flush=True)
 
 
@@ -191,7 +191,7 @@ def discovery() -> None:
       "--problems=experiments.problems.names:load",
       "--config.problem=apple_machines:0",
       "--config.num_steps=5",
-      "--config.groups_per_step=4",
+      "--config.prompts_per_step=4",
       "--config.group_size=32",
     )
     archive = checkpoint.read_host_state(path / "checkpoints")["archive"]

@@ -139,7 +139,7 @@ def test_the_head_says_what_the_tiled_one_says(dtype):
     SamplingParams(temperature=0.8, top_p=0.9),
     SamplingParams(temperature=1.0, top_k=7),
     SamplingParams(temperature=0.0, logit_bias=((3, 20.0),)),
-    SamplingParams(temperature=1.0, allowed=((5, 50),), max_tokens=1),
+    SamplingParams(temperature=1.0, allowed_token_ranges=((5, 50),), max_tokens=1),
   ]
   mixed = sampling.sampling_rows([*special, *([SamplingParams(temperature=1.0)] * 7)], [0] * 12)
   stage, tiled = stage_of(weights), tiled_of(weights, dtype)
@@ -172,7 +172,7 @@ def test_a_model_on_several_devices_has_equal_bits(devices):
   weights, rows = problem((7, 32, 4, 50), "float32")
   tiled = tiled_of(weights)
   expected = native(tiled, stage_of(weights), weights, rows, jnp.int32(7))
-  mesh = parallel.make_mesh(model_shards=devices)
+  mesh = parallel.make_mesh(tensor_parallel_size=devices)
   axis = parallel.MODEL_AXIS
   stage = stage_of(weights, axis)
   places = {"final_norm": P(), "head": P(axis), "key": P()}
@@ -247,7 +247,7 @@ def test_a_gradient_on_several_devices_has_equal_bits():
   expected = jax.jit(functools.partial(run, stage_of(weights)))(weights, rows)
   sharded = jax.jit(
     jax.shard_map(
-      functools.partial(run, stage), mesh=parallel.make_mesh(model_shards=2),
+      functools.partial(run, stage), mesh=parallel.make_mesh(tensor_parallel_size=2),
       in_specs=({"final_norm": P(), "head": P(axis), "key": P()}, P()),
       out_specs=(P(), P(axis), P()), check_vma=False,
     )

@@ -250,7 +250,7 @@ def test_devices_of_a_mesh_change_no_bit(targets):
     )
 
   alone = wide(jax.jit(functools.partial(run, None))(weights, *rows))
-  mesh, axis = parallel.make_mesh(model_shards=4), parallel.MODEL_AXIS
+  mesh, axis = parallel.make_mesh(tensor_parallel_size=4), parallel.MODEL_AXIS
   specs = parameters.specs_of({"layers": [weights]})["layers"][0]
   heads = jax.P(None, axis)
   sharded = jax.shard_map(
