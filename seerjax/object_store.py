@@ -29,7 +29,7 @@ def is_remote(place: str | os.PathLike) -> bool:
 
 
 def require_two_slashes(place: str | os.PathLike) -> None:
-  """Refuses what was a place of a store, before `pathlib` took one of its slashes."""
+  """Refuses a store's URL that lost one of its slashes in `pathlib`."""
   text = os.fspath(place)
   if re.match(r"[a-z][a-z0-9]+:/(?!/)", text):
     raise ValueError(
@@ -62,7 +62,7 @@ def open_place(place: str) -> epath.Path:
 
 
 def files(folder: epath.Path) -> Iterator[tuple[str, epath.Path]]:
-  """Yields what lies in a folder and beneath it, with names from it on."""
+  """Yields the files of a folder and its subfolders, with paths relative to the folder."""
   if not folder.exists():
     return
   for path in folder.iterdir():
@@ -85,7 +85,7 @@ def publish(source: pathlib.Path, folder: epath.Path, marker: str) -> None:
 
 
 def fetch(folder: epath.Path, target: pathlib.Path, prefix: str) -> None:
-  """Copies what a folder has beneath `prefix` into a directory."""
+  """Copies the files of a folder below `prefix` into a directory."""
   for name, file in files(folder / prefix):
     path = target / prefix / name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -448,7 +448,7 @@ def gather_slabs(slabs: Any, axis: str | None) -> Any:
 
 
 def gather_kept(slabs: Any, axis: str | None) -> Any:
-  """Like `gather_slabs`, for values that a gradient needs: its cotangents wait for the gather."""
+  """Works like `gather_slabs`, for values that a gradient needs: cotangents wait for the gather."""
   leaves, structure = jax.tree.flatten(slabs)
   return structure.unflatten(_held(leaves) if axis is None else _gathered_first(axis, leaves))
 
@@ -612,7 +612,7 @@ _sum_slabs.defvjp(
 
 
 def tree_sum_list(values: list[Array]) -> Array:
-  """Like `tree_sum`, for any number of arrays of one shape: an odd one waits for the next round."""
+  """Works like `tree_sum`, for any number of arrays: an odd one waits for the next round."""
   while len(values) > 1:
     paired = [a + b for a, b in zip(values[0::2], values[1::2], strict=False)]
     values = paired + values[len(paired) * 2 :]

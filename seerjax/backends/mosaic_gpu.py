@@ -46,7 +46,7 @@ KEY_BLOCK = 128
 
 @dataclasses.dataclass(frozen=True)
 class MosaicGpu(Tiled):
-  """See `protocol.Backend`."""
+  """Implements `protocol.Backend`."""
 
   traits: ClassVar[Traits] = Traits(
     smallest_width=matmul.MULTIPLE,
@@ -96,7 +96,7 @@ class MosaicGpu(Tiled):
     return parallel.sum_slabs(partials, axis).astype(x.dtype)
 
   def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
-    """Like the tiled one, but rounded only once, at the end."""
+    """Works like the tiled one, but rounds only once, at the end."""
     flat = x.reshape(-1, x.shape[-1])
     normed = rms_norm.rms_norm(flat, scale, eps=eps, interpret=self.numerics.is_interpreted)
     return normed.reshape(x.shape)
@@ -266,7 +266,7 @@ def _input_rows(
   rows: Any,
   one: Array,
 ) -> tuple[Array, Array, Array]:
-  """Like `models.attention.input_rows`, with all slabs and all heads at once."""
+  """Works like `models.attention.input_rows`, with all slabs and all heads at once."""
   del axis, one
   x, cos, sin = rows
   num_rows, group, c = x.shape[0], shape.group, shape.head_dim
@@ -294,7 +294,7 @@ def _output_rows(
   rows: Any,
   one: Array,
 ) -> Array:
-  """Like `models.mlp.output_rows`, with all slabs at once."""
+  """Works like `models.mlp.output_rows`, with all slabs at once."""
   del one
   x, mixed = rows
   out, gate_up, down = (tiles.whole_slabs(weights[name]) for name in ("out", "gate_up", "down"))

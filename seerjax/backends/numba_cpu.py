@@ -30,7 +30,7 @@ from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 @dataclasses.dataclass(frozen=True)
 class NumbaCpu(Tiled):
-  """See `protocol.Backend`."""
+  """Implements `protocol.Backend`."""
 
   traits: ClassVar[Traits] = Traits(
     holds_logits=False,

@@ -20,7 +20,7 @@ from seerjax.types import TokenBatch
 
 @dataclasses.dataclass(frozen=True)
 class Plain(Tiled):
-  """See `protocol.Backend`."""
+  """Implements `protocol.Backend`."""
 
   traits: ClassVar[Traits] = Traits(holds_all_logits=True, shares_out_rows=False)
 

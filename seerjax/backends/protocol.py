@@ -129,7 +129,7 @@ class Backend(Operations, Protocol):
     ...
 
   def whole_segments(self, count: int) -> int:
-    """Like `whole_rows`, for segments."""
+    """Works like `whole_rows`, for segments."""
     ...
 
   def turns(

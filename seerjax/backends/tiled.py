@@ -18,7 +18,7 @@ from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 @dataclasses.dataclass(frozen=True)
 class Tiled:
-  """See `protocol.Backend`.
+  """Implements `protocol.Backend`.
 
   Attributes:
     numerics: the numerics configuration.
@@ -132,7 +132,7 @@ class Tiled:
   def _adapted(
     self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:
-    """Like `_defined`, with each row's adapter."""
+    """Works like `_defined`, with each row's adapter."""
     if adapters is None:
       return self._defined(stage, weights, rows, num_rows)
     definition = functools.partial(stage.rows, self, stage.shape, stage.axis)

@@ -1,4 +1,4 @@
-"""Checks a task, a problem of discovery or a model before a run, and says what it found.
+"""Checks a task, a problem of discovery or a model before a run, and prints its findings.
 
     seerjax check --config.task=my_module:MyTask             or a reward, with --config.task_path
     seerjax check --config.problem=path/to/my_problem.py
@@ -64,7 +64,7 @@ class CheckConfig:
 
 
 def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterator[str]:
-  """Yields what was found about a task, a line per split, and warnings.
+  """Yields the findings about a task: a line per split, and warnings.
 
   Raises:
     ValueError: for what would break a run: a split without problems, a problem that differs when it
@@ -109,7 +109,7 @@ def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterato
 
 
 def check_model(name: str) -> Iterator[str]:
-  """Yields what was found about a model, weights included.
+  """Yields the findings about a model, weights included.
 
   Raises:
     FileNotFoundError: if there is no such model.

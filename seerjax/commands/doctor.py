@@ -1,4 +1,4 @@
-"""Says what this machine has and whether its bits can be trusted; runs the self-test.
+"""Describes this machine and tests whether its bits can be trusted, by the self-test.
 
     seerjax doctor                              float32, with the backend for this machine
     seerjax doctor --compute_dtype=bfloat16     as a run of that type would be computed

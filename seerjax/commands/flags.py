@@ -35,7 +35,7 @@ flags.disclaim_key_flags()  # Flags defined here belong to their caller and appe
 
 @runtime_checkable
 class Command(Protocol):
-  """A module that is a command: flags, and what they are for; its docstring heads its help."""
+  """A module that implements a command: its flags and `main`; the docstring heads the help."""
 
   __doc__: str | None
 
@@ -64,8 +64,8 @@ def help_of(head: str, own: Mapping[str, flags.Flag], default: object) -> str:
   """Returns the help of a command.
 
   Args:
-    head: what the command does.
-    own: its flags by name.
+    head: description of the command.
+    own: flags of the command, by name.
     default: default of `--config`, a dataclass; None without one.
   """
   lines = [head.rstrip(), "", "flags:"]
@@ -185,7 +185,7 @@ def check_names(config: Any, arguments: Sequence[str]) -> None:
 def name_entries(values: ml_collections.ConfigDict, config: Any, arguments: Sequence[str]) -> None:
   """Adds flags for the entries of mapping fields that a command line sets.
 
-  A record that it sets to a text becomes a flag of text: the name of a record in some module.
+  A record that the command line sets to a string becomes a string flag: "my_module:my_record".
 
   Raises:
     ValueError: for a value that is not a string, number, bool, or a tuple of these.

@@ -117,12 +117,12 @@ class State:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Archive:
-  """All states; made by `start`, extended by `record_step`.
+  """Archive of all states; made by `start`, extended by `record_step`.
 
   Attributes:
     states: living states, oldest first.
     departed: evicted ancestors of living states, oldest first; never selected again.
-    num_expansions: T.
+    num_expansions: T, the number of expansions so far.
     next_id: id of the next state.
     roots: ids of the seeds of growing trees, in the order of the groups; other trees are closed.
     keep_children: most children that an expansion adds.
@@ -330,7 +330,7 @@ def seeds(archive: Archive) -> tuple[State, ...]:
 
 
 def num_seed_trees_alive(archive: Archive) -> int:
-  """Returns how many seeds have living descendants; 1 means that one family has taken over."""
+  """Returns the number of seeds with living descendants; 1 means that one family took over."""
   return len({state.seed_tree for state in archive.states if not state.is_seed})
 
 

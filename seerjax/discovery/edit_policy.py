@@ -46,7 +46,7 @@ class EditPolicy:
     )
 
   def check(self, artefact: Artefact) -> None:
-    """See `Writer`; a start must fit as a whole."""
+    """Implements `Writer`; a start must fit as a whole."""
     num = len(self._language.prompt(types.copied(artefact)))
     if num > self._max_prompt:
       raise ValueError(
@@ -56,7 +56,7 @@ class EditPolicy:
       )
 
   def ask(self, artefact: Artefact, step: int, group: int, *, printed: str = "") -> list[Request]:
-    """See `Writer`; `printed` is unused, because no program made the artefact."""
+    """Implements `Writer`; `printed` is unused, because no program made the artefact."""
     del printed
     return [self.request(artefact, step, group, member) for member in range(self._group.size)]
 
@@ -68,13 +68,13 @@ class EditPolicy:
   def answers(
     self, generate: Generate, requests: Sequence[Request]
   ) -> list[tuple[SampledSequence, ...]]:
-    """See `Writer`."""
+    """Implements `Writer`."""
     return [(sequence,) for sequence in attempts_lib.in_order(generate, requests)]
 
   def attempts(
     self, jobs: Sequence[attempts_lib.Job], journal: Journal | None = None
   ) -> list[Attempt]:
-    """See `Writer`; the journal is unused, because applying edits again is faster than a disk."""
+    """Implements `Writer`; the journal is unused: applying edits again is faster."""
     del journal
     return self._judge.attempts(
       [

@@ -87,7 +87,7 @@ class Score:
 
 
 def invalid(reason: str) -> Score:
-  """Returns the score of an invalid artefact; `reason` says what was got and expected."""
+  """Returns the score of an invalid artefact; `reason` states the got and the expected value."""
   return Score(is_valid=False, value=math.nan, reward=0.0, reason=reason)
 
 

@@ -67,7 +67,7 @@ class ProgramPolicy:
     self.cpu_seconds = 0.0
 
   def check(self, artefact: Artefact) -> None:
-    """See `Writer`; requires room for `MIN_DESCRIPTION` characters, even if a text is shorter."""
+    """Implements `Writer`; always requires room for `MIN_DESCRIPTION` characters."""
     text = environment_lib.described(self._environment, artefact)
     text = programs.shortened(text * (1 + MIN_DESCRIPTION // max(len(text), 1)), MIN_DESCRIPTION)
     num = len(self._question(text))
@@ -81,7 +81,7 @@ class ProgramPolicy:
       )
 
   def ask(self, artefact: Artefact, step: int, group: int, *, printed: str = "") -> list[Request]:
-    """See `Writer`; a description that is too long for the context is shortened."""
+    """Implements `Writer`; a description that is too long for the context is shortened."""
     text = environment_lib.described(self._environment, artefact)
     if printed:
       text += f"\n\nThe end of what the program that made it printed:\n\n{printed}"
@@ -112,7 +112,7 @@ class ProgramPolicy:
   def answers(
     self, generate: Generate, requests: Sequence[Request]
   ) -> list[tuple[SampledSequence, ...]]:
-    """See `Writer`."""
+    """Implements `Writer`."""
     first = attempts_lib.in_order(generate, requests)
     again: dict[int, Request] = {}
     for place, (request, completion) in enumerate(first):
@@ -145,7 +145,7 @@ class ProgramPolicy:
   def attempts(
     self, jobs: Sequence[attempts_lib.Job], journal: Journal | None = None
   ) -> list[Attempt]:
-    """See `Writer`."""
+    """Implements `Writer`."""
     places = [groups.place_of(job.sequences[0].request.request_id) for job in jobs]
     found: dict[int, Attempt] = {}
     for i, place in enumerate(places):

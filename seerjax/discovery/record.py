@@ -34,7 +34,7 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
 
 
 def check_best(directory: pathlib.Path) -> None:
-  """Checks the file on resume, so that a damaged one does not fail the run later.
+  """Checks the best artefact's file on resume, so that a damaged one does not fail the run later.
 
   Raises:
     ValueError: if it is damaged; names the file.

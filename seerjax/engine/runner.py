@@ -168,7 +168,7 @@ def instance_reading(
   decoder: Decoder,
   num_top: int,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], Reading]:
-  """Like `instance_step`, and returns the top tokens after each sampled row."""
+  """Works like `instance_step`, and returns the top tokens after each sampled row."""
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
   pages, tokens, scores, hidden = _run_rows(params, pages, inputs, key, decoder=decoder)
   # The rows of top tokens may be special even where the step's own are not.
@@ -187,7 +187,7 @@ def _run_rows(
   *,
   decoder: Decoder,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], TokenScores, Array]:
-  """Like `instance_step` after its page copies; also returns the sampled hidden rows f[b, d]."""
+  """Works like `instance_step` after its page copies; also returns sampled hidden rows f[b, d]."""
   hidden, pages = transformer.forward(
     params,
     inputs.batch,
@@ -498,7 +498,7 @@ class Runner:
     key: PRNGKeyArray,
     num_top: int,
   ) -> tuple[Any, Any, Reading]:
-    """Like `step`, and returns the top tokens after each sampled row; compiled on first use.
+    """Works like `step`, and returns the top tokens after each sampled row; compiled on first use.
 
     Returns:
       (pages, tokens i32[i, b], scores and the `num_top` likeliest tokens), on the devices.

@@ -1,4 +1,4 @@
-"""Owners of keys and values: what was written for one owner is never found for another.
+"""Owners of keys and values: pages written for one owner are never found for another.
 
 An adapter's keys and values differ in their bits from those of the base weights. Those of two
 namespaces do not; they are kept apart because prefill latency would reveal to one namespace which

@@ -354,12 +354,12 @@ class KVPool:
       self._need_less(self._left[request_id])
 
   def end(self, request_id: str) -> None:
-    """Drops a request that ended, here or elsewhere, and removes what was stored of it here."""
+    """Drops a request that ended, here or elsewhere, and removes its pages that are stored here."""
     self.drop(request_id)
     self._remove_left(request_id)
 
   def clear(self) -> None:
-    """Drops all requests and removes what this process stored, because the weights changed."""
+    """Drops all requests and the pages that this process stored, because the weights changed."""
     for request_id in [*self._held, *self._stored, *self._exported]:
       self.drop(request_id)
     self._left.clear()

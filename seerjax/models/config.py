@@ -10,16 +10,16 @@ from seerjax.ops import rotary
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-  """Shape of one decoder; what differs between model families is a field.
+  """Shape of one decoder; every difference between model families is a field.
 
   Attributes:
     vocab_size: rows of the embedding.
-    hidden_size: d.
+    hidden_size: d, features of a hidden row.
     intermediate_size: features inside the gated MLP.
     num_layers: decoder blocks.
     num_heads: query heads.
     num_kv_heads: key/value heads; `num_heads / num_kv_heads` queries share one.
-    head_dim: c.
+    head_dim: c, features of a head.
     has_qk_norms: an RMS norm on every head's queries and keys, before the rotation (Qwen3).
     has_qkv_biases: biases on queries, keys and values (Qwen2.5).
     norm_eps: epsilon of every RMS norm.
@@ -82,7 +82,7 @@ def largest_shards(config: TransformerConfig) -> int:
 
 
 def slabs_for(config: TransformerConfig, asked: numerics_lib.NumericsConfig) -> int:
-  """Returns the number of slabs: the asked one, or the largest that the model allows if it is 0.
+  """Returns the number of slabs: the requested one, or for 0 the largest that the model allows.
 
   Raises:
     ValueError: if the asked number does not divide the model, naming the dimension and both.

@@ -78,7 +78,7 @@ class Decoder:
     return f"{numerics.compute_dtype} by {numerics.backend!r}, {numerics.reduction_shards} slabs"
 
   def fingerprint(self, remat: str = "none") -> dict[str, str]:
-    """Returns `numerics.fingerprint` of what was decided."""
+    """Returns `numerics.fingerprint` of the decided settings."""
     return numerics_lib.fingerprint(self.numerics, remat)
 
 
@@ -94,7 +94,7 @@ def decide(
 
   Args:
     shape: shape of the model.
-    asked: numerics; what they leave open is decided here.
+    asked: requested numerics; open settings are decided here.
     axis: mesh axis of the slabs, None on one device; see also `Decoder.on`.
     backend: backend to use instead of the one that the numerics name.
 

@@ -55,7 +55,7 @@ class Model:
 
   @functools.cached_property
   def decoder(self) -> decoder_lib.Decoder:
-    """The model as it was decided for this machine."""
+    """The decisions for the model on this machine."""
     return decoder_lib.decide(self.config, self.numerics)
 
 

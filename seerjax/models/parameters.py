@@ -134,7 +134,7 @@ def partition_specs(config: TransformerConfig, reduction_shards: int) -> Params:
 
 
 def specs_of(params: Params) -> Params:
-  """Like `partition_specs`, for weights (stacked or not), adapters, or weights with adapters.
+  """Works like `partition_specs`, for weights (stacked or not), adapters, or weights with adapters.
 
   Adapters that rows choose among are `params["adapters"]` (`models.adapters`).
   """

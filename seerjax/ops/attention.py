@@ -527,7 +527,7 @@ _write_pages.defvjp(_write_pages_forward, _write_pages_backward)
 def attention_reference(
   q: Float[Array, "t k g c"], k: Float[Array, "t k c"], v: Float[Array, "t k c"]
 ) -> Float[Array, "t k g c"]:
-  """Reference implementation for one whole sequence, in float32."""
+  """Returns the causal attention of one whole sequence, f32[t, k, g, c], as a reference."""
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   scores = jnp.einsum("qkgc,xkc->kgqx", q, k, precision=lax.Precision.HIGHEST)
   scores = scores / jnp.sqrt(jnp.float32(q.shape[-1]))

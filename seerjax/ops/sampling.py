@@ -235,7 +235,7 @@ def noise_rows(
     seeds: u32[n], request seed of each row.
     positions: i32[n], position of the token to be sampled, counted from the sequence's start.
     is_wanted: bool[n], whether a row needs noise.
-    vocabulary: v.
+    vocabulary: size of the vocabulary, v.
   """
 
   def draw(seed, position):

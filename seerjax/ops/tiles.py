@@ -206,8 +206,11 @@ def all_rows(
   *,
   gradient_of: RowFunction | None = None,
 ) -> Any:
-  """Like `map_rows`, but on all rows at once: for a `function` made of kernels, which do not fuse
-  with other ops and have sums that do not depend on the number of rows."""
+  """Works like `map_rows`, but applies `function` to all rows in one call.
+
+  This is for functions made of kernels, which do not fuse with other ops and have sums that do not
+  depend on the number of rows.
+  """
   num_rows = lax.optimization_barrier(num_rows)
   functions = (function, function if gradient_of is None else gradient_of)
   return _map_rows(functions, None, weights, rows, num_rows)
@@ -275,7 +278,7 @@ def map_chosen_rows(
   num_rows: Array,
   numerics: numerics_lib.NumericsConfig,
 ) -> Any:
-  """Like `map_rows`, with each row's chosen weights in addition to the shared ones; no gradient.
+  """Works like `map_rows`, with each row's chosen weights besides the shared ones; no gradient.
 
   A choice's tiles run the same program as if it were the only choice: its weights are sliced out
   before the loop over its tiles, so the loop's body does not depend on other choices.
@@ -491,7 +494,7 @@ def map_slabs(
 
 
 def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
-  """Like `map_slabs`, but unrolled: for kernels, with which nothing fuses."""
+  """Works like `map_slabs`, but unrolled: for kernels, with which nothing fuses."""
   leaves, structure = jax.tree.flatten(_without_layers(slabs))
   parts = [function(shared, structure.unflatten(slab)) for slab in zip(*leaves, strict=True)]
   return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
@@ -500,7 +503,7 @@ def each_slab(function: SlabFunction, shared: Any, slabs: Any) -> Any:
 def looped_slabs(
   function: SlabFunction, shared: Any, slabs: Any, one: Array, anchor: Array | None = None
 ) -> Any:
-  """Like `map_slabs`, but always looped; no gradient, and no buffer before `anchor`."""
+  """Works like `map_slabs`, but always looped; no gradient, and no buffer before `anchor`."""
   count = num_slabs(jax.tree.leaves(slabs, is_leaf=_is_layered)[0])
   # Input and output shapes always have two slabs: reading or writing the only slab is reading or
   # writing the whole, so XLA takes the body out of the loop or fuses it differently (seen with JAX

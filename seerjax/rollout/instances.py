@@ -1,4 +1,4 @@
-"""Free resources of the instances, and scheduling decisions that use them."""
+"""Tracks the free resources of the instances, for scheduling decisions."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Stops:
 
 @contextlib.contextmanager
 def heard() -> Iterator[Stops]:
-  """Handles both signals within the block by the yielded `Stops`.
+  """Routes both signals to the yielded `Stops` within the block.
 
   Handlers that the caller installed remain, as do ignored signals (Ctrl-C in a shell's background
   jobs). Outside the main thread no handler is installed.

@@ -37,7 +37,7 @@ IDLE_SECONDS = 0.05
 
 
 class Part(NamedTuple):
-  """New output of one choice: all of it, or, when streamed, what the last step added.
+  """New output of one choice: all of it, or, when streamed, the tokens of the last step.
 
   Attributes:
     choice: index in `Job.requests`.

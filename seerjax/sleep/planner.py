@@ -170,9 +170,9 @@ class PlannerConfig:
 
   Attributes:
     latency_price: t, the price of a token generated while a user waits.
-    num_trials: observations of S, of b and of B that a kind needs before it is judged separately.
-      All kinds together need as many before any is judged; until then contexts are slept on or
-      left alone to collect observations.
+    num_trials: number of observations of S, b and B, each, before a kind of context has its own
+      estimate. The estimate for all kinds together needs as many; until then some contexts are
+      processed and others are not, to collect observations.
     prior_questions: questions expected for a context without any observations.
     prior_weight: number of observed contexts that the prior counts as.
   """
@@ -204,9 +204,9 @@ class Estimate(NamedTuple):
   """Expected tokens for a context.
 
   Attributes:
-    sleep_tokens: S.
-    short_tokens: b.
-    full_tokens: B.
+    sleep_tokens: S, tokens of processing the context ahead.
+    short_tokens: b, tokens of an answer from the rewrites.
+    full_tokens: B, tokens of an answer from the context itself.
   """
 
   sleep_tokens: float

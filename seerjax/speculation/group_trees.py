@@ -92,7 +92,7 @@ class GroupTrees:
     limits: np.ndarray | None = None,
     request_ids: Sequence[str | None] | None = None,
   ) -> Drafts:
-    """Drafts for b requests at once, into buffers of the caller.
+    """Drafts for b requests in one call, into buffers of the caller.
 
     Args:
       group_ids: group of each request; adjacent requests of one group share a call.

@@ -69,7 +69,7 @@ class Acceptance:
 
   @property
   def num_drafted(self) -> int:
-    """Drafted tokens."""
+    """Number of drafted tokens."""
     return sum(self.drafted_at)
 
   @property

@@ -89,7 +89,7 @@ class UnitTests:
 
   @classmethod
   def read(cls, text: str) -> UnitTests:
-    """Parses tests.
+    """Parses the tests of a problem.
 
     Raises:
       ValueError: if they are not valid Python, or empty.
@@ -127,7 +127,7 @@ class UnitTests:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodeTests(splits.Splits):
-  """The task; see `load`. The `answer` of a problem is its tests.
+  """Programming problems with tests, as a task; see `load`. The `answer` of a problem is its tests.
 
   Attributes:
     name, train, heldout: see `Splits`.

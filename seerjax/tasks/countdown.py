@@ -117,7 +117,10 @@ def _parts(answer: str) -> tuple[int, tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Countdown(splits.Drawn):
-  """The task. Every problem has a solution, because its target is the result of a path."""
+  """Countdown problems as a task.
+
+  Every problem has a solution, because its target is the result of a path.
+  """
 
   name: str = "countdown"
 

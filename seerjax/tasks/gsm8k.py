@@ -187,7 +187,7 @@ def extract(text: str) -> Fraction | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gsm8k(splits.Splits):
-  """The task; see `load`."""
+  """Grade-school word problems as a task; see `load`."""
 
   name: str = "gsm8k"
 

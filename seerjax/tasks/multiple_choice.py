@@ -71,7 +71,7 @@ def verdict(problem: Problem, text: str) -> Verdict:
 
 
 def load_mmlu(path: str | os.PathLike[str], *, instruction: str = INSTRUCTION) -> FileTask:
-  """Reads MMLU.
+  """Reads MMLU as a task.
 
   Args:
     path: a directory in the published layout, or one CSV file.
@@ -141,7 +141,7 @@ def _read_mmlu(path: pathlib.Path, instruction: str) -> list[Problem]:
 def load_commonsense_qa(
   path: str | os.PathLike[str], *, instruction: str = INSTRUCTION
 ) -> FileTask:
-  """Reads CommonsenseQA.
+  """Reads CommonsenseQA as a task.
 
   Args:
     path: a directory in the published layout, or one JSON-lines file.

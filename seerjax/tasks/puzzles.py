@@ -184,7 +184,7 @@ def _statements(answer: str) -> dict[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Puzzles(splits.Drawn):
-  """The task."""
+  """Knights-and-knaves puzzles as a task."""
 
   config: PuzzlesConfig = PuzzlesConfig()
   name: str = "puzzles"

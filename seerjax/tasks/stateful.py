@@ -413,7 +413,10 @@ def _allowed(told: _Told) -> tuple[Ask, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatefulWordProblems:
-  """The task. With c contexts, problem i of a split is question i // c about context i % c."""
+  """Word problems with shared contexts, as a task.
+
+  With c contexts, problem i of a split is question i // c about context i % c.
+  """
 
   config: StatefulConfig = StatefulConfig()
   name: str = "stateful_word_problems"
@@ -471,7 +474,7 @@ class StatefulWordProblems:
     )
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns the context, followed by the question what everyone has.
+    """Returns the context, followed by the question about everyone's things.
 
     If its facts are unknown, the question is about the first thing that the context names.
     """
@@ -481,7 +484,7 @@ class StatefulWordProblems:
     return f"{context.text} {SLEEP_QUESTION.format(thing=thing)}"
 
   def facts(self, context: StatefulContext) -> str:
-    """Returns what each person has in the end, in one sentence each: the oracle c'."""
+    """Returns each person's things at the end, in one sentence each: the oracle c'."""
     return context.facts
 
   def rewritten(self, text: str) -> str:

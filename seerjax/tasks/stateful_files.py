@@ -65,7 +65,7 @@ def split_question(text: str) -> tuple[str, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatefulFile:
-  """The task; see `load`.
+  """Questions about contexts in a file, as a task; see `load`.
 
   Attributes:
     read: contexts with their questions, in the order of the file.
@@ -93,7 +93,7 @@ class StatefulFile:
     return self.read[context][1]
 
   def sleep_prompt(self, context: StatefulContext) -> str:
-    """Returns the context with the instruction to work ahead."""
+    """Returns the context with the instruction to prepare for questions."""
     return f"{context.text}\n{SLEEP_INSTRUCTION}"
 
   def facts(self, context: StatefulContext) -> str:

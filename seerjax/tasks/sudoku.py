@@ -164,7 +164,10 @@ def read_grid(text: str, size: int) -> Grid | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sudoku(splits.Drawn):
-  """The task. The `answer` of a problem is its givens, row by row: "1..4 ..1. .1.. 4..1"."""
+  """Sudoku puzzles as a task.
+
+  The `answer` of a problem is its givens, row by row: "1..4 ..1. .1.. 4..1".
+  """
 
   config: SudokuConfig = SudokuConfig()
   name: str = "sudoku"

@@ -93,7 +93,7 @@ class SWEConfig:
 
 
 class Commit(NamedTuple):
-  """A commit.
+  """A commit of a git repository.
 
   Attributes:
     commit_id: 40 or 64 hexadecimal digits.
@@ -110,7 +110,7 @@ class Commit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SWEFeatures:
-  """The task; see `load`.
+  """Questions about commits of a repository, as a task; see `load`.
 
   Attributes:
     path: path of the repository.

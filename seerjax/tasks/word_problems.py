@@ -145,9 +145,10 @@ def _question(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordProblems(splits.Drawn):
-  """The task. With c contexts, problem i of a split is question i // c about context i % c.
+  """Word problems as a task.
 
-  So consecutive problems have different contexts; `questions` returns those of one context.
+  With c contexts, problem i of a split is question i // c about context i % c, so consecutive
+  problems have different contexts; `questions` returns those of one context.
   """
 
   config: WordProblemsConfig = WordProblemsConfig()

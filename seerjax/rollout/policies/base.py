@@ -46,7 +46,7 @@ class Policy(abc.ABC):
 
   @property
   def grows(self) -> bool:
-    """Whether a running request gets its pages one by one, and the last admitted is preempted."""
+    """Whether running requests get pages one by one; the last admitted one may be preempted."""
     return False
 
   def knowing(self, lengths: Mapping[str, int]) -> Policy:

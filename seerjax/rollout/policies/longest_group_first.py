@@ -27,7 +27,7 @@ _LEAST_FRESH = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongestGroupFirst(Divided):
-  """Like `Divided` until lengths within groups prove similar; then the longest group first.
+  """Works like `Divided` until lengths within groups prove similar; then the longest group first.
 
   If lengths within groups are not similar, which request is long is chance, and any order other
   than arrival loses as often as it wins. So requests are scheduled as in `Divided`, routing
