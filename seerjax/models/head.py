@@ -102,7 +102,7 @@ def table_of(params: Params, decoder: Decoder) -> Array:
   return params["embed"].reshape(-1, rows, decoder.shape.hidden_size)
 
 
-def likeliest(
+def top_logprobs(
   params: Params,
   hidden: Float[Array, "n d"],
   sampling_rows: SamplingRows,
@@ -117,7 +117,7 @@ def likeliest(
   `sample_and_score` on rows that are forced to them, so requesting top tokens changes no program
   that samples.
   """
-  tiled = Tiled(dataclasses.replace(decoder.numerics, implementation="tiled"))
+  tiled = Tiled(dataclasses.replace(decoder.numerics, backend="tiled"))
   weights = {"final_norm": params["final_norm"], "head": table_of(params, decoder)}
   size = hidden.shape[0]
   whole = tiled.whole_rows(size)
@@ -140,9 +140,9 @@ def likeliest_scores(
   *,
   decoder: Decoder,
 ) -> tuple[Int[Array, "n k"], TokenScores]:
-  """Returns the `likeliest` ids i32[n, k] and their scores f32[n, k], as if each were sampled."""
+  """Returns the `top_logprobs` ids i32[n, k] and their scores f32[n, k], as if sampled."""
   shape = hidden.shape[0], count
-  ids = likeliest(params, hidden, sampling_rows, num_rows, count, decoder=decoder)
+  ids = top_logprobs(params, hidden, sampling_rows, num_rows, count, decoder=decoder)
   hidden, sampling_rows = jax.tree.map(
     lambda leaf: jnp.repeat(leaf, count, axis=0), (hidden, sampling_rows)
   )
