@@ -117,11 +117,11 @@ def _pairs_of_rows(builder, first, second, num_vectors: int) -> list[Any]:
   for vector in range(0, num_vectors, 2):
     count = LANES * min(2, num_vectors - vector)
     kind = ir.VectorType(_HALF, count)
-    rows = [
+    low, high = (
       _load(builder, vectors._at(builder, row, vectors._word(vector * LANES)), kind, 2)
       for row in (first, second)
-    ]
-    pairs += _interleaved(builder, *rows, count)
+    )
+    pairs += _interleaved(builder, low, high, count)
   return pairs
 
 
