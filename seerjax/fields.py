@@ -1,9 +1,10 @@
 """Checks the types of settings and arguments against their annotations.
 
-A record calls `check(self)` first in its `__post_init__`, and a public function is decorated with
-`checked`. Errors read `Class.field: got 1.5, expected a whole number; write 1.`, and are raised
-before any work starts. The record or function itself checks what annotations cannot express
-(ranges, combinations), and may rely on the types there.
+A record calls `check(self)` first in its `__post_init__`, with a `Rule` for each field that has a
+range or choices, and a public function is decorated with `checked`. Errors read
+`Class.field: got 1.5, expected a whole number; write 1.`, and are raised before any work starts.
+The record or function itself checks what neither expresses, such as combinations, and may rely on
+the types there.
 
 An annotation is read once and becomes a function that returns the value or refuses it. numpy
 numbers become Python numbers, so that a record can be stored as JSON, and a list given for a tuple
@@ -14,7 +15,7 @@ is not a number, and infinity and NaN are numbers only where a record allows the
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 import dataclasses
 import functools
 import inspect
@@ -50,6 +51,39 @@ class _Kind(NamedTuple):
   expected: str
   settle: Callable[[Any], Any]
   fix: Callable[[Any], str] = lambda value: ""
+
+
+class Rule(NamedTuple):
+  """The values that a field may have, beyond its type.
+
+  Attributes:
+    expected: description of these values, such as "at least 1".
+    is_right: returns whether a value of the field's type is one of them.
+    fix: what to change.
+  """
+
+  expected: str
+  is_right: Callable[[Any], bool]
+  fix: str
+
+
+def at_least(least: float, fix: str = "raise it") -> Rule:
+  return Rule(f"at least {least}", lambda value: value >= least, fix)
+
+
+def between(least: float, most: float, fix: str) -> Rule:
+  return Rule(f"{least} to {most}", lambda value: least <= value <= most, fix)
+
+
+def positive(fix: str) -> Rule:
+  return Rule("a positive number", lambda value: value > 0, fix)
+
+
+def one_of(choices: Collection[Any], fix: str = "choose one") -> Rule:
+  return Rule(f"one of {tuple(choices)}", lambda value: value in choices, fix)
+
+
+SEED = Rule("0 <= seed < 2**63", lambda value: 0 <= value < 2**63, "choose a smaller one")
 
 
 class _Wrong(Exception):
@@ -96,15 +130,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def check(
-  record: Any, *, unbounded: tuple[str, ...] = (), fixes: Mapping[str, str] = _NONE
+  record: Any, *, unbounded: tuple[str, ...] = (), fixes: Mapping[str, str] = _NONE, **rules: Rule
 ) -> None:
-  """Refuses a record with a field of another type than its annotation.
+  """Refuses a record with a field of another type than its annotation, or against its rule.
 
   Args:
     record: a dataclass instance, frozen or not.
     unbounded: names of fields with numbers that may be infinite or NaN, subject to the record's own
       checks.
     fixes: advice by field, if it is more specific than what the annotation gives.
+    rules: by field, what its annotation cannot express.
 
   Raises:
     ValueError: with the class and the field as its prefix.
@@ -115,6 +150,12 @@ def check(
     settled = _settled(f"{cls.__name__}.{name}", value, kind, fallback, fixes.get(name, ""))
     if settled is not value:
       object.__setattr__(record, name, settled)
+  for name, rule in rules.items():
+    value = vars(record)[name]
+    if not rule.is_right(value):
+      raise ValueError(
+        f"{cls.__name__}.{name}: got {shown(value)}, expected {rule.expected}; {rule.fix}."
+      )
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:

@@ -98,12 +98,7 @@ class NumericsConfig:
         f"NumericsConfig.backend: got {self.backend!r}, expected one of"
         f" {BACKENDS}; 'tiled' runs everywhere."
       )
-    fields.check(self)
-    if self.compute_dtype not in DTYPES:
-      raise ValueError(
-        f"NumericsConfig.compute_dtype: got {self.compute_dtype!r}, expected one of {DTYPES};"
-        " 'float32' is usual on CPU."
-      )
+    fields.check(self, compute_dtype=fields.one_of(DTYPES, "'float32' is usual on CPU"))
     if self.uses_kernels and self.compute_dtype != "bfloat16":
       raise ValueError(
         f"NumericsConfig: got backend={self.backend!r} in {self.compute_dtype},"

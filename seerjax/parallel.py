@@ -65,22 +65,18 @@ class SliceConfig:
   heartbeat_seconds: int = 30
 
   def __post_init__(self):
-    fields.check(self)
-    if self.launcher not in LAUNCHERS:
-      raise ValueError(
-        f"SliceConfig.launcher: got {self.launcher!r}, expected one of {LAUNCHERS}; leave it empty"
-        " and give num_processes, process_id and coordinator."
-      )
+    by_hand = "leave it empty and give num_processes, process_id and coordinator"
+    fields.check(
+      self,
+      launcher=fields.one_of(LAUNCHERS, by_hand),
+      start_seconds=fields.at_least(1, "leave it out"),
+      heartbeat_seconds=fields.at_least(1, "leave it out"),
+    )
     if self.num_processes < 1 or not 0 <= self.process_id < self.num_processes:
       raise ValueError(
         f"SliceConfig: got process_id={self.process_id} of num_processes={self.num_processes},"
         " expected 0 <= process_id < num_processes; number processes from 0."
       )
-    for field in ("start_seconds", "heartbeat_seconds"):
-      if vars(self)[field] < 1:
-        raise ValueError(
-          f"SliceConfig.{field}: got {vars(self)[field]}, expected at least 1; leave it out."
-        )
     host, _, port = self.coordinator.rpartition(":")
     is_address = bool(host) and port.isdigit() and 0 < int(port) < 2**16
     if not self.launcher and self.num_processes > 1 and not is_address:

@@ -45,12 +45,7 @@ class Problem:
   messages: tuple[Mapping[str, Any], ...] = ()
 
   def __post_init__(self):
-    fields.check(self)
-    if self.num_steps < 0:
-      raise ValueError(
-        f"Problem.num_steps: got {self.num_steps!r}, expected a whole number of at least 0; 0 if"
-        " unknown."
-      )
+    fields.check(self, num_steps=fields.at_least(0, "0 if unknown"))
 
 
 def copied(value: Any) -> Any:

@@ -27,12 +27,11 @@ class ClusterConfig:
   patience_seconds: float = 600.0
 
   def __post_init__(self):
-    fields.check(self)
-    if self.workers < 0 or not self.patience_seconds > 0:
-      raise ValueError(
-        f"ClusterConfig: got workers={self.workers}, patience_seconds={self.patience_seconds},"
-        " expected at least 0 workers and more than 0 s; for example workers=2 and 600 s."
-      )
+    fields.check(
+      self,
+      workers=fields.at_least(0, "2 for example"),
+      patience_seconds=fields.positive("600 for example"),
+    )
     host, _, port = self.address.rpartition(":")
     is_address = bool(host) and port.isdigit() and 0 < int(port) < 2**16
     if self.address not in ("", "auto", LOCAL) and not is_address:

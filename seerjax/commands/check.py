@@ -56,11 +56,7 @@ class CheckConfig:
   num_problems: int = 100
 
   def __post_init__(self):
-    fields.check(self)
-    if self.num_problems < 1:
-      raise ValueError(
-        f"CheckConfig.num_problems: got {self.num_problems}, expected at least 1; raise it."
-      )
+    fields.check(self, num_problems=fields.at_least(1))
 
 
 def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterator[str]:

@@ -51,7 +51,8 @@ class TinyConfig:
   warm_passes: int = 2
 
   def __post_init__(self):
-    fields.check(self)
+    warm = fields.at_least(0, "0 starts from random weights")
+    fields.check(self, warm_sentences=warm, warm_passes=warm)
     if (
       self.num_heads < 1
       or self.num_heads % 8
@@ -63,11 +64,6 @@ class TinyConfig:
         f"TinyConfig: got hidden_size={self.hidden_size}, num_heads={self.num_heads},"
         f" num_layers={self.num_layers}, expected num_heads to be a multiple of 8 that divides"
         " hidden_size, and at least one layer; 64, 8 and 2 are usual."
-      )
-    if self.warm_sentences < 0 or self.warm_passes < 0:
-      raise ValueError(
-        f"TinyConfig: got warm_sentences={self.warm_sentences}, warm_passes={self.warm_passes},"
-        " expected at least 0; 0 starts from random weights."
       )
 
 
@@ -96,16 +92,14 @@ class ProgramConfig:
   allow_weak_sandbox: bool = False
 
   def __post_init__(self):
-    fields.check(self)
-    for field in ("thinking_tokens", "answer_tokens", "memory_mib", "num_workers"):
-      if vars(self)[field] < 1:
-        raise ValueError(
-          f"ProgramConfig.{field}: got {vars(self)[field]}, expected at least 1; raise it."
-        )
-    if not 0 < self.seconds < math.inf:
-      raise ValueError(
-        f"ProgramConfig.seconds: got {self.seconds}, expected a positive number; 10 is usual."
-      )
+    fields.check(
+      self,
+      thinking_tokens=fields.at_least(1),
+      answer_tokens=fields.at_least(1),
+      memory_mib=fields.at_least(1),
+      num_workers=fields.at_least(1),
+      seconds=fields.positive("10 is usual"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,31 +166,19 @@ class DiscoverConfig:
   optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(b2=0.95, max_gradient_norm=1.0)
 
   def __post_init__(self):
-    fields.check(self)
+    fields.check(
+      self,
+      seed=fields.SEED,
+      num_steps=fields.at_least(1),
+      prompts_per_step=fields.at_least(1),
+      group_size=fields.at_least(entropic.MIN_GROUP),
+      data_parallel_size=fields.between(1, parallel.MAX_INSTANCES, "one per device at most"),
+      checkpoint_every=fields.at_least(1),
+      lora_rank=fields.at_least(0),
+      lora_alpha=fields.positive("32 is usual"),
+      num_workers=fields.at_least(0),
+    )
     policy_loading.check_name(self.scheduler, "DiscoverConfig.scheduler")
-    least = {
-      "seed": 0, "num_steps": 1, "prompts_per_step": 1, "group_size": entropic.MIN_GROUP,
-      "data_parallel_size": 1, "checkpoint_every": 1, "lora_rank": 0, "num_workers": 0,
-    }  # fmt: skip
-    for field, number in least.items():
-      if vars(self)[field] < number:
-        raise ValueError(
-          f"DiscoverConfig.{field}: got {vars(self)[field]}, expected at least {number}; raise it."
-        )
-    if self.data_parallel_size > parallel.MAX_INSTANCES:
-      raise ValueError(
-        f"DiscoverConfig.data_parallel_size: got {self.data_parallel_size}, expected at most"
-        f" {parallel.MAX_INSTANCES} (one per device); lower it."
-      )
-    if self.seed >= 2**63:
-      raise ValueError(
-        f"DiscoverConfig.seed: got {self.seed}, expected less than 2**63; choose a smaller one."
-      )
-    if not 0 < self.lora_alpha < math.inf:
-      raise ValueError(
-        f"DiscoverConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 32 is"
-        " usual."
-      )
     if self.search.islands > self.prompts_per_step:
       raise ValueError(
         f"DiscoverConfig: got search.islands={self.search.islands} and"

@@ -41,25 +41,18 @@ class ObjectiveConfig:
   kl_coefficient: float = 0.1
 
   def __post_init__(self):
-    fields.check(self)
-    if self.kind not in OBJECTIVES:
-      raise ValueError(
-        f"ObjectiveConfig.kind: got {self.kind!r}, expected one of {OBJECTIVES}; choose one."
-      )
-    if not 0 <= self.kl_coefficient < math.inf or not 0 <= self.max_advantage < math.inf:
-      raise ValueError(
-        f"ObjectiveConfig: got kl_coefficient={self.kl_coefficient}, max_advantage="
-        f"{self.max_advantage}, expected numbers of at least 0; 0 is off."
-      )
+    fields.check(
+      self,
+      kind=fields.one_of(OBJECTIVES),
+      kl_coefficient=fields.at_least(0, "0 is off"),
+      max_advantage=fields.at_least(0, "0 is off"),
+      divergence=fields.positive("ln 2 nats is published"),
+      beta=fields.at_least(0, "2 is published"),
+    )
     if self.kind in ("mean", "grpo") and (self.valid_only or self.max_advantage):
       raise ValueError(
         f"ObjectiveConfig: got kind={self.kind!r} with valid_only={self.valid_only}, max_advantage="
         f"{self.max_advantage}, expected neither: they belong to 'adaptive' and 'constant'."
-      )
-    if not 0 < self.divergence < math.inf or not 0 <= self.beta < math.inf:
-      raise ValueError(
-        f"ObjectiveConfig: got divergence={self.divergence}, beta={self.beta}, expected a positive"
-        " number of nats and a beta of at least 0; ln 2 and 2 are published."
       )
 
 

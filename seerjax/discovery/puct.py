@@ -73,11 +73,14 @@ class SearchConfig:
   patience: int = 0
 
   def __post_init__(self):
-    fields.check(self)
-    if self.reuse not in REUSE:
-      raise ValueError(
-        f"SearchConfig.reuse: got {self.reuse!r}, expected one of {REUSE}; choose one."
-      )
+    fields.check(
+      self,
+      reuse=fields.one_of(REUSE),
+      c=fields.at_least(0, "1 is published, 0 never explores"),
+      epsilon=fields.between(0, 1, "0.2 is usual"),
+      keep_children=fields.at_least(1, "2 is published"),
+      capacity=fields.at_least(2, "1000 is published"),
+    )
     if (
       self.islands < 1
       or self.patience < 0
@@ -88,19 +91,6 @@ class SearchConfig:
         f" reuse={self.reuse!r}, expected at least 1 and 0, and exactly 1 and 0 unless reuse is"
         " 'puct', since only 'puct' has islands and restarts; set --config.search.islands=1 and"
         " --config.search.patience=0."
-      )
-    if not 0 <= self.c < math.inf:
-      raise ValueError(
-        f"SearchConfig.c: got {self.c}, expected 0 <= c < inf; 1 is published, 0 never explores."
-      )
-    if not 0 <= self.epsilon <= 1:
-      raise ValueError(
-        f"SearchConfig.epsilon: got {self.epsilon}, expected a probability; 0.2 is usual."
-      )
-    if self.keep_children < 1 or self.capacity < 2:
-      raise ValueError(
-        f"SearchConfig: got keep_children={self.keep_children}, capacity={self.capacity}, expected"
-        " at least 1 child and 2 states; 2 and 1000 are published."
       )
 
 

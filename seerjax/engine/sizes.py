@@ -82,7 +82,8 @@ class EngineConfig:
   release_kv_while_training: bool = False
 
   def __post_init__(self):
-    fields.check(self)
+    slack = fields.at_least(0, "0.05 lets a step take 5 % longer for background requests")
+    fields.check(self, background_slack=slack)
     for field, least, fix in (
       ("page_size", 1, "32 is usual"),
       ("num_pages", 0, "0 derives it from the free memory"),
@@ -100,11 +101,6 @@ class EngineConfig:
       MAX_STEPS_PER_VISIT,
       "0 lets the backend decide, 1 returns after every step",
     )
-    if self.background_slack < 0:
-      raise ValueError(
-        f"EngineConfig.background_slack: got {self.background_slack}, expected a share of at least"
-        " 0; 0.05 lets a step take 5 % longer for background requests."
-      )
     buckets = self.batch_size_buckets
     if list(buckets) != sorted(set(buckets)) or (
       buckets and not 0 < buckets[0] <= buckets[-1] < checks.MAX_INT32

@@ -90,27 +90,17 @@ class KVPoolConfig:
   mooncake_replicas: int = 1
 
   def __post_init__(self):
-    fields.check(self)
-    if self.host_pages < 0:
-      raise ValueError(
-        f"KVPoolConfig: got host_pages={self.host_pages}, expected at least 0; 0 keeps no KV in"
-        " host memory."
-      )
+    fields.check(
+      self,
+      host_pages=fields.at_least(0, "0 keeps no KV in host memory"),
+      store_bytes=fields.at_least(0, "set it to the size that the store may reach"),
+      mooncake_host=fields.Rule("an address", bool, "leave it out on one machine"),
+      mooncake_replicas=fields.at_least(1, "leave it out on one machine"),
+    )
     if self.disk and self.mooncake:
       raise ValueError(
         f"KVPoolConfig: got disk={self.disk!r} and mooncake={self.mooncake!r}, expected at most one"
         " store; leave one out."
-      )
-    if self.store_bytes < 0:
-      raise ValueError(
-        f"KVPoolConfig: got store_bytes={self.store_bytes}, expected at least 0; set it to the size"
-        " that the store may reach."
-      )
-    if not self.mooncake_host or self.mooncake_replicas < 1:
-      raise ValueError(
-        f"KVPoolConfig: got mooncake_host={self.mooncake_host!r} and"
-        f" mooncake_replicas={self.mooncake_replicas}, expected an address and at least 1; leave"
-        " them out on one machine."
       )
 
 

@@ -43,21 +43,12 @@ class TransformerConfig:
   max_model_len: int = 4096
 
   def __post_init__(self):
-    fields.check(self)
-    for field in (
-      "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-      "max_model_len",
-    ):  # fmt: skip
-      if vars(self)[field] < 1:
-        raise ValueError(
-          f"TransformerConfig.{field}: got {vars(self)[field]}, expected at least 1; check"
-          " config.json."
-        )
-    if not 0 < self.norm_eps < 1:
-      raise ValueError(
-        f"TransformerConfig.norm_eps: got {self.norm_eps}, expected 0 < norm_eps < 1; 1e-6 is"
-        " usual."
-      )
+    size = fields.at_least(1, "check config.json")
+    fields.check(
+      self, vocab_size=size, hidden_size=size, intermediate_size=size, num_layers=size,
+      num_heads=size, num_kv_heads=size, max_model_len=size,
+      norm_eps=fields.Rule("0 < norm_eps < 1", lambda eps: 0 < eps < 1, "1e-6 is usual"),
+    )  # fmt: skip
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"TransformerConfig.num_heads: got {self.num_heads} query heads for {self.num_kv_heads}"

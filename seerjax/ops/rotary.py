@@ -51,18 +51,13 @@ class RotaryConfig:
   attention_factor: float | None = None
 
   def __post_init__(self):
-    fields.check(self)
+    scale = fields.positive("check rope_theta and rope_scaling in config.json")
+    fields.check(self, base=scale, factor=scale, original_context=scale)
     if self.head_dim < 2 or self.head_dim % 2:
       raise ValueError(
         f"RotaryConfig.head_dim: got {self.head_dim}, expected an even number (features turn in"
         " pairs); check head_dim in config.json."
       )
-    for field in ("base", "factor", "original_context"):
-      if not 0 < vars(self)[field] < math.inf:
-        raise ValueError(
-          f"RotaryConfig.{field}: got {vars(self)[field]}, expected a positive number; check"
-          " rope_theta and rope_scaling in config.json."
-        )
 
 
 def frequencies(config: RotaryConfig) -> tuple[np.ndarray, float]:

@@ -60,13 +60,11 @@ class RolloutConfig:
   reward_weights: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
   def __post_init__(self):
-    fields.check(self)
-    if self.prompts_per_step < 1 or self.group_size < 2:
-      raise ValueError(
-        f"RolloutConfig: got prompts_per_step={self.prompts_per_step},"
-        f" group_size={self.group_size},"
-        " expected at least 1 and 2 (a group's advantages compare its members); 32 and 8 are usual."
-      )
+    fields.check(
+      self,
+      prompts_per_step=fields.at_least(1, "32 is usual"),
+      group_size=fields.at_least(2, "a group's advantages compare its members, and 8 are usual"),
+    )
     self.sampling(())  # Validates the sampling parameters.
     check_weights(self.reward_weights)
 

@@ -24,11 +24,7 @@ class ByPrefix:
   max_spread: int = 32
 
   def __post_init__(self):
-    fields.check(self)
-    if self.max_spread < 0:
-      raise ValueError(
-        f"ByPrefix: got max_spread={self.max_spread}, expected at least 0; for example 32."
-      )
+    fields.check(self, max_spread=fields.at_least(0, "32 for example"))
 
   def choose(self, item: Item, pages: int, instances: Instances) -> int:
     """Returns the instance of a chunk that needs `pages`; at least one instance has them free."""

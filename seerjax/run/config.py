@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
-import math
 from typing import Any
 
 from seerjax import fields, numerics as numerics_lib, parallel
@@ -59,21 +58,17 @@ class TrainerConfig:
   remat: transformer.Remat = "none"
 
   def __post_init__(self):
-    fields.check(self)
-    if self.remat not in transformer.REMATS:
-      raise ValueError(
-        f"TrainerConfig.remat: got {self.remat!r}, expected one of {transformer.REMATS}; 'layer' is"
-        " for models with activations that do not fit."
-      )
-    for field, least, usual in (
-      ("rows_per_micro_batch", 0, "0, which derives it from the model,"),
-      ("sequences_per_micro_batch", 0, "0, which derives it from the model,"),
-      ("num_mini_batches", 1, 1), ("dynamic_sampling_rounds", 1, 1),
-    ):  # fmt: skip
-      if (value := vars(self)[field]) < least:
-        raise ValueError(
-          f"TrainerConfig.{field}: got {value}, expected at least {least}; {usual} is usual."
-        )
+    derived = fields.at_least(0, "0, which derives it from the model, is usual")
+    fields.check(
+      self,
+      remat=fields.one_of(
+        transformer.REMATS, "'layer' is for models with activations that do not fit"
+      ),
+      rows_per_micro_batch=derived,
+      sequences_per_micro_batch=derived,
+      num_mini_batches=fields.at_least(1, "1 is usual"),
+      dynamic_sampling_rounds=fields.at_least(1, "1 is usual"),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,30 +135,22 @@ class RunConfig:
   evaluation: EvaluationConfig = EvaluationConfig()
 
   def __post_init__(self):
-    fields.check(self)
+    fields.check(
+      self,
+      seed=fields.SEED,
+      num_steps=fields.at_least(0),
+      weight_transfer_chunk_bytes=fields.at_least(1),
+      checkpoint_every=fields.at_least(1),
+      lora_rank=fields.at_least(0),
+      lora_alpha=fields.positive("16 is usual"),
+    )
     policy_loading.check_name(self.scheduler, "RunConfig.scheduler")
-    if not 0 <= self.seed < 2**63:
-      raise ValueError(
-        f"RunConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
-      )
     parallel.require_sizes(
       self.data_parallel_size,
       self.tensor_parallel_size,
       self.numerics.reduction_shards,
       what="RunConfig.",
     )
-    for field, least in (
-      ("num_steps", 0), ("weight_transfer_chunk_bytes", 1), ("checkpoint_every", 1),
-      ("lora_rank", 0),
-    ):  # fmt: skip
-      if vars(self)[field] < least:
-        raise ValueError(
-          f"RunConfig.{field}: got {vars(self)[field]}, expected at least {least}; raise it."
-        )
-    if not 0 < self.lora_alpha < math.inf:
-      raise ValueError(
-        f"RunConfig.lora_alpha: got {self.lora_alpha}, expected a positive number; 16 is usual."
-      )
     if self.off_policy.max_policy_lag and self.data_parallel_size < 2:
       raise ValueError(
         f"OffPolicyConfig.max_policy_lag: got {self.off_policy.max_policy_lag} with"

@@ -55,11 +55,7 @@ class EvaluateConfig:
   evaluation: evaluation.EvaluationConfig = evaluation.EvaluationConfig()
 
   def __post_init__(self):
-    fields.check(self)
-    if not 0 <= self.seed < 2**63:
-      raise ValueError(
-        f"EvaluateConfig.seed: got {self.seed}, expected 0 <= seed < 2**63; choose a smaller one."
-      )
+    fields.check(self, seed=fields.SEED)
     if self.max_tokens > self.engine.max_model_len - 1:
       raise ValueError(
         f"EvaluateConfig.max_tokens: got {self.max_tokens}, expected at most"

@@ -61,22 +61,17 @@ class EvaluationConfig:
   best: str = f"{ROOM}/reward"
 
   def __post_init__(self):
-    fields.check(self)
-    if self.num_problems < 1 or self.every < 0:
-      raise ValueError(
-        f"EvaluationConfig: got num_problems={self.num_problems}, every={self.every}, expected at"
-        " least 1 and 0; 1024 and 0 (only before and after the run) are usual."
-      )
-    if self.temperature != 0 and not types.is_temperature(self.temperature):
-      raise ValueError(
-        f"EvaluationConfig.temperature: got {self.temperature}, expected 0 or {types.TEMPERATURES};"
-        " 0 is greedy, 1 samples as in training."
-      )
-    if self.num_samples < 1:
-      raise ValueError(
-        f"EvaluationConfig.num_samples: got {self.num_samples}, expected at least 1; 1 is usual, 16"
-        " for pass@8."
-      )
+    fields.check(
+      self,
+      num_problems=fields.at_least(1, "1024 is usual"),
+      every=fields.at_least(0, "0, only before and after the run, is usual"),
+      temperature=fields.Rule(
+        f"0 or {types.TEMPERATURES}",
+        lambda value: value == 0 or types.is_temperature(value),
+        "0 is greedy, 1 samples as in training",
+      ),
+      num_samples=fields.at_least(1, "1 is usual, 16 for pass@8"),
+    )
     if self.num_samples > 1 and self.temperature == 0:
       raise ValueError(
         f"EvaluationConfig.num_samples: got {self.num_samples} with temperature=0, expected 1 (all"

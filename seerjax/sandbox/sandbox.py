@@ -64,23 +64,12 @@ class Limits:
   num_files: int = 64
 
   def __post_init__(self):
-    fields.check(self)
-    for field, value in dataclasses.asdict(self).items():
-      if not 0 < value < math.inf:
-        raise ValueError(
-          f"Limits.{field}: got {value}, expected a positive finite number; every limit must be"
-          " set, and 0 would stop every program."
-        )
-      if not field.endswith("seconds") and not isinstance(value, int):
-        raise ValueError(
-          f"Limits.{field}: got {value!r}, expected a whole number (int), as the kernel requires;"
-          " round it."
-        )
-      if value > MAX_LIMIT:
-        raise ValueError(
-          f"Limits.{field}: got {value}, expected at most {MAX_LIMIT}, the kernel's maximum; lower"
-          " it."
-        )
+    rule = fields.Rule(
+      f"a positive number up to {MAX_LIMIT}, the kernel's maximum",
+      lambda value: 0 < value <= MAX_LIMIT,
+      "every limit must be set, and 0 would stop every program",
+    )
+    fields.check(self, **dict.fromkeys(vars(self), rule))
 
 
 class Outcome(NamedTuple):

@@ -46,22 +46,12 @@ class ServeConfig:
   strict_fields: bool = False
 
   def __post_init__(self):
-    fields.check(self)
-    for field, least in (
-      ("port", 0), ("max_body_bytes", 1), ("max_answer_tokens", 1), ("max_queued_requests", 1),
-      ("max_waiting_of_client", 1), ("max_connections", 1),
-    ):  # fmt: skip
-      value = vars(self)[field]
-      if not isinstance(value, int) or value < least:
-        raise ValueError(
-          f"ServeConfig.{field}: got {value!r}, expected a whole number of at least {least}; raise"
-          " it."
-        )
-    for field in ("body_seconds", "timeout_seconds", "grace_seconds"):
-      if not vars(self)[field] > 0:
-        raise ValueError(
-          f"ServeConfig.{field}: got {vars(self)[field]}, expected more than 0 seconds; raise it."
-        )
+    one, seconds = fields.at_least(1), fields.positive("raise it")
+    fields.check(
+      self, port=fields.at_least(0), max_body_bytes=one, max_answer_tokens=one,
+      max_queued_requests=one, max_waiting_of_client=one, max_connections=one,
+      body_seconds=seconds, timeout_seconds=seconds, grace_seconds=seconds,
+    )  # fmt: skip
     if self.host not in LOOPBACK and not self.token:
       raise ValueError(
         f"ServeConfig.host: got {self.host!r} without a token, expected one of {LOOPBACK}, or a"

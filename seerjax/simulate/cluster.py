@@ -52,14 +52,8 @@ class ClusterConfig:
   prompt_tokens: int = 512
 
   def __post_init__(self):
-    fields.check(self)
-    if min(self.data_parallel_size, self.max_running, self.page_size, self.prompt_tokens) < 1:
-      raise ValueError(
-        f"ClusterConfig: got data_parallel_size={self.data_parallel_size},"
-        f" max_running={self.max_running},"
-        f" page_size={self.page_size}, prompt_tokens={self.prompt_tokens}, expected at least 1 of"
-        " each."
-      )
+    one = fields.at_least(1)
+    fields.check(self, data_parallel_size=one, max_running=one, page_size=one, prompt_tokens=one)
 
   @property
   def num_pages(self) -> int:

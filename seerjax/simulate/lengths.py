@@ -43,13 +43,13 @@ class LengthsConfig:
   rho: float
 
   def __post_init__(self):
-    fields.check(self)
-    if self.num_groups < 1 or self.group_size < 1 or self.sigma <= 0 or not 0 <= self.rho <= 1:
-      raise ValueError(
-        f"LengthsConfig: got num_groups={self.num_groups}, group_size={self.group_size},"
-        f" sigma={self.sigma}, rho={self.rho}, expected at least 1 and 1, sigma > 0 and rho in"
-        " [0, 1]; sigma 0.8 and rho 0.8 are usual."
-      )
+    fields.check(
+      self,
+      num_groups=fields.at_least(1),
+      group_size=fields.at_least(1),
+      sigma=fields.positive("0.8 is usual"),
+      rho=fields.between(0, 1, "0.8 is usual"),
+    )
     if not 1 < self.mean_tokens < self.max_tokens:
       raise ValueError(
         f"LengthsConfig: got mean_tokens={self.mean_tokens} and max_tokens={self.max_tokens},"

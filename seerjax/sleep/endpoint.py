@@ -60,7 +60,13 @@ class EndpointConfig:
   pause_seconds: float = 1.0
 
   def __post_init__(self):
-    fields.check(self)
+    fields.check(
+      self,
+      model=fields.Rule("the model's name at the endpoint", bool, "see its /v1/models"),
+      timeout_seconds=fields.positive("raise it"),
+      max_tries=fields.at_least(1),
+      pause_seconds=fields.at_least(0),
+    )
     parts = urllib.parse.urlsplit(self.url)
     try:
       port_is_right = parts.port is None or parts.port > 0
@@ -75,17 +81,6 @@ class EndpointConfig:
       raise ValueError(
         f"--endpoint: got {_shown_url(self.url)!r} with a user, a query or a fragment, expected"
         " only host and path; put the key in an environment variable (key_variable)."
-      )
-    if not self.model:
-      raise ValueError(
-        "EndpointConfig.model: got '', expected the model's name at the endpoint; see its"
-        " /v1/models."
-      )
-    if not self.timeout_seconds > 0 or self.max_tries < 1 or not self.pause_seconds >= 0:
-      raise ValueError(
-        f"EndpointConfig: got timeout_seconds={self.timeout_seconds}, max_tries={self.max_tries}"
-        f" and pause_seconds={self.pause_seconds}, expected more than 0, at least 1 and at least 0;"
-        " raise them."
       )
 
 

@@ -183,21 +183,14 @@ class PlannerConfig:
   prior_weight: float = 4.0
 
   def __post_init__(self):
-    fields.check(self)
-    if not 0 < self.latency_price < math.inf:
-      raise ValueError(
-        f"PlannerConfig.latency_price: got {self.latency_price}, expected more than 0 and finite;"
-        " 10 is the published price of a token while a user waits."
-      )
-    if self.num_trials < 1:
-      raise ValueError(
-        f"PlannerConfig.num_trials: got {self.num_trials}, expected at least 1; 8 is usual."
-      )
-    if not (self.prior_questions >= 0 and self.prior_weight > 0):
-      raise ValueError(
-        f"PlannerConfig: got prior_questions={self.prior_questions} and"
-        f" prior_weight={self.prior_weight}, expected at least 0, and more than 0; raise them."
-      )
+    price = "10 is the published price of a token while a user waits"
+    fields.check(
+      self,
+      latency_price=fields.positive(price),
+      num_trials=fields.at_least(1, "8 is usual"),
+      prior_questions=fields.at_least(0),
+      prior_weight=fields.positive("raise it"),
+    )
 
 
 class Estimate(NamedTuple):

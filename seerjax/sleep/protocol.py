@@ -87,26 +87,26 @@ class ProtocolConfig:
   num_at_once: int = 16
 
   def __post_init__(self):
-    fields.check(self)
-
-    def refuse(field: str, expected: str, fix: str) -> None:
-      raise ValueError(
-        f"ProtocolConfig.{field}: got {vars(self)[field]!r}, expected {expected}; {fix}."
-      )
-
-    if not self.arms or any(arm not in ARMS for arm in self.arms):
-      refuse("arms", f"at least one of {ARMS}", "correct the spelling")
-    if not self.parallel or min(self.parallel) < 1:
-      refuse("parallel", "numbers of rewrites of at least 1", "(1,) is a single rewrite")
-    if not 1 <= self.max_rethinks <= MAX_RETHINKS:
-      refuse("max_rethinks", f"1 to {MAX_RETHINKS}", "1 is one call per rewrite")
-    for field in ("sleep_tokens", "wake_tokens", "max_samples", "num_at_once"):
-      if vars(self)[field] < 1:
-        refuse(field, "at least 1", "raise it")
-    if any(not 1 <= cut < self.wake_tokens for cut in self.cuts):
-      refuse("cuts", f"limits from 1 to below wake_tokens = {self.wake_tokens}", "drop the others")
-    if any(place < 0 for place in self.verbosities):
-      refuse("verbosities", "positions of at least 0", "() selects all")
+    rule, one = fields.Rule, fields.at_least(1)
+    fields.check(
+      self, sleep_tokens=one, wake_tokens=one, max_samples=one, num_at_once=one,
+      arms=rule(
+        f"at least one of {ARMS}", lambda arms: bool(arms) and {*ARMS}.issuperset(arms),
+        "correct the spelling",
+      ),
+      parallel=rule(
+        "numbers of rewrites of at least 1", lambda parallel: min(parallel, default=0) >= 1,
+        "(1,) is a single rewrite",
+      ),
+      max_rethinks=fields.between(1, MAX_RETHINKS, "1 is one call per rewrite"),
+      cuts=rule(
+        f"limits from 1 to below wake_tokens = {self.wake_tokens}",
+        lambda cuts: all(1 <= cut < self.wake_tokens for cut in cuts), "drop the others",
+      ),
+      verbosities=rule(
+        "positions of at least 0", lambda places: min(places, default=0) >= 0, "() selects all"
+      ),
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -77,22 +77,11 @@ class RunnerConfig:
   seed: int = 0
 
   def __post_init__(self):
-    fields.check(self)
-    for field, least, most in (
-      ("num_jobs", 1, None),
-      ("max_rethinks", 1, MAX_RETHINKS),
-      ("sleep_tokens", 1, None),
-      ("num_at_once", 1, None),
-      ("num_anticipated", 0, None),
-      ("answer_tokens", 1, None),
-      ("verbosity", 0, None),
-    ):
-      value = vars(self)[field]
-      if value < least or (most is not None and value > most):
-        end = "" if most is None else f" and at most {most}"
-        raise ValueError(
-          f"RunnerConfig.{field}: got {value}, expected at least {least}{end}; see its default."
-        )
+    none, one = (fields.at_least(least, "see its default") for least in (0, 1))
+    fields.check(
+      self, num_jobs=one, max_rethinks=fields.between(1, MAX_RETHINKS, "see its default"),
+      sleep_tokens=one, num_at_once=one, num_anticipated=none, answer_tokens=one, verbosity=none,
+    )  # fmt: skip
 
 
 def job_seed(seed: int, context_id: str, job: int, number: int) -> int:

@@ -82,17 +82,12 @@ class BudgetConfig:
   priority: float = 2.0
 
   def __post_init__(self):
-    fields.check(self)
-    if self.policy not in POLICIES:
-      raise ValueError(
-        f"BudgetConfig.policy: got {self.policy!r}, expected one of {POLICIES}; choose one."
-      )
-    if self.num_speculative_tokens < 1 or not self.priority >= 1:
-      raise ValueError(
-        f"BudgetConfig: got num_speculative_tokens={self.num_speculative_tokens},"
-        f" priority={self.priority}, expected each at"
-        " least 1; 8 and 2 are usual."
-      )
+    fields.check(
+      self,
+      policy=fields.one_of(POLICIES),
+      num_speculative_tokens=fields.at_least(1, "8 is usual"),
+      priority=fields.at_least(1, "2 is usual"),
+    )
 
 
 def best_length(

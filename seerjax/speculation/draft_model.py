@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -76,23 +75,13 @@ class DraftModelConfig:
   learning_rate: float = 1e-4
 
   def __post_init__(self):
-    fields.check(self)
-    for field, most, usual in (
-      ("length", MAX_STEPS, "4 is usual"),
-      ("width", MAX_WIDTH, "1 drafts a chain"),
-      ("num_slots", MAX_SLOTS, "the number of concurrent requests is usual"),
-    ):
-      value = vars(self)[field]
-      if not 1 <= value <= most:
-        raise ValueError(
-          f"DraftModelConfig.{field}: got {value!r}, expected a whole number from 1 to {most};"
-          f" {usual}."
-        )
-    if not 0 < self.learning_rate < math.inf:
-      raise ValueError(
-        f"DraftModelConfig.learning_rate: got {self.learning_rate}, expected a positive number;"
-        " 1e-4 is usual."
-      )
+    fields.check(
+      self,
+      length=fields.between(1, MAX_STEPS, "4 is usual"),
+      width=fields.between(1, MAX_WIDTH, "1 drafts a chain"),
+      num_slots=fields.between(1, MAX_SLOTS, "the number of concurrent requests is usual"),
+      learning_rate=fields.positive("1e-4 is usual"),
+    )
     buckets = self.batch_size_buckets
     if (
       list(buckets) != sorted(set(buckets))

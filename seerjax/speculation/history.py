@@ -39,13 +39,11 @@ class HistoryConfig:
   max_age: int = 2**16
 
   def __post_init__(self):
-    fields.check(self)
-    if self.max_bytes < 0 or self.max_age < 1:
-      raise ValueError(
-        f"HistoryConfig: got max_bytes={self.max_bytes}, max_age={self.max_age}, expected at least"
-        f" 0 and 1; {HistoryConfig.max_bytes} and {HistoryConfig.max_age} are usual, max_bytes=0 is"
-        " off."
-      )
+    fields.check(
+      self,
+      max_bytes=fields.at_least(0, f"{HistoryConfig.max_bytes} is usual, 0 is off"),
+      max_age=fields.at_least(1, f"{HistoryConfig.max_age} is usual"),
+    )
 
 
 class History:

@@ -93,12 +93,11 @@ class SourceConfig:
   max_width: int = 4
 
   def __post_init__(self):
-    fields.check(self)
-    if not 1 <= self.max_length <= LENGTHS[-1] or not 1 <= self.max_width <= WIDTHS[-1]:
-      raise ValueError(
-        f"SourceConfig: got max_length={self.max_length}, max_width={self.max_width}, expected 1 to"
-        f" {LENGTHS[-1]} and 1 to {WIDTHS[-1]}; 8 and 4 are usual."
-      )
+    fields.check(
+      self,
+      max_length=fields.between(1, LENGTHS[-1], "8 is usual"),
+      max_width=fields.between(1, WIDTHS[-1], "4 is usual"),
+    )
 
 
 class _Verdict(NamedTuple):

@@ -53,12 +53,8 @@ class PuzzlesConfig:
   max_people: int = NUM_PEOPLE[1]
 
   def __post_init__(self):
-    fields.check(self)
-    if not NUM_PEOPLE[0] <= self.max_people <= len(NAMES):
-      raise ValueError(
-        f"PuzzlesConfig.max_people: got {self.max_people}, expected {NUM_PEOPLE[0]} to"
-        f" {len(NAMES)}; {NUM_PEOPLE[1]} is the number that a small model can learn."
-      )
+    fix = f"{NUM_PEOPLE[1]} is the number that a small model can learn"
+    fields.check(self, max_people=fields.between(NUM_PEOPLE[0], len(NAMES), fix))
 
 
 # Formulas.

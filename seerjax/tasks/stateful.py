@@ -267,33 +267,27 @@ class StatefulConfig:
   max_total: int = 150
 
   def __post_init__(self):
-    fields.check(self)
-
-    def check(is_right: bool, field: str, expected: str, fix: str) -> None:
-      if not is_right:
-        raise ValueError(
-          f"StatefulConfig.{field}: got {vars(self)[field]!r}, expected {expected}; {fix}."
-        )
-
-    check(
-      0 <= self.predictability <= MAX_PREDICTABILITY, "predictability",
-      f"0 to {MAX_PREDICTABILITY:g}", "0 asks all questions equally often",
-    )  # fmt: skip
-    check(1 <= self.num_questions <= 100, "num_questions", "1 to 100", "10 is usual")
-    check(
-      self.steps is None or (len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1] <= 100),
-      "steps", "(least, most) with 1 <= least <= most <= 100", "write (6, 6) for six",
-    )  # fmt: skip
-    check(0 <= self.distractor_rate <= 1, "distractor_rate", "0 to 1", "0 leaves out all")
-    check(
-      all(kind in (*TEST_KINDS, *ASKED_KINDS) for kind in self.kinds), "kinds",
-      f"kinds of {(*TEST_KINDS, *ASKED_KINDS)}", "correct the spelling; () allows all",
-    )  # fmt: skip
-    check(self.max_operand >= 4, "max_operand", "at least 4", "40 is usual")
-    check(
-      self.max_total >= 2 * self.max_operand, "max_total",
-      f"at least 2 * max_operand = {2 * self.max_operand}", "raise it",
-    )  # fmt: skip
+    kinds = (*TEST_KINDS, *ASKED_KINDS)
+    fields.check(
+      self,
+      predictability=fields.between(0, MAX_PREDICTABILITY, "0 asks all questions equally often"),
+      num_questions=fields.between(1, 100, "10 is usual"),
+      steps=fields.Rule(
+        "(least, most) with 1 <= least <= most <= 100",
+        lambda steps: steps is None or 1 <= steps[0] <= steps[1] <= 100,
+        "write (6, 6) for six",
+      ),
+      distractor_rate=fields.between(0, 1, "0 leaves out all"),
+      kinds=fields.Rule(
+        f"kinds of {kinds}", {*kinds}.issuperset, "correct the spelling; () allows all"
+      ),
+      max_operand=fields.at_least(4, "40 is usual"),
+      max_total=fields.Rule(
+        f"at least 2 * max_operand = 2 * {self.max_operand}",
+        lambda total: total >= 2 * self.max_operand,
+        "raise it",
+      ),
+    )
 
 
 def _speaks(form: str, verbs: Sequence[str]) -> bool:

@@ -42,12 +42,7 @@ class SudokuConfig:
   max_empty: float = 0.6
 
   def __post_init__(self):
-    fields.check(self)
-    if self.size not in BOXES:
-      raise ValueError(
-        f"SudokuConfig.size: got {self.size}, expected one of {tuple(BOXES)}; 4 is the size that a"
-        " small model can learn."
-      )
+    fields.check(self, size=fields.one_of(BOXES, "4 is the size that a small model can learn"))
     if not 0 < self.min_empty <= self.max_empty <= 1:
       raise ValueError(
         f"SudokuConfig: got min_empty={self.min_empty}, max_empty={self.max_empty}, expected 0 <"

@@ -73,23 +73,14 @@ class SWEConfig:
   timeout_seconds: float = 60.0
 
   def __post_init__(self):
-    fields.check(self)
-    for field in ("min_files", "num_questions", "max_commits", "max_tree"):
-      if vars(self)[field] < 1:
-        raise ValueError(
-          f"SWEConfig.{field}: got {vars(self)[field]}, expected at least 1; raise it."
-        )
-    if self.max_files < self.min_files:
-      raise ValueError(
-        f"SWEConfig.max_files: got {self.max_files}, expected at least min_files ="
-        f" {self.min_files}; raise it."
-      )
-    if self.num_history < 0 or not self.timeout_seconds > 0:
-      raise ValueError(
-        f"SWEConfig: got num_history={self.num_history} and"
-        f" timeout_seconds={self.timeout_seconds}, expected at least 0, and more than 0; raise"
-        " them."
-      )
+    one = fields.at_least(1)
+    fields.check(
+      self, min_files=one, num_questions=one, max_commits=one, max_tree=one,
+      max_files=fields.Rule(
+        f"at least min_files = {self.min_files}", lambda most: most >= self.min_files, "raise it"
+      ),
+      num_history=fields.at_least(0), timeout_seconds=fields.positive("raise it"),
+    )  # fmt: skip
 
 
 class Commit(NamedTuple):

@@ -46,16 +46,15 @@ class WordProblemsConfig:
   max_total: int = 150
 
   def __post_init__(self):
-    fields.check(self)
-    if self.max_operand < 4:
-      raise ValueError(
-        f"WordProblemsConfig.max_operand: got {self.max_operand}, expected at least 4; 40 is usual."
-      )
-    if self.max_total < 2 * self.max_operand:
-      raise ValueError(
-        f"WordProblemsConfig.max_total: got {self.max_total}, expected at least 2 * max_operand ="
-        f" {2 * self.max_operand}; raise it."
-      )
+    fields.check(
+      self,
+      max_operand=fields.at_least(4, "40 is usual"),
+      max_total=fields.Rule(
+        f"at least 2 * max_operand = 2 * {self.max_operand}",
+        lambda total: total >= 2 * self.max_operand,
+        "raise it",
+      ),
+    )
 
 
 class _UnseenTeller(Teller):

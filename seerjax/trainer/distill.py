@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -134,7 +133,12 @@ class DistillConfig:
   seed: int = 0
 
   def __post_init__(self):
-    fields.check(self)
+    fields.check(
+      self,
+      learning_rate=fields.positive("4e-3 is usual"),
+      prompt_weight=fields.between(0, 1, f"{DistillConfig.prompt_weight} is usual"),
+      weight_decay=fields.between(0, 1, f"{DistillConfig.weight_decay} is usual"),
+    )
     lengths = self.lengths
     if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 2:
       raise ValueError(
@@ -148,17 +152,6 @@ class DistillConfig:
         f" {lengths[-1]} tokens; {DistillConfig.num_tokens} and {DistillConfig.tokens_per_batch}"
         " are usual."
       )
-    if not 0 < self.learning_rate < math.inf:
-      raise ValueError(
-        f"DistillConfig.learning_rate: got {self.learning_rate}, expected a positive number; 4e-3"
-        " is usual."
-      )
-    for field in ("prompt_weight", "weight_decay"):
-      if not 0 <= vars(self)[field] <= 1:
-        raise ValueError(
-          f"DistillConfig.{field}: got {vars(self)[field]}, expected a number between 0 and 1;"
-          f" {vars(DistillConfig)[field]} is usual."
-        )
 
   @property
   def num_steps(self) -> int:

@@ -83,40 +83,29 @@ class LossConfig:
   tis_cap: float | None = None
 
   def __post_init__(self):
-    fields.check(self, unbounded=("clip_low", "clip_high", "tis_cap"))
-
-    def refuse(field: str, got: object, expected: str, fix: str):
-      raise ValueError(f"LossConfig.{field}: got {got!r}, expected {expected}; {fix}.")
-
-    if self.algorithm not in ALGORITHMS:
-      refuse("algorithm", self.algorithm, f"one of {ALGORITHMS}", "'grpo' is usual")
-    if self.aggregation not in AGGREGATIONS:
-      refuse("aggregation", self.aggregation, f"one of {AGGREGATIONS}", "'token_mean' is usual")
-    if self.kl_estimator not in KL_ESTIMATORS:
-      refuse("kl_estimator", self.kl_estimator, f"one of {KL_ESTIMATORS}", "'k3' is usual")
-    if not 0.0 <= self.clip_low <= 1.0:
-      refuse("clip_low", self.clip_low, "0 <= clip_low <= 1", "0.2 is usual, 1 never clips")
-    if not self.clip_high >= 0.0:
-      refuse("clip_high", self.clip_high, "clip_high >= 0", "0.2 is usual, inf never clips")
+    fields.check(
+      self,
+      unbounded=("clip_low", "clip_high", "tis_cap"),
+      algorithm=fields.one_of(ALGORITHMS, "'grpo' is usual"),
+      aggregation=fields.one_of(AGGREGATIONS, "'token_mean' is usual"),
+      kl_estimator=fields.one_of(KL_ESTIMATORS, "'k3' is usual"),
+      clip_low=fields.between(0, 1, "0.2 is usual, 1 never clips"),
+      clip_high=fields.at_least(0, "0.2 is usual, inf never clips"),
+      kl_coefficient=fields.at_least(0, "0 is off"),
+      entropy_bonus=fields.at_least(0, "0 is off"),
+      tis_cap=fields.Rule(
+        "tis_cap > 0 or None", lambda cap: cap is None or cap > 0, "2 is usual, None is off"
+      ),
+    )
     if self.aggregation == "constant_length" and self.max_tokens < 1:
-      refuse(
-        "max_tokens",
-        self.max_tokens,
-        "max_tokens >= 1 with aggregation='constant_length'",
-        "pass SamplingParams.max_tokens",
+      raise ValueError(
+        f"LossConfig.max_tokens: got {self.max_tokens}, expected max_tokens >= 1 with"
+        " aggregation='constant_length'; pass SamplingParams.max_tokens."
       )
-    if not 0.0 <= self.kl_coefficient < math.inf:
-      refuse("kl_coefficient", self.kl_coefficient, "0 <= kl_coefficient < inf", "0 is off")
-    if not 0.0 <= self.entropy_bonus < math.inf:
-      refuse("entropy_bonus", self.entropy_bonus, "0 <= entropy_bonus < inf", "0 is off")
-    if self.tis_cap is not None and not self.tis_cap > 0.0:
-      refuse("tis_cap", self.tis_cap, "tis_cap > 0 or None", "2 is usual, None is off")
     if self.tis_cap is not None and self.algorithm == "gspo":
-      refuse(
-        "tis_cap",
-        self.tis_cap,
-        "None with algorithm='gspo' (its ratio belongs to a sequence, this weight to a token)",
-        "set tis_cap=None or another algorithm",
+      raise ValueError(
+        f"LossConfig.tis_cap: got {self.tis_cap}, expected None with algorithm='gspo' (its ratio"
+        " belongs to a sequence, this weight to a token); set tis_cap=None or another algorithm."
       )
 
 

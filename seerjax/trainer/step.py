@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Sequence
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -76,33 +75,20 @@ class OptimizerConfig:
   max_gradient_norm: float = 1.0
 
   def __post_init__(self):
-    fields.check(self, unbounded=("max_gradient_norm",))
-    if not 0 <= self.learning_rate < math.inf:
-      raise ValueError(
-        f"OptimizerConfig.learning_rate: got {self.learning_rate}, expected a positive number, or"
-        " 0, which derives it from the run's model; 1e-6 is usual for all weights of a large model."
-      )
-    if self.warmup_steps < 0:
-      raise ValueError(
-        f"OptimizerConfig.warmup_steps: got {self.warmup_steps}, expected at least 0; 0 is none."
-      )
-    for field in ("b1", "b2"):
-      value = vars(self)[field]
-      if not 0 <= value < 1:
-        raise ValueError(
-          f"OptimizerConfig.{field}: got {value}, expected 0 <= {field} < 1; 0.9 and 0.95 are"
-          " usual."
-        )
-    if not 0 <= self.weight_decay < math.inf:
-      raise ValueError(
-        f"OptimizerConfig.weight_decay: got {self.weight_decay}, expected 0 <= weight_decay < inf;"
-        " 0 is off."
-      )
-    if not self.max_gradient_norm > 0:
-      raise ValueError(
-        f"OptimizerConfig.max_gradient_norm: got {self.max_gradient_norm}, expected a positive"
-        " number; 1.0 is usual, inf never clips."
-      )
+    fields.check(
+      self,
+      unbounded=("max_gradient_norm",),
+      learning_rate=fields.Rule(
+        "a positive number, or 0, which derives it from the run's model",
+        lambda rate: rate >= 0,
+        "1e-6 is usual for all weights of a large model",
+      ),
+      warmup_steps=fields.at_least(0, "0 is none"),
+      b1=fields.Rule("0 <= b1 < 1", lambda value: 0 <= value < 1, "0.9 is usual"),
+      b2=fields.Rule("0 <= b2 < 1", lambda value: 0 <= value < 1, "0.95 is usual"),
+      weight_decay=fields.at_least(0, "0 is off"),
+      max_gradient_norm=fields.positive("1.0 is usual, inf never clips"),
+    )
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:

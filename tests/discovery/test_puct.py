@@ -327,14 +327,14 @@ def test_more_groups_than_seeds_are_refused_by_every_rule(reuse):
   ("settings", "message"),
   [
     (dict(reuse="best"), r"SearchConfig.reuse: got 'best', expected one of \('puct'"),
-    (dict(c=-1.0), r"SearchConfig.c: got -1.0, expected 0 <= c < inf"),
+    (dict(c=-1.0), r"SearchConfig.c: got -1.0, expected at least 0; 1 is published"),
     (dict(c=math.nan), r"SearchConfig.c: got nan"),
-    (dict(epsilon=1.5), r"SearchConfig.epsilon: got 1.5, expected a probability"),
+    (dict(epsilon=1.5), r"SearchConfig.epsilon: got 1.5, expected 0 to 1"),
     (dict(patience=-1), r"got islands=1, patience=-1 with reuse='puct', expected at least 1 and 0"),
     (dict(islands=0), r"got islands=0, patience=0 with reuse='puct', expected at least 1 and 0"),
     (dict(patience=3, reuse="none"), r"with reuse='none', expected .* unless reuse is 'puct'"),
-    (dict(keep_children=0), r"got keep_children=0, capacity=1000, expected at least 1 child"),
-    (dict(capacity=1), r"got keep_children=2, capacity=1, expected"),
+    (dict(keep_children=0), r"SearchConfig.keep_children: got 0, expected at least 1"),
+    (dict(capacity=1), r"SearchConfig.capacity: got 1, expected at least 2"),
   ],
 )
 def test_a_configuration_that_cannot_work_is_refused(settings, message):

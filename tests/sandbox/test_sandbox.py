@@ -939,11 +939,13 @@ def test_commands_arguments_and_limits_that_cannot_be_are_refused(box: sandbox.S
   with pytest.raises(ValueError, match="got a set, expected what JSON can hold; return lists"):
     box.run_python("", "f", dict(x={1}))
   for field in dataclasses.fields(sandbox.Limits):
-    with pytest.raises(ValueError, match=f"{field.name}: got 0, expected a positive finite number"):
+    with pytest.raises(ValueError, match=f"{field.name}: got 0, expected a positive number"):
       sandbox.Limits(**{field.name: 0})
   with pytest.raises(ValueError, match="wall_seconds: got nan"):
     sandbox.Limits(wall_seconds=math.nan)
-  with pytest.raises(ValueError, match=r"cpu_seconds: got 1e\+300, expected at most"):
+  with pytest.raises(
+    ValueError, match=r"cpu_seconds: got 1e\+300, expected a positive number up to 9007"
+  ):
     sandbox.Limits(cpu_seconds=1e300)
 
 

@@ -469,9 +469,8 @@ def test_a_wrong_token_is_refused_in_one_way_and_a_body_that_is_too_long():
   "fields, expected",
   [
     ({"host": "0.0.0.0"}, "ServeConfig.host: got '0.0.0.0' without a token"),
-    ({"max_queued_requests": 0},
-     "ServeConfig.max_queued_requests: got 0, expected a whole number of at least 1"),
-    ({"grace_seconds": 0}, "expected more than 0 seconds; raise it."),
+    ({"max_queued_requests": 0}, "ServeConfig.max_queued_requests: got 0, expected at least 1"),
+    ({"grace_seconds": 0}, "grace_seconds: got 0, expected a positive number; raise it."),
     ({"token": "é"}, "got a token that does not fit in a header"),
     ({"tenants": {"a": "x"}}, "got 1 tenants, and an empty token, the server's own token"),
     ({"token": "a", "tenants": {"a": "x"}}, "got 1 tenants, and an empty token"),

@@ -321,5 +321,7 @@ def test_lengths_out_of_range_are_refused(lengths):
 
 
 def test_a_cluster_of_nothing_is_refused():
-  with pytest.raises(ValueError, match="got data_parallel_size=0, max_running=5"):
+  with pytest.raises(
+    ValueError, match="ClusterConfig.data_parallel_size: got 0, expected at least 1"
+  ):
     dataclasses.replace(CLUSTER, data_parallel_size=0)

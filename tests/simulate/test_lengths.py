@@ -56,9 +56,9 @@ def test_likeness_needs_two_groups_of_two(shape):
 @pytest.mark.parametrize(
   "changes, message",
   [
-    ({"num_groups": 0}, "got num_groups=0"),
-    ({"sigma": 0}, "sigma=0, rho=0.5, expected"),
-    ({"rho": 1.5}, "rho=1.5, expected"),
+    ({"num_groups": 0}, "LengthsConfig.num_groups: got 0, expected at least 1"),
+    ({"sigma": 0}, "LengthsConfig.sigma: got 0, expected a positive number"),
+    ({"rho": 1.5}, "LengthsConfig.rho: got 1.5, expected 0 to 1"),
     ({"mean_tokens": 10_000}, "expected a mean between 1 and the cap"),
   ],
 )

@@ -255,8 +255,11 @@ def test_a_run_over_an_endpoint_goes_on_without_an_answer():
     (dict(url="http://u:pw@a"), "got 'http://(hidden)@a' with a user, a query or a fragment, exp"),
     (dict(url="http://a?key=pw"), "got 'http://a' with a user, a query or a fragment, expected"),
     (dict(url="http://a", model=""), "EndpointConfig.model: got '', expected the model's name at"),
-    (dict(url="http://a", max_tries=0), "max_tries=0 and pause_seconds=1.0, expected more than 0"),
-    (dict(url="http://a", timeout_seconds=0.0), "got timeout_seconds=0.0, max_tries=4 and"),
+    (dict(url="http://a", max_tries=0), "EndpointConfig.max_tries: got 0, expected at least 1"),
+    (
+      dict(url="http://a", timeout_seconds=0.0),
+      "timeout_seconds: got 0.0, expected a posi",
+    ),
   ],
 )
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str):

@@ -184,9 +184,12 @@ def refusals():
     "expected_questions: got num_asked=-1, expected at least 0; pass a count.",
   )
   bad = lambda **fields: lambda: PlannerConfig(**fields)
-  yield bad(latency_price=0.0), "PlannerConfig.latency_price: got 0.0, expected more than 0 and fin"
+  yield (
+    bad(latency_price=0.0),
+    "PlannerConfig.latency_price: got 0.0, expected a positive number;",
+  )
   yield bad(num_trials=0), "PlannerConfig.num_trials: got 0, expected at least 1; 8 is usual."
-  yield bad(prior_weight=0.0), "PlannerConfig: got prior_questions=1.0 and prior_weight=0.0, expec"
+  yield bad(prior_weight=0.0), "PlannerConfig.prior_weight: got 0.0, expected a positive number"
 
 
 @pytest.mark.parametrize("act, message", list(refusals()))

@@ -213,8 +213,8 @@ def test_merged_drafts_promise_no_more_than_the_better_until_seen():
 
 
 @refusals.table(
-  (lambda: SourceConfig(max_length=17), "got max_length=17,", "expected 1 to 16 and 1 to 4"),
-  (lambda: SourceConfig(max_width=0), "max_width=0, expected 1 to 16 and 1 to 4; 8 and 4"),
+  (lambda: SourceConfig(max_length=17), "SourceConfig.max_length: got 17,", "expected 1 to 16; 8"),
+  (lambda: SourceConfig(max_width=0), "SourceConfig.max_width: got 0, expected 1 to 4; 4 is"),
   (lambda: make().observe("r", "none", 1, 0),
    "got 0 accepted of 1 drafted by 'none', expected accepted <= drafted, by one of"),
   (lambda: make().observe("r", "model", 1, 2), "got 2 accepted of 1 drafted by 'model'"),

@@ -233,14 +233,14 @@ def test_a_rewrite_by_rule_drops_what_does_not_matter():
 def refusals():
   task = TASK
   bad = lambda **fields: lambda: StatefulConfig(**fields)
-  yield bad(predictability=3.5), "StatefulConfig.predictability: got 3.5, expected 0 to 3; 0 asks"
+  yield bad(predictability=3.5), "StatefulConfig.predictability: got 3.5, expected 0 to 3.0; 0 asks"
   yield bad(predictability=float("nan")), "predictability: got nan, expected a finite number"
   yield bad(num_questions=0), "StatefulConfig.num_questions: got 0, expected 1 to 100; 10 is usual"
   yield bad(steps=(3, 2)), r"StatefulConfig.steps: got (3, 2), expected (least, most) with"
   yield bad(distractor_rate=1.5), "distractor_rate: got 1.5, expected 0 to 1; 0 leaves out all"
   yield bad(kinds=("storey",)), "kinds: got ('storey',), expected kinds of ('story', 'trade'"
   yield bad(max_operand=3), "StatefulConfig.max_operand: got 3, expected at least 4"
-  yield bad(max_total=79), "max_total: got 79, expected at least 2 * max_operand = 80; raise it"
+  yield bad(max_total=79), "max_total: got 79, expected at least 2 * max_operand = 2 * 40; raise it"
   mixed = StatefulWordProblems(config=StatefulConfig(kinds=("mixed",)))
   yield lambda: mixed.contexts("train"), "expected at least one of ('story', 'trade', 'people')"
   yield lambda: task.contexts("dev"), "got split 'dev', expected one of ('train', 'heldout', 't"

@@ -27,13 +27,11 @@ class Divided(base.Policy):
   min_pull_tokens: int = 512
 
   def __post_init__(self):
-    fields.check(self)
-    if self.chunk_tokens < 1 or self.min_pull_tokens < 0:
-      raise ValueError(
-        f"{type(self).__name__}: got chunk_tokens={self.chunk_tokens},"
-        f" min_pull_tokens={self.min_pull_tokens}, expected at least 1 and 0; the source uses 8192"
-        " and 512."
-      )
+    fields.check(
+      self,
+      chunk_tokens=fields.at_least(1, "the source uses 8192"),
+      min_pull_tokens=fields.at_least(0, "the source uses 512"),
+    )
 
   def queue(self) -> ArrivalQueue:
     return ArrivalQueue(self)

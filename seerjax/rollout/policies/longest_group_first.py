@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from seerjax import fields
 from seerjax.rollout.buffer import Group, Item, State
 from seerjax.rollout.instances import Decision, Instances
 from seerjax.rollout.likeness import GroupLikeness
@@ -53,11 +54,7 @@ class LongestGroupFirst(Divided):
 
   def __post_init__(self):
     super().__post_init__()
-    if not -1 <= self.min_correlation <= 2:
-      raise ValueError(
-        f"LongestGroupFirst: got min_correlation={self.min_correlation}, expected a value in [-1,"
-        " 2]; 0.5 is usual, 2 disables it."
-      )
+    fields.check(self, min_correlation=fields.between(-1, 2, "0.5 is usual, 2 disables it"))
 
   def queue(self) -> LongestGroupQueue:
     return LongestGroupQueue(self)
