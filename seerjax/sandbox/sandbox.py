@@ -32,7 +32,7 @@ import types
 from typing import Any, NamedTuple
 
 from seerjax import fields
-from seerjax.sandbox import helper, server
+from seerjax.sandbox import confinement, entry, helper, isolation, messages, server
 
 NO_FILES: Mapping[str, bytes] = types.MappingProxyType({})
 MAX_DEPTH = 64  # Nesting of lists in a result, so that no reader overflows its stack.
@@ -153,12 +153,12 @@ class Sandbox:
     if plan.landlock:
       parts.append(f"Landlock {plan.landlock}")
     if plan.seccomp:
-      parts.append(f"seccomp ({len(server.DENIED) + 2} system calls refused)")
+      parts.append(f"seccomp ({len(confinement.DENIED) + 2} system calls refused)")
     parts.append("rlimits")
     if plan.watches:
       parts.append("sums over all processes")
     if os.geteuid() == 0 and plan.namespaces != "user":
-      parts.append(f"user {server.NOBODY}")
+      parts.append(f"user {isolation.NOBODY}")
     text = f"sandbox: {', '.join(parts)}"
     if plan.denied:
       text += "; not: " + "; ".join(f"{name} ({reason})" for name, reason in plan.denied)
@@ -233,7 +233,7 @@ class Sandbox:
       RuntimeError: see `run`.
     """
     try:
-      text = json.dumps(dict(arguments), allow_nan=False, default=server.as_plain)
+      text = json.dumps(dict(arguments), allow_nan=False, default=entry.as_plain)
     except (TypeError, ValueError, RecursionError) as error:
       raise ValueError(
         f"Sandbox.run_python: got arguments that JSON cannot represent ({error}), expected finite"
@@ -250,19 +250,19 @@ class Sandbox:
       reason = f"{function}: got an invalid result: {error}\n".encode(errors="replace")
       return None, outcome._replace(status="failed", stderr=outcome.stderr + reason)
 
-  def _start(self) -> tuple[helper.Helper, server.Plan]:
+  def _start(self) -> tuple[helper.Helper, isolation.Plan]:
     """Returns a new server, with what it can enforce."""
     settings = {
       "readable": readable_paths(),
       "packages": package_paths(),
       "preloaded": self._preloaded,
     }
-    environment = {**server.ENVIRONMENT, "HOME": "/"}
+    environment = {**isolation.ENVIRONMENT, "HOME": "/"}
     started = helper.Helper(server.__name__, settings, environment=environment, has_session=True)
     plan = started.report()
     for field in ("denied", "readable"):
       plan[field] = tuple(tuple(item) if isinstance(item, list) else item for item in plan[field])
-    return started, server.Plan(**plan)
+    return started, isolation.Plan(**plan)
 
   def _call(
     self, request: dict[str, Any], blobs: list[bytes], limits: Limits
@@ -304,8 +304,8 @@ class Sandbox:
     # If this thread is interrupted, the socket closes and the supervisor kills the program.
     with self._supervisor() as ours:
       with contextlib.suppress(ConnectionError):
-        server.send(ours, request, blobs)
-      reply = server.receive(ours)
+        messages.send(ours, request, blobs)
+      reply = messages.receive(ours)
       with contextlib.suppress(ConnectionError):
         ours.recv(1)  # Returns nothing; waits until the supervisor has ended.
     return reply
@@ -339,12 +339,12 @@ def package_paths() -> list[str]:
 
 def readable_paths() -> list[str]:
   """Returns the paths that programs need to read: system tools, Python, numpy; without repeats."""
-  wanted = [path for path in server.SYSTEM if os.path.isdir(path)]
+  wanted = [path for path in isolation.SYSTEM if os.path.isdir(path)]
   for path in (sys.base_prefix, sys.prefix, *package_paths()):
     path = os.path.abspath(path)
     if path != "/" and not any((path + "/").startswith(other + "/") for other in wanted):
       wanted.append(path)
-  others = (*server.SYSTEM_FILES, *server.DEVICES)
+  others = (*isolation.SYSTEM_FILES, *isolation.DEVICES)
   return wanted + [path for path in others if os.path.exists(path)]
 
 

@@ -30,7 +30,7 @@ import pytest
 if __name__ == "__main__":
   sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
-from seerjax.sandbox import pool as pool_lib, sandbox, server as server_lib
+from seerjax.sandbox import confinement, isolation, linux, pool as pool_lib, sandbox
 
 NUM_CALLS = 100  # Of each of the two leak tests below.
 NUM_VERDICTS = 10_000  # Of the long one.
@@ -286,7 +286,7 @@ PROGRAMS = (
     return [sorted(os.environ), sys.stdin.read(), os.listdir("."), os.listdir("/dev/shm")[:0],
             sorted(set(os.listdir("/")) - {"lib32", "libx32", "lib64", "sbin"})[:4]]
     """, value=lambda value: value[1:4] == ["", [], []] and value[4][0] == "bin" and
-    set(value[0]) == {"PATH", *server_lib.ENVIRONMENT}, needs_namespaces=True),
+    set(value[0]) == {"PATH", *isolation.ENVIRONMENT}, needs_namespaces=True),
   Program("other processes", """
     import os
     return [os.path.exists("/proc/1"), os.getppid()]
@@ -688,9 +688,9 @@ def test_a_pipe_that_was_sent_and_never_received_has_an_end(tmp_path: pathlib.Pa
   shutil.copytree(REPOSITORY / "seerjax/sandbox", room)
   for name in ("__init__.py", "fields.py"):
     shutil.copy(REPOSITORY / "seerjax" / name, room.parent)
-  text = (room / "server.py").read_text()
+  text = (room / "confinement.py").read_text()
   assert text.count('"socketpair": (53, 199),') == 1
-  (room / "server.py").write_text(text.replace('"socketpair": (53, 199),', ""))
+  (room / "confinement.py").write_text(text.replace('"socketpair": (53, 199),', ""))
   source = """
 import socket
 def f():
@@ -998,17 +998,17 @@ def test_results_at_the_edge_are_read():
 
 def expose_interpreter() -> None:
   """Lets an ordinary user reach an interpreter that lies in root's home, in our own mounts."""
-  server_lib.kernel("unshare", server_lib.CLONE_NEWNS)
-  private = server_lib.MS_REC | server_lib.MS_PRIVATE
-  server_lib.mount("none", "/", "none", private)
+  linux.kernel("unshare", linux.CLONE_NEWNS)
+  private = linux.MS_REC | linux.MS_PRIVATE
+  linux.mount("none", "/", "none", private)
   home = os.path.expanduser("~root")
   if (sys.base_prefix + "/").startswith(home + "/"):
     with tempfile.TemporaryDirectory() as folder:
-      server_lib.mount(sys.base_prefix, folder, "none", server_lib.MS_BIND)
-      server_lib.mount("tmpfs", home, "tmpfs", 0, "mode=755")
+      linux.mount(sys.base_prefix, folder, "none", linux.MS_BIND)
+      linux.mount("tmpfs", home, "tmpfs", 0, "mode=755")
       os.makedirs(sys.base_prefix)
-      server_lib.mount(folder, sys.base_prefix, "none", server_lib.MS_BIND)
-      server_lib.kernel("umount2", folder.encode(), server_lib.MNT_DETACH)
+      linux.mount(folder, sys.base_prefix, "none", linux.MS_BIND)
+      linux.kernel("umount2", folder.encode(), linux.MNT_DETACH)
 
 
 def refusal(call: Callable[[], Any]) -> None:
@@ -1047,16 +1047,16 @@ def main(mode: str, number: str) -> None:
     with sandbox.Sandbox() as earlier:
       for server in processes_below(os.getpid()):
         os.kill(server, signal.SIGKILL)
-      server_lib.kernel("prctl", server_lib.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-      refused = {"unshare": server_lib.DENIED["unshare"]}
-      server_lib.filter_calls(platform.machine(), refused, (), ())
+      linux.kernel("prctl", linux.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+      refused = {"unshare": confinement.DENIED["unshare"]}
+      confinement.filter_calls(platform.machine(), refused, (), ())
       refusal(lambda: earlier.run(["true"]))
     with sandbox.Sandbox() as box:
       print(box.describe())
       print(play(box, has_namespaces=False, number=number), "programs")
     assert not left_folders(), left_folders()
     refused = {"landlock_create_ruleset": (444, 444)}
-    server_lib.filter_calls(platform.machine(), refused, (), ())
+    confinement.filter_calls(platform.machine(), refused, (), ())
     refusal(sandbox.Sandbox)
     with sandbox.Sandbox(allow_weak=True) as box:
       print("weak result", box.run_python("def f(): return 3", "f", {})[0])
