@@ -31,6 +31,7 @@ SETTLED = (
   "models.transformer",
   "rollout.groups",
   "rollout.journal",
+  "rollout.journal_records",
   "run.policy",
   "trainer.packing",
   "trainer.step",

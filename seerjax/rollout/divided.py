@@ -21,7 +21,8 @@ from seerjax.engine.engine import Engine
 from seerjax.rollout import groups
 from seerjax.rollout.buffer import NOWHERE, Buffer, State
 from seerjax.rollout.instances import Decision, Instances
-from seerjax.rollout.journal import Chunk, Journal
+from seerjax.rollout.journal import Journal
+from seerjax.rollout.journal_records import Chunk
 from seerjax.rollout.policies import Policy
 from seerjax.rollout.scheduler import Scheduler
 from seerjax.rollout.trace import Span, Trace

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 import numpy as np
 import pytest
 
-from seerjax.rollout import journal
+from seerjax.rollout import journal, journal_records
 from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
 
 FINGERPRINT = {"row_tile": "16", "jax_version": "0.12", "digest": "aaaa"}
@@ -79,8 +79,8 @@ def test_every_bit_of_a_logprob_comes_back(words):
   rollout = make_rollout(length=len(words))
   completion = Completion(**(vars(rollout.completion) | dict(behaviour_logprobs=values)))
   rollout = Rollout(request=rollout.request, completion=completion, verdict=rollout.verdict)
-  text = json.dumps(journal.to_record(rollout), allow_nan=False)
-  assert_equal(journal.from_record(json.loads(text)), rollout)
+  text = json.dumps(journal_records.to_record(rollout), allow_nan=False)
+  assert_equal(journal_records.from_record(json.loads(text)), rollout)
 
 
 def test_lookup_finds_what_was_appended_also_after_reopening(tmp_path):
@@ -241,11 +241,11 @@ def test_what_an_error_ended_is_not_kept(tmp_path):
     assert kept.append(0, 0, 0, rollout)
 
 
-def make_chunk(start: int, stop: int, flip: int = -1) -> journal.Chunk:
+def make_chunk(start: int, stop: int, flip: int = -1) -> journal_records.Chunk:
   logprobs = -np.arange(10, dtype=np.float32) / 7
   if flip >= 0:
     logprobs.view(np.uint32)[flip] ^= 1
-  return journal.Chunk(
+  return journal_records.Chunk(
     request=make_rollout().request,
     start=start,
     tokens=tuple(range(start, stop)),
@@ -457,9 +457,9 @@ def test_kill_minus_nine_leaves_every_acknowledged_record(tmp_path):
 def test_the_parts_of_a_reward_come_back_and_older_records_have_none():
   parts = {"correct": 0.1 + 0.2, "format": -0.0}
   rollout = make_rollout(parts=parts)
-  record = json.loads(json.dumps(journal.to_record(rollout)))
-  assert_equal(journal.from_record(record), rollout)
+  record = json.loads(json.dumps(journal_records.to_record(rollout)))
+  assert_equal(journal_records.from_record(record), rollout)
   assert record["verdict"]["parts"] == parts
   del record["verdict"]["parts"]
-  assert not journal.from_record(record).verdict.parts
-  assert "parts" not in journal.to_record(make_rollout())["verdict"]
+  assert not journal_records.from_record(record).verdict.parts
+  assert "parts" not in journal_records.to_record(make_rollout())["verdict"]
