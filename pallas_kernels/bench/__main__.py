@@ -13,8 +13,8 @@ after every part. The exit status is 1 if anything failed; a missed target is no
 `--dry_run` does the same on a CPU: tiny checks in the interpreter (JAX 0.11.1 or later), and every
 shape is lowered for an H200 instead of timed.
 
-`timing.py` has the timing, `cases.py` the timed cases, `checks.py` the checks, `questions.py` open
-questions.
+`timing.py` has the timing, `cases.py` the timed cases, `checks.py` the checks of all kernels,
+`questions.py` open questions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ import jax
 from pallas_kernels import gpu
 from pallas_kernels.bench import (
   cases as cases_lib,
+  check_sizes,
   checks as checks_lib,
   questions as questions_lib,
 )
 from pallas_kernels.bench.cases import COPY, PEAK, Case
-from pallas_kernels.bench.checks import Check
+from pallas_kernels.bench.comparison import Check
 from pallas_kernels.bench.timing import (
   Machine,
   Timing,
@@ -135,7 +136,7 @@ def main(arguments: Sequence[str]) -> None:
   os.environ["XLA_FLAGS"] = f"{own_flags} --xla_gpu_enable_triton_gemm=false".strip()
   is_dry = IS_DRY.value
   small = is_dry or IS_SMALL.value
-  sizes = checks_lib.TINY if small or TINY_CHECKS.value else checks_lib.FULL
+  sizes = check_sizes.TINY if small or TINY_CHECKS.value else check_sizes.FULL
   sizes = dataclasses.replace(sizes, interpret=is_dry)
   reason = gpu.device_reason(interpret=is_dry)
   if reason is not None:

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import attention, gpu, matmul
-from pallas_kernels.bench import cases as cases_lib, checks as checks_lib
+from pallas_kernels.bench import attention_checks, cases as cases_lib, comparison
+from pallas_kernels.bench.check_sizes import Sizes
 from pallas_kernels.bench.timing import Contestant, Machine, race, shapes_of
 
 # Of the product with its left operand in registers or in shared memory.
@@ -50,14 +51,14 @@ class Setting:
     machine: the machine that times; None in a dry run, which lowers instead.
   """
 
-  sizes: checks_lib.Sizes
+  sizes: Sizes
   machine: Machine | None
 
 
 def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
   """Returns the numbers of differing entries by name as text, and whether there are none."""
   counts = [
-    (name, checks_lib.num_differing(found, expected), np.size(expected))
+    (name, comparison.num_differing(found, expected), np.size(expected))
     for name, found, expected in pairs
   ]
   seen = "; ".join(f"{name}: {count:,} of {size:,} differ" for name, count, size in counts)
@@ -67,7 +68,7 @@ def _count(pairs: list[tuple[str, Any, Any]]) -> tuple[str, bool]:
 def _products(setting: Setting, num_rows: int) -> tuple[Callable[..., Any], jax.Array, jax.Array]:
   """Returns a function of fields of `matmul.Config` that computes x @ w in f32, and x and w."""
   k, n, _ = setting.sizes.weights[-1]
-  x, w = checks_lib.uneven(0, num_rows, k), checks_lib.uneven(1, k, n)
+  x, w = comparison.uneven(0, num_rows, k), comparison.uneven(1, k, n)
 
   def product(rows: jax.Array, **fields: Any) -> jax.Array:
     return matmul.matmul(
@@ -170,7 +171,7 @@ def left_operand_product(x: jax.Array, w: jax.Array, from_registers: bool) -> ja
 
 def register_operand(setting: Setting) -> Answer:
   asked = "Does a left operand in registers change bits?"
-  x, w = checks_lib.normal(0, ROWS, K), checks_lib.normal(1, K, COLUMNS)
+  x, w = comparison.normal(0, ROWS, K), comparison.normal(1, K, COLUMNS)
   registers, memory = (
     functools.partial(left_operand_product, from_registers=where) for where in (True, False)
   )
@@ -203,8 +204,8 @@ def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 def glue_fma(setting: Setting) -> Answer:
   most, features = (4096, 4096) if setting.machine is not None else (128, 64)
-  x, y = checks_lib.normal(0, most, features), checks_lib.normal(1, most, features)
-  angle = 100 * checks_lib.normal(2, most, features // 2, dtype=jnp.float32)
+  x, y = comparison.normal(0, most, features), comparison.normal(1, most, features)
+  angle = 100 * comparison.normal(2, most, features // 2, dtype=jnp.float32)
   pairs = []
   for function, *inputs in ((rotary, x, angle), (residual, x, y), (gated, x, y)):
     call = jax.jit(function)
@@ -226,7 +227,7 @@ def glue_fma(setting: Setting) -> Answer:
 def parallel_merge(setting: Setting) -> Answer:
   sizes = setting.sizes
   heads, group, head_dim, _ = sizes.layers[0]
-  sequences = checks_lib.Sequences.normal(heads, group, head_dim, sizes.context)
+  sequences = attention_checks.Sequences.normal(heads, group, head_dim, sizes.context)
   pieces = [(i % 2, length - 1, 1) for i, length in enumerate(sizes.lengths)]
   batch = sequences.batch(pieces, 0, len(pieces), len(pieces))
   parallel, sequential = (
@@ -327,7 +328,7 @@ def cpu_lowering(setting: Setting) -> Answer:
       timeout=120,
     )
     exported = jax.export.deserialize(bytearray(path.read_bytes()))
-  x, w = checks_lib.normal(0, 64, 4096), checks_lib.normal(1, 4096, 6144)
+  x, w = comparison.normal(0, 64, 4096), comparison.normal(1, 4096, 6144)
   seen, equal = _count(
     [("lowered on a CPU against here", exported.call(x, w), lowered_matmul(x, w))]
   )

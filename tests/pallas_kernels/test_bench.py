@@ -19,11 +19,13 @@ from pallas_kernels import gpu
 from pallas_kernels.bench import (
   __main__ as bench,
   cases as cases_lib,
+  check_sizes,
   checks as checks_lib,
+  comparison,
   questions as questions_lib,
   timing as timing_lib,
 )
-from pallas_kernels.bench.checks import Check
+from pallas_kernels.bench.comparison import Check
 from pallas_kernels.bench.timing import Contestant, Machine, Timing
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -250,7 +252,7 @@ def test_inputs_are_drawn_where_they_are_shapes():
   ],
 )
 def test_values_agree_within_limits_and_nan_never(found, expected, passed):
-  done = checks_lib.agreement(
+  done = comparison.agreement(
     "rms_norm", "x", np.asarray(found), np.asarray(expected), (0.01, 0.02)
   )
   assert done.passed is passed
@@ -258,10 +260,10 @@ def test_values_agree_within_limits_and_nan_never(found, expected, passed):
 
 def test_bits_are_counted_where_values_are_equal():
   zero, minus_zero = jnp.zeros(3), -jnp.zeros(3)
-  assert checks_lib.num_differing((zero, zero), (minus_zero, zero)) == 3
+  assert comparison.num_differing((zero, zero), (minus_zero, zero)) == 3
   nan = jnp.full(2, jnp.nan, jnp.bfloat16)
-  assert checks_lib.num_differing(nan, nan) == 0
-  done = checks_lib.same_bits("matmul", "claim", "stages", [(zero, minus_zero), (zero, zero)])
+  assert comparison.num_differing(nan, nan) == 0
+  done = comparison.same_bits("matmul", "claim", "stages", [(zero, minus_zero), (zero, zero)])
   assert (done.passed, done.seen) == (False, "differ: 3 of 6 entries")
 
 
@@ -331,7 +333,7 @@ def test_a_dry_run_lowers_and_names_what_does_not(tmp_path):
 @needs_interpreter
 def test_a_dry_run_checks_lowers_and_writes_both_files(tmp_path):
   # One check or two of each kernel. All of them are the command with --dry_run.
-  sizes = dataclasses.replace(checks_lib.TINY, interpret=True, rows=(1, 9))
+  sizes = dataclasses.replace(check_sizes.TINY, interpret=True, rows=(1, 9))
   report = bench.Report(bench.header("abc1234", is_dry=True))
   checks = checks_lib.kernel_checks(sizes)
   few = {name: itertools.islice(checks[name], 2 if name == "rms_norm" else 1) for name in checks}
@@ -349,9 +351,9 @@ def test_a_dry_run_checks_lowers_and_writes_both_files(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", checks_lib.kernel_checks(checks_lib.TINY))
+@pytest.mark.parametrize("kernel", checks_lib.kernel_checks(check_sizes.TINY))
 def test_all_checks_hold_on_this_gpu(kernel):
-  for done in checks_lib.kernel_checks(checks_lib.TINY)[kernel]:
+  for done in checks_lib.kernel_checks(check_sizes.TINY)[kernel]:
     assert done.passed or done.kind == "question", done
 
 
@@ -370,7 +372,7 @@ def test_all_checks_hold_on_this_gpu(kernel):
 )
 def test_questions_are_asked_without_a_gpu_and_then_change_nothing(question):
   small = {"weights": ((64, 64, 1),), "claim_rows": 9, "swapped_rows": (8, 16)}
-  sizes = dataclasses.replace(checks_lib.TINY, interpret=True, **small)
+  sizes = dataclasses.replace(check_sizes.TINY, interpret=True, **small)
   answer = questions_lib.ask(question, questions_lib.Setting(sizes, None))
   assert answer.name == question.__name__
   assert answer.seen.startswith("dry run: ")
@@ -389,7 +391,7 @@ def test_an_answer_that_raises_is_a_failure_and_the_others_are_asked(tmp_path):
     raise RuntimeError("no room")
 
   report = bench.Report(HEADER)
-  setting = questions_lib.Setting(checks_lib.TINY, None)
+  setting = questions_lib.Setting(check_sizes.TINY, None)
   bench.answer_questions(report, [broken, questions_lib.glue_fma], setting, tmp_path)
   assert report.failures == ["broken: RuntimeError: no room"]
   assert [answer.name for answer in report.answers] == ["glue_fma"]
