@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-import inspect
 import itertools
 import math
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,10 @@ from experiments.problems.purse_seine.edits import FenceEdits
 from experiments.problems.purse_seine.rules import MAX_PERIMETER, MAX_VERTICES, SIDE, Points
 from seerjax.discovery import environment
 from seerjax.tasks.draws import Draws
+
+# `rules.generate` as prompts show it, in a file of its own: prompts, and so the runs, do not change
+# when a comment of ours does.
+GENERATOR = pathlib.Path(__file__).with_name("generator.txt")
 
 _START_CELL = 5000  # Side of the start square.
 
@@ -138,9 +142,8 @@ class PurseSeine:
     if self._instance is None:
       data = f"wanted = {self.points.wanted.tolist()}\nunwanted = {self.points.unwanted.tolist()}"
     else:
-      source = inspect.getsource(inspect.unwrap(rules.generate))
       call = f"wanted, unwanted = generate({self._instance})"
-      data = f"import hashlib\nimport math\n\n{source}\n{call}"
+      data = f"import hashlib\nimport math\n\n{GENERATOR.read_text()}\n{call}"
     return f"""\
 The plane holds {len(self.points.wanted)} wanted and {len(self.points.unwanted)} unwanted points \
 with integer coordinates. Fence in as many wanted points as you can, and as few unwanted ones.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.problems import purse_seine
-from experiments.problems.purse_seine import rules
+from experiments.problems.purse_seine import environment, rules
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,13 @@ def test_generated_points_are_the_same_on_every_machine():
   digest = hashlib.sha256(json.dumps(both.tolist()).encode()).hexdigest()
   assert digest[:16] == "2de97b8f5486340f"
   assert not np.array_equal(points.wanted, rules.points_of(1).wanted)
+
+
+def test_the_generator_of_the_prompts_draws_the_same_points():
+  scope = {"hashlib": hashlib, "math": math}
+  exec("from __future__ import annotations\n" + environment.GENERATOR.read_text(), scope)
+  for shown, ours in zip(scope["generate"](0), rules.points_of(0), strict=True):
+    np.testing.assert_array_equal(shown, ours)
 
 
 def test_the_points_of_a_whole_contest_are_drawn_once():
