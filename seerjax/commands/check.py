@@ -63,8 +63,8 @@ def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterato
   """Yields the findings about a task: a line per split, and warnings.
 
   Raises:
-    ValueError: for what would break a run: a split without problems, a problem that differs when it
-      is requested again, two with the same id, or a verdict that raises or is not finite.
+    ValueError: if a run would fail: a split has no problems, a problem differs when it is requested
+      again, two problems have the same id, or a verdict raises or is not finite.
   """
   for split in SPLITS:
     total = groups.num_problems(task, split)
@@ -92,9 +92,9 @@ def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterato
     ]
     rewards = [verdict.reward for verdict in verdicts]
     yield (
-      f"task {task.name}, {split}: {total:,} problems; of {len(asked)} the prompts have"
-      f" {lengths[0]} to {lengths[-1]} tokens; rewards of {len(rewards)} texts, their answers"
-      f" among them, are {min(rewards):g} to {max(rewards):g}"
+      f"task {task.name}, {split}: {total:,} problems; {len(asked)} prompts have"
+      f" {lengths[0]} to {lengths[-1]} tokens; {len(rewards)} texts, answers included, get rewards"
+      f" from {min(rewards):g} to {max(rewards):g}"
     )
     if min(rewards) == max(rewards):
       yield (

@@ -80,11 +80,11 @@ def nano() -> tokenizer_lib.Tokenizer:
 
 def test_a_sound_task_has_its_numbers(nano):
   first, second, last = check.check_task(Letters(), nano, CheckConfig())
-  assert first.startswith("task letters, train: 5 problems; of 5 the prompts have ")
-  assert "rewards of 50 texts, their answers among them, are 0 to 3" in first
+  assert first.startswith("task letters, train: 5 problems; 5 prompts have ")
+  assert "50 texts, answers included, get rewards from 0 to 3" in first
   assert second.startswith("task letters, heldout: ") and last == "task letters: no errors"
   lines = list(check.check_task(word_problems.WordProblems(), nano, CheckConfig(num_problems=20)))
-  assert lines[-1] == "task word_problems: no errors" and "of 20 the prompts" in lines[0]
+  assert lines[-1] == "task word_problems: no errors" and "20 prompts have" in lines[0]
 
 
 def test_a_reward_that_does_not_distinguish_is_a_warning(nano):
