@@ -165,7 +165,7 @@ def test_an_engine_of_open_sizes_says_what_it_took_and_answers():
 
 
 def test_the_plan_says_what_was_allocated():
-  assert word_engine.make_engine().plan() == (
+  assert word_engine.make_engine().memory_plan() == (
     "1 instance(s), each with 9 pages of 8 positions (64 tokens of context) and 4 sequences; steps"
     " of 4, 16 rows in arrays of 8, 16; 0.1 MiB of pages, 0.2 MiB of weights"
   )
