@@ -78,7 +78,7 @@ def multiply_over_rows(arguments, results, first, last, worker):
 
 @jit
 def multiply_added(arguments, results, first, last, worker):
-  """Adds to the third operand, whose place the result takes."""
+  """Adds to the third operand; the result takes its place."""
   n, k = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   e = ffi.dimension(arguments, 1, 1)
   products.product(
@@ -141,7 +141,7 @@ def test_bfloat16_weights_give_the_chain_for_rows_of_bfloat16_and_of_others(shap
   x = generator.standard_normal((n, k)).astype(np.float32)
   if is_rounded:
     x = reference.rounded(x, "bfloat16")
-  # Among ordinary weights some whose products are denormal, and zeros of both signs.
+  # Ordinary weights, some with denormal products, and zeros of both signs.
   w = generator.standard_normal((k, e)) * generator.choice([1, 1, 1, 1e-38, 0], (k, e))
   w = w.astype(ml_dtypes.bfloat16)
   start = generator.standard_normal((n, e)).astype(np.float32)
