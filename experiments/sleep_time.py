@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import NamedTuple
@@ -32,7 +33,6 @@ import seerjax
 from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve import identity
-from seerjax.serve.scoring import Scorer
 from seerjax.sleep import planner, prompts as prompts_lib, protocol
 from seerjax.sleep.call_journal import CallJournal
 from seerjax.sleep.engine_thinker import EngineThinker
@@ -40,8 +40,10 @@ from seerjax.sleep.prompts import Prompts
 from seerjax.sleep.protocol import ProtocolConfig, Row
 from seerjax.sleep.thinkers import Ask
 from seerjax.tasks.stateful import StatefulConfig, StatefulTask, StatefulWordProblems
+from seerjax.types import Request, SamplingParams
 
 CONTEXT = 512  # Positions of a sequence.
+Score = Callable[[Sequence[int]], Sequence[float]]  # See `prompt_scores`.
 # Indices in the split: each seed has its own range, followed by the contexts of the knob. The first
 # indices of each range were used during development and are left out.
 PLACES_A_SEED, FIRST_PLACE, FIRST_OF_KNOB = 1000, 300, 5300
@@ -136,8 +138,22 @@ def rows_of(part: Part, prompts: Prompts, ask: Ask) -> Iterator[tuple[Row, ...]]
     )
 
 
+def prompt_scores(engine: Engine, tokens: Sequence[int]) -> list[float]:
+  """Returns the log-probability of each token of a prompt but the first, in nats."""
+  sampling = SamplingParams(temperature=0.0, max_tokens=1)
+  engine.add_request(
+    Request(request_id="scored", prompt=tuple(tokens), sampling=sampling), prompt_top=0
+  )
+  found: list[float] = []
+  while engine.num_unfinished:
+    for update in engine.step():
+      found += [score for score, _ in update.prompt or ()]
+  engine.poll()
+  return found
+
+
 def predictability(
-  scorer: Scorer, tokenizer: Tokenizer, task: StatefulTask, context: str, asked: str
+  score: Score, tokenizer: Tokenizer, task: StatefulTask, context: str, asked: str
 ) -> float:
   """Returns log p(question | context), the mean of the question's tokens in nats.
 
@@ -153,18 +169,18 @@ def predictability(
   num_after = next(
     i for i, (one, two) in enumerate(zip(whole[::-1], alone[::-1], strict=False)) if one != two
   )
-  scores, _ = scorer.prompt(whole, 0)
+  scores = score(whole)
   own = np.asarray(scores[start - 1 : len(whole) - num_after - 1], np.float32)
   return float(np.mean(own))
 
 
-def about(part: Part, scorer: Scorer, tokenizer: Tokenizer) -> list[About]:
+def about(part: Part, score: Score, tokenizer: Tokenizer) -> list[About]:
   """Returns the properties of a part's questions."""
   found = []
   for item in protocol.items(part.task, part.split, part.places):
     num_tokens = len(tokenizer.encode(item.context.text))
     for problem in item.questions:
-      logprob = predictability(scorer, tokenizer, part.task, item.context.text, problem.question)
+      logprob = predictability(score, tokenizer, part.task, item.context.text, problem.question)
       found.append(
         About(
           part=part.name,
@@ -181,14 +197,14 @@ def about(part: Part, scorer: Scorer, tokenizer: Tokenizer) -> list[About]:
 
 
 def known(
-  path: pathlib.Path, found: Sequence[Part], scorer_of: Callable[[], tuple[Scorer, Tokenizer]]
+  path: pathlib.Path, found: Sequence[Part], scorer_of: Callable[[], tuple[Score, Tokenizer]]
 ) -> dict[str, list[About]]:
   """Returns the properties of the questions of all parts, by the parts' names.
 
   Args:
     path: file of properties computed before; missing parts are added.
     found: the parts.
-    scorer_of: loads the scorer, if it is needed.
+    scorer_of: loads the model that scores, if it is needed.
   """
   lines = path.read_text().splitlines() if path.exists() else []
   before = {
@@ -633,10 +649,11 @@ def main(args: flags.FlagValues) -> None:
   own = parts(seeds, *counts, is_taught=True, split=args.split)
   plain = parts(seeds, *counts, is_taught=False, split=args.split)
 
-  def scorer_of() -> tuple[Scorer, Tokenizer]:
+  def scorer_of() -> tuple[Score, Tokenizer]:
     model = seerjax.load_model("nano")
     assert model.tokenizer is not None
-    return Scorer(model, context=CONTEXT), model.tokenizer
+    engine = Engine(model, config=EngineConfig(max_model_len=CONTEXT))
+    return functools.partial(prompt_scores, engine), model.tokenizer
 
   columns = (*rich.progress.Progress.get_default_columns(), "{task.fields[note]}")
   with rich.progress.Progress(*columns) as progress:

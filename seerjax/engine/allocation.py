@@ -202,7 +202,7 @@ class Allocation:
   def _begin(self, sequence: SequenceState, pool: pages_lib.PagePool, left: int) -> bool:
     """Gives a sequence its first pages, cached ones included; returns False if that would leave
     fewer than `left` free."""
-    hit = self._memory.find(sequence, sequence.tokens[:-1])
+    hit = self._memory.find(sequence, sequence.reusable)
     for page in hit.pages:
       pool.hold(page)
     if hit.copy_from is not None:

@@ -21,6 +21,7 @@ from seerjax.types import KeyCopies, SamplingParams, SamplingRows, TokenBatch
 
 # Greedy and unfiltered: a tile skips the noise and the sort if all its rows are.
 _UNUSED = sampling.sampling_rows([SamplingParams(temperature=0.0)])
+_PLAIN = sampling.sampling_rows([SamplingParams()])  # For prompts, which are scored as they are.
 # Any: the records are typed for device arrays, and these are filled on the host first.
 _ZEROS: Any = np.zeros
 # The fields before this index are fixed per request; the others depend on the response so far.
@@ -42,10 +43,12 @@ def instance_inputs(
   masked_ids: int = 0,
   num_penalties: int = 0,
   has_adapters: bool = False,
+  num_top: int | None = None,
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
-  Samples are ordered like `work`, `ScheduledRows.num_samples` each, in the order of rows.
+  Samples are ordered like `work`, `ScheduledRows.num_samples` each, in the order of rows; those of
+  scored prompts come first.
 
   Args:
     work: scheduled rows, in ascending order.
@@ -60,11 +63,13 @@ def instance_inputs(
     masked_ids: vocabulary size of masks; 0 if no sample has a mask.
     num_penalties: penalty entries per sample; 0 if no sample has penalties.
     has_adapters: whether rows have an adapter index.
+    num_top: number of top tokens of the step; None if it returns none and scores no prompt.
   """
   rows = _Rows(
     num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, masked_ids,
     num_penalties,
   )  # fmt: skip
+  tops: list[int] = []
   for one in work:
     sequence, end = one.sequence, len(one.sequence.tokens)
     assert rows.row == one.first_row, f"work: got row {one.first_row}, expected {rows.row}"
@@ -73,6 +78,12 @@ def instance_inputs(
     main = one.paths[0].tokens if one.paths else ()
     begin = rows.row
     rows.put([*settled, *main] if main else settled, first, sequence.page_row)
+    before = rows.num_samples
+    if one.num_scored:
+      rows.score(one.num_scored, begin - first, sequence)
+    if sequence.prompt_top:
+      tops += range(before, rows.num_samples)
+    before = rows.num_samples
     if one.is_sampled:
       rows.sample(1 + len(main), end, sequence, main)
     last = one.first_row + one.count - 1
@@ -81,6 +92,8 @@ def instance_inputs(
       rows.put(own, first, path.page_row)
       rows.sample(len(own), first + 1, sequence, path.tokens)
       rows.copy(last + np.asarray(path.copied, np.int32), first, path.page_row)
+    if sequence.num_top or sequence.reading is not None:
+      tops += range(before, rows.num_samples)
     rows.adapters[begin : rows.row] = sequence.adapter
 
   batch = TokenBatch(
@@ -93,6 +106,11 @@ def instance_inputs(
     page_table=rows.table,
     num_segments=_INT32(rows.num_segments),
   )
+  scores = None
+  if num_top is not None:
+    top_rows: Any = np.full(num_rows, num_rows, np.int32)
+    top_rows[: len(tops)] = tops
+    scores = runner_lib.ScoreInputs(rows.forced, top_rows, _INT32(num_top))
   copy_rows = _ZEROS((max_copies, 2), np.int32)
   copy_rows[: len(copies)] = np.asarray(copies, np.int32).reshape(-1, 2)
   return runner_lib.StepInputs(
@@ -108,6 +126,7 @@ def instance_inputs(
     num_copies=_INT32(len(copies)),
     key_copies=KeyCopies(rows.copied, rows.copy_slots, _INT32(rows.num_copies)),
     adapters=rows.adapters if has_adapters else None,
+    scores=scores,
   )
 
 
@@ -134,6 +153,7 @@ class _Rows:
     self.sample_rows = _ZEROS(num_rows, np.int32)
     self.sample_positions = _ZEROS(num_rows, np.int32)
     self.seeds = _ZEROS(num_rows, np.uint32)
+    self.forced: Any = np.full(num_rows, -1, np.int32)
     self.low, self.high = _ZEROS(num_rows, np.int32), np.full(num_rows, sampling.NO_LIMIT, np.int32)
     self.masks: Any = None
     self.masked_ids = masked_ids
@@ -177,6 +197,17 @@ class _Rows:
   def _slots(self, positions: np.ndarray, page_row: np.ndarray) -> np.ndarray:
     size = self.page_size
     return page_row[positions // size] * size + positions % size
+
+  def score(self, count: int, shift: int, sequence: SequenceState) -> None:
+    """Scores the next `count` tokens of a prompt; position p is row p + `shift`."""
+    places = slice(self.num_samples, self.num_samples + count)
+    first = len(sequence.prompt_scores)
+    where = np.arange(first, first + count, dtype=np.int32)
+    self.sample_rows[places] = where + np.int32(shift)
+    self.sample_positions[places] = where + np.int32(1)
+    self.seeds[places] = sequence.request.seed
+    self.forced[places] = sequence.tokens[first + 1 : first + count + 1]
+    self.num_samples += count
 
   def sample(
     self, count: int, position: int, sequence: SequenceState, drafted: Sequence[int]
@@ -244,9 +275,15 @@ def _allowing(mask: Any, vocab_size: int, low: int, high: int) -> np.ndarray:
 
 def _sampling_rows(work: Sequence[ScheduledRows], size: int) -> SamplingRows:
   """Returns the sampling parameters by sample, padded with unused rows up to `size`."""
-  counts = [one.num_samples for one in work]
-  rows = [one[:_OF_REQUEST] for one in (*(one.sequence.sampling for one in work), _UNUSED)]
+  counts, rows = [], []
+  for one in work:
+    if scored := one.num_scored:
+      counts.append(scored)
+      rows.append(_PLAIN[:_OF_REQUEST])
+    counts.append(one.num_samples - scored)
+    rows.append(one.sequence.sampling[:_OF_REQUEST])
   counts.append(size - sum(counts))
+  rows.append(_UNUSED[:_OF_REQUEST])
   columns: Any = (
     np.repeat(np.concatenate(column), counts, axis=0) for column in zip(*rows, strict=True)
   )

@@ -191,6 +191,8 @@ class Engine:
     mask: Mask | None = None,
     is_background: bool = False,
     kv: KVManifest | None = None,
+    num_top: int = 0,
+    prompt_top: int | None = None,
   ) -> None:
     """Adds a request.
 
@@ -212,6 +214,11 @@ class Engine:
       kv: another engine's export of the request (`Chunks.export_kv`). If the store has lost or
         changed the pages, or they belong to other weights, numerics or tokens, the keys are
         computed again, to the same bits (`Counters.imports`).
+      num_top: number of top tokens returned at each position (`StepOutput.tops`), at most 16. All
+        requests have the same bits with and without top tokens.
+      prompt_top: number of top tokens at each position of the prompt, returned with the scores of
+        its tokens (`StepOutput.prompt`); its keys are computed even if they are cached. None
+        scores no prompt.
 
     Raises:
       ValueError: if the prompt is empty; if the id is in use; if the request is too long for the
@@ -224,6 +231,7 @@ class Engine:
     if request.request_id in self._requests.live:
       raise ValueError(f"{what}: got the id of a running request, expected a new id; rename it.")
     checks.chunk(what, chunk_tokens)
+    reading.check_counts(what, num_top, prompt_top)
     if instance is not None:
       self._requests.check_instance(what, instance)
     if resume_from is not None:
@@ -237,9 +245,10 @@ class Engine:
     if instance is None:
       instance = self._requests.instance_for(request, is_background=is_background)
     sequence = output.begun(request, instance, row, self.tokenizer, resume_from)
-    if resume_from is not None or kv is not None:
+    if (resume_from is not None or kv is not None) and prompt_top is None:
       self.memory.claim(sequence, kv)
     sequence.mask, sequence.is_background = mask, is_background
+    sequence.num_top, sequence.prompt_top = num_top, prompt_top
     sequence.adapter = self._weights.index_of[request.adapter]
     sequence.extend(chunk_tokens, self.config.reserved_tokens)
     self.memory.take_again()

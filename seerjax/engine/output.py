@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 import numpy as np
@@ -13,15 +13,41 @@ from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import Drafter, verify
 from seerjax.engine.planner import Planner
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput
+from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput, TopLogprobs
 from seerjax.kv.memory import Memory
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.types import Completion, Request, SamplingRows
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
-# Ids `i32[i][n][k]` and log-probabilities of the top tokens.
-Top = tuple[list[list[list[int]]], list[list[list[float]]]]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
+# Below any score: the processed distribution excludes the token.
+LEFT_OUT = -1e20
+
+
+class Top(NamedTuple):
+  """Top tokens after the samples of a step, by instance and sample.
+
+  Attributes:
+    ids: i32[i][n][k], the tokens.
+    logprobs: f32[i][n][k], their log-probabilities under the processed distribution.
+    raw_logprobs: f32[i][n][k], the same under softmax(logits).
+  """
+
+  ids: list[list[list[int]]]
+  logprobs: list[list[list[float]]]
+  raw_logprobs: list[list[list[float]]]
+
+  def of(self, instance: int, samples: slice) -> Top:
+    """Returns those of some samples of an instance, as if they were a step's."""
+    part = lambda column: [column[instance][samples]]
+    return Top(part(self.ids), part(self.logprobs), part(self.raw_logprobs))
+
+  def pairs(self, row: int, count: int, *, is_raw: bool = False) -> TopLogprobs:
+    """Returns the first `count` after a sample of the first instance, the likeliest first."""
+    scores = (self.raw_logprobs if is_raw else self.logprobs)[0][row]
+    pairs = zip(self.ids[0][row][:count], scores, strict=False)
+    kept = (pair for pair in pairs if pair[1] > LEFT_OUT)
+    return tuple(sorted(kept, key=lambda pair: (-pair[1], pair[0])))
 
 
 def accept(sequence: SequenceState, token: int, logprob: float, raw_logprob: float) -> StepOutput:
@@ -122,7 +148,10 @@ def _by_request(updates: list[StepOutput]) -> list[StepOutput]:
     else:
       before = found[place]
       found[place] = update._replace(
-        tokens=before.tokens + update.tokens, text=before.text + update.text
+        tokens=before.tokens + update.tokens,
+        text=before.text + update.text,
+        tops=before.tops + update.tops,
+        prompt=before.prompt if update.prompt is None else update.prompt,
       )
   return found
 
@@ -140,6 +169,14 @@ def _first_stop(text: str, stop: tuple[str, ...]) -> int | None:
   """Returns the index of the first stop string, None if there is none."""
   found = [place for stop in stop if (place := text.find(stop)) >= 0]
   return min(found, default=None)
+
+
+def _score(sequence: SequenceState, raw: list[float], top: Top | None) -> None:
+  """Stores the scores of a prompt's next tokens."""
+  count = sequence.prompt_top
+  for row, score in enumerate(raw):
+    found = top.pairs(row, count) if top is not None and count else ()
+    sequence.prompt_scores.append((score, found))
 
 
 class Outputs:
@@ -185,15 +222,19 @@ class Outputs:
       columns: tokens, log-probabilities and raw ones, by instance, step and sample.
       num_steps: maximum steps of the visit; it ends with the last response or chunk.
       policy_version: policy version of the engine.
-      top: ids and scores of the top tokens after each sample, by instance, if the step has
-        prefill-only requests; the visit has one step then.
+      top: the top tokens, if a request needs any; the visit has one step then.
     """
     rows: list[_Row] = []
     for instance, pieces in enumerate(scheduled):
       place = 0
       for piece in pieces:
-        rows.append((instance, slice(place, place + piece.num_samples), piece))
-        place = rows[-1][1].stop
+        end, scored = place + piece.num_samples, piece.num_scored
+        if scored:
+          of_prompt = slice(place, place + scored)
+          raw = columns[2][instance][0][of_prompt]
+          _score(piece.sequence, raw, None if top is None else top.of(instance, of_prompt))
+        rows.append((instance, slice(place + scored, end), piece))
+        place = end
     has_background = any(piece.sequence.is_background for _, _, piece in rows)
     for step in range(num_steps):
       if step and has_background:
@@ -209,14 +250,14 @@ class Outputs:
         if piece.sequence.is_background:
           self._counters.background_rows += piece.num_rows
         piece.sequence.num_written += piece.count
+        of_piece = None if top is None else top.of(instance, mine)
         if mine.start < mine.stop and piece.sequence.reading is not None:
-          assert top is not None, "got no top tokens from a step with a prefill-only request"
-          ids, values = top
-          self._tell(piece, ids[instance][mine], values[instance][mine])
+          assert of_piece is not None, "got no top tokens from a step with a prefill-only request"
+          self._tell(piece, of_piece)
         elif mine.start < mine.stop:
           drawn, logprobs, raw = (column[instance][step][mine] for column in columns)
           assert drawn[0] >= 0, f"got no token for a decode row in step {step} of a visit"
-          if self.add(piece, drawn, logprobs, raw, policy_version=policy_version):
+          if self.add(piece, drawn, logprobs, raw, policy_version=policy_version, top=of_piece):
             live.append(row)
       rows = live
 
@@ -228,6 +269,7 @@ class Outputs:
     raw_logprobs: list[float],
     *,
     policy_version: int,
+    top: Top | None = None,
   ) -> bool:
     """Appends samples to a request's response; an error in doing so ends this request only.
 
@@ -236,10 +278,12 @@ class Outputs:
     """
     self._requests.busy = before = (piece.sequence, len(piece.sequence.tokens))
     try:
-      update = self._add(piece, tokens, logprobs, raw_logprobs, policy_version)
+      update = self._add(piece, tokens, logprobs, raw_logprobs, policy_version, top)
     except Exception as error:
       self.fail(*before, error, policy_version=policy_version)
       return False
+    if update.prompt is not None:
+      piece.sequence.prompt_top = None
     self.updates.append(update)
     return not update.finish_reason and len(piece.sequence.tokens) < piece.sequence.end
 
@@ -250,6 +294,7 @@ class Outputs:
     logprobs: list[float],
     raw_logprobs: list[float],
     policy_version: int,
+    top: Top | None,
   ) -> StepOutput:
     """Appends the tokens of the path with the longest acceptance, and the bonus token."""
     sequence = piece.sequence
@@ -266,11 +311,14 @@ class Outputs:
       self._counters.key_copies += piece.num_copies
       self._counters.side_paths += bool(chosen.scratch)
     added: list[int] = []
+    tops: list[TopLogprobs] = []
     text = reason = ""
     for index in rows:
       self._counters.sampled_tokens += 1
       update = self._accept(sequence, tokens[index], logprobs[index], raw_logprobs[index])
       added += update.tokens
+      if sequence.num_top and top is not None:
+        tops.append(top.pairs(index, sequence.num_top))
       text, reason = text + update.text, update.finish_reason
       if reason:
         break
@@ -290,9 +338,12 @@ class Outputs:
       self._leave(sequence, reason, policy_version)
     elif len(sequence.tokens) == sequence.limit:
       self._requests.pause(sequence)
-    return StepOutput(request.request_id, tuple(added), text, reason)
+    prompt = None if sequence.prompt_top is None else tuple(sequence.prompt_scores)
+    return StepOutput(
+      request.request_id, tuple(added), text, reason, tops=tuple(tops), prompt=prompt
+    )
 
-  def _tell(self, piece: ScheduledRows, ids: list[list[int]], scores: list[list[float]]) -> None:
+  def _tell(self, piece: ScheduledRows, top: Top) -> None:
     """Stores the top tokens of a prefill-only request and its drafts, and removes the request."""
     reading = piece.sequence.reading
     assert reading is not None
@@ -301,8 +352,7 @@ class Outputs:
       for depth in range(path.num_shared, len(path.tokens)):
         rows[path.tokens[: depth + 1]] = path.rows[depth]
     for tokens, row in rows.items():
-      pairs = zip(ids[row][: reading.num_top], scores[row], strict=False)
-      reading.found[tokens] = tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))
+      reading.found[tokens] = top.pairs(row, reading.num_top, is_raw=True)
     self._counters.read_tokens += len(rows)
     self._counters.key_copies += piece.num_copies
     self._planner.leave(piece)

@@ -1,7 +1,7 @@
 """Plans the next step by a list of passes; each pass adds to the plan.
 
     pages -> a row of every decoding sequence, the rest to prefills -> pins, if nothing runs
-          -> top tokens -> drafts -> steps of the visit -> background requests
+          -> drafts -> steps of the visit -> background requests
 
 Nothing here reads a clock or changes a bit of a response.
 """
@@ -43,12 +43,10 @@ class Plan(NamedTuple):
   Attributes:
     rows: scheduled rows by instance; if the visit has several steps, all of them decode.
     num_steps: maximum steps of the visit.
-    num_top: number of top tokens that the step returns, 0 without prefill-only requests.
   """
 
   rows: Rows
   num_steps: int = 1
-  num_top: int = 0
 
 
 def _num_penalties(scheduled: Iterable[ScheduledRows]) -> int:
@@ -63,6 +61,12 @@ def _num_penalties(scheduled: Iterable[ScheduledRows]) -> int:
       )
       most = max(most, penalties.width_for(count))
   return most
+
+
+def _num_top(scheduled: Iterable[ScheduledRows]) -> int | None:
+  """Returns the number of top tokens of a step; None if it returns none and scores no prompt."""
+  counts = (piece.num_top for piece in scheduled)
+  return max((count for count in counts if count is not None), default=None)
 
 
 class Planner:
@@ -114,7 +118,6 @@ class Planner:
       self.with_pages,
       self.with_rows,
       self.with_pins,
-      self.with_top,
       self.with_drafts,
       self.with_steps,
       functools.partial(self.with_background, table=table),
@@ -142,22 +145,10 @@ class Planner:
       self._pins.bring_back()
     return plan
 
-  def with_top(self, plan: Plan) -> Plan:
-    """Counts the top tokens that prefill-only requests need.
-
-    The number is rounded up to a power of two, so that few values need a program of their own.
-    """
-    readings = [one.sequence.reading for one in itertools.chain(*plan.rows) if one.is_sampled]
-    most = max((reading.num_top for reading in readings if reading is not None), default=0)
-    return plan._replace(num_top=1 << (most - 1).bit_length() if most else 0)
-
   def with_drafts(self, plan: Plan) -> Plan:
     """Appends the drafts of sampled sequences, as far as there is room."""
-    is_drafted = self._drafting.drafter is not None and any(plan.rows)
-    if not (plan.num_top or is_drafted):
-      return plan
     found = self._read_drafts(plan.rows)
-    if self._drafting.drafter is not None:
+    if self._drafting.drafter is not None and any(plan.rows):
       queries, places = self.drafts.queries(plan.rows)
       drafts = self._drafting.paths(queries, self._vocab_size)
       if any(drafts):
@@ -180,7 +171,7 @@ class Planner:
   def with_background(self, plan: Plan, table: StepTimes | None) -> Plan:
     """Appends rows of background requests, with drafts if there is no foreground request."""
     # Step times do not cover steps that return top tokens.
-    if not self._requests.num_background or plan.num_top:
+    if not self._requests.num_background or _num_top(itertools.chain(*plan.rows)) is not None:
       return plan
     rows = self._background.added(plan.rows, plan.num_steps, table)
     if any(plan.rows):
@@ -212,7 +203,7 @@ class Planner:
     for instance, pieces in enumerate(scheduled):
       for index, piece in enumerate(pieces):
         reading = piece.sequence.reading
-        if piece.is_sampled and reading is not None and reading.drafts:
+        if reading is not None and reading.drafts and piece.is_sampled:
           found[instance, index] = [*reading.drafts]
     return found
 
@@ -254,8 +245,9 @@ class Planner:
     )
     masked_ids = self._vocab_size if is_masked else 0
     width = _num_penalties(itertools.chain(*scheduled))
+    num_top = _num_top(itertools.chain(*scheduled))
     parts = [
-      self._instance_inputs(pieces, copies, bucket, masked_ids, width)
+      self._instance_inputs(pieces, copies, bucket, masked_ids, width, num_top)
       for pieces, copies in zip(scheduled, self.allocation.copies, strict=True)
     ]
     self.allocation.forget_copies()
@@ -293,7 +285,8 @@ class Planner:
       try:
         alone = [piece._replace(first_row=0)]
         width = _num_penalties(alone)
-        self._instance_inputs(alone, [], self._bucket(alone), self._vocab_size, width)
+        shape = self._bucket(alone), self._vocab_size, width, _num_top(alone)
+        self._instance_inputs(alone, [], *shape)
       except Exception:
         return piece.sequence, len(piece.sequence.tokens)
     return None
@@ -357,6 +350,7 @@ class Planner:
     bucket: int,
     masked_ids: int,
     num_penalties: int,
+    num_top: int | None,
   ) -> StepInputs:
     return batching.instance_inputs(
       scheduled,
@@ -372,4 +366,5 @@ class Planner:
       masked_ids=masked_ids,
       num_penalties=num_penalties,
       has_adapters=bool(self._weights.adapters),
+      num_top=num_top,
     )

@@ -14,12 +14,24 @@ import dataclasses
 
 from seerjax.engine import checks, output
 from seerjax.engine.generation import RunsRequests
+from seerjax.engine.runner import MAX_TOP
 from seerjax.engine.sequence import ReadingState, SequenceState, StepOutput, TopLogprobs
 from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
-MAX_TOP = 16
 Answer = tuple[int, ...]
+
+
+def check_counts(what: str, num_top: int, prompt_top: int | None) -> None:
+  """Refuses numbers of top tokens that no step returns.
+
+  Raises:
+    ValueError: with `what` as its prefix.
+  """
+  fix = "no more are returned for a position"
+  checks.whole(f"{what}: num_top", num_top, 0, MAX_TOP, fix)
+  if prompt_top is not None:
+    checks.whole(f"{what}: prompt_top", prompt_top, 0, MAX_TOP, fix)
 
 
 def begun(

@@ -38,6 +38,22 @@ from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TokenScores
 # Number of a request's stop ids that are checked on the device; the host checks the others at the
 # end of the visit.
 MAX_STOP_IDS = 4
+# Most top tokens that a step returns after a sample.
+MAX_TOP = 16
+
+
+class ScoreInputs(NamedTuple):
+  """Inputs of a step that scores prompts or returns top tokens; with an instance axis as well.
+
+  Attributes:
+    forced: i32[i, b], the token that is scored, -1 to sample one.
+    top_rows: i32[i, b], samples that return their top tokens, b for padding.
+    num_top: i32[i], number of top tokens of each.
+  """
+
+  forced: Int[Array, "i b"]
+  top_rows: Int[Array, "i b"]
+  num_top: Int[Array, "i"]
 
 
 class StepInputs(NamedTuple):
@@ -56,6 +72,7 @@ class StepInputs(NamedTuple):
       cannot have any.
     adapters: i32[i, n], adapter index of each row, 0 for none; None if the weights have no adapters
       by row.
+    scores: prompts that are scored, and top tokens; None if there are none.
   """
 
   batch: TokenBatch
@@ -68,6 +85,7 @@ class StepInputs(NamedTuple):
   num_copies: Int[Array, "i"]
   key_copies: KeyCopies | None = None
   adapters: Any = None
+  scores: ScoreInputs | None = None
 
 
 class VisitInputs(NamedTuple):
@@ -90,12 +108,12 @@ class VisitInputs(NamedTuple):
 
 
 class Reading(NamedTuple):
-  """Scores of a step with the top tokens after each sampled row.
+  """Scores of a step with the top tokens after the samples of `ScoreInputs.top_rows`.
 
   Attributes:
-    scores: f32[i, b], scores of the sampled tokens.
+    scores: f32[i, b], scores of the sampled and the forced tokens.
     ids: i32[i, b, k], the top tokens, as returned by `head.top_logprobs`.
-    top: f32[i, b, k], scores of the top tokens.
+    top: f32[i, b, k], scores of the first `ScoreInputs.num_top` of them.
   """
 
   scores: TokenScores
@@ -166,17 +184,25 @@ def instance_reading(
   key: PRNGKeyArray,
   *,
   decoder: Decoder,
-  num_top: int,
 ) -> tuple[kv_layout.Pages, Int[Array, "b"], Reading]:
-  """Works like `instance_step`, and returns the top tokens after each sampled row."""
+  """Works like `instance_step`, and returns the top tokens after the samples that want them."""
   pages = kv_layout.copy_pages(pages, inputs.copies, inputs.num_copies)
   pages, tokens, scores, hidden = _run_rows(params, pages, inputs, key, decoder=decoder)
   # The rows of top tokens may be special even where the step's own are not.
   of_top = decoder.for_rows(is_plain=False)
-  top = head.likeliest_scores(
-    params, hidden, inputs.sampling, inputs.num_samples, num_top, decoder=of_top
+  # Only their rows are computed: other samples of the step cost no more than without tops.
+  assert inputs.scores is not None
+  rows, size = inputs.scores.top_rows, hidden.shape[0]
+  wanted, of_wanted = jax.tree.map(
+    lambda leaf: leaf.at[rows].get(mode="clip"), (hidden, inputs.sampling)
   )
-  return pages, tokens, Reading(scores, *top)
+  num_rows = jnp.sum(rows < size, dtype=jnp.int32)
+  count = min(MAX_TOP, decoder.shape.vocab_size)
+  top = head.likeliest_scores(
+    params, wanted, of_wanted, num_rows, count, inputs.scores.num_top, decoder=of_top
+  )
+  spread = lambda leaf: jnp.zeros_like(leaf).at[rows].set(leaf, mode="drop")
+  return pages, tokens, Reading(scores, *jax.tree.map(spread, top))
 
 
 def _run_rows(
@@ -197,10 +223,11 @@ def _run_rows(
     adapters=inputs.adapters,
   )
   sampled = hidden[inputs.sample_rows]
+  sampled_ids = jnp.full(inputs.sample_rows.shape, -1, jnp.int32)
   tokens, scores = head.sample_and_score(
     params,
     sampled,
-    jnp.full(inputs.sample_rows.shape, -1, jnp.int32),
+    sampled_ids if inputs.scores is None else inputs.scores.forced,
     inputs.sampling,
     inputs.seeds,
     inputs.positions,
@@ -419,9 +446,8 @@ class Runner:
     return {}
 
   @functools.cached_property
-  def _reading_programs(self) -> dict[tuple[int, int], Any]:
-    # For steps with prefill-only rows, by the number of top tokens and of penalty entries; as for
-    # masks.
+  def _reading_programs(self) -> dict[int, Any]:
+    # For steps with `ScoreInputs`, by the number of penalty entries; as for masks.
     return {}
 
   @functools.cached_property
@@ -496,21 +522,18 @@ class Runner:
     pages: Any,
     inputs: StepInputs,
     key: PRNGKeyArray,
-    num_top: int,
   ) -> tuple[Any, Any, Reading]:
-    """Works like `step`, and returns the top tokens after each sampled row; compiled on first use.
+    """Works like `step`, for inputs with `scores`; compiled on first use.
 
     Returns:
-      (pages, tokens i32[i, b], scores and the `num_top` likeliest tokens), on the devices.
+      (pages, tokens i32[i, b], scores and the top tokens), on the devices.
     """
     pages, inputs, is_plain = self._decided(pages, inputs)
     words, layout = self._packed(inputs)
-    num_top = min(num_top, self.decoder.shape.vocab_size)
-    kind = num_top, _num_penalties(inputs)
-    program = self._reading_programs.get(kind)
+    width = _num_penalties(inputs)
+    program = self._reading_programs.get(width)
     if program is None:
-      program = self._compiled(functools.partial(instance_reading, num_top=num_top))
-      self._reading_programs[kind] = program
+      program = self._reading_programs[width] = self._compiled(instance_reading)
     return program(params, pages, words, key, layout, is_plain)
 
   @functools.cached_property

@@ -24,6 +24,8 @@ Mask = Callable[[Sequence[int]], np.ndarray]
 
 # Token ids with their log-probabilities, the likeliest first, ties by the lowest id.
 TopLogprobs = tuple[tuple[int, float], ...]
+# The log-probability of a prompt's token and the top tokens in its place, under softmax(logits).
+PromptScore = tuple[float, TopLogprobs]
 
 
 @dataclasses.dataclass(eq=False)
@@ -63,6 +65,10 @@ class SequenceState(Holding):
     mask: maps the response to the allowed next ids, None for all.
     adapter: index of its adapter among the engine's, 0 for the base weights.
     reading: state of a prefill-only request, None for a request that generates.
+    num_top: number of top tokens returned at each position of the response.
+    prompt_top: number of top tokens at each position of the prompt, if its tokens are scored; None
+      if they are not, or once their scores were returned.
+    prompt_scores: scores of the prompt's tokens so far; the first token has none.
     is_background: whether it has low priority and gets spare rows and pages only.
   """
 
@@ -80,6 +86,9 @@ class SequenceState(Holding):
   mask: Mask | None = None
   adapter: int = 0
   reading: ReadingState | None = None
+  num_top: int = 0
+  prompt_top: int | None = None
+  prompt_scores: list[PromptScore] = dataclasses.field(default_factory=list)
   is_background: bool = False
 
   def __post_init__(self):
@@ -104,13 +113,26 @@ class SequenceState(Holding):
   def needs_host(self) -> bool:
     """Whether the host has work to do between two tokens of the response."""
     sampling = self.request.sampling
-    is_held = self.mask is not None or self.reading is not None
-    return bool(is_held or sampling.stop or sampling.allowed_token_ranges or sampling.has_penalties)
+    is_held = self.mask is not None or self.reading is not None or self.prompt_top is not None
+    return bool(
+      is_held
+      or self.num_top
+      or sampling.stop
+      or sampling.allowed_token_ranges
+      or sampling.has_penalties
+    )
 
   @functools.cached_property
   def prompt_ids(self) -> np.ndarray:
     """The distinct tokens of the prompt, which penalties need at every step."""
     return penalties.distinct(self.request.prompt)
+
+  @property
+  def reusable(self) -> list[int]:
+    """The tokens with reusable cached keys: all but the last, up to the first unscored one."""
+    known = len(self.prompt_scores)
+    is_scored = self.prompt_top is None or known >= self.num_prompt - 1
+    return self.tokens[:-1] if is_scored else self.tokens[:known]
 
   @property
   def end(self) -> int:
@@ -216,8 +238,26 @@ class ScheduledRows(NamedTuple):
 
   @property
   def num_samples(self) -> int:
-    """Number of sampled rows: the sequence's last position, and each drafted token."""
-    return 1 + self.num_drafted if self.paths else int(self.is_sampled)
+    """Number of sampled rows: scored ones, the sequence's last position, and each drafted token."""
+    own = 1 + self.num_drafted if self.paths else int(self.is_sampled)
+    return own + self.num_scored
+
+  @property
+  def num_scored(self) -> int:
+    """Number of rows after which the prompt's own next token is scored."""
+    sequence = self.sequence
+    if sequence.prompt_top is None:
+      return 0
+    end = min(sequence.num_written + self.count, sequence.num_prompt - 1)
+    return max(end - len(sequence.prompt_scores), 0)
+
+  @property
+  def num_top(self) -> int | None:
+    """Number of top tokens that its samples need; None if they need none and score no prompt."""
+    sequence = self.sequence
+    of_prompt = sequence.prompt_top if self.num_scored else None
+    own = sequence.num_top if sequence.reading is None else sequence.reading.num_top
+    return max(own, of_prompt or 0) if own and self.is_sampled else of_prompt
 
   @property
   def num_drafted(self) -> int:
@@ -239,6 +279,10 @@ class StepOutput(NamedTuple):
     text: text of these tokens; a possible prefix of a stop string is held back.
     finish_reason: why the request ended, "" if it did not.
     error: the error if `finish_reason` is "error" (see `Completion`).
+    tops: for each token the top tokens under the processed distribution, if they were requested;
+      without those that a filter excludes.
+    prompt: scores of the prompt's tokens but the first, with the first token of the response, if
+      they were requested; else None.
   """
 
   request_id: str
@@ -246,3 +290,5 @@ class StepOutput(NamedTuple):
   text: str
   finish_reason: str
   error: str = ""
+  tops: tuple[TopLogprobs, ...] = ()
+  prompt: tuple[PromptScore, ...] | None = None

@@ -110,20 +110,20 @@ class Visits:
       columns,
       plan.num_steps,
       policy_version=policy_version,
-      top=None if top is None else (top[0].tolist(), top[1].tolist()),
+      top=None if top is None else output.Top(*(part.tolist() for part in top)),
     )
     self._requests.busy = None
 
   def _dispatch(self, plan: Plan, inputs: StepInputs) -> tuple[list[Any], Any]:
-    """Dispatches a visit; returns its samples, and the top tokens if the plan has any."""
+    """Dispatches a visit; returns its samples, and the top tokens if it has any."""
     top, before = None, (self._weights.params, self._memory.pages)
     if plan.num_steps > 1:
       visit = self._planner.visit_inputs(plan.rows, inputs, plan.num_steps)
       self._memory.pages, *found = self.runner.visit(*before, visit, self._key)
-    elif plan.num_top:
-      pages, sampled, told = self.runner.read(*before, inputs, self._key, plan.num_top)
+    elif inputs.scores is not None:
+      pages, sampled, told = self.runner.read(*before, inputs, self._key)
       self._memory.pages = pages
-      found, top = [sampled, told.scores], (told.ids, told.top.raw_logprob)
+      found, top = [sampled, told.scores], (told.ids, told.top.logprob, told.top.raw_logprob)
     else:
       self._memory.pages, *found = self.runner.step(*before, inputs, self._key)
     return found, top

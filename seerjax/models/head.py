@@ -137,28 +137,38 @@ def likeliest_scores(
   sampling_rows: SamplingRows,
   num_rows: Array,
   count: int,
+  num_top: Array,
   *,
   decoder: Decoder,
 ) -> tuple[Int[Array, "n k"], TokenScores]:
-  """Returns the `top_logprobs` ids i32[n, k] and their scores f32[n, k], as if sampled."""
-  shape = hidden.shape[0], count
+  """Returns `top_logprobs` ids and scores f32[n, k], from rows that are forced to these ids.
+
+  Only the scores of each row's first `num_top` ids, i32[], are computed; the others are undefined.
+  """
+  size = hidden.shape[0]
   ids = top_logprobs(params, hidden, sampling_rows, num_rows, count, decoder=decoder)
-  hidden, sampling_rows = jax.tree.map(
-    lambda leaf: jnp.repeat(leaf, count, axis=0), (hidden, sampling_rows)
-  )
-  nothing = jnp.zeros(shape[0] * count, jnp.int32)
-  ids, scores = sample_and_score(
+  # Forced row `place` is the id number place // num_rows of row place % num_rows, so that those
+  # which are computed come first.
+  per_id = jnp.maximum(num_rows, 1)
+  places = jnp.arange(size * count, dtype=jnp.int32)
+  rows = places % per_id
+  forced = ids[rows, jnp.minimum(places // per_id, count - 1)]
+  hidden, sampling_rows = jax.tree.map(lambda leaf: leaf[rows], (hidden, sampling_rows))
+  nothing = jnp.zeros(size * count, jnp.int32)
+  _, scores = sample_and_score(
     params,
     hidden,
-    ids.reshape(-1),
+    forced,
     sampling_rows,
     nothing.astype(jnp.uint32),
     nothing,
-    num_rows * count,
+    num_rows * num_top,
     numerics_lib.key(0),  # Nothing is sampled here.
     decoder=decoder,
   )
-  return ids.reshape(shape), jax.tree.map(lambda leaf: leaf.reshape(shape), scores)
+  place_of = jnp.arange(count, dtype=jnp.int32)[None] * per_id
+  place_of = jnp.minimum(place_of + jnp.arange(size, dtype=jnp.int32)[:, None], size * count - 1)
+  return ids, jax.tree.map(lambda leaf: leaf[place_of], scores)
 
 
 def score_rows(

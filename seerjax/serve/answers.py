@@ -75,6 +75,10 @@ class Answer:
     """Takes the scores of a prompt; called before its first choice."""
     self._prompts[scores.prompt] = scores
 
+  def is_due(self, choice: int) -> bool:
+    """Returns whether a choice may be written: its prompt's scores, if wanted, are there."""
+    return not self._plan.asked.wants_prompt or self._plan.prompt_of(choice) in self._prompts
+
   def whole(self, parts: Sequence[Part]) -> Body:
     """Returns the body of a non-streamed response; each part is a whole choice."""
     choices = []

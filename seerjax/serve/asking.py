@@ -230,29 +230,33 @@ class Asking:
     )
     self._service.thread.submit(job)
     left, reasons = len(plan.requests), set()
+    held: list[Part] = []  # Parts that arrived before the scores of their prompt.
     while left:
       found = await events.get()
       if isinstance(found, Refusal):
         raise found
       if isinstance(found, Begun):
         answer.begin(found.fingerprint)
-        continue
-      if isinstance(found, PromptScores):
+      elif isinstance(found, PromptScores):
         answer.take_prompt(found)
-        continue
-      if found.finish_reason == "error":
+      elif found.finish_reason == "error":
         raise Refusal(
           f"the answer: got an error ({found.error}), expected none; retry.",
           status=500,
           kind="server_error",
           code="answer_failed",
         )
-      entry.see_token()
-      entry.num_answer += len(found.tokens)
-      if found.finish_reason:
-        left -= 1
-        reasons.add(found.finish_reason)
-      yield found
+      else:
+        held.append(found)
+      due = [part for part in held if answer.is_due(part.choice)]
+      held = [part for part in held if not answer.is_due(part.choice)]
+      for part in due:
+        entry.see_token()
+        entry.num_answer += len(part.tokens)
+        if part.finish_reason:
+          left -= 1
+          reasons.add(part.finish_reason)
+        yield part
     self._job = None  # Nothing is left to cancel.
     entry.reason = "+".join(sorted(reasons))
 

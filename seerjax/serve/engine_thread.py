@@ -20,11 +20,10 @@ import time
 from typing import Any, NamedTuple
 
 from seerjax.engine.engine import Engine
-from seerjax.engine.sequence import StepOutput
+from seerjax.engine.sequence import StepOutput, TopLogprobs
 from seerjax.serve.grammar import AnswerMask
 from seerjax.serve.masking import Masking
 from seerjax.serve.refusals import Refusal, shown
-from seerjax.serve.scoring import Following, Scorer, Top
 from seerjax.serve.sleeping import Reading, Sleeping
 from seerjax.types import Completion, Request
 
@@ -45,7 +44,8 @@ class Part(NamedTuple):
     tokens: new tokens.
     logprobs: their log-probabilities under the processed distribution.
     raw_logprobs: their log-probabilities under softmax(logits).
-    tops: for each token, the top (token, log-probability) pairs, if requested.
+    tops: for each token, the top (token, log-probability) pairs under the processed distribution,
+      if requested.
     finish_reason: why the choice ended; "" while it is running.
     error: the error, if `finish_reason` is "error".
   """
@@ -55,13 +55,13 @@ class Part(NamedTuple):
   tokens: tuple[int, ...]
   logprobs: tuple[float, ...]
   raw_logprobs: tuple[float, ...]
-  tops: tuple[Top, ...] = ()
+  tops: tuple[TopLogprobs, ...] = ()
   finish_reason: str = ""
   error: str = ""
 
 
 class PromptScores(NamedTuple):
-  """Log-probabilities of a prompt's tokens under softmax(logits), from the trainer's forward pass.
+  """Log-probabilities of a prompt's tokens under softmax(logits).
 
   Attributes:
     prompt: index among the prompts of the job.
@@ -71,7 +71,7 @@ class PromptScores(NamedTuple):
 
   prompt: int
   logprobs: tuple[float, ...]
-  tops: tuple[Top, ...]
+  tops: tuple[TopLogprobs, ...]
 
 
 class Begun(NamedTuple):
@@ -127,13 +127,13 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class _Choice:
-  """A choice of a job: its number of delivered tokens, the scorer of alternatives, and, if it has
-  a mask, its tokens so far."""
+  """A choice of a job: its number of delivered tokens, their alternatives, and, if it has a mask,
+  its tokens so far."""
 
   job: Job
   index: int
   sent: int = 0
-  following: Following | None = None
+  tops: list[TopLogprobs] = dataclasses.field(default_factory=list)
   said: list[int] = dataclasses.field(default_factory=list)
 
   @property
@@ -165,7 +165,6 @@ class EngineThread:
     self,
     engines: Mapping[str, Engine],
     *,
-    scorers: Mapping[str, Scorer],
     max_queued_requests: int,
     max_waiting_of_client: int,
     on_tokens: Callable[[str, int], None] = lambda model, count: None,
@@ -175,7 +174,6 @@ class EngineThread:
 
     Args:
       engines: engines by name; nothing else may use them after `start`.
-      scorers: scorers by the names of engines and adapters.
       max_queued_requests: most queued choices.
       max_waiting_of_client: most queued choices of one client.
       on_tokens: called with an engine's name and the number of tokens that a step sampled.
@@ -184,7 +182,6 @@ class EngineThread:
     self.sleeping = dict(sleeping or {})
     self.engines = dict(engines)
     self.refused = 0
-    self._scorers = scorers
     self._max_waiting = max_queued_requests
     self._max_waiting_of_client = max_waiting_of_client
     self._on_tokens = on_tokens
@@ -418,14 +415,18 @@ class EngineThread:
 
   def _begin(self, choice: _Choice) -> None:
     engine, fingerprint = self.engines[choice.job.model], choice.job.fingerprint
-    reading = choice.job.reading
+    reading, job = choice.job.reading, choice.job
     if reading is not None and not self.sleeping[choice.job.model].is_current(reading):
       self._give_up(choice.job, _changed(reading))
       return
     if fingerprint is not None and not choice.index:
       choice.job.deliver(Begun(fingerprint()))
     try:
-      engine.add_request(choice.request, mask=choice.mask)
+      scores_prompt = job.wants_prompt and choice.index % job.num_choices == 0
+      prompt_top = job.num_prompt_top if scores_prompt else None
+      engine.add_request(
+        choice.request, mask=choice.mask, num_top=job.num_top, prompt_top=prompt_top
+      )
     except ValueError as error:
       # It was checked before; a swap of weights may have happened since.
       self._give_up(choice.job, Refusal(str(error), status=409, kind="conflict_error"))
@@ -434,15 +435,6 @@ class EngineThread:
       self._fail(choice.job)
       return
     self._live[choice.job.model][choice.request.request_id] = choice
-    prompt = choice.index // choice.job.num_choices
-    if choice.job.wants_prompt and choice.index % choice.job.num_choices == 0:
-      scorer, tokens = self._scorer(choice.job), choice.request.prompt
-      try:
-        scores = scorer.prompt(tokens, choice.job.num_prompt_top)
-      except Exception:
-        self._fail(choice.job)
-        return
-      choice.job.deliver(PromptScores(prompt, *scores))
 
   def _step(self, name: str, engine: Engine) -> None:
     if not self._take_masks(name) and not engine.num_background:
@@ -505,6 +497,15 @@ class EngineThread:
       choice = live.get(update.request_id)
       if choice is None:
         continue
+      choice.tops += update.tops
+      if update.prompt is not None:
+        choice.job.deliver(
+          PromptScores(
+            choice.index // choice.job.num_choices,
+            tuple(score for score, _ in update.prompt),
+            tuple(top for _, top in update.prompt),
+          )
+        )
       completion = finished.get(update.request_id)
       if completion is not None:
         del live[update.request_id]
@@ -515,45 +516,13 @@ class EngineThread:
       else:
         continue
       text = update.text if choice.job.is_streamed else completion.text
-      try:
-        part = self._part(choice, completion, text)
-      except Exception:
-        self._fail(choice.job)
-        continue
-      choice.job.deliver(part)
-
-  def _part(self, choice: _Choice, completion: Completion, text: str) -> Part:
-    first, choice.sent = choice.sent, len(completion.tokens)
-    job, request, tops = choice.job, choice.request, ()
-    if job.num_top and first < choice.sent:
-      if choice.following is None:
-        choice.following = self._scorer(job).following(
-          request.prompt,
-          request.sampling,
-          job.num_top,
-          mask=choice.mask,
-          keeps=job.is_streamed,
-        )
-      tops = choice.following.take(completion.tokens)
-    return Part(
-      choice=choice.index,
-      text=text,
-      tokens=completion.tokens[first:],
-      logprobs=tuple(completion.behaviour_logprobs[first:].tolist()),
-      raw_logprobs=tuple(completion.raw_logprobs[first:].tolist()),
-      tops=tops,
-      finish_reason=completion.finish_reason,
-      error=completion.error,
-    )
+      choice.job.deliver(_part(choice, completion, text))
 
   def _give_up_swaps(self, refusal: Refusal) -> None:
     with self._changed:
       swaps, self._swaps = self._swaps, collections.deque()
     for swap in swaps:
       swap.done(refusal)
-
-  def _scorer(self, job: Job) -> Scorer:
-    return self._scorers[job.adapter or job.model]
 
   def _fail(self, job: Job) -> None:
     """Ends a job because of the exception being handled; other jobs continue."""
@@ -626,4 +595,19 @@ def broken() -> Refusal:
     status=500,
     kind="server_error",
     code="internal_error",
+  )
+
+
+def _part(choice: _Choice, completion: Completion, text: str) -> Part:
+  """Returns the tokens of a choice that were not delivered yet, and counts them as delivered."""
+  first, choice.sent = choice.sent, len(completion.tokens)
+  return Part(
+    choice=choice.index,
+    text=text,
+    tokens=completion.tokens[first:],
+    logprobs=tuple(completion.behaviour_logprobs[first:].tolist()),
+    raw_logprobs=tuple(completion.raw_logprobs[first:].tolist()),
+    tops=tuple(choice.tops[first : choice.sent]),
+    finish_reason=completion.finish_reason,
+    error=completion.error,
   )

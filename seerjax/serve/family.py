@@ -21,13 +21,11 @@ from seerjax.models import (
   gguf_file,
   huggingface,
   loading,
-  lora,
   parameters,
   peft,
   tokenizer as tokenizer_lib,
 )
 from seerjax.serve import identity, sleeping
-from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Defaults, Served
 from seerjax.sleep.contexts import Identity
 
@@ -85,26 +83,17 @@ class Family:
     self._digest = values.weights_digest(model.params)
     self._adapter_digests = {own: _digest(scaled) for own, scaled in self._adapters.items()}
     shared: dict[str, Any] = dict(engine=engine, defaults=defaults, created=created)
-    base = Served(name=name, scorer=self._scorer(""), fingerprint=self._fingerprint(""), **shared)
+    base = Served(name=name, fingerprint=self._fingerprint(""), **shared)
     self.base = base
     self.models: dict[str, Served] = {name: base} | {
       own: Served(
         name=own,
-        scorer=self._scorer(own),
         fingerprint=self._fingerprint(own),
         beside=base,
         **shared,
       )
       for own in self._adapters
     }
-
-  def _params_of(self, adapter: str) -> parameters.Params:
-    params = self._model.params
-    return lora.attach(params, *self._adapters[adapter]) if adapter else params
-
-  def _scorer(self, adapter: str) -> Scorer:
-    model = dataclasses.replace(self._model, params=self._params_of(adapter))
-    return Scorer(model, context=self._engine.config.max_model_len)
 
   def _fingerprint(self, adapter: str) -> str:
     weights = self._digest
@@ -194,7 +183,6 @@ class Family:
       self._adapter_digests[loaded.name] = loaded.digest
       changed = [self.models[loaded.name]]
     for served in changed:
-      served.scorer.params = self._params_of(served.adapter)
       served.fingerprint = self._fingerprint(served.adapter)
     return self.models[loaded.name]
 

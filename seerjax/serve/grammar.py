@@ -98,19 +98,11 @@ class AnswerMask:
     self.compiler = compiler
     self._first = _words(first)
     self._ready: np.ndarray | None = self._first
-    self._kept: list[np.ndarray] | None = None
     weakref.finalize(self, compiler.gone.append, self.session)
 
-  def copy(self, *, keeps: bool = False) -> AnswerMask:
-    """Returns a mask at the start of a response.
-
-    Args:
-      keeps: whether to keep the masks of all prefixes, for later scoring.
-    """
-    found = AnswerMask(self.compiler, self.grammar, self.digest, self._first.tobytes())
-    if keeps:
-      found._kept = [found._first]
-    return found
+  def copy(self) -> AnswerMask:
+    """Returns a mask at the start of a response."""
+    return AnswerMask(self.compiler, self.grammar, self.digest, self._first.tobytes())
 
   @property
   def is_ready(self) -> bool:
@@ -126,16 +118,12 @@ class AnswerMask:
     """Requests the mask after `answer`, without waiting for it."""
     if self.answer == [*answer] or self.failure:
       return
-    if self._kept is not None:  # A failed step may have dropped tokens.
-      del self._kept[1 + _num_shared(self.answer, answer) :]
     self.answer, self.serial, self._ready = [*answer], self.serial + 1, None
     self.compiler.put(self)
 
   def found(self, words: np.ndarray) -> None:
     """Receives the last requested mask."""
     self._ready = words
-    if self._kept is not None and len(self._kept) == len(self.answer):
-      self._kept.append(words)
 
   def __call__(self, answer: Sequence[int]) -> np.ndarray:
     """Returns u32[w], a bit for each token; requests it and waits if it is not there yet.
@@ -143,9 +131,6 @@ class AnswerMask:
     Raises:
       ValueError: if the answer violates the grammar, or hit a limit.
     """
-    if self._kept is not None and len(answer) < len(self._kept):
-      if [*answer] == self.answer[: len(answer)]:
-        return self._kept[len(answer)]
     self.ask(answer)
     while self._ready is None and not self.failure:
       self.compiler.gather(self.compiler.limits.wall_seconds)
@@ -495,12 +480,6 @@ def _digest(grammar: Grammar, namespace: str) -> str:
 
 def _words(text: bytes) -> np.ndarray:
   return np.frombuffer(text, "<u4").astype(np.uint32, copy=False)
-
-
-def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-  pairs = zip(first, second, strict=False)
-  return next((place for place, (one, other) in enumerate(pairs) if one != other),
-              min(len(first), len(second)))  # fmt: skip
 
 
 def _one_line(reason: str) -> str:

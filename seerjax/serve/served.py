@@ -17,7 +17,6 @@ from seerjax.serve.grammar import AnswerMask, Compiler
 from seerjax.serve.parts import Splitter
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal, refuse
-from seerjax.serve.scoring import Scorer
 from seerjax.serve.sleeping import Reading
 from seerjax.serve.vocabulary import Vocabulary
 from seerjax.types import Request, SamplingParams
@@ -86,7 +85,6 @@ class Served:
   Attributes:
     name: model name in requests.
     engine: runs the model; used only on the engine thread.
-    scorer: scorer with the same weights; used only on the engine thread.
     fingerprint: `identity.fingerprint`; changes when weights are replaced.
     defaults: used where a request sets no value.
     created: seconds since 1970.
@@ -95,7 +93,6 @@ class Served:
 
   name: str
   engine: Engine
-  scorer: Scorer
   fingerprint: str
   defaults: Defaults = Defaults()
   created: int = 0
@@ -237,7 +234,7 @@ def _masks(
   if asked.grammar is None:
     return (None,) * count
   mask = served.compiler.mask(asked.grammar, namespace)
-  return tuple(mask.copy(keeps=bool(asked.num_top)) for _ in range(count))
+  return tuple(mask.copy() for _ in range(count))
 
 
 def prompts_of(asked: Asked, served: Served) -> tuple[tuple[tuple[int, ...], ...], bool]:

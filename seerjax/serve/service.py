@@ -65,7 +65,6 @@ class Service:
     self.seed_of = seed_of
     self.thread = EngineThread(
       {name: served.engine for name, served in models.items() if served.beside is None},
-      scorers={name: served.scorer for name, served in models.items()},
       max_queued_requests=config.max_queued_requests,
       max_waiting_of_client=config.max_waiting_of_client,
       on_tokens=lambda name, count: self.metrics.sampled_tokens.labels(name).inc(count),

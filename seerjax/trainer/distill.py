@@ -23,7 +23,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -34,7 +33,6 @@ from seerjax.models import (
   config as model_config,
   decoder as decoder_lib,
   flax_module,
-  parameters,
 )
 
 LEAST_REST = 1e-6  # Minimum probability of the entry for all other tokens.
@@ -86,7 +84,8 @@ class Likely(NamedTuple):
 
   Attributes:
     ids: i32[n, k], the most likely next tokens.
-    logprobs: f32[n, k], their log-probabilities, in nats, at temperature 1.
+    logprobs: f32[n, k], their log-probabilities, in nats, at temperature 1; the engine returns both
+      for a scored prompt (`Engine.add_request`).
   """
 
   ids: np.ndarray
@@ -223,61 +222,6 @@ def numerics_for(length: int) -> numerics_lib.NumericsConfig:
 def decoder_for(model: model_config.TransformerConfig, length: int) -> decoder_lib.Decoder:
   """Returns the decoder of sequences of a padded length; see `numerics_for`."""
   return decoder_lib.decide(model, numerics_for(length))
-
-
-def likely_of(
-  params: parameters.Params,
-  model: model_config.TransformerConfig,
-  answers: Answers,
-  *,
-  lengths: Sequence[int] = DistillConfig.lengths,
-  count: int = 16,
-  rows: int = 32,
-) -> Likely:
-  """Returns the target's most likely tokens at every position of its completions.
-
-  Args:
-    params: weights of the target, f32, with one slab (`numerics_for`).
-    model: shape of the target.
-    answers: completions of the target; those longer than the last of `lengths` get zeros.
-    lengths: padded document lengths.
-    count: k, tokens per position.
-    rows: documents per forward pass.
-
-  Raises:
-    ValueError: if there is no completion, or `count` is not below the vocabulary size.
-  """
-  _require_answers(len(answers))
-  if not 1 <= count < model.vocab_size:
-    raise ValueError(
-      f"distill: got count={count} likely tokens, expected 1 <= count < {model.vocab_size}, the"
-      " vocabulary; 16 is usual."
-    )
-
-  @jax.jit
-  def of_rows(tokens: Array) -> tuple[Array, Array]:
-    decoder = decoder_for(model, tokens.shape[1])
-    logits = flax_module.logits_of(params, tokens, decoder=decoder)
-    logprobs, ids = lax.top_k(jax.nn.log_softmax(logits), count)
-    return ids.astype(jnp.int32), logprobs
-
-  size = len(answers.tokens)
-  ids, logprobs = np.zeros((size, count), np.int32), np.zeros((size, count), np.float32)
-  padded = np.asarray([_length_of(int(n), lengths) or 0 for n in np.diff(answers.starts)])
-  for length in lengths:
-    documents = np.flatnonzero(padded == length)
-    for begin in range(0, len(documents), rows):
-      chosen = documents[begin : begin + rows]
-      tokens = np.zeros((rows, length), np.int32)
-      for row, index in enumerate(chosen):
-        first, last = answers.starts[index], answers.starts[index + 1]
-        tokens[row, : last - first] = answers.tokens[first:last]
-      found = jax.device_get(of_rows(tokens))
-      for row, index in enumerate(chosen):
-        first, last = answers.starts[index], answers.starts[index + 1]
-        ids[first:last] = found[0][row, : last - first]
-        logprobs[first:last] = found[1][row, : last - first]
-  return Likely(ids, logprobs)
 
 
 def losses_of(logits: Float[Array, "b t v"], batch: Batch) -> Float[Array, "b t"]:

@@ -28,9 +28,7 @@ from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import config as model_config, head
 from seerjax.models.decoder import decide
-from seerjax.models.loading import Model
 from seerjax.ops import penalties, rotary, sampling
-from seerjax.serve import scoring
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Request, Rollout, SamplingParams
 
@@ -257,18 +255,29 @@ def answered(numerics, rng, count):
   return engine, list(zip(requests, engine.generate(requests), strict=True))
 
 
+def scored(engine, tokens):
+  """Returns the scores of a prompt's tokens, but the first's."""
+  told = []
+  engine.add_request(
+    Request(request_id="scored", prompt=tokens, sampling=SamplingParams(max_tokens=1)),
+    prompt_top=0,
+  )
+  while engine.num_unfinished:
+    told += [update.prompt for update in engine.step() if update.prompt is not None]
+  engine.poll()
+  (scores,) = told
+  return [score for score, _ in scores]
+
+
 def compare_readers(numerics, rng, count, events, *, trains=True):
   engine, answers = answered(numerics, rng, count)
-  scorer = scoring.Scorer(
-    Model(tiny_model.CONFIG, tiny_model.params(numerics), numerics), context=64
-  )
   for request, found in answers:
     raw = tiny_model.bits(found.raw_logprobs)
     events["tokens"] += len(raw)
     events["restricted"] += len(raw) * bool(sampling.is_special(
       sampling.sampling_rows([request.sampling], [0])
     )[0])  # fmt: skip
-    scores, _ = scorer.prompt((*request.prompt, *found.tokens), 0)
+    scores = scored(engine, (*request.prompt, *found.tokens))
     assert tiny_model.bits(scores[len(request.prompt) - 1 :]) == raw, f"scored: {request}"
     places = [found.tokens[:place] for place in range(len(found.tokens))]
     for place, told in enumerate(engine.top_logprobs(request, places, 16)):

@@ -142,19 +142,19 @@ def test_a_part_of_the_questions_and_a_missing_row():
 
 
 def test_a_question_that_follows_from_its_context_is_likelier():
-  class Scores:
-    def prompt(self, tokens, num_top):
-      self.tokens = tokens
-      return tuple(-float(i) for i in range(1, len(tokens))), ()
+  scored = []
 
-  scorer = Scores()
+  def score(tokens):
+    scored[:] = tokens
+    return tuple(-float(i) for i in range(1, len(tokens)))
+
   task = sleep_time.StatefulWordProblems()
   problem = task.questions("heldout", 0)[0]
   found = sleep_time.predictability(
-    scorer, reader.TOKENIZER, task, problem.context, problem.question
+    score, reader.TOKENIZER, task, problem.context, problem.question
   )
   ids = reader.TOKENIZER.encode(f" {problem.question}")
-  start = next(i for i in range(len(scorer.tokens)) if scorer.tokens[i : i + len(ids)] == ids)
+  start = next(i for i in range(len(scored)) if scored[i : i + len(ids)] == ids)
   # Token i has the score -i: the mean over the question's own places.
   assert found == pytest.approx(-(start + (len(ids) - 1) / 2))
 

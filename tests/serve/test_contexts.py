@@ -64,7 +64,7 @@ def running(
   engine.step_times = StepTimes(rows=(1, 64), seconds=(1.0, 1.0))
   if has_drafts:
     engine.drafter = SuffixDrafter(budget=None)
-  tiny = Served(name="tiny", engine=engine, scorer=serving.scorer(), fingerprint="fp_test")
+  tiny = Served(name="tiny", engine=engine, fingerprint="fp_test")
   sleeping = Sleeping(directory, engine, PROMPTS, identity=TINY, config=SLEEP, planner_config=EAGER)
   service = Service({"tiny": tiny}, config, sleeping={"tiny": sleeping})
   with server.running(service) as url:

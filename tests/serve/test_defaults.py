@@ -79,7 +79,6 @@ def test_a_requests_own_fields_come_before_them():
   tiny = Served(
     name="tiny",
     engine=word_engine.make_engine(),
-    scorer=serving.scorer(),
     fingerprint="fp_test",
     defaults=Defaults(sampling={"temperature": 0.0}, max_tokens=5, not_taken=("a=1",)),
   )

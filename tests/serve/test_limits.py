@@ -25,7 +25,6 @@ from seerjax.engine.engine import Engine
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.engine_thread import Job, Part
 from seerjax.serve.refusals import Refusal
-from seerjax.serve.scoring import Scorer
 from seerjax.types import SamplingParams
 
 pytestmark = pytest.mark.thorough
@@ -56,6 +55,15 @@ class Gated(Engine):
     self._permits.release(steps)
 
 
+class Broken(Gated):
+  """A gated engine that cannot score prompts."""
+
+  def add_request(self, request, *, prompt_top=None, **others):
+    if prompt_top is not None:
+      raise RuntimeError("the scores break")
+    super().add_request(request, **others)
+
+
 class Recording(Engine):
   """An engine that records the order in which requests are added."""
 
@@ -81,9 +89,11 @@ class Failing(Engine):
 
 
 @contextlib.contextmanager
-def gated(config: ServeConfig = serving.ANY_PORT, **others: Any) -> Iterator[tuple[Any, ...]]:
+def gated(
+  config: ServeConfig = serving.ANY_PORT, gate_kind: type[Gated] = Gated, **others: Any
+) -> Iterator[tuple[Any, ...]]:
   """Yields (service, gate, plain client) of a server with a gated engine; cleans up at the end."""
-  with serving.running(config, engine_kind=Gated, **others) as (service, url):
+  with serving.running(config, engine_kind=gate_kind, **others) as (service, url):
     gate = service.models["tiny"].engine
     try:
       with serving.client(url) as plain:
@@ -312,15 +322,7 @@ def test_what_is_no_http_is_refused_in_words():
 
 
 def test_an_error_of_one_answer_is_no_business_of_the_others():
-  class Broken(Scorer):
-    def __init__(self):
-      pass
-
-    def prompt(self, tokens, num_top):
-      raise RuntimeError("the scorer breaks")
-
-  with gated() as (service, gate, plain):
-    service.thread._scorers = {"tiny": Broken()}
+  with gated(gate_kind=Broken) as (service, gate, plain):
     pool = concurrent.futures.ThreadPoolExecutor(1)
     stays = pool.submit(plain.post, "/v1/completions", json=body(2))
     until(lambda: service.thread.num_running == 1)

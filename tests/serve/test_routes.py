@@ -196,15 +196,15 @@ def test_other_tokens_are_scored_as_the_engine_scores_its_own(client, sampling):
 
 
 @pytest.mark.thorough
-def test_a_stream_of_other_tokens_is_scored_once_and_not_again_at_each_piece(client):
-  scorer = serving.scorer()
-  before = scorer.num_rows
+def test_a_stream_of_other_tokens_is_scored_once_and_not_again_at_each_piece(running, client):
+  counters = running[0].models["tiny"].engine.counters
+  before = counters.rows + counters.reused_tokens
   pieces = client.completions.create(
     model="tiny", prompt=[5, 6, 7], max_tokens=40, seed=8, logprobs=2, stream=True
   )
   rows = [row for one in pieces for row in one.choices[0].logprobs.token_ids]
   assert len(rows) > 20
-  assert scorer.num_rows - before == 3 + len(rows) - 1
+  assert counters.rows + counters.reused_tokens - before == 3 + len(rows) - 1
 
 
 @pytest.mark.thorough

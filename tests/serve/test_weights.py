@@ -324,9 +324,7 @@ def make_job(name: str, count: int, deliver, fingerprint) -> Job:
 def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits_afterwards():
   """Uses the thread alone, so that the order is known."""
   engine = Engine(model_of(0), config=SIZES, key=numerics_lib.key(KEY))
-  thread = EngineThread(
-    {"tiny": engine}, scorers={}, max_queued_requests=99, max_waiting_of_client=99
-  )
+  thread = EngineThread({"tiny": engine}, max_queued_requests=99, max_waiting_of_client=99)
   order: list[str] = []
   current = ["old"]
   is_over = threading.Event()
@@ -362,9 +360,7 @@ def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits
 @pytest.mark.thorough
 def test_weights_that_wait_when_the_server_stops_are_refused():
   engine = Engine(model_of(0), config=SIZES, key=numerics_lib.key(KEY))
-  thread = EngineThread(
-    {"tiny": engine}, scorers={}, max_queued_requests=99, max_waiting_of_client=99
-  )
+  thread = EngineThread({"tiny": engine}, max_queued_requests=99, max_waiting_of_client=99)
   found: list[object] = []
 
   def deliver(event):

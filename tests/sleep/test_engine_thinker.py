@@ -11,10 +11,8 @@ import word_engine
 
 import seerjax
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.models.loading import Model
 from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.serve.service import Service
 from seerjax.sleep import prompts as prompts_lib, protocol, thinkers
@@ -102,7 +100,6 @@ def test_the_protocol_over_a_server_says_what_it_says_over_the_engine():
   served = Served(
     name="nano",
     engine=engine(max_num_seqs=3, batch_size_buckets=(4, 32)),
-    scorer=Scorer(Model(model.config, model.params, model.numerics), context=64),
     fingerprint="fp_test",
   )
   with server.running(Service({"nano": served}, ServeConfig(port=0))) as url:

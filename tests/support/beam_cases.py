@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 import functools
 
-import jax
 from made_drafters import Observed
 import numpy as np
+from plain_scores import PlainScores
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import config as model_config, head, parameters
-from seerjax.models.decoder import decide
-from seerjax.ops import sampling
-from seerjax.serve import scoring
-from seerjax.types import SamplingParams
-
-ROWS = 64
+from seerjax.models import config as model_config, parameters
 
 
 class Plain:
@@ -28,24 +22,12 @@ class Plain:
     numerics: numerics_lib.NumericsConfig,
     params: parameters.Params,
   ):
-    shape = dict(decoder=decide(config, numerics))
-    self._params, self._vocab_size = params, config.vocab_size
-    self._hidden = functools.partial(scoring._hidden_rows, **shape)
-    self._likeliest = jax.jit(functools.partial(head.top_logprobs, **shape), static_argnums=4)
-    self._forced = functools.partial(scoring._forced, **shape)
+    self._scores = PlainScores(config, numerics, params)
 
   @functools.cache  # noqa: B019, lives as long as the tests.
   def top_logprobs(self, tokens: tuple[int, ...]) -> list[tuple[int, np.float32]]:
     """Returns the ids and log-probabilities of up to 16 most likely next tokens, unsorted."""
-    padded = np.zeros(ROWS, np.int32)
-    padded[: len(tokens)] = tokens
-    hidden = self._hidden(self._params, padded, np.int32(len(tokens)))[len(tokens) - 1][None]
-    count = min(16, self._vocab_size)
-    rows = sampling.sampling_rows([SamplingParams()])
-    ids = self._likeliest(self._params, hidden, rows, np.int32(1), count)[0]
-    hidden, rows = jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), (hidden, rows))
-    scores = self._forced(self._params, hidden, ids, rows, np.int32(count))
-    return list(zip(np.asarray(ids).tolist(), np.asarray(scores.raw_logprob), strict=True))
+    return self._scores.next(tokens)
 
   def search(
     self, prompt: Sequence[int], width: int, max_tokens: int, stops: Sequence[int] = ()

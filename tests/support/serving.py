@@ -13,12 +13,10 @@ import pytest
 import word_engine
 
 from seerjax.engine.engine import Engine, EngineConfig
-from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
 from seerjax.serve.refusals import Refusal
-from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.serve.service import Service
 from seerjax.serve.vocabulary import Vocabulary
@@ -40,20 +38,13 @@ def make_service(
 ) -> Service:
   """Returns a service of one small model; all tests of a process share its programs."""
   engine = word_engine.make_engine(sizes, tokenizer=tokenizer, kind=engine_kind)
-  tiny = Served(name="tiny", engine=engine, scorer=scorer(), fingerprint="fp_test")
+  tiny = Served(name="tiny", engine=engine, fingerprint="fp_test")
   return kind({"tiny": tiny}, config, **others)
 
 
 @functools.cache
 def make_vocabulary() -> Vocabulary:
   return Vocabulary(word_engine.TOKENIZER)
-
-
-@functools.cache
-def scorer() -> Scorer:
-  """One scorer for all tests of a process, so that its programs are compiled once."""
-  model = Model(word_engine.CONFIG, word_engine.params(), word_engine.NUMERICS)
-  return Scorer(model, context=64)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,6 @@ from seerjax.models import adapters as adapters_lib, loading, lora
 from seerjax.models.decoder import decide
 from seerjax.serve import identity, server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.scoring import Scorer
 from seerjax.serve.served import Served
 from seerjax.serve.service import Service
 
@@ -79,14 +78,12 @@ class Subject:
     model: the base, with its tokenizer.
     adapters: adapters by their names in requests.
     alone: by all these names, a model with that adapter only.
-    scorers: one scorer per model, for its programs.
   """
 
   name: str
   model: loading.Model
   adapters: Mapping[str, adapters_lib.Scaled]
   alone: Mapping[str, loading.Model]
-  scorers: Mapping[str, Scorer]
 
   def __str__(self) -> str:
     config, numerics = self.model.config, self.model.numerics
@@ -118,8 +115,7 @@ def subject(kind: str, backend: Any, seed: int, number: int) -> Subject:
     name: dataclasses.replace(model, params=lora.attach(model.params, *scaled))
     for name, scaled in adapters.items()
   }
-  scorers = {name: Scorer(one, context=CONTEXT) for name, one in alone.items()}
-  return Subject(kind, model, adapters, alone, scorers)
+  return Subject(kind, model, adapters, alone)
 
 
 def draw_adapters(
@@ -218,7 +214,6 @@ def _served(of: Subject, name: str, engine: Engine, beside: Served | None = None
   return Served(
     name=name,
     engine=engine,
-    scorer=of.scorers[name],
     fingerprint=identity.fingerprint(of.alone[name], KEY),
     beside=beside,
   )

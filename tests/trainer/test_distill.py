@@ -13,7 +13,7 @@ import refusals
 import tiny_model
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import parameters
+from seerjax.models import flax_module, parameters
 from seerjax.trainer import distill
 
 SHAPE = dataclasses.replace(tiny_model.SMALLEST, num_layers=1)
@@ -72,8 +72,6 @@ def test_losses_are_cross_entropy_and_kl_by_hand():
   (lambda: distill.answers_of([([1], [])]), "got no answers, expected at least one with a token"),
   (lambda: next(distill.batches(distill.answers_of([([1] * 9, [1] * 9)]), None, CONFIG)),
    "got no answers, expected at least one"),
-  (lambda: distill.likely_of({}, SHAPE, answers(), count=32),
-   "got count=32 likely tokens, expected 1 <= count < 32"),
   (lambda: distill.DistillConfig(num_tokens=10), "got num_tokens=10, tokens_per_batch=3072"),
   (lambda: distill.DistillConfig(lengths=(8, 4)), "lengths: got (8, 4), expected ascending"),
   (lambda: distill.DistillConfig(learning_rate=0.0), "learning_rate: got 0.0, expected a pos"),
@@ -95,7 +93,11 @@ def test_a_draft_comes_near_its_target(is_soft):
   said = distill.answers_of([(draw(), draw()) for _ in range(8)])
   likely = None
   if is_soft:
-    likely = distill.likely_of(target, SHAPE, said, lengths=config.lengths, count=31, rows=8)
+    decoder = distill.decoder_for(SHAPE, config.lengths[0])
+    rows = jnp.asarray(said.tokens.reshape(8, 6))
+    logits = flax_module.logits_of(target, rows, decoder=decoder)
+    logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits.reshape(48, -1)), 31)
+    likely = distill.Likely(np.asarray(ids, np.int32), np.asarray(logprobs))
     assert np.allclose(np.exp(likely.logprobs).sum(axis=1), 1, atol=0.1)
   optimizer = distill.make_optimizer(config)
   params = parameters.init(numerics_lib.key(0), SHAPE, numerics)
