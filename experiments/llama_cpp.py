@@ -1,6 +1,6 @@
 """Calls llama.cpp through the C interface in the package xllamacpp.
 
-Claim: none; `engine_throughput` and `real_speed` compare us with it.
+Claim: none; `throughput.engine` and `throughput.real` compare us with it.
 
 The wheel on PyPI is built for every x86 processor with AVX2, and uses no AVX-512. Its extension
 module exports llama.cpp's C functions but comes without a header, so `_parameters` compares the

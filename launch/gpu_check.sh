@@ -347,7 +347,7 @@ speed() {
 # steps_of NAME IMPLEMENTATION FLAGS: times the engine's step with XLA's FLAGS.
 steps_of() {
   process "$1" 160 "$LIBRARY" env XLA_FLAGS="${XLA_FLAGS:-} $3" \
-    "$python" -m experiments.engine_step --backend="$2" --rows=64,1,16,256 \
+    "$python" -m experiments.compiled.engine_step --backend="$2" --rows=64,1,16,256 \
     --out="$scratch/part$number/steps.jsonl" ${dry_run:+--dry_run --rows=1,16}
 }
 

@@ -75,10 +75,10 @@ part() {
 for name in $only; do
   case $name in
     kernels) part kernels "$python" -m pallas_kernels.compile_report --out="$out" ;;
-    step) part step "$python" -m experiments.gpu_step --out="$out" ;;
+    step) part step "$python" -m experiments.compiled.gpu_step --out="$out" ;;
     tests)
       part tests "$python" -m pytest -n 0 -q -rs tests/pallas_kernels/test_compile_report.py \
-        tests/experiments/test_gpu_step.py
+        tests/experiments/compiled/test_gpu_step.py
       ;;
   esac
 done

@@ -29,12 +29,11 @@ EOF
   # A command has a line in the table of commands.
   sed -n 's/^    "\([a-z]*\)": ".*",$/ \1/p' "$ROOT/seerjax/commands/__main__.py" | tr -d '\n'
   printf '\nexperiments:'
-  for file in "$ROOT"/experiments/*.py; do
-    # Experiments that are commands have this line in their docstring.
-    if grep -q '^Command: ' "$file" 2>/dev/null; then
-      printf ' %s' "experiments.$(basename "$file" .py)"
-    fi
-  done
+  # Experiments that are commands have this line in their docstring.
+  while read -r file; do
+    file=${file#"$ROOT/"}
+    printf ' %s' "$(printf '%s' "${file%.py}" | tr / .)"
+  done < <(grep -rl '^Command: ' --include='*.py' "$ROOT/experiments" 2>/dev/null | sort)
   printf '\n'
 }
 

@@ -14,9 +14,9 @@ case ${1:-} in
 usage: bash launch/peers.sh
 
 Installs llama.cpp in .venv. If this machine has Python 3.11, also creates .venv-3.11 with
-transformers on a CPU build of torch, the packages of its server, and TRL. experiments.engine_throughput,
-experiments.real_speed and experiments.serving find both; experiments.real_invariance and
-experiments.real_step take --python=.venv-3.11/bin/python.
+transformers on a CPU build of torch, the packages of its server, and TRL. experiments.throughput.engine,
+experiments.throughput.real and experiments.throughput.server find both; experiments.invariance.real and
+experiments.learning.step take --python=.venv-3.11/bin/python.
 EOF
     exit 0
     ;;

@@ -8,7 +8,7 @@ source "$ROOT/launch/environment.sh"
 
 if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
   cat <<'EOT'
-usage: bash launch/tpu_compile.sh [--flags of experiments.tpu_compile]
+usage: bash launch/tpu_compile.sh [--flags of experiments.compiled.tpu_compile]
 
 Creates .venv-tpu in the checkout with the newest Python that has a lock for it (3.13 or 3.12),
 installs libtpu (half a gigabyte, x86-64 Linux) and compiles Qwen3-0.6B and 8B for TPU v5e and v6e,
@@ -30,4 +30,4 @@ environment "$ROOT/.venv-tpu" "${found#* }" "$ROOT/launch/locks/runtime-$minor.t
 # Tracing uses the host's platform; the experiment selects the compiler by name.
 export JAX_PLATFORMS=cpu
 cd "$ROOT"
-exec nice -n 10 "$ROOT/.venv-tpu/bin/python" -P -m experiments.tpu_compile "$@"
+exec nice -n 10 "$ROOT/.venv-tpu/bin/python" -P -m experiments.compiled.tpu_compile "$@"

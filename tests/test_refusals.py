@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 import refusals
 
-from experiments import hlo
+from experiments.compiled import hlo
 from seerjax import checkpoint, metrics, parallel, xla_flags
 
 pytestmark = pytest.mark.usefixtures("unchecked_annotations")

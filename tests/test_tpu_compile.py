@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from experiments import hlo, tpu_compile
+from experiments.compiled import hlo, tpu_compile
 from seerjax import numerics, parallel
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -147,7 +147,7 @@ def test_a_python_without_the_compiler_is_refused():
 def test_a_tile_compiles_for_a_tpu():
   name = "tile-qwen3-0.6b-v5e-x1-rows128-tile128"
   done = subprocess.run(
-    [str(PYTHON), "-P", "-m", "experiments.tpu_compile", f"--only={name}"],
+    [str(PYTHON), "-P", "-m", "experiments.compiled.tpu_compile", f"--only={name}"],
     cwd=ROOT,
     capture_output=True,
     text=True,

@@ -73,7 +73,7 @@ def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
   if name in RECIPES and not pathlib.Path(name).is_dir():
     raise FileNotFoundError(
       f"load: got {name!r}, a preset without shipped weights, expected a model directory; create it"
-      f" with `bash launch/local.sh experiments.pretrain_nano {RECIPES[name]}"
+      f" with `bash launch/local.sh experiments.learning.pretrain_nano {RECIPES[name]}"
       f" --workdir=runs/{name}`, and pass runs/{name}/model."
     )
   return huggingface.resolve(name_or_path)

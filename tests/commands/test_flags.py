@@ -259,19 +259,19 @@ def test_a_mistake_of_ours_keeps_its_traceback():
 REFUSED = [
   ("train", ["--config.rollout.top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p <= 1"),
   (
-    "experiments.invariance",
+    "experiments.invariance.nano",
     ["--part=e"],
     "--part: got e, expected some of a, b, c, d; --part=a,d runs two.",
   ),
   (
-    "experiments.engine_throughput",
+    "experiments.throughput.engine",
     ["--model=/nowhere"],
     "resolve: got '/nowhere', which is not a directory",
   ),
   ("generate", ["--prompt=1+1", "--top_p=0"], "SamplingParams.top_p: got 0.0, expected 0 < top_p"),
   ("export", ["--run=/nowhere", "--out=there"], "--run: got /nowhere, which has no config.json"),
   (
-    "experiments.pretrain_nano",
+    "experiments.learning.pretrain_nano",
     ["--num_tokens=9"],
     "PretrainConfig: got num_tokens=9, tokens_per_batch=3072",
   ),
@@ -288,12 +288,12 @@ REFUSED = [
       ("export", ["--out=x", "--model=nano", "--step=3"], "--step: got it with --model, where it"),
       ("export", ["--out=x", "--adapter", "--gguf=F32"], "--adapter: got it with --gguf, where it"),
       (
-        "experiments.invariance",
+        "experiments.invariance.nano",
         ["--part=c", "--model=/nowhere"],
         "resolve: got '/nowhere', which is not a",
       ),
       (
-        "experiments.pretrain_nano",
+        "experiments.learning.pretrain_nano",
         ["--start=/nowhere"],
         "/nowhere/config.json: got no such file, expected a",
       ),

@@ -12,7 +12,8 @@ from gguf_cases import Record, raw
 import numpy as np
 import pytest
 
-from experiments import engine_throughput, llama_cpp, real_speed
+from experiments import llama_cpp
+from experiments.throughput import engine as engine_throughput, real as real_speed
 from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import gguf_file, gguf_write, loading, tokenizer as tokenizer_lib

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-from experiments import real_speed
+from experiments.throughput import real as real_speed
 from seerjax.models import (
   huggingface,
   presets,

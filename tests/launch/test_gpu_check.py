@@ -128,9 +128,11 @@ def test_what_this_python_lacks_is_named_or_taken_from_a_wheel(
   assert "this Python has no a_package_of_nobody, and no wheel of it lies in" in text
   with zipfile.ZipFile(tmp_path / "a_package_of_nobody-1-py3-none-any.whl", "w") as wheel:
     wheel.writestr("a_package_of_nobody.py", "")
-  (checkout / "experiments").mkdir()
-  (checkout / "experiments" / "__init__.py").write_text("")
-  (checkout / "experiments" / "engine_step.py").write_text("import a_package_of_nobody as a, sys\n")
+  compiled = checkout / "experiments" / "compiled"
+  compiled.mkdir(parents=True)
+  for package in (compiled.parent, compiled):
+    (package / "__init__.py").write_text("")
+  (compiled / "engine_step.py").write_text("import a_package_of_nobody as a, sys\n")
   status, text = run(checkout, "--dry_run", "--part=5", f"--wheels={tmp_path}")
   assert status == 0, text
   assert text.count("\n  ok ") == 2 * 3

@@ -9,7 +9,7 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from experiments import nano_corpus
+from experiments.learning import nano_corpus
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.tasks import word_problems
 

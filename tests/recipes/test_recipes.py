@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-from experiments import real_learning
+from experiments.learning import real as real_learning
 from seerjax import recipes
 from seerjax.commands import train
 from seerjax.recipes import arithmetic, word_problems

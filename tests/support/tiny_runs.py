@@ -9,7 +9,7 @@ import jax
 import pytest
 import tiny_model
 
-from experiments import invariance
+from experiments.invariance import nano as invariance
 from seerjax.models import huggingface, loading, parameters, tokenizer as tokenizer_lib
 from seerjax.run import presets as run_presets
 

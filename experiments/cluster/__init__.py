@@ -1,0 +1,1 @@
+"""Rollouts and runs over instances, processes and clusters, and the simulated one."""

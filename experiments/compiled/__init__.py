@@ -1,0 +1,1 @@
+"""Steps for accelerators: compiled, and timed where there is one."""

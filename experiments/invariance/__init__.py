@@ -1,0 +1,1 @@
+"""Invariance: does the batch change samples, ours and those of other libraries?"""

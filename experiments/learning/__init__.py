@@ -1,0 +1,1 @@
+"""Training runs: nano from nothing, and a pretrained model compared with TRL."""

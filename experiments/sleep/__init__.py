@@ -1,0 +1,1 @@
+"""Sleep-time compute: training nano for it, and its protocol."""

@@ -1,0 +1,1 @@
+"""Speculative decoding: speed-up by drafter, batch and shape of drafts."""

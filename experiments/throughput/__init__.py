@@ -1,0 +1,1 @@
+"""Speed of engine, servers and gradients compared with other libraries."""
