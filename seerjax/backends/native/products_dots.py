@@ -4,7 +4,8 @@ A dot product is two steps of the chain that `products` defines (`vectors_dots`)
 have the same bits as those of `products_wide`, in half the instructions. Rows come as floats: their
 values are bfloat16 wherever the compute type is, and are packed into pairs first. Rows with any
 other value (cotangents that no one rounds, for instance) are multiplied by `products_wide`, or,
-with packed weights, by fused multiply-adds.
+with packed weights, by fused multiply-adds. Weights may come as floats, too: the rows over which a
+gradient of weights is added.
 
 The weights of many rows are packed into a panel of pairs in a near cache. Registers hold blocks of
 4 rows and 96 columns.
@@ -22,7 +23,7 @@ _BLOCK_ROWS, _PANEL, _LANES = 4, products_wide.PANEL, vectors.LANES
 # Maximum rows for which weights that are not packed are widened: reading them decides their time.
 _WIDENED_ROWS = 8
 # Maximum steps of k of a packed panel (27 KiB), and rows that are packed into pairs with them.
-_STEPS, _GROUP = 144, 128
+_STEPS, _GROUP = 144, 256
 _panel, _pairs = stack_floats(_STEPS // 2 * _PANEL), stack_floats(_STEPS // 2 * _GROUP)
 # Maximum steps of k of few rows whose weights are transposed.
 _FEW_STEPS = 4096
@@ -36,7 +37,7 @@ _fmas_6, _fmas_1 = (vectors_dots.widened_block(_BLOCK_ROWS, count) for count in 
 _fmas_rest = vectors_dots.widened_block(_BLOCK_ROWS, 1, is_partial=True)
 _turned_1, _turned_8 = (vectors_dots.transposed_block(rows) for rows in (1, products_wide.FEW_ROWS))
 # Not literals for numba, which would compile a product anew for each literal.
-_PAIR_ROW = np.int64(_STEPS // 2)
+_NO, _ONE, _PAIR_ROW = np.bool_(False), np.int64(1), np.int64(_STEPS // 2)
 # Bits of a pair: the first step, the second one, and the bits of each.
 _FIRST, _SECOND, _HALF = np.uint32(0xFFFF0000), np.uint32(0xFFFF), np.uint32(16)
 
@@ -90,31 +91,81 @@ def _by_panels(pairs, rows, w, w_step, columns, k, c, c_row, is_added):
 
 
 @jit
+def _pack_floats(w, w_step, columns, k, panel):
+  """Packs f32[k, columns], k even, into pairs [k / 2, columns]; returns if all are bfloat16."""
+  seen = np.uint32(0)
+  for i in range(k // 2):
+    x, y = unsigned(w + 8 * i * w_step), unsigned(w + 4 * (2 * i + 1) * w_step)
+    out = unsigned(panel + 4 * i * columns)
+    for column in range(columns):
+      first, second = x[column], y[column]
+      seen = np.uint32(seen | first | second)
+      out[column] = np.uint32((first & _FIRST) | (second >> _HALF))
+  return np.uint32(seen & _SECOND) == np.uint32(0)
+
+
+@jit
+def _by_float_panels(a, a_row, pairs, rows, w, w_step, columns, k, c, c_row, is_added):
+  """Like `_by_panels`, for float32 weights whose values are bfloat16 in some panels or in all."""
+  panel = _panel()
+  first = 0
+  while first < columns:
+    at, to = w + 4 * first, c + 4 * first
+    wide = _PANEL if columns - first >= _PANEL else _LANES
+    if not _pack_floats(at, w_step, wide, k, panel):
+      products_wide.product(a, a_row, _ONE, rows, at, _NO, w_step, wide, k, to, c_row, is_added)
+    elif wide == _PANEL:
+      for row in range(0, rows, _BLOCK_ROWS):
+        _dots_6(
+          pairs + 4 * row * _PAIR_ROW, _PAIR_ROW, rows - row, panel, _PANEL, k // 2,
+          to + 4 * row * c_row, c_row, is_added,
+        )  # fmt: skip
+    else:
+      for row in range(0, rows, _BLOCK_ROWS):
+        _dots_1(
+          pairs + 4 * row * _PAIR_ROW, _PAIR_ROW, rows - row, panel, _LANES, k // 2,
+          to + 4 * row * c_row, c_row, is_added,
+        )  # fmt: skip
+    first += wide
+
+
+@jit
+def _may_be_halves(w, count):
+  """Returns whether the first `count` floats are bfloat16, which is rare among other weights."""
+  x, seen = unsigned(w), np.uint32(0)
+  for i in range(count):
+    seen = np.uint32(seen | x[i])
+  return np.uint32(seen & _SECOND) == np.uint32(0)
+
+
+@jit
 def product(a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is_added):
   """See `products.product`."""
   whole = columns // _LANES * _LANES
-  if not is_bf16 or rows <= _WIDENED_ROWS or a_step != 1 or k % 2 == 1 or k == 0 or whole == 0:
+  may_pair = rows > _WIDENED_ROWS and a_step == 1 and k > 0 and k % 2 == 0 and whole > 0
+  if not may_pair or not (is_bf16 or _may_be_halves(w, _LANES)):
     products_wide.product(
       a, a_row, a_step, rows, w, is_bf16, w_step, columns, k, c, c_row, is_added
     )
     return
-  pairs, steps = _pairs(), _steps_of(k)
+  pairs, steps, size = _pairs(), _steps_of(k), 2 if is_bf16 else 4
   for row in range(0, rows, _GROUP):
     count = min(_GROUP, rows - row)
     left, to = a + 4 * row * a_row, c + 4 * row * c_row
     for begin in range(0, k, steps):
-      part, at = min(steps, k - begin), w + 2 * begin * w_step
-      goes_on = 1 if begin > 0 else is_added
-      if pair_rows(left + 4 * begin, a_row, count, part, pairs, _PAIR_ROW):
+      here, at = left + 4 * begin, w + size * begin * w_step
+      part, goes_on = min(steps, k - begin), 1 if begin > 0 else is_added
+      if not pair_rows(here, a_row, count, part, pairs, _PAIR_ROW):
+        products_wide.product(
+          here, a_row, _ONE, count, at, is_bf16, w_step, whole, part, to, c_row, goes_on
+        )
+      elif is_bf16:
         _by_panels(pairs, count, at, w_step, whole, part, to, c_row, goes_on)
       else:
-        products_wide.product(
-          left + 4 * begin, a_row, a_step, count, at, is_bf16, w_step, whole, part, to, c_row,
-          goes_on,
-        )  # fmt: skip
+        _by_float_panels(here, a_row, pairs, count, at, w_step, whole, part, to, c_row, goes_on)
   if whole < columns:
     products_wide.product(
-      a, a_row, a_step, rows, w + 2 * whole, is_bf16, w_step, columns - whole, k, c + 4 * whole,
+      a, a_row, _ONE, rows, w + size * whole, is_bf16, w_step, columns - whole, k, c + 4 * whole,
       c_row, is_added,
     )  # fmt: skip
 

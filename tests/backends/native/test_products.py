@@ -194,12 +194,20 @@ def test_the_check_of_a_dot_product_tells_another_order_apart():
 
 
 # (rows, columns of x, of w): none, a few, and more than are transposed at once.
-@pytest.mark.parametrize("shape", [(0, 3, 5), (3, 5, 17), (530, 70, 33)], ids=str)
-def test_a_product_over_rows_is_one_chain_in_their_order(shape):
+# Some values or all are bfloat16: a few columns that are not leave the others' panels alone.
+@pytest.mark.parametrize("rounded", ["none", "x", "w", "some of w", "both"])
+@pytest.mark.parametrize("shape", [(0, 3, 5), (3, 5, 17), (530, 70, 233)], ids=str)
+def test_a_product_over_rows_is_one_chain_in_their_order(shape, rounded):
   n, k, e = shape
   generator = np.random.default_rng(n)
   x = generator.standard_normal((n, k)).astype(np.float32)
   w = generator.standard_normal((n, e)).astype(np.float32)
+  if rounded in ("x", "some of w", "both"):
+    x = reference.rounded(x, "bfloat16")
+  if rounded in ("w", "both"):
+    w = reference.rounded(w, "bfloat16")
+  elif rounded == "some of w":
+    w[:, :130] = reference.rounded(w[:, :130], "bfloat16")
   results = [
     jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((k, e), (k, products_over_rows.TURNED))
   ]
