@@ -11,6 +11,7 @@ step together, and a step takes as long as the fullest instance needs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+import dataclasses
 
 import numpy as np
 
@@ -114,27 +115,17 @@ def _keeps_visit(sequence: SequenceState) -> bool:
   return len(sequence.tokens) - sequence.num_written == 1 and not sequence.needs_host
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class BackgroundRows:
   """The rows of background requests in the steps of one engine."""
 
-  def __init__(
-    self,
-    requests: Requests,
-    memory: Memory,
-    counters: Counters,
-    allocation: Allocation,
-    *,
-    pins: Pins,
-    config: EngineConfig,
-    backend: Backend,
-  ):
-    self._requests = requests
-    self._memory = memory
-    self._counters = counters
-    self._allocation = allocation
-    self._pins = pins
-    self._config = config
-    self._backend = backend
+  requests: Requests
+  memory: Memory
+  counters: Counters
+  allocation: Allocation
+  pins: Pins
+  config: EngineConfig
+  backend: Backend
 
   def added(
     self, scheduled: list[list[ScheduledRows]], num_steps: int, table: StepTimes | None
@@ -148,27 +139,27 @@ class BackgroundRows:
       num_steps: steps of the visit without background requests.
       table: measured step times.
     """
-    if not self._requests.num_background:
+    if not self.requests.num_background:
       return scheduled
-    room = Room(scheduled, num_steps, config=self._config, table=table)
+    room = Room(scheduled, num_steps, config=self.config, table=table)
     found = []
     for instance, pieces in enumerate(scheduled):
       row, planned = sum(piece.num_rows for piece in pieces), list(pieces)
       for sequence in self._background(instance, room):
         count = 0
         if not room.has_front or self._may_join(sequence):
-          wanted = self._requests.num_unwritten(sequence)
+          wanted = self.requests.num_unwritten(sequence)
           count = room.take(instance, wanted, keeps_visit=_keeps_visit(sequence))
         if count:
           planned.append(ScheduledRows(sequence, count, row))
           row += count
-        self._counters.background_paused += not count
+        self.counters.background_paused += not count
       found.append(planned)
     return found
 
   def _background(self, instance: int, room: Room) -> Iterator[SequenceState]:
     """Yields background sequences with pages, then admits and yields waiting ones."""
-    requests = self._requests
+    requests = self.requests
     running, waiting = requests.background[instance], requests.background_waiting[instance]
     yield from tuple(running)
     while waiting and not requests.waiting[instance]:
@@ -177,12 +168,12 @@ class BackgroundRows:
       if not may_join or not room.fits(instance, 1, keeps_visit=_keeps_visit(sequence)):
         break
       requests.busy = (sequence, len(sequence.tokens))
-      has_pages = self._allocation.give_pages(sequence, self._memory.pools[instance])
+      has_pages = self.allocation.give_pages(sequence, self.memory.pools[instance])
       while not (has_pages or running or requests.running[instance]):
         # Nothing runs that could free pages later, so pins are preempted too.
-        if not self._pins.take_off(instance):
+        if not self.pins.take_off(instance):
           break
-        has_pages = self._allocation.give_pages(sequence, self._memory.pools[instance])
+        has_pages = self.allocation.give_pages(sequence, self.memory.pools[instance])
       if not has_pages:
         break
       waiting.popleft()
@@ -194,5 +185,5 @@ class BackgroundRows:
     """Returns whether the other rows can use the same compiled program with this sequence's row."""
     if sequence.mask is not None or sequence.request.sampling.has_penalties:
       return False
-    waits = self._backend.traits.waits_for_predicates
+    waits = self.backend.traits.waits_for_predicates
     return not (waits and np.any(sampling.is_special(sequence.sampling)))

@@ -8,6 +8,7 @@ keys before its own first node. Leaves for which there is no room are cut.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+import dataclasses
 import itertools
 
 from seerjax.engine import drafting, sizes, token_tree
@@ -22,22 +23,15 @@ from seerjax.kv.memory import Memory
 Place = tuple[int, int]  # (instance, index among the instance's scheduled rows).
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class DraftRows:
   """The rows of drafts in the steps of one engine."""
 
-  def __init__(
-    self,
-    requests: Requests,
-    memory: Memory,
-    counters: Counters,
-    allocation: Allocation,
-    config: EngineConfig,
-  ):
-    self._requests = requests
-    self._memory = memory
-    self._counters = counters
-    self._allocation = allocation
-    self._config = config
+  requests: Requests
+  memory: Memory
+  counters: Counters
+  allocation: Allocation
+  config: EngineConfig
 
   def queries(self, scheduled: list[list[ScheduledRows]]) -> tuple[list[DraftQuery], list[Place]]:
     """Returns a query for each sampled sequence that may have draft rows, and its place."""
@@ -73,7 +67,7 @@ class DraftRows:
     drafted = []
     for instance, rows_left in enumerate(self._spare_rows(scheduled)):
       row, planned = 0, []
-      copies_left = sizes.KEY_COPIES_PER_ROW * self._config.batch_size_buckets[-1]
+      copies_left = sizes.KEY_COPIES_PER_ROW * self.config.batch_size_buckets[-1]
       for index, piece in enumerate(scheduled[instance]):
         paths = self._paths(piece, drafts.get((instance, index), ()), rows_left, copies_left)
         piece = piece._replace(first_row=row, paths=paths)
@@ -85,10 +79,10 @@ class DraftRows:
     return drafted
 
   def _spare_rows(self, scheduled: list[list[ScheduledRows]]) -> list[int]:
-    is_front = not self._requests.num_background or any(
+    is_front = not self.requests.num_background or any(
       not piece.sequence.is_background for piece in itertools.chain(*scheduled)
     )
-    most = self._config.batch_size_buckets[-1] if is_front else self._config.background_rows
+    most = self.config.batch_size_buckets[-1] if is_front else self.config.background_rows
     return [most - sum(piece.count for piece in pieces) for pieces in scheduled]
 
   def _paths(
@@ -99,8 +93,8 @@ class DraftRows:
     copies_left: int,
   ) -> tuple[DraftPath, ...]:
     """Returns the draft tree as paths, without the leaves that there is no room for."""
-    sequence, pool = piece.sequence, self._memory.pools[piece.sequence.instance]
-    size, end = self._config.page_size, len(sequence.tokens)
+    sequence, pool = piece.sequence, self.memory.pools[piece.sequence.instance]
+    size, end = self.config.page_size, len(sequence.tokens)
     nodes = token_tree.merge(drafts, sequence.end - end - 1)
     if not nodes:
       return ()
@@ -116,7 +110,7 @@ class DraftRows:
         page_row = sequence.page_row.copy()
         page_row[first : last + 1] = scratch
         if first * size < sequence.num_written:
-          self._allocation.copies[sequence.instance].append((sequence.pages[first], scratch[0]))
+          self.allocation.copies[sequence.instance].append((sequence.pages[first], scratch[0]))
         path = path._replace(
           page_row=page_row,
           num_shared=branch.num_shared,
@@ -129,7 +123,7 @@ class DraftRows:
   def _num_settled(self, piece: ScheduledRows) -> int:
     """Returns how many non-draft rows are in the last page; further paths have to copy them."""
     end = len(piece.sequence.tokens)
-    page_begin = (end - 1) // self._config.page_size * self._config.page_size
+    page_begin = (end - 1) // self.config.page_size * self.config.page_size
     return end - max(page_begin, end - piece.count)
 
   def _num_fitting(
@@ -144,9 +138,9 @@ class DraftRows:
     A node of the first path takes a row. A further path also takes pages from the sequence's last
     page on, and a copy of every key in them before its own first node.
     """
-    size, root = self._config.page_size, len(piece.sequence.tokens) - 1
+    size, root = self.config.page_size, len(piece.sequence.tokens) - 1
     instance = piece.sequence.instance
-    pool, num_pages = self._memory.pools[instance], 0
+    pool, num_pages = self.memory.pools[instance], 0
     num_settled = self._num_settled(piece)
     for index, node in enumerate(nodes):
       pages = copies = 0
@@ -157,27 +151,27 @@ class DraftRows:
         pages = int((root + node.depth) % size == 0)
       rows_left, num_pages, copies_left = rows_left - 1, num_pages + pages, copies_left - copies
       while pages and num_pages > pool.num_available and not piece.sequence.is_background:
-        if not self._allocation.make_way(instance):
+        if not self.allocation.make_way(instance):
           break
       pages_left = pool.num_available - num_pages
       if min(rows_left, pages_left, copies_left) < 0:
-        self._counters.cut_for_rows += rows_left < 0
-        self._counters.cut_for_pages += pages_left < 0
-        self._counters.cut_for_copies += copies_left < 0
+        self.counters.cut_for_rows += rows_left < 0
+        self.counters.cut_for_pages += pages_left < 0
+        self.counters.cut_for_copies += copies_left < 0
         return index
     return len(nodes)
 
   def adopt(self, piece: ScheduledRows, chosen: DraftPath) -> None:
     """Makes the chosen path's scratch pages the sequence's own, and frees those of other paths."""
     sequence = piece.sequence
-    pool, pages = self._memory.pools[sequence.instance], sequence.pages
+    pool, pages = self.memory.pools[sequence.instance], sequence.pages
     if chosen.scratch:
-      first = (len(sequence.tokens) - 1) // self._config.page_size
+      first = (len(sequence.tokens) - 1) // self.config.page_size
       replaced = pages[first : first + len(chosen.scratch)]
       pages = [*pages[:first], *chosen.scratch, *pages[first + len(chosen.scratch) :]]
       for page in replaced:
         pool.release(page)
-      self._memory.hold(sequence, pages)
+      self.memory.hold(sequence, pages)
     for path in piece.paths:
       if path is not chosen:
         for page in path.scratch:
