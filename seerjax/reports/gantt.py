@@ -166,7 +166,8 @@ def drafts_section(drafts: Acceptance) -> str:
   by_position = {place + 1: rate for place, rate in enumerate(drafts.rate_at)}
   by_references = drafts.length_by_references
   return (
-    f'<h2>Drafts</h2><p class="lead">{drafts.num_drafted:,} tokens drafted from sibling texts,'
+    f'<h2>Drafts: {drafts.rate:.0%} of tokens accepted</h2><p class="lead">'
+    f"{drafts.num_drafted:,} tokens drafted from sibling texts,"
     f" {drafts.num_accepted:,} of them accepted ({drafts.rate:.0%}); {drafts.length:.2f} tokens per"
     " step and request, including the bonus token.</p><div"
     f' class="grid2"><figure>{bars(by_position, 1.0, ".0%")}<p class="note">accepted draft tokens,'

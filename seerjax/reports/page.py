@@ -177,7 +177,7 @@ tr:first-child > * { border-top: 0; }
 .ranks .ours td { font-weight: 650; color: var(--c0); }
 @media (max-width: 620px) { main { padding: 24px 12px 48px; } .pairs th { white-space: normal;
   overflow-wrap: anywhere; } .tiles { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
-  .tile b { white-space: normal; overflow-wrap: anywhere; } }
+  .tile b { font-size: 17px; white-space: normal; }  /* Wraps between numbers, never in one. */ }
 @media print { body { background: none; } pre { max-height: none; } }
 """
 

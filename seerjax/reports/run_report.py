@@ -148,7 +148,26 @@ def contract_section(run: Run) -> str:
 def curves_section(run: Run) -> str:
   """Returns the section with the curves of the run."""
   charts = "".join(line_chart(chart, run) for chart in (*CHARTS, *charts_of(run)))
-  return f'<h2>Learning</h2><div class="grid3">{charts}</div>' if charts else ""
+  title = f"Learning{learning_sentence(run)}"
+  return f'<h2>{escape(title)}</h2><div class="grid3">{charts}</div>' if charts else ""
+
+
+def learning_sentence(run: Run) -> str:
+  """Returns ": ... rose from a to b" for the first metric of two values; "" if there is none."""
+  for name, words, scale, unit in (
+    ("heldout/accuracy", "held-out accuracy", 100.0, "\u202f%"),
+    ("heldout/reward", "held-out reward", 1.0, ""),
+    ("rollout/reward_mean", "reward in training", 1.0, ""),
+  ):
+    values = run.curves[name][1] if name in run.curves else np.zeros(0)
+    values = values[np.isfinite(values)] * scale
+    if len(values) > 1:
+      first, last = number(float(values[0]), 3), number(float(values[-1]), 3)
+      if first == last:
+        return f": {words} stayed at {first}{unit}"
+      verb = "rose" if values[-1] > values[0] else "fell"
+      return f": {words} {verb} from {first} to {last}{unit}"
+  return ""
 
 
 def charts_of(run: Run) -> tuple[Chart, ...]:
@@ -200,8 +219,9 @@ def lengths_section(run: Run) -> str:
       f"<td>{values.mean():.1f}</td><td>{np.median(values):.0f}</td>"
       f"<td>{np.percentile(values, 99):.0f}</td><td>{values.max()}</td><td>{cut}</td></tr>"
     )
+  means = " → ".join(f"{values.mean():.0f}" for _, values in counts)
   return (
-    '<h2>Response lengths</h2><div class="grid2 wide"><figure>'
+    f'<h2>Response lengths: {means} tokens on average</h2><div class="grid2 wide"><figure>'
     f'{histogram(counts)}<p class="note">share of the step\'s rollouts; dashed lines are means</p>'
     '</figure><figure class="center"><div class="scroll"><table class="numbers"><tr><th></th>'
     "<th>rollouts</th>"

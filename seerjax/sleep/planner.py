@@ -267,7 +267,7 @@ class Decision:
 
 
 def decide(seen: Seen, kind: Kind, num_asked: int, config: PlannerConfig) -> Decision:
-  """Returns whether to sleep on a context."""
+  """Returns whether to process a context ahead of its questions."""
   to_come = expected_questions(seen, num_asked, config)
   expected = estimate(seen, kind, config)
   if expected is None:

@@ -248,7 +248,7 @@ class Budget:
 
   @property
   def reach(self) -> tuple[float, ...]:
-    """r[1], r[2], ...: P(a draft has k tokens, if allowed)."""
+    """Probabilities r[1], r[2], ... that a draft has k tokens, if allowed."""
     return self._chances(self._drafted, [self._allowed[0], *self._drafted[:-1]], 1.0)
 
   def plan(self, num_high: int, num_low: int) -> Plan:

@@ -39,7 +39,7 @@ class GroupTrees:
 
   @property
   def num_bytes(self) -> int:
-    """Bytes allocated."""
+    """Number of allocated bytes."""
     return self._num_bytes
 
   def tree(self, group_id: str) -> SuffixTree:

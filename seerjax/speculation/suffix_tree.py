@@ -90,7 +90,7 @@ class Drafts(NamedTuple):
 
 
 class SuffixTree:
-  """The texts of one group, with counts."""
+  """Suffix tree of the texts of one group, with counts."""
 
   def __init__(self):
     self._start()
@@ -109,7 +109,7 @@ class SuffixTree:
 
   @property
   def num_bytes(self) -> int:
-    """Bytes allocated."""
+    """Number of allocated bytes."""
     return sum(array.nbytes for array in self._arrays)
 
   @property
