@@ -28,7 +28,7 @@ def function(python: Callable[..., Any]) -> Any:
   # The function itself, without wrappers that check its annotations.
   python = inspect.unwrap(python)
   # numba only checks the function's own file, and names cached code by the qualified name.
-  taken = "\n".join(_taken(python))
+  taken = "\n".join(_taken(python, python.__code__.co_filename))
   if taken:
     python.__qualname__ += f"_{hashlib.sha256(taken.encode()).hexdigest()[:12]}"
   try:
@@ -37,8 +37,11 @@ def function(python: Callable[..., Any]) -> Any:
     return numba.njit(error_model="numpy")(python)
 
 
-def _taken(python: Callable[..., Any]) -> Iterator[str]:
+def _taken(python: Callable[..., Any], own_file: str) -> Iterator[str]:
   """Yields the numbers that a function reads, and the source of its callees in other files.
+
+  The callees include those of callees; numba itself checks only `own_file`, the file of the first
+  caller.
 
   Names defined further down in its own file are not known yet.
   """
@@ -53,9 +56,9 @@ def _taken(python: Callable[..., Any]) -> Iterator[str]:
         yield f"{name}.{other} = {found!r}"
       elif isinstance(found, _Compiled):
         called = inspect.unwrap(found.py_func)
-        if called.__code__.co_filename != python.__code__.co_filename:
+        if called.__code__.co_filename != own_file:
           yield inspect.getsource(called)
-        yield from _taken(called)
+        yield from _taken(called, own_file)
 
 
 def inlined(python: Callable[..., Any]) -> Any:

@@ -14,9 +14,13 @@ LOW = """
 from seerjax import compiled
 STEP = {step}
 
+@compiled.inlined
+def scaled(step):
+  return step * {factor}
+
 @compiled.function
 def low(x):
-  return x + STEP * {factor}
+  return x + scaled(STEP)
 """
 HIGH = """
 from seerjax import compiled
