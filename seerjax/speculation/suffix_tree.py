@@ -17,7 +17,7 @@ Ties: more requests, more occurrences, the smaller token.
 Why a trie on flat arrays rather than a suffix automaton or an n-gram table: it counts occurrences
 *and* distinct requests while it grows (a request that loops must not outweigh its siblings), can
 remove a request, and has bounded depth. An automaton supports none of these without walking its
-links; a table has a single match length. Storage and performance: `suffix_kernels`. Many groups:
+links; a table has a single match length. Storage and performance: `suffix_nodes`. Many groups:
 `group_trees`.
 
 Source: SuffixDecoding (arXiv 2411.04975; ArcticInference) for drafts scored by expected accepted
@@ -34,8 +34,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seerjax.speculation import suffix_kernels
-from seerjax.speculation.suffix_kernels import (
+from seerjax.speculation import suffix_drafts, suffix_kernels, suffix_nodes
+from seerjax.speculation.suffix_nodes import (
   BITS,
   DEPTH,
   HASHED,
@@ -62,7 +62,7 @@ class SpeculationArgs(NamedTuple):
     pattern_lookup_min: minimum context tokens to look up.
     top_k: maximum number of paths; 1 is a chain.
     min_token_prob: a path ends before its probability falls below this; for a token's probability
-      see `suffix_kernels.SMOOTHING`.
+      see `suffix_drafts.SMOOTHING`.
   """
 
   max_spec_tokens: int = 8
@@ -215,7 +215,7 @@ class SuffixTree:
       ValueError: if one of `request_ids` is unknown.
     """
     owners = [-1 if name is None else self._slot(name, "speculate") for name in request_ids]
-    suffix_kernels.speculate(
+    suffix_drafts.speculate(
       self._arrays,
       patterns,
       offsets,
@@ -371,7 +371,7 @@ def _with_room(arrays: Arrays, num_nodes: int, num_rows: int, num_slots: int) ->
       nodes=_longer(arrays.nodes, capacity),
       heads=np.zeros(1 << (capacity * 2 // 3).bit_length(), np.int32),
     )
-    suffix_kernels.hash_again(arrays, made)
+    suffix_nodes.hash_again(arrays, made)
   if rows + num_rows > len(arrays.rows):
     capacity = _capacity(rows + num_rows, len(arrays.rows))
     arrays = arrays._replace(

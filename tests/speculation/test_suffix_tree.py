@@ -9,7 +9,7 @@ import pytest
 from reference_tree import ReferenceTree
 from text_histories import histories, play, strings
 
-from seerjax.speculation.suffix_kernels import SMOOTHING
+from seerjax.speculation.suffix_drafts import SMOOTHING
 from seerjax.speculation.suffix_tree import SpeculationArgs, SuffixTree
 
 GREEDY = SpeculationArgs(min_token_prob=0.0)

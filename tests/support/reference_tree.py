@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seerjax.speculation.suffix_kernels import SMOOTHING
+from seerjax.speculation.suffix_drafts import SMOOTHING
 from seerjax.speculation.suffix_tree import DEFAULT_ARGS, DEPTH, SpeculationArgs, Tokens
 
 
