@@ -8,21 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from seerjax import compiled
-from seerjax.speculation.suffix_nodes import (
-  _CHILD,
-  _FIRST_SHARED,
-  _LENGTH,
-  _NEXT,
-  _POSITION,
-  _SUM,
-  _TOKEN,
-  _UNWRITTEN,
-  DEPTH,
-  _bare_arrays,
-  _depth,
-  _locate,
-  _num_requests,
-)
+from seerjax.speculation import suffix_nodes as nodes
 
 _USUAL = 4  # Match length to try first.
 # Virtual requests with an unseen continuation: the probability of a continuation is (requests with
@@ -33,11 +19,11 @@ SMOOTHING = 0.25
 @compiled.inlined
 def _likeliest(t, node, depth):
   """Returns the node of the most likely next token (0 if none), and the sum of all weights."""
-  if depth < _depth(t, node):
-    if t.store[t.nodes[node, _POSITION] + depth] == _UNWRITTEN:
+  if depth < nodes.depth_of(t, node):
+    if t.store[t.nodes[node, nodes.POSITION] + depth] == nodes.UNWRITTEN:
       return np.int32(0), np.int64(0)
-    return node, _num_requests(t, node)
-  return t.nodes[node, _CHILD], np.int64(t.nodes[node, _SUM])
+    return node, nodes.num_requests(t, node)
+  return t.nodes[node, nodes.CHILD], np.int64(t.nodes[node, nodes.SUM])
 
 
 @compiled.inlined
@@ -47,7 +33,7 @@ def _longest(t, tokens, stop, most):
   low, high, middle = np.int64(0), most, min(np.int64(_USUAL), most)
   found = np.int32(0)
   while low < high:
-    node = _locate(t, tokens, stop - middle, stop)
+    node = nodes.locate(t, tokens, stop - middle, stop)
     if node >= 0 and _likeliest(t, node, middle)[0]:
       found = node
       low = middle
@@ -61,10 +47,10 @@ def _longest(t, tokens, stop, most):
 @compiled.inlined
 def _own(t, slot, most):
   """Returns the longest suffix of a text that some text continues: (length, node)."""
-  length = t.requests[slot, _LENGTH]
+  length = t.requests[slot, nodes.LENGTH]
   # A suffix that occurs in no other text has no continuation.
-  for index in range(max(t.requests[slot, _FIRST_SHARED], length - most), length):
-    node = t.tails[slot, index % DEPTH]
+  for index in range(max(t.requests[slot, nodes.FIRST_SHARED], length - most), length):
+    node = t.tails[slot, index % nodes.DEPTH]
     if _likeliest(t, node, length - index)[0]:
       return length - index, node
   return np.int64(0), np.int32(0)
@@ -123,20 +109,22 @@ def _walk(t, node, depth, probability, width, least, path, step, out, branches, 
     best, total = _likeliest(t, node, depth)
     if best == 0:
       break
-    weight = _num_requests(t, best)
+    weight = nodes.num_requests(t, best)
     next_probability = probability * (weight / (total + SMOOTHING))
     if next_probability < least:
       break  # No other token is more likely, so there are no branches either.
     others = probability * ((total - weight) / (total + SMOOTHING))
-    if branches.size and others >= least and depth == _depth(t, node):
-      child = t.nodes[best, _NEXT]
+    if branches.size and others >= least and depth == nodes.depth_of(t, node):
+      child = t.nodes[best, nodes.NEXT]
       while child:
-        chance = probability * (_num_requests(t, child) / (total + SMOOTHING))
+        chance = probability * (nodes.num_requests(t, child) / (total + SMOOTHING))
         if chance >= least:
-          size = _offer(branches, places, size, chance, child, path, step, t.nodes[child, _TOKEN])
-        child = t.nodes[child, _NEXT]
+          size = _offer(
+            branches, places, size, chance, child, path, step, t.nodes[child, nodes.TOKEN]
+          )
+        child = t.nodes[child, nodes.NEXT]
     probability = next_probability
-    out[step] = t.store[t.nodes[best, _POSITION] + depth]
+    out[step] = t.store[t.nodes[best, nodes.POSITION] + depth]
     node = best
     depth += 1
     step += 1
@@ -162,7 +150,7 @@ def speculate(
   match_lengths,
 ):
   """Drafts for every context; see `SuffixTree.speculate`."""
-  t = _bare_arrays(t)
+  t = nodes.bare_arrays(t)
   branches, places = np.empty(top_k - 1, np.float64), np.empty((top_k - 1, 4), np.int64)
   none = np.int64(0)  # A plain 0 would have its own type and cause another compilation.
   for q in range(offsets.size - 1):
@@ -214,19 +202,19 @@ def speculate(
       # Or it continues a shorter match of the context.
       while step < 0 and size == 0 and depth > lookup_least and left > 0:
         depth = max(depth // 2, np.int64(lookup_least))
-        node = _locate(t, patterns, stop - depth, stop)
+        node = nodes.locate(t, patterns, stop - depth, stop)
         child, total = _likeliest(t, node, depth)
-        if child and _num_requests(t, child) / (total + SMOOTHING) < least:
+        if child and nodes.num_requests(t, child) / (total + SMOOTHING) < least:
           continue
         while child:
-          token = t.store[t.nodes[child, _POSITION] + depth]
-          chance = _num_requests(t, child) / (total + SMOOTHING)
+          token = t.store[t.nodes[child, nodes.POSITION] + depth]
+          chance = nodes.num_requests(t, child) / (total + SMOOTHING)
           for other in range(path):
             if output[q, other, 0] == token:
               chance = -1.0
           if chance >= least:
             size = _offer(branches, places, size, chance, child, path, none, token)
-          child = t.nodes[child, _NEXT] if depth == _depth(t, node) else np.int32(0)
+          child = t.nodes[child, nodes.NEXT] if depth == nodes.depth_of(t, node) else np.int32(0)
         if size:
           _take(branches, places, size)
           size -= 1

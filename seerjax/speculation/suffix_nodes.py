@@ -25,23 +25,23 @@ from seerjax import compiled
 DEPTH = 64  # Maximum length of a stored string.
 ROW = 256  # Number of strings that start in one row of the store.
 WIDTH = ROW + DEPTH - 1
-_UNWRITTEN = -1  # Marks positions of the store without a token.
+UNWRITTEN = -1  # Marks positions of the store without a token.
 WORD = 32  # Request bits per number of a node.
 
 # Columns of a node. Nodes are numbered from the root, 0, which also means "none". From BITS on, one
-# bit per request. SHAPE is depth + HASHED + ends << _ENDS; ends: number of texts that end here.
-_POSITION, _PARENT, _TOKEN, _COUNT, _CHILD, _NEXT, _PREVIOUS, SHAPE = range(8)
-_SUM, _CHAIN, BITS = 8, 9, 10  # Sum of the children's requests; next node of a hash bucket.
-_DEPTH_BITS, HASHED, _ENDS = 127, 128, 8
+# bit per request. SHAPE is depth + HASHED + ends << ENDS; ends: number of texts that end here.
+POSITION, PARENT, TOKEN, COUNT, CHILD, NEXT, PREVIOUS, SHAPE = range(8)
+SUM, _CHAIN, BITS = 8, 9, 10  # Sum of the children's requests; next node of a hash bucket.
+_DEPTH_BITS, HASHED, ENDS = 127, 128, 8
 # With this many children or more, they are found by the hash table; fewer are scanned.
-_MANY = 8
+MANY = 8
 # Columns of a request: number of tokens, first and last row, and the first string of its end that
 # also occurs in another text; earlier ones are open leaves, which grow without being touched.
-_LENGTH, _FIRST_ROW, _LAST_ROW, _FIRST_SHARED = range(4)
+LENGTH, FIRST_ROW, LAST_ROW, FIRST_SHARED = range(4)
 # Columns of a row of the store: next and previous row, owner, and the row's number in its text.
-_AFTER, _BEFORE, _OWNER, _NUMBER = range(4)
+AFTER, BEFORE, OWNER, NUMBER = range(4)
 # Numbers of a tree: nodes ever created, first free node, nodes in use, rows in use.
-_MADE, _FREE, LIVE, _ROWS = range(4)
+MADE, FREE, LIVE, ROWS = range(4)
 
 
 class Arrays(NamedTuple):
@@ -60,7 +60,7 @@ class Arrays(NamedTuple):
 
 
 @compiled.inlined
-def _bare_arrays(t):
+def bare_arrays(t):
   # Reference counting took half the time of an append. The caller keeps the arrays alive.
   return Arrays(
     compiled.bare(t.nodes),
@@ -81,15 +81,15 @@ def _bucket(t, parent, token):
 
 
 @compiled.inlined
-def _hash(t, node):
-  bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
+def add_hashed(t, node):
+  bucket = _bucket(t, t.nodes[node, PARENT], t.nodes[node, TOKEN])
   t.nodes[node, _CHAIN] = t.heads[bucket]
   t.heads[bucket] = node
 
 
 @compiled.inlined
-def _unhash(t, node):
-  bucket = _bucket(t, t.nodes[node, _PARENT], t.nodes[node, _TOKEN])
+def drop_hashed(t, node):
+  bucket = _bucket(t, t.nodes[node, PARENT], t.nodes[node, TOKEN])
   at = t.heads[bucket]
   if at == node:
     t.heads[bucket] = t.nodes[node, _CHAIN]
@@ -100,43 +100,43 @@ def _unhash(t, node):
 
 
 @compiled.inlined
-def _is_hashed(t, node):
+def is_hashed(t, node):
   return t.nodes[node, SHAPE] & HASHED != 0
 
 
 @compiled.function
 def hash_again(t, made):
-  t = _bare_arrays(t)
+  t = bare_arrays(t)
   for node in range(1, made):
     # Free nodes have depth 0.
-    if t.nodes[node, SHAPE] and _is_hashed(t, t.nodes[node, _PARENT]):
-      _hash(t, np.int32(node))
+    if t.nodes[node, SHAPE] and is_hashed(t, t.nodes[node, PARENT]):
+      add_hashed(t, np.int32(node))
 
 
 @compiled.inlined
-def _depth(t, node):
+def depth_of(t, node):
   return np.int64(t.nodes[node, SHAPE] & _DEPTH_BITS)
 
 
 @compiled.inlined
-def _child(t, parent, token):
+def child_of(t, parent, token):
   """Returns the child of `parent` along the edge that begins with `token`, or 0."""
   # The most likely child is first, and most nodes have few. The root's children are not listed.
-  node = t.nodes[parent, _CHILD]
-  if not _is_hashed(t, parent):
-    while node and t.nodes[node, _TOKEN] != token:
-      node = t.nodes[node, _NEXT]
+  node = t.nodes[parent, CHILD]
+  if not is_hashed(t, parent):
+    while node and t.nodes[node, TOKEN] != token:
+      node = t.nodes[node, NEXT]
     return node
-  if node and t.nodes[node, _TOKEN] == token:
+  if node and t.nodes[node, TOKEN] == token:
     return node
   node = t.heads[_bucket(t, parent, token)]
-  while node and (t.nodes[node, _TOKEN] != token or t.nodes[node, _PARENT] != parent):
+  while node and (t.nodes[node, TOKEN] != token or t.nodes[node, PARENT] != parent):
     node = t.nodes[node, _CHAIN]
   return node
 
 
 @compiled.inlined
-def _num_requests(t, node):
+def num_requests(t, node):
   total = np.int64(0)
   for word in range(BITS, t.nodes.shape[1]):
     bits = np.uint32(t.nodes[node, word])
@@ -148,51 +148,51 @@ def _num_requests(t, node):
 
 
 @compiled.inlined
-def _is_before(t, node, other):
+def is_before(t, node, other):
   """Whether `node` is the more likely of two siblings; a total order."""
-  one, two = _num_requests(t, node), _num_requests(t, other)
+  one, two = num_requests(t, node), num_requests(t, other)
   if one != two:
     return one > two
-  one, two = np.int64(t.nodes[node, _COUNT]), np.int64(t.nodes[other, _COUNT])
+  one, two = np.int64(t.nodes[node, COUNT]), np.int64(t.nodes[other, COUNT])
   if one != two:
     return one > two
-  return t.nodes[node, _TOKEN] < t.nodes[other, _TOKEN]
+  return t.nodes[node, TOKEN] < t.nodes[other, TOKEN]
 
 
 @compiled.inlined
-def _unlist(t, node):
+def unlist(t, node):
   """Removes a node from its parent's list of children."""
-  before, after = t.nodes[node, _PREVIOUS], t.nodes[node, _NEXT]
+  before, after = t.nodes[node, PREVIOUS], t.nodes[node, NEXT]
   if before:
-    t.nodes[before, _NEXT] = after
+    t.nodes[before, NEXT] = after
   else:
-    t.nodes[t.nodes[node, _PARENT], _CHILD] = after
+    t.nodes[t.nodes[node, PARENT], CHILD] = after
   if after:
-    t.nodes[after, _PREVIOUS] = before
+    t.nodes[after, PREVIOUS] = before
 
 
 @compiled.inlined
-def _list_first(t, node):
+def list_first(t, node):
   """Inserts an unlisted node as the first child of its parent."""
-  parent = t.nodes[node, _PARENT]
-  first = t.nodes[parent, _CHILD]
-  t.nodes[node, _PREVIOUS] = 0
-  t.nodes[node, _NEXT] = first
+  parent = t.nodes[node, PARENT]
+  first = t.nodes[parent, CHILD]
+  t.nodes[node, PREVIOUS] = 0
+  t.nodes[node, NEXT] = first
   if first:
-    t.nodes[first, _PREVIOUS] = node
-  t.nodes[parent, _CHILD] = node
+    t.nodes[first, PREVIOUS] = node
+  t.nodes[parent, CHILD] = node
 
 
 @compiled.inlined
-def _locate(t, tokens, start, stop):
+def locate(t, tokens, start, stop):
   """Returns the node at the lower end of the edge on which a string ends, or -1 for no match."""
   node, depth, length = np.int32(0), np.int64(0), stop - start
   while depth < length:
-    node = _child(t, node, tokens[start + depth])
+    node = child_of(t, node, tokens[start + depth])
     if node == 0:
       return np.int32(-1)
-    position = t.nodes[node, _POSITION]
-    bottom = min(_depth(t, node), length)
+    position = t.nodes[node, POSITION]
+    bottom = min(depth_of(t, node), length)
     depth += 1
     while depth < bottom:
       if t.store[position + depth] != tokens[start + depth]:
