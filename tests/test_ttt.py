@@ -15,6 +15,7 @@ import signal
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
 import pytest
 import refusals
@@ -57,7 +58,7 @@ from seerjax.run.config import TrainerConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.trainer import advantages, entropic, losses, step as step_lib
-from seerjax.types import Completion, Request
+from seerjax.types import Request
 
 CONFIG = DiscoverConfig(
   problem=tiny_problem.PATH,
@@ -771,16 +772,7 @@ def attempt(value: float, reward: float | None = None) -> Attempt:
 
 
 def sequence(name: str = "0/0/0", tokens: tuple[int, ...] = (1, 2)) -> SampledSequence:
-  logprobs = np.zeros(len(tokens), np.float32)
-  completion = Completion(
-    request_id=name,
-    tokens=tokens,
-    behaviour_logprobs=logprobs,
-    raw_logprobs=logprobs,
-    text="",
-    finish_reason="stop",
-    policy_version=0,
-  )
+  completion = made_rollouts.completion(name, tokens, logprobs=[0.0] * len(tokens))
   return SampledSequence(Request(request_id=name, prompt=(3,)), completion)
 
 

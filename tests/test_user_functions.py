@@ -14,7 +14,7 @@ import pathlib
 import time
 from typing import Any, NamedTuple
 
-import numpy as np
+import made_rollouts
 import pytest
 import small_run
 import tiny_problem
@@ -166,13 +166,7 @@ def judged(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
 
 
 def answered(requests: Any) -> list[Completion]:
-  return [
-    Completion(
-      request_id=request.request_id, tokens=(5,), behaviour_logprobs=np.zeros(1, np.float32),
-      raw_logprobs=np.zeros(1, np.float32), text="a", finish_reason="stop", policy_version=0,
-    )
-    for request in requests
-  ]  # fmt: skip
+  return [made_rollouts.completion(request.request_id, (5,), text="a") for request in requests]
 
 
 def sampled(ruin: Ruiner, path: pathlib.Path) -> list[Any]:

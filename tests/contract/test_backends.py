@@ -12,17 +12,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
-import optax
 import pytest
 import tiny_model
+import trainers
 
 from seerjax import parallel
 from seerjax.backends import protocol, tiled
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models.decoder import decide
 from seerjax.trainer import losses, packing, step
-from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+from seerjax.types import Request, SamplingParams
 
 NUMERICS = tiny_model.NUMERICS
 STAGES = ("attention_inputs", "write_pages", "attend", "after_attention", "head")
@@ -136,29 +137,14 @@ def expected() -> list:
 
 
 def packed(completions, backend):
-  rollouts = tuple(
-    Rollout(
-      request=request,
-      completion=completion,
-      verdict=Verdict(reward=0.0, correct=False, well_formed=False),
-    )
-    for request, completion in zip(REQUESTS, completions)
-  )
-  group = RolloutGroup(group_index=0, problem=Problem(problem_id="0", prompt=""), rollouts=rollouts)
+  group = made_rollouts.of_pairs(zip(REQUESTS, completions, strict=True))
   advantages = np.asarray([[-1.0, 1.0, -1.0, 1.0]], np.float32)
   return packing.pack([group], advantages, decoder=decided(backend), **LAYOUT)
 
 
 def trainer_of(backend):
   """Returns a new trainer, which traces its programs anew."""
-  return step.Trainer(
-    decoder=decided(backend),
-    loss=losses.grpo(),
-    optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(data_parallel_size=1),
-    num_pages=packing.layout(decoder=decided(), **LAYOUT).num_pages,
-    page_size=LAYOUT["page_size"],
-  )
+  return trainers.make(decoder=decided(backend), **LAYOUT)
 
 
 def scores_under_gradient(batch, backend, program="_gradient"):

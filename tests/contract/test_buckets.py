@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
 import pytest
 from seen_inputs import SeesInputs
 import tiny_model
+import trainers
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import config as model_config, parameters
 from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import rotary, tiles
-from seerjax.trainer import losses, packing, step as step_lib
-from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+from seerjax.trainer import packing, step as step_lib
+from seerjax.types import Request, SamplingParams
 
 MODEL = model_config.TransformerConfig(
   vocab_size=46,
@@ -107,23 +109,11 @@ def test_odd_buckets_say_what_whole_tiles_say_and_the_trainer_too(row_tile, buck
 def gap_of(completion, row_tile: int) -> dict[str, float]:
   """Returns the trainer's gap, in micro-batches no longer than the sequence needs."""
   numerics = numerics_of(row_tile)
-  verdict = Verdict(reward=0.0, correct=False, well_formed=True)
-  rollout = Rollout(request=REQUEST, completion=completion, verdict=verdict)
-  problem = Problem(problem_id="0", prompt="")
-  group = RolloutGroup(group_index=0, problem=problem, rollouts=(rollout,))
+  group = made_rollouts.of_pairs([(REQUEST, completion)])
   rows = 48 if row_tile == 16 else 64
   sizes = dict(decoder=decide(MODEL, numerics), page_size=PAGE_SIZE, rows_per_micro_batch=rows)
-  layout = packing.layout(**sizes)
   batch = packing.pack([group], np.zeros((1, 1)), **sizes)
-  trainer = step_lib.Trainer(
-    decide(MODEL, numerics),
-    losses.dapo(),
-    step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
-    parallel.make_mesh(),
-    layout.num_pages,
-    PAGE_SIZE,
-  )
-  return step_lib.rollout_gap(trainer.scores(weights(), batch), batch)
+  return step_lib.rollout_gap(trainers.make(**sizes).scores(weights(), batch), batch)
 
 
 @pytest.mark.thorough

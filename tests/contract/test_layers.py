@@ -11,10 +11,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
 import optax
 import pytest
 import tiny_model
+import trainers
 
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
@@ -23,7 +25,7 @@ from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.ops import rotary
 from seerjax.trainer import losses, packing, step as step_lib
-from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+from seerjax.types import Request, SamplingParams
 
 PAGE_SIZE = 8
 # Widths that no tile divides; 8 slabs, 1 and 2.
@@ -202,14 +204,6 @@ def answers(params, numerics, mesh, *, is_moved: bool) -> list:
 
 def gap_to_the_trainer(completions, params, numerics) -> float:
   """Returns the largest difference from the scores of the gradient's program."""
-  rollouts = [
-    Rollout(
-      request=request_of(index),
-      completion=one,
-      verdict=Verdict(reward=0.0, correct=False, well_formed=True),
-    )
-    for index, one in enumerate(completions)
-  ]
   layout = dict(
     decoder=decide(DEEP, numerics),
     page_size=PAGE_SIZE,
@@ -217,20 +211,12 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
     max_num_seqs=8,
     max_sequence_tokens=48,
   )
-  problem = Problem(problem_id="0", prompt="")
   groups = [
-    RolloutGroup(group_index=index, problem=problem, rollouts=(one,))
-    for index, one in enumerate(rollouts)
+    made_rollouts.of_pairs([(request_of(index), one)], index)
+    for index, one in enumerate(completions)
   ]
   batch = packing.pack(groups, np.ones((6, 1), np.float32), **layout)
-  trainer = step_lib.Trainer(
-    decide(DEEP, numerics),
-    losses.LossConfig(),
-    optax.sgd(1.0),
-    parallel.make_mesh(),
-    packing.layout(**layout).num_pages,
-    PAGE_SIZE,
-  )
+  trainer = trainers.make(loss=losses.LossConfig(), optimizer=optax.sgd(1.0), **layout)
   gradient, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
   master = tiny_model.random_master(DEEP, numerics)

@@ -18,19 +18,19 @@ import jax
 import jax.numpy as jnp
 import made_rollouts
 import numpy as np
-import optax
 import pytest
 import tiny_model
+import trainers
 
 from pallas_kernels import gpu
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import numerics as numerics_lib
 from seerjax.backends.numba_cpu import NumbaCpu
 from seerjax.engine.engine import EngineConfig
 from seerjax.models import config as model_config, head
 from seerjax.models.decoder import decide
 from seerjax.ops import penalties, rotary, sampling
 from seerjax.trainer import losses, packing, step
-from seerjax.types import Request, Rollout, SamplingParams
+from seerjax.types import Request, SamplingParams
 
 ROWS = 32  # Rows of one draw.
 KEY = numerics_lib.key(11)
@@ -230,14 +230,7 @@ LAYOUT = {
 
 @functools.cache
 def trainer(numerics) -> step.Trainer:
-  return step.Trainer(
-    decoder=decide(tiny_model.CONFIG, numerics),
-    loss=losses.grpo(),
-    optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(data_parallel_size=1),
-    num_pages=packing.layout(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT).num_pages,
-    page_size=LAYOUT["page_size"],
-  )
+  return trainers.make(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT)
 
 
 def answered(numerics, rng, count):
@@ -289,18 +282,12 @@ def compare_readers(numerics, rng, count, events, *, trains=True):
     return
   advantages = np.ones((count, 1), np.float32)
   for replaced in ({}, {"sampling": SamplingParams()}):
-    rollouts = [
-      Rollout(
-        request=dataclasses.replace(request, **replaced),
-        completion=found,
-        verdict=made_rollouts.NOTHING,
-      )
-      for request, found in answers
+    groups = [
+      made_rollouts.of_pairs([(dataclasses.replace(request, **replaced), found)], place)
+      for place, (request, found) in enumerate(answers)
     ]
-    batch = packing.pack(
-      [made_rollouts.group(place, one) for place, one in enumerate(rollouts)], advantages,
-      decoder=decide(tiny_model.CONFIG, numerics), num_biases=sampling.MAX_LOGIT_BIAS, **LAYOUT,
-    )  # fmt: skip
+    biases, decoder = sampling.MAX_LOGIT_BIAS, decide(tiny_model.CONFIG, numerics)
+    batch = packing.pack(groups, advantages, decoder=decoder, num_biases=biases, **LAYOUT)
     _, _, scores = trainer(numerics).gradient(
       tiny_model.params(numerics), batch, losses.denominators(batch), None
     )

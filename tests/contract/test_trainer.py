@@ -13,17 +13,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import made_rollouts
 import numpy as np
-import optax
 import pytest
 import tiny_model
+import trainers
 
 from seerjax import parallel
 from seerjax.engine.engine import EngineConfig
 from seerjax.models.decoder import decide
 from seerjax.ops import sampling as sampling_lib
 from seerjax.trainer import losses, packing, step
-from seerjax.types import Problem, Request, Rollout, RolloutGroup, SamplingParams, Verdict
+from seerjax.types import Request, SamplingParams
 
 SIZES = EngineConfig(
   page_size=8, num_pages=40, max_num_seqs=6, max_model_len=64, batch_size_buckets=(6, 24)
@@ -107,21 +108,7 @@ def sample(numerics) -> list[list[tuple[Request, object]]]:
 
 def pack(sampled, order, numerics):
   """Packs the groups in an order."""
-  groups = [
-    RolloutGroup(
-      group_index=place,
-      problem=Problem(problem_id=str(place), prompt=""),
-      rollouts=tuple(
-        Rollout(
-          request=request,
-          completion=completion,
-          verdict=Verdict(reward=float(member), correct=False, well_formed=False),
-        )
-        for member, (request, completion) in enumerate(sampled[index])
-      ),
-    )
-    for place, index in enumerate(order)
-  ]
+  groups = [made_rollouts.of_pairs(sampled[index], place) for place, index in enumerate(order)]
   advantages = np.tile(np.asarray([-1.0, 1.0], np.float32), (len(groups), 1))
   return packing.pack(
     groups,
@@ -134,15 +121,8 @@ def pack(sampled, order, numerics):
 
 @functools.cache
 def trainer(numerics, data_parallel_size: int = 1) -> step.Trainer:
-  layout = packing.layout(decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT)
-  return step.Trainer(
-    decoder=decide(tiny_model.CONFIG, numerics),
-    loss=losses.grpo(),
-    optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(data_parallel_size=data_parallel_size),
-    num_pages=layout.num_pages,
-    page_size=LAYOUT["page_size"],
-  )
+  mesh = parallel.make_mesh(data_parallel_size=data_parallel_size)
+  return trainers.make(mesh=mesh, decoder=decide(tiny_model.CONFIG, numerics), **LAYOUT)
 
 
 @pytest.mark.few(1)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 
-from beam_cases import Knowing, Plain
+from beam_cases import SIZES, Knowing, Plain
 import numpy as np
 import pytest
 import tiny_model
@@ -20,15 +20,6 @@ from seerjax.speculation import draft_loading
 from seerjax.speculation.draft_model import DraftModelConfig
 from seerjax.types import Request, SamplingParams
 
-# Pages of four, four of them a split; rows for trees behind each of eight hypotheses.
-SIZES = EngineConfig(
-  page_size=4,
-  num_pages=300,
-  max_num_seqs=10,
-  max_model_len=64,
-  batch_size_buckets=(64,),
-  decode_steps_per_call=1,
-)
 FEW_PAGES = 24  # Too few for a whole beam: it is read in several steps.
 BACKENDS = tiny_model.BACKENDS
 VOCABULARY = tiny_model.CONFIG.vocab_size

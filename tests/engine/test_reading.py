@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from beam_cases import SIZES
 import pytest
 import tiny_model
 
 from seerjax.engine import engine as engine_lib, planner as planner_lib
-from seerjax.engine.engine import EngineConfig
 from seerjax.types import Request, SamplingParams
 
-SIZES = EngineConfig(
-  page_size=4,
-  num_pages=300,
-  max_num_seqs=10,
-  max_model_len=64,
-  batch_size_buckets=(64,),
-  decode_steps_per_call=1,
-)
 READ = Request(request_id="read", prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=5))
 OTHER = Request(request_id="other", prompt=(4, 5), sampling=SamplingParams(max_tokens=9))
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_model
+import trainers
 
-from seerjax import checkpoint, numerics as numerics_lib, parallel
+from seerjax import checkpoint, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, lora, parameters, weights
 from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
-from seerjax.trainer import losses, packing, step as step_lib
 
 MODEL, NUMERICS = tiny_model.SMALLEST, tiny_model.ONE_SLAB
 
@@ -93,11 +93,7 @@ def engine_of(params):
 
 
 def trainer_of():
-  layout = packing.layout(decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16)
-  optimizer = step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4))
-  return step_lib.Trainer(
-    decide(MODEL, NUMERICS), losses.dapo(), optimizer, parallel.make_mesh(), layout.num_pages, 8
-  )
+  return trainers.make(decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16)
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -7,12 +7,13 @@ import pathlib
 import random
 
 from hypothesis import given, strategies as st
+import made_rollouts
 import numpy as np
 import pytest
 
 from seerjax.models import tokenizer as tokenizer_lib
 from seerjax.rollout import groups as groups_lib
-from seerjax.types import Completion, Problem, Rollout, Verdict
+from seerjax.types import Problem, Rollout, Verdict
 
 TOKENIZER = tokenizer_lib.load(pathlib.Path(tokenizer_lib.__file__).parent / "nano")
 CONFIG = groups_lib.RolloutConfig(prompts_per_step=3, group_size=2, max_tokens=4, temperature=0.5)
@@ -38,16 +39,7 @@ class Length:
 
 
 def completion(request, text="x"):
-  zeros = np.zeros(1, np.float32)
-  return Completion(
-    request_id=request.request_id,
-    tokens=(request.seed % 512,),
-    behaviour_logprobs=zeros,
-    raw_logprobs=zeros,
-    text=text,
-    finish_reason="stop",
-    policy_version=0,
-  )
+  return made_rollouts.completion(request.request_id, (request.seed % 512,), text=text)
 
 
 def sample(generate, *, known=lambda *_: None, on_rollout=lambda *_: None):

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_model
+import trainers
 
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.run import self_test
-from seerjax.trainer import losses, packing, step as step_lib
+from seerjax.trainer import packing
 
 TILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, backend="tiled")
 UNTILED = NumericsConfig(row_tile=16, query_tile=4, kv_split=64, backend="untiled")
@@ -166,15 +167,7 @@ def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
 @pytest.mark.long
 def test_the_trainer_is_asked_what_the_model_at_hand_said():
   sizes = dict(decoder=DECODER, page_size=8, rows_per_micro_batch=64)
-  layout = packing.layout(**sizes)
-  trainer = step_lib.Trainer(
-    DECODER,
-    losses.dapo(),
-    step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
-    parallel.make_mesh(),
-    layout.num_pages,
-    8,
-  )
+  trainer = trainers.make(**sizes)
   pack = functools.partial(packing.pack, **sizes)
   assert of_model(runner(), trainer=trainer, pack=pack).by_comparison[-1] == ("trainer", 0, 32)
   leaning = Leaning(DECODER, parallel.make_mesh(), 2)

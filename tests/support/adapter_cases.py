@@ -24,7 +24,6 @@ import tiny_model
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
-from seerjax.engine.engine import EngineConfig
 from seerjax.kv import pages as pages_lib
 from seerjax.models import adapters as adapters_lib, loading, lora, parameters
 from seerjax.models.decoder import decide
@@ -105,18 +104,9 @@ def lone_engine(model: Model, seed: int, generation: int, adapter: str) -> engin
   params = weights_of(model, generation)
   if adapter:
     params = lora.attach(params, *named(model, seed, generation)[adapter])
-  page_size = min(model.numerics.kv_split, 16)
-  sizes = EngineConfig(
-    page_size=page_size,
-    num_pages=2 - MAX_TOKENS // -page_size,
-    max_num_seqs=1,
-    max_model_len=MAX_TOKENS,
-    batch_size_buckets=(64,),
-    enable_prefix_caching=False,
-  )
   return engine_lib.Engine(
     loading.Model(model.config, params, model.numerics),
-    config=sizes,
+    config=drawn_models.plain_sizes(model),
     key=numerics_lib.key(11),
     runner=_lone_runner(model),
   )

@@ -10,7 +10,18 @@ import numpy as np
 from plain_scores import PlainScores
 
 from seerjax import numerics as numerics_lib
+from seerjax.engine.engine import EngineConfig
 from seerjax.models import config as model_config, parameters
+
+# Pages of four, four of them a split; rows for trees behind each of eight hypotheses.
+SIZES = EngineConfig(
+  page_size=4,
+  num_pages=300,
+  max_num_seqs=10,
+  max_model_len=64,
+  batch_size_buckets=(64,),
+  decode_steps_per_call=1,
+)
 
 
 class Plain:

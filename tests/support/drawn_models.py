@@ -496,13 +496,10 @@ def make_engine(
   )
 
 
-@functools.lru_cache(maxsize=4)
-def plain_engine(
-  model: Model, kind: type[runner_lib.Runner] = runner_lib.Runner
-) -> engine_lib.Engine:
-  """Returns the reference engine: one request at a time, one device, whole prompts in 64 rows."""
+def plain_sizes(model: Model) -> EngineConfig:
+  """Returns sizes of the reference engine: one request at a time, whole prompts in 64 rows."""
   page_size = min(model.numerics.kv_split, 16)
-  sizes = EngineConfig(
+  return EngineConfig(
     page_size=page_size,
     num_pages=2 - MAX_TOKENS // -page_size,
     max_num_seqs=1,
@@ -510,7 +507,14 @@ def plain_engine(
     batch_size_buckets=(64,),
     enable_prefix_caching=False,
   )
-  return make_engine(Machine(model=model, sizes=sizes, mesh=(1, 1)), kind)
+
+
+@functools.lru_cache(maxsize=4)
+def plain_engine(
+  model: Model, kind: type[runner_lib.Runner] = runner_lib.Runner
+) -> engine_lib.Engine:
+  """Returns the reference engine, on one device."""
+  return make_engine(Machine(model=model, sizes=plain_sizes(model), mesh=(1, 1)), kind)
 
 
 @functools.lru_cache(maxsize=128)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +17,18 @@ def completion(
   name: str,
   tokens: Sequence[int],
   *,
+  logprobs: Sequence[float] | None = None,
   text: str = "",
   finish_reason: str = "stop",
   policy_version: int = 0,
 ) -> types.Completion:
-  """Returns a completion with log-probabilities that follow from its tokens."""
+  """Returns a completion with these log-probabilities, or ones that follow from its tokens."""
+  given = None if logprobs is None else np.asarray(logprobs, np.float32)
   return types.Completion(
     request_id=name,
     tokens=tuple(tokens),
-    behaviour_logprobs=-np.asarray(tokens, np.float32) / 16,
-    raw_logprobs=-np.asarray(tokens, np.float32) / 8,
+    behaviour_logprobs=-np.asarray(tokens, np.float32) / 16 if given is None else given,
+    raw_logprobs=-np.asarray(tokens, np.float32) / 8 if given is None else given,
     text=text,
     finish_reason=finish_reason,
     policy_version=policy_version,
@@ -48,6 +50,14 @@ def rollout(
     completion=completion(name, tokens, **others),
     verdict=verdict,
   )
+
+
+def of_pairs(
+  pairs: Iterable[tuple[types.Request, types.Completion]], index: int = 0
+) -> types.RolloutGroup:
+  """Returns a group of sampled requests."""
+  made = (types.Rollout(request=asked, completion=one, verdict=NOTHING) for asked, one in pairs)
+  return group(index, *made)
 
 
 def group(index: int, *rollouts: types.Rollout) -> types.RolloutGroup:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import made_rollouts
 import numpy as np
+import trainers
 
 from seerjax import numerics as numerics_lib, parallel, types
 from seerjax.models import config as model_config, lora, parameters
@@ -107,15 +108,9 @@ def meshes_of(case: Case) -> list[tuple[int, int]]:
 @functools.lru_cache(maxsize=8)
 def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
   """Returns a trainer on a mesh (instance, model)."""
-  return step.Trainer(
-    decoder=decide(case.config, case.numerics),
-    loss=losses.dapo(),
-    optimizer=step.make_optimizer(OPTIMIZER),
-    mesh=parallel.make_mesh(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1]),
-    num_pages=packing.layout(**case.layout).num_pages,
-    page_size=4,
-    remat=case.remat,
-  )
+  devices = parallel.make_mesh(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
+  usual = dict(loss=losses.dapo(), optimizer=step.make_optimizer(OPTIMIZER), remat=case.remat)
+  return trainers.make(mesh=devices, **usual, **case.layout)
 
 
 @functools.lru_cache(maxsize=4)

@@ -23,8 +23,8 @@ from guessing import Guesser
 import jax
 import made_rollouts
 import numpy as np
-import optax
 import tiny_model
+import trainers
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
@@ -343,15 +343,8 @@ def count_case(case: Case, events: collections.Counter[str]) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _trainer(model: Model) -> step.Trainer:
-  layout = packing.layout(decoder=decide(model.config, model.numerics), **_layout(model))
-  return step.Trainer(
-    decoder=decide(model.config, model.numerics),
-    loss=losses.grpo(),
-    optimizer=optax.sgd(1e-3),
-    mesh=parallel.make_mesh(data_parallel_size=model.train_instances),
-    num_pages=layout.num_pages,
-    page_size=model.train_page_size,
-  )
+  mesh = parallel.make_mesh(data_parallel_size=model.train_instances)
+  return trainers.make(mesh=mesh, decoder=decide(model.config, model.numerics), **_layout(model))
 
 
 def _layout(model: Model) -> dict[str, int]:

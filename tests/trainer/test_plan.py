@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny_model
+import trainers
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import numerics as numerics_lib
 from seerjax.models import lora, parameters, presets
 from seerjax.models.decoder import decide
-from seerjax.trainer import losses, packing, plan, step
+from seerjax.trainer import packing, plan, step
 
 NUMERICS = numerics_lib.NumericsConfig(
   backend="tiled", query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8
@@ -60,15 +61,9 @@ def test_sums_alive_by_hand():
 
 def test_a_plan_counts_what_learns_and_what_runs():
   model, numerics = tiny_model.CONFIG, tiny_model.BFLOAT16
-  layout = packing.layout(decoder=decide(model, numerics), page_size=8, rows_per_micro_batch=64)
-  trainer = step.Trainer(
-    decide(model, numerics),
-    losses.grpo(),
-    step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
-    parallel.make_mesh(),
-    layout.num_pages,
-    8,
-  )
+  sizes = dict(decoder=decide(model, numerics), page_size=8, rows_per_micro_batch=64)
+  layout, optimizer = packing.layout(**sizes), step.OptimizerConfig(learning_rate=1e-4)
+  trainer = trainers.make(optimizer=step.make_optimizer(optimizer), **sizes)
   shapes = parameters.shapes(model, 8)
   count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)

@@ -11,6 +11,7 @@ import made_rollouts
 import numpy as np
 import pytest
 import tiny_model
+import trainers
 
 from seerjax import parallel, types
 from seerjax.models import flax_module, head, kv_layout, parameters, presets, transformer
@@ -31,15 +32,9 @@ SIZES = {
 
 @functools.cache
 def trainer_of(data_parallel_size=1, remat: transformer.Remat = "none"):
-  return step.Trainer(
-    decide(MODEL, NUMERICS),
-    losses.dapo(),
-    step.make_optimizer(step.OptimizerConfig(learning_rate=0.02)),
-    parallel.make_mesh(data_parallel_size=data_parallel_size),
-    packing.layout(**SIZES).num_pages,
-    SIZES["page_size"],
-    remat,
-  )
+  optimizer = step.make_optimizer(step.OptimizerConfig(learning_rate=0.02))
+  mesh = parallel.make_mesh(data_parallel_size=data_parallel_size)
+  return trainers.make(loss=losses.dapo(), optimizer=optimizer, mesh=mesh, remat=remat, **SIZES)
 
 
 master_of = functools.partial(tiny_model.random_master, MODEL, NUMERICS)
@@ -216,15 +211,7 @@ def computed_once_and_again(model, numerics, **changes):
   master = tiny_model.random_master(model, numerics)
   found = []
   for remat in transformer.REMATS:
-    trainer = step.Trainer(
-      decide(model, numerics),
-      losses.dapo(),
-      step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
-      parallel.make_mesh(),
-      packing.layout(**sizes).num_pages,
-      sizes["page_size"],
-      remat,
-    )
+    trainer = trainers.make(loss=losses.dapo(), remat=remat, **sizes)
     params = parameters.compute_params(master, numerics)
     gradient, _, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
     found.append((gradient, scores))

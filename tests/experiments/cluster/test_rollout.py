@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import made_rollouts
 import numpy as np
 import pytest
 
@@ -13,16 +14,7 @@ from seerjax.types import Completion
 
 
 def completion(name: str, logprob: float = -1.0) -> Completion:
-  scores = np.asarray([logprob], np.float32)
-  return Completion(
-    request_id=name,
-    tokens=(3,),
-    behaviour_logprobs=scores,
-    raw_logprobs=scores,
-    text="",
-    finish_reason="stop",
-    policy_version=0,
-  )
+  return made_rollouts.completion(name, (3,), logprobs=[logprob])
 
 
 def test_a_digest_is_of_every_bit_and_of_no_order():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import jax
+import made_rollouts
 import numpy as np
 import pytest
 import small_run
@@ -18,7 +19,7 @@ import tiny_model
 from experiments.cluster import training as cluster_digests
 from seerjax.models import huggingface, parameters
 from seerjax.rollout import journal as journal_lib
-from seerjax.types import Completion, Request, Rollout, SamplingParams, Verdict
+from seerjax.types import Rollout
 
 ROOT = pathlib.Path(__file__).parents[3]
 # One head per possible device, and nano's vocabulary.
@@ -45,14 +46,7 @@ def write_model(directory: pathlib.Path) -> None:
 
 
 def rollout(logprob: np.float32) -> Rollout:
-  scores = np.asarray([logprob], np.float32)
-  request = Request(request_id="0/0/0", prompt=(1,), sampling=SamplingParams(), seed=0)
-  completion = Completion(
-    request_id="0/0/0", tokens=(3,), behaviour_logprobs=scores, raw_logprobs=scores, text="",
-    finish_reason="stop", policy_version=0,
-  )  # fmt: skip
-  verdict = Verdict(reward=0.0, correct=False, well_formed=True)
-  return Rollout(request=request, completion=completion, verdict=verdict)
+  return made_rollouts.rollout((1,), (3,), name="0/0/0", logprobs=[logprob])
 
 
 def digest_of(directory: pathlib.Path, *logprobs: np.float32) -> str:

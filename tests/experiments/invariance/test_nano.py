@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 
+import made_rollouts
 import numpy as np
 import pytest
 
@@ -18,16 +19,7 @@ from seerjax.types import Completion
 
 
 def completion(tokens: tuple[int, ...], logprobs: list[float]) -> Completion:
-  values = np.asarray(logprobs, np.float32)
-  return Completion(
-    request_id="probe",
-    tokens=tokens,
-    behaviour_logprobs=values,
-    raw_logprobs=values,
-    text="",
-    finish_reason="length",
-    policy_version=0,
-  )
+  return made_rollouts.completion("probe", tokens, logprobs=logprobs, finish_reason="length")
 
 
 def test_differences_by_hand():

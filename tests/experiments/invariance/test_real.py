@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 
+import made_rollouts
 import numpy as np
 import pytest
 
@@ -15,16 +16,8 @@ from seerjax.types import Completion
 
 
 def completion(tokens: tuple[int, ...], logprobs: list[float]) -> Completion:
-  values = np.asarray(logprobs, np.float32)
-  return Completion(
-    request_id="probe",
-    tokens=tokens,
-    behaviour_logprobs=values,
-    raw_logprobs=-values,
-    text="",
-    finish_reason="stop",
-    policy_version=0,
-  )
+  one = made_rollouts.completion("probe", tokens, logprobs=logprobs)
+  return dataclasses.replace(one, raw_logprobs=-one.raw_logprobs)
 
 
 def test_cells_grow_block_by_block_and_take_seeds_in_turn():

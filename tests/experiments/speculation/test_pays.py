@@ -6,12 +6,11 @@ import dataclasses
 import json
 import re
 
-import numpy as np
+import made_rollouts
 import pytest
 
 from experiments.speculation import pays as speculation_pays
 from experiments.speculation.pays import Pair, TailRates, Turn, Workload
-from seerjax.types import Completion
 
 
 def test_a_table_by_hand():
@@ -64,15 +63,7 @@ def test_turns_of_another_workload_are_refused(tmp_path):
 
 
 def test_other_bits_are_refused():
-  one = Completion(
-    request_id="0/0/0",
-    tokens=(1, 2),
-    behaviour_logprobs=np.zeros(2, np.float32),
-    raw_logprobs=np.zeros(2, np.float32),
-    text="",
-    finish_reason="stop",
-    policy_version=0,
-  )
+  one = made_rollouts.completion("0/0/0", (1, 2))
   speculation_pays.check_same([one], [one], "batch 1")
   other = dataclasses.replace(one, tokens=(1, 3))
   with pytest.raises(ValueError, match=r"batch 1: got other bits for request '0/0/0'"):
