@@ -511,4 +511,4 @@ def define_flags() -> None:
     "request", "0/0/0", "Request as STEP/GROUP/MEMBER, as in the journal, from 0."
   )
   flags.DEFINE_integer("token", None, "Index of a token in the response; all tokens by default.")
-  flags.DEFINE_integer("perturb", None, "Layer to flip one bit of (1 is the first).")
+  flags.DEFINE_integer("perturb", None, "Flips one bit of this layer's weights; 1 is the first.")
