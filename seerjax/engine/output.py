@@ -25,12 +25,12 @@ LEFT_OUT = -1e20
 
 
 class Top(NamedTuple):
-  """Top tokens after the samples of a step, by instance and sample.
+  """Top tokens after the samples of a step: lists by instance, then by sample.
 
   Attributes:
-    ids: i32[i][n][k], the tokens.
-    logprobs: f32[i][n][k], their log-probabilities under the processed distribution.
-    raw_logprobs: f32[i][n][k], the same under softmax(logits).
+    ids: the tokens, i32[k] of each sample.
+    logprobs: their log-probabilities f32[k] under the processed distribution.
+    raw_logprobs: the same f32[k] under softmax(logits).
   """
 
   ids: list[list[list[int]]]

@@ -69,7 +69,8 @@ class Limits:
       lambda value: 0 < value <= MAX_LIMIT,
       "every limit must be set, and 0 would stop every program",
     )
-    fields.check(self, **dict.fromkeys(vars(self), rule))
+    rules: dict[str, Any] = dict.fromkeys(vars(self), rule)
+    fields.check(self, **rules)
 
 
 class Outcome(NamedTuple):
