@@ -9,7 +9,7 @@ therefore resumes to the same bits, and the sampler's log-probabilities equal th
 
 `train` runs the loop and `train_step` one step of it: `sample` generates completions and gets the
 task's verdicts, `judge` turns rewards into advantages, `learn` computes the loss, its gradient and
-the update, and the new weights are published to the engine. `run.session` handles what all runs
+the update, and the new weights are published to the engine. `run.lifecycle` handles what all runs
 share: the directory, checkpoints and Ctrl-C.
 """
 
@@ -35,12 +35,12 @@ from seerjax.rollout import divided, journal as journal_lib, policy_loading
 from seerjax.run import (
   drafter as drafter_lib,
   evaluation,
+  lifecycle,
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
   rounds,
   sampling,
-  session as session_lib,
   setup as setup_lib,
   slices,
   summary,
@@ -140,7 +140,7 @@ def train(
   """
   further = evaluation.load_sets(config.evaluation, evaluation_sets)
   sets = {name: slices.shared_task(one) for name, one in further.items()}
-  with session_lib.Session(
+  with lifecycle.Life(
     pathlib.Path(directory),
     num_steps=config.num_steps,
     resume=resume,

@@ -55,10 +55,10 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
+  lifecycle,
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
-  session as session_lib,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -133,7 +133,7 @@ def discover(
     factory = functools.partial(loading.load, config.problem)
     if config.num_workers:
       loading.check_name(config.problem)
-  with session_lib.Session(
+  with lifecycle.Life(
     pathlib.Path(directory),
     num_steps=config.num_steps,
     resume=resume,
@@ -150,17 +150,17 @@ def _discover(
   config: DiscoverConfig,
   environment: Environment,
   factory: Callable[[], Environment],
-  run: session_lib.Session,
+  run: lifecycle.Life,
   resume: bool,
   policy: Policy | None,
   programs: Programs | None,
 ) -> Discovery:
-  """Implements `discover` within an open session."""
+  """Implements `discover` within an open run."""
   ready = setup_lib.set_up(run, config, environment, factory, policy, programs, resume=resume)
   config, engine, writer, trainer = ready.config, ready.engine, ready.writer, ready.trainer
   state, archive, totals = ready.state, ready.archive, ready.totals
 
-  def saved(archive: archive_lib.Archive, totals: dict[str, float]) -> session_lib.HostState:
+  def saved(archive: archive_lib.Archive, totals: dict[str, float]) -> lifecycle.HostState:
     return lambda: dict(archive=archive_lib.to_json(archive), totals=totals, config=ready.settings)
 
   first = ready.first_params

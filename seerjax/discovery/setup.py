@@ -29,10 +29,10 @@ from seerjax.run import (
   config as config_lib,
   directory as directory_lib,
   learning_rates,
+  lifecycle,
   memory as memory_lib,
   policy as policy_lib,
   programs as programs_lib,
-  session as session_lib,
 )
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
@@ -77,7 +77,7 @@ class Setup:
 
 
 def set_up(
-  run: session_lib.Session,
+  run: lifecycle.Life,
   config: DiscoverConfig,
   environment: Environment,
   factory: Callable[[], Environment],

@@ -56,7 +56,7 @@ class RunDrafts:
     """Restores the state of a trained draft.
 
     Args:
-      restored_part: `Session.restored_part`.
+      restored_part: `Life.restored_part`.
 
     Returns:
       A sentence for display; "" if the draft is not trained.

@@ -22,11 +22,11 @@ from seerjax.run import (
   drafter as drafter_lib,
   evaluation,
   learning_rates,
+  lifecycle,
   memory as memory_lib,
   off_policy,
   policy as policy_lib,
   programs as programs_lib,
-  session as session_lib,
   slices,
   summary,
   workers as workers_lib,
@@ -132,7 +132,7 @@ def opened(
 
 
 def set_up(
-  run: session_lib.Session,
+  run: lifecycle.Life,
   config: RunConfig,
   policy: Policy,
   task: Task,
@@ -242,9 +242,7 @@ def set_up(
   )  # fmt: skip
 
 
-def ends(
-  ready: Setup, run: session_lib.Session, task: Task, sample: Sample
-) -> tuple[Sample, Publish]:
+def ends(ready: Setup, run: lifecycle.Life, task: Task, sample: Sample) -> tuple[Sample, Publish]:
   """Returns the (sample, publish) functions of the loop.
 
   These are `sample` and the engine's own update, or their off-policy wrappers (`OffPolicyConfig`).
@@ -270,9 +268,7 @@ def ends(
   return sample, publish
 
 
-def accuracy_after(
-  step: int, run: session_lib.Session, asked: evaluation.Evaluator
-) -> dict[str, float]:
+def accuracy_after(step: int, run: lifecycle.Life, asked: evaluation.Evaluator) -> dict[str, float]:
   """Returns held-out metrics after a step, and keeps the best checkpoint of all evaluations.
 
   Every set is evaluated, the run's own task first; its metrics are returned. Evaluations that were
@@ -284,7 +280,7 @@ def accuracy_after(
 
 
 def _asked_in(
-  room: str, step: int, run: session_lib.Session, asked: evaluation.Evaluator
+  room: str, step: int, run: lifecycle.Life, asked: evaluation.Evaluator
 ) -> dict[str, float]:
   """Returns one set's metrics after a step, read from metrics.jsonl if present."""
   if found := directory_lib.accuracy_at(run.directory, step, room):
@@ -298,7 +294,7 @@ def _asked_in(
   return found
 
 
-def sets_gained(run: session_lib.Session, asked: evaluation.Evaluator) -> dict[str, dict[str, Any]]:
+def sets_gained(run: lifecycle.Life, asked: evaluation.Evaluator) -> dict[str, dict[str, Any]]:
   """Returns accuracy and reward of each further set before and after the run."""
   return {
     room.removeprefix(f"{evaluation.ROOM}_"): summary.gains(before, after)

@@ -2,7 +2,7 @@
 
 Each fault happens at three drawn moments: a full disk, a torn journal, a damaged checkpoint, a
 clock jump, a NaN gradient, and a reward that raises, hangs or has a wrong type. Signals at each
-moment of a run are tested in `tests/run/test_session.py`; the records themselves in
+moment of a run are tested in `tests/run/test_lifecycle.py`; the records themselves in
 `tests/rollout/test_journal.py` and `tests/test_checkpoint.py`.
 """
 

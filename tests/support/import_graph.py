@@ -108,8 +108,8 @@ def is_shared(path: str, changed: set[str]) -> bool:
 def own_tests(changed: Iterable[str], root: pathlib.Path = ROOT) -> list[str]:
   """Returns the tests to run whole: changed test files, and files named after changed files.
 
-  "seerjax/run/session.py" has tests/run/test_session.py; a file of a subfolder also has the test
-  file of that subfolder; launch/ and .ci/ have all of tests/launch.
+  "seerjax/run/lifecycle.py" has tests/run/test_lifecycle.py; a file of a subfolder also has the
+  test file of that subfolder; launch/ and .ci/ have all of tests/launch.
   """
   found = set()
   for path in map(pathlib.PurePosixPath, changed):

@@ -1,6 +1,6 @@
 """The lifecycle of a run in its directory, shared by all training loops.
 
-    with Session(directory, num_steps=..., resume=..., log=...) as run:
+    with Life(directory, num_steps=..., resume=..., log=...) as run:
                                          checks the directory, handles Ctrl-C
       run.hold_to(settings, ...)         checks settings against the run to resume
       found = run.restore(like, ...)     reads the latest checkpoint; None for a new run
@@ -48,7 +48,7 @@ NO_PARTS: Mapping[str, Any] = {}
 HostState = Callable[[], Mapping[str, Any]]
 
 
-class Session:
+class Life:
   """One run in this process; see the module docstring.
 
   Attributes:
@@ -102,7 +102,7 @@ class Session:
     self._saved_at = 0.0
     self._best: int | None = None  # Step of the best checkpoint, which is kept.
 
-  def __enter__(self) -> Session:
+  def __enter__(self) -> Life:
     with contextlib.ExitStack() as stack:
       self._stops = stack.enter_context(stops_lib.heard())
       if jax.process_count() > 1:
@@ -118,7 +118,7 @@ class Session:
     self._stack.__exit__(*error)
 
   def enter(self, part: contextlib.AbstractContextManager[Any]) -> Any:
-    """Enters a context manager that is left with the session, before the session's files close."""
+    """Enters a context manager that is left with the run, before its files close."""
     return self._stack.enter_context(part)
 
   def hold_to(
