@@ -71,8 +71,9 @@ def grpo(
       "grpo: got a RunConfig with adapters, a KL penalty, mini-batches, rounds, an overlong buffer,"
       " stale samples or workers, expected none of them; call seerjax.train."
     )
-  own = programs_lib.make_programs(config, model.config)
-  config = own.decided.config  # With what the model and the machine decide.
+  own = programs_lib.make_programs(config.shared, model.config)
+  # With what the model and the machine decide.
+  config = dataclasses.replace(config, **own.config.parts)
   policy = policy_lib.policy_of(model).with_chat(config.chat)
   tokenizer = policy.require_tokenizer()
   programs = programs or own
@@ -118,7 +119,7 @@ def grpo(
     values = advantages.for_algorithm(config.loss.algorithm, rewards)
 
     # Learn: the trainer scores the completions anew, and the gap to the sampler's scores is 0.
-    batch = programs_lib.pack(config, trainer.decoder, groups, values)
+    batch = programs_lib.pack(config.engine, config.trainer, trainer.decoder, groups, values)
     gradient, _, scores = trainer.gradient(weights, batch, losses.denominators(batch), None)
     state, norms = trainer.update(state, gradient)
     gap = step_lib.rollout_gap(scores, batch)

@@ -150,9 +150,7 @@ def train(
   ) as run:
     with run.progress.phase("reading the model"):
       config, policy = setup_lib.opened(config, model)
-    ready = setup_lib.set_up(
-      run, config, policy, task, programs, loss, optimizer, sets=sets, resume=resume
-    )
+    ready = setup_lib.set_up(run, config, policy, task, programs, loss, optimizer, sets)
     config, engine, base, state = ready.config, ready.engine, ready.base, ready.state
     usual = functools.partial(
       sample, config, engine, task, ready.journal, progress=run.progress, drafts=ready.drafts,
@@ -171,7 +169,7 @@ def train(
       joules = run.clock.joules
       with run.next_step() as put_off_stops:
         state, numbers = train_step(
-          config, engine, ready.trainer, state, run.step, base,
+          config, engine, run.programs.trainer, state, run.step, base,
           sample=sample_step, publish=publish, advantages=advantages, progress=run.progress,
           before_update=put_off_stops, drafts=ready.drafts,
         )  # fmt: skip
@@ -187,7 +185,7 @@ def train(
     after = setup_lib.accuracy_after(run.step, run, ready.asked)
     with run.progress.phase("answering one problem again"):
       now = ready.asked.answer()
-      first = policy_lib.first_params(config.weights, ready.policy)
+      first = policy_lib.first_params(config.weights, run.policy)
       first = policy_lib.running_weights(config.weights, first, base)
       engine.update_weights(first, policy_version=0)
       then = ready.asked.answer()
@@ -195,10 +193,8 @@ def train(
     numbers = summary.of_run(before, after, [row for row in rows if "rollout_train/kl" in row])
     if sets:
       numbers["sets"] = setup_lib.sets_gained(run, ready.asked)
-    numbers |= run.clock.read() | dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
-    numbers |= dict(data=run.data_epochs)
-    metrics.write_summary(run.directory / "summary.json", numbers)
-    return Result(state, numbers, then, now, ready.policy, config.weights)
+    numbers = run.finish(numbers | run.clock.read(), state)
+    return Result(state, numbers, then, now, run.policy, config.weights)
 
 
 def _evaluates_after(step: int, config: RunConfig) -> bool:
@@ -365,10 +361,8 @@ def learn(
   version = int(state.step) // config.trainer.num_mini_batches
   is_old = any(one.policy_version < version for one in _completions(groups))
   parts = np.array_split(np.arange(len(groups)), config.trainer.num_mini_batches)
-  batches = [
-    programs_lib.pack(config, trainer.decoder, [groups[i] for i in part.tolist()], values[part])
-    for part in parts
-  ]
+  pack = functools.partial(programs_lib.pack, config.engine, config.trainer, trainer.decoder)
+  batches = [pack([groups[i] for i in part.tolist()], values[part]) for part in parts]
   sampling_params = policy_lib.running_weights(config.weights, state.params, base)
   references: list[Any] = [None] * len(batches)  # f32[m, n] each, or None.
   if config.loss.kl_coefficient:

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from seerjax import fields, metrics
+from seerjax import fields
 from seerjax.discovery import (
   archive as archive_lib,
   attempts as attempts_lib,
@@ -49,7 +49,7 @@ from seerjax.discovery import (
   starts as starts_lib,
 )
 from seerjax.discovery.attempts import Sampled, Writer
-from seerjax.discovery.config import DiscoverConfig
+from seerjax.discovery.config import DiscoverConfig, settings_of
 from seerjax.discovery.environment import Artefact, Environment
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
@@ -60,8 +60,7 @@ from seerjax.run import (
   programs as programs_lib,
   progress as progress_lib,
 )
-from seerjax.run.config import RunConfig
-from seerjax.run.policy import Policy
+from seerjax.run.policy import Policy, WeightsConfig
 from seerjax.run.programs import Programs
 from seerjax.trainer import entropic, losses, step as step_lib
 from seerjax.types import TrainState
@@ -143,72 +142,56 @@ def discover(
     keep_checkpoints=2,
   ) as run:
     record_lib.check_directory(run.directory, resume=resume)
-    return _discover(config, environment, factory, run, resume, policy, programs)
+    ready = setup_lib.set_up(run, config, environment, factory, policy, programs)
+    config, engine, writer = ready.config, ready.engine, ready.writer
+    trainer, weights, settings = run.programs.trainer, run.config.weights, settings_of(config)
+    state, archive, totals = ready.state, ready.archive, ready.totals
 
+    def saved(archive: archive_lib.Archive, totals: dict[str, float]) -> lifecycle.HostState:
+      return lambda: dict(archive=archive_lib.to_json(archive), totals=totals, config=settings)
 
-def _discover(
-  config: DiscoverConfig,
-  environment: Environment,
-  factory: Callable[[], Environment],
-  run: lifecycle.Life,
-  resume: bool,
-  policy: Policy | None,
-  programs: Programs | None,
-) -> Discovery:
-  """Implements `discover` within an open run."""
-  ready = setup_lib.set_up(run, config, environment, factory, policy, programs, resume=resume)
-  config, engine, writer, trainer = ready.config, ready.engine, ready.writer, ready.trainer
-  state, archive, totals = ready.state, ready.archive, ready.totals
-
-  def saved(archive: archive_lib.Archive, totals: dict[str, float]) -> lifecycle.HostState:
-    return lambda: dict(archive=archive_lib.to_json(archive), totals=totals, config=ready.settings)
-
-  first = ready.first_params
-  run.begin(dict(state=state, base=first), saved(archive, totals))
-  record_lib.write_first(run.directory, environment, archive)
-  remarked = ""
-  try:
-    while run.step < config.num_steps:
-      # Once the update starts, a stop is deferred until the step and its metrics are complete.
-      with run.next_step() as put_off_stops:
-        sampled = sample(
-          config, engine, writer, archive, run.step, run.journal, progress=run.progress
-        )
-        sampled = judge(writer, archive, sampled, run.journal, progress=run.progress)
-        if not remarked and (remarked := numbers_lib.remark_on(writer, sampled)):  # Only once.
-          run.progress.say(f"step {run.step + 1}: {remarked}")
-        found = starts_lib.archived(environment, archive, sampled, run.step)
-        if archive_lib.best(found).value > totals["best"]:
-          record_lib.write_best(run.directory, environment, found, archive_lib.best(found))
-        found = starts_lib.replanted(config, environment, found, run.step)
-        new_state, numbers = state, {}
-        if config.train:
-          if config.engine.release_kv_while_training:
-            engine.release_kv_cache()
-          with run.progress.phase("learning"):
-            new_state, numbers = learn(
-              config, ready.run_config, trainer, state, sampled, ready.base,
-              before_update=put_off_stops,
-            )  # fmt: skip
-            publish(ready.run_config, engine, new_state, ready.base, policy_version=run.step + 1)
-        done = numbers_lib.totals_after(totals, sampled, found, ready.meter.spent(writer))
-        numbers |= numbers_lib.of_search(environment, archive, found, sampled, done)
-        if (joules := run.clock.joules) is not None:
-          numbers["search/joules"] = joules
-        run.finish_step(dict(state=new_state, base=first), saved(found, done), numbers)
-        state, archive, totals = new_state, found, done
-      run.save_if_due(every=config.checkpoint_every, max_seconds=SAVE_SECONDS)
-    run.progress.end_steps()
-  except edits.WorkerDied:
-    run.save()
-    raise
-  best, score = record_lib.final_best(run.directory, environment, archive)
-  numbers = run.clock.read()
-  numbers |= numbers_lib.of_run(config, environment, best, score, totals, run.step)
-  numbers |= dict(optimizer_steps=int(state.step), numerics=ready.fingerprint)
-  numbers |= dict(data=run.data_epochs)
-  metrics.write_summary(run.directory / "summary.json", numbers)
-  return Discovery(best["artefact"], score, archive, state, numbers)
+    first = run.policy.params
+    run.begin(dict(state=state, base=first), saved(archive, totals))
+    record_lib.write_first(run.directory, environment, archive)
+    remarked = ""
+    try:
+      while run.step < config.num_steps:
+        # Once the update starts, a stop is deferred until the step and its metrics are complete.
+        with run.next_step() as put_off_stops:
+          sampled = sample(
+            config, engine, writer, archive, run.step, run.journal, progress=run.progress
+          )
+          sampled = judge(writer, archive, sampled, run.journal, progress=run.progress)
+          if not remarked and (remarked := numbers_lib.remark_on(writer, sampled)):  # Only once.
+            run.progress.say(f"step {run.step + 1}: {remarked}")
+          found = starts_lib.archived(environment, archive, sampled, run.step)
+          if archive_lib.best(found).value > totals["best"]:
+            record_lib.write_best(run.directory, environment, found, archive_lib.best(found))
+          found = starts_lib.replanted(config, environment, found, run.step)
+          new_state, numbers = state, {}
+          if config.train:
+            if config.engine.release_kv_while_training:
+              engine.release_kv_cache()
+            with run.progress.phase("learning"):
+              new_state, numbers = learn(
+                config, weights, trainer, state, sampled, ready.base, before_update=put_off_stops
+              )
+              publish(weights, engine, new_state, ready.base, policy_version=run.step + 1)
+          done = numbers_lib.totals_after(totals, sampled, found, ready.meter.spent(writer))
+          numbers |= numbers_lib.of_search(environment, archive, found, sampled, done)
+          if (joules := run.clock.joules) is not None:
+            numbers["search/joules"] = joules
+          run.finish_step(dict(state=new_state, base=first), saved(found, done), numbers)
+          state, archive, totals = new_state, found, done
+        run.save_if_due(every=config.checkpoint_every, max_seconds=SAVE_SECONDS)
+      run.progress.end_steps()
+    except edits.WorkerDied:
+      run.save()
+      raise
+    best, score = record_lib.final_best(run.directory, environment, archive)
+    numbers = run.clock.read()
+    numbers |= numbers_lib.of_run(config, environment, best, score, totals, run.step)
+    return Discovery(best["artefact"], score, archive, state, run.finish(numbers, state))
 
 
 def sample(
@@ -263,7 +246,7 @@ def judge(
 
 def learn(
   config: DiscoverConfig,
-  run: RunConfig,
+  weights: WeightsConfig,
   trainer: step_lib.Trainer,
   state: TrainState,
   sampled: Sampled,
@@ -281,9 +264,9 @@ def learn(
   counts = [len(sequences) for group in sampled.sequences for sequences in group]
   each = np.repeat(values.ravel(), counts)[:, None]
   groups = attempts_lib.as_groups(attempts_lib.sequences(sampled))
-  batch = programs_lib.pack(run, trainer.decoder, groups, each)
+  batch = programs_lib.pack(config.engine, config.trainer, trainer.decoder, groups, each)
   if base is not None:
-    reference_weights = policy_lib.reference_weights(run.weights, state.params, base)
+    reference_weights = policy_lib.reference_weights(weights, state.params, base)
     reference = trainer.scores(reference_weights, batch).logprob
     # Sampler and trainer log-probabilities are equal to the bit, so the sampler's are used.
     chosen = (batch.behaviour_logprobs, reference, batch.loss_mask)
@@ -292,7 +275,7 @@ def learn(
       batch = batch._replace(
         advantages=entropic.kl_shaped(batch.advantages, *chosen, config.objective.kl_coefficient)
       )
-  params = policy_lib.running_weights(run.weights, state.params, base)
+  params = policy_lib.running_weights(weights, state.params, base)
   gradient, means, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
   gap = step_lib.rollout_gap(scores, batch)
   before_update()
@@ -307,7 +290,7 @@ def learn(
 
 
 def publish(
-  run: RunConfig,
+  weights: WeightsConfig,
   engine: engine_lib.Engine,
   state: TrainState,
   base: parameters.Params | None,
@@ -315,5 +298,5 @@ def publish(
   policy_version: int,
 ) -> None:
   """Sends the engine the weights for the next step's sampling."""
-  weights = policy_lib.running_weights(run.weights, state.params, base)
-  engine.update_weights(weights, policy_version=policy_version)
+  params = policy_lib.running_weights(weights, state.params, base)
+  engine.update_weights(params, policy_version=policy_version)

@@ -26,18 +26,13 @@ USERS: Mapping[str, set[str]] = {
   # What this model leaves open.
   f"{DECODER}.numerics_for": {DECODER},
   "seerjax.models.config.largest_shards": {"seerjax.models.config", "seerjax.models.presets"},
-  # What a run leaves open. Two commands print it first; all else reads it in a run's programs.
-  "seerjax.run.config.for_model": {
-    "seerjax.commands.plan",
-    "seerjax.commands.train",
-    "seerjax.run.programs",
-  },
+  # What a run leaves open; all else reads it in a run's programs.
+  "seerjax.run.config.for_model": {"seerjax.run.programs"},
   # The doors at which a model and numerics meet; everyone else is handed a `Decoder`.
   f"{DECODER}.decide": {
     "seerjax.commands.discover",
     "seerjax.commands.generate",
     "seerjax.commands.replay",
-    "seerjax.commands.train",
     "seerjax.models.flax_module",
     "seerjax.models.loading",
     "seerjax.run.config",

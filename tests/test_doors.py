@@ -316,7 +316,7 @@ def pages_of(size: int) -> EngineConfig:
 
 
 def others() -> Programs:
-  return programs_lib.make_programs(run(lora_rank=2), MODEL)
+  return programs_lib.make_programs(run(lora_rank=2).shared, MODEL)
 
 
 LONGEST = policies.LongestGroupFirst

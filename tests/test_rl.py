@@ -19,6 +19,7 @@ from small_run import (
   SHOWN,
   Vowels,
   assert_equal_bits,
+  first_state,
   groups_of,
   learn,
   policy,
@@ -30,7 +31,7 @@ from small_run import (
 from seerjax import checkpoint, rl
 from seerjax.models import lora
 from seerjax.rollout import journal as journal_lib
-from seerjax.run import policy as policy_lib, programs as programs_lib
+from seerjax.run import policy as policy_lib
 from seerjax.trainer import losses
 from seerjax.types import Verdict
 
@@ -161,7 +162,7 @@ def test_the_reference_is_the_policy_of_the_start_also_after_a_resume(tmp_path):
   held, numbers = rl.learn(
     dataclasses.replace(CONFIG, loss=loss),
     programs_of(dataclasses.replace(CONFIG, loss=loss)).trainer,
-    programs_lib.first_state(CONFIG, policy()),
+    first_state(),
     groups_of(),
     rl.judge(CONFIG, groups_of()),
     jax.tree.map(lambda leaf: leaf * np.float32(1.1), policy().params),
@@ -186,7 +187,7 @@ def test_adapters_learn_beside_frozen_weights(tmp_path):
     )
   # A fresh adapter leaves the reference's probabilities unchanged.
   assert rows[0]["train/kl_reference"] == 0.0 < rows[2]["train/kl_reference"]
-  start = programs_lib.first_state(dataclasses.replace(CONFIG, **changes), policy())
+  start = first_state(dataclasses.replace(CONFIG, **changes))
   assert jax.tree.structure(expected.state.params) == jax.tree.structure(
     lora.shapes(MODEL, NUMERICS, 2)
   )

@@ -93,7 +93,7 @@ def test_the_loop_on_nano_learns_the_weights_and_moments_of_train(tmp_path):
     rl_loop.CONFIG, num_steps=NUM_STEPS, evaluation=EvaluationConfig(num_problems=2)
   )
   model, task = load_model("nano", config.numerics), WordProblems()
-  programs = programs_lib.make_programs(config, model.config)
+  programs = programs_lib.make_programs(config.shared, model.config)
   state = rl_loop.grpo(config, model, task, programs, lambda line: None)
   expected = rl.train(
     config, model, task, tmp_path / "run", programs=programs, log=lambda line: None

@@ -92,7 +92,7 @@ def model() -> model_config.TransformerConfig:
 def programs(data_parallel_size: int) -> Programs:
   """Compiled once for all runs."""
   config = dataclasses.replace(CONFIG, data_parallel_size=data_parallel_size)
-  return programs_lib.make_programs(config.run(tiny_problem.Row()), model())
+  return programs_lib.make_programs(config.shared(tiny_problem.Row()), model())
 
 
 TWO_STEPS = dict(num_steps=2)
@@ -146,7 +146,7 @@ def flipped(params, name="embed"):
 
 def abstract_state():
   params = tiny_policy_lib.tiny_policy(CONFIG, tiny_problem.Row()).params
-  state = programs_lib.first_state(CONFIG.run(tiny_problem.Row()), Policy(model(), params))
+  state = programs(1).trainer.init(params)
   return jax.eval_shape(lambda: dict(state=state, base=params))
 
 
@@ -628,9 +628,10 @@ def test_a_language_models_run_that_died_goes_on_from_its_journal(tmp_path):
 @pytest.mark.long
 def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
   environment, policy = Describes(), author()
-  run = AUTHOR.run(environment)
+  run = AUTHOR.shared(environment)
   compiled = programs_lib.make_programs(run, policy.model)
-  state, base = programs_lib.first_state(run, policy), programs_lib.base_weights(run, policy)
+  state = compiled.trainer.init(policy_lib.first_params(run.weights, policy))
+  base = programs_lib.base_weights(run, policy)
   engine = engine_lib.Engine(
     Model(
       policy.model,
@@ -651,7 +652,7 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
       # Its texts are no programs; assign different values all the same.
       worth = [[attempt(1.0 + member) for member in range(AUTHOR.group_size)] for _ in found.starts]
       state, numbers = ttt.learn(
-        AUTHOR, run, compiled.trainer, state, found._replace(attempts=worth), base
+        AUTHOR, run.weights, compiled.trainer, state, found._replace(attempts=worth), base
       )
       weights = policy_lib.running_weights(run.weights, state.params, base)
       engine.update_weights(weights, policy_version=step + 1)
@@ -669,8 +670,8 @@ def test_adapters_learn_from_both_sequences_of_an_attempt_to_the_bit():
 def sampled():
   """The attempts of a first step, and its weights: (sampled, state, base)."""
   environment = tiny_problem.Row()
-  run, policy = CONFIG.run(environment), tiny_policy_lib.tiny_policy(CONFIG, environment)
-  state = programs_lib.first_state(run, policy)
+  policy = tiny_policy_lib.tiny_policy(CONFIG, environment)
+  state = programs(1).trainer.init(policy.params)
   base = parameters.compute_params(policy.params, CONFIG.numerics)
   engine = engine_lib.Engine(
     Model(policy.model, base, CONFIG.numerics),
@@ -684,11 +685,17 @@ def sampled():
   return found, state, base
 
 
+def pack(groups, values):
+  return programs_lib.pack(
+    CONFIG.engine, CONFIG.trainer, programs(1).trainer.decoder, groups, values
+  )
+
+
 def learn(sampled, state, base, objective=CONFIG.objective):
   config = dataclasses.replace(CONFIG, objective=objective)
-  run = config.run(tiny_problem.Row())
+  weights = config.shared(tiny_problem.Row()).weights
   state = jax.tree.map(jnp.copy, state)  # An update donates its input state.
-  return ttt.learn(config, run, programs(1).trainer, state, sampled, base)
+  return ttt.learn(config, weights, programs(1).trainer, state, sampled, base)
 
 
 def test_requests_say_where_they_belong_and_attempts_follow_from_them(sampled):
@@ -732,9 +739,8 @@ def test_a_step_learns_what_the_best_of_each_group_did(sampled):
   after, _ = learn(found, state, None, objective)
   assert after.step == 1 and state.step == 0
   weights = parameters.compute_params(after.params, CONFIG.numerics)
-  run = CONFIG.run(tiny_problem.Row())
   groups = attempts_lib.as_groups(attempts_lib.sequences(found))
-  batch = programs_lib.pack(run, programs(1).trainer.decoder, groups, values.reshape(-1, 1))
+  batch = pack(groups, values.reshape(-1, 1))
   moved = programs(1).trainer.scores(weights, batch).logprob - batch.behaviour_logprobs
   assert np.sum((moved * batch.advantages)[np.asarray(batch.loss_mask)]) > 0
 
@@ -746,9 +752,8 @@ def test_forced_tokens_get_no_gradient(sampled):
   before = (*thought.request.prompt, *thought.completion.tokens, 9, 10, 11)
   answer = sequence("0/0/4", (1, 2))
   answer = answer._replace(request=dataclasses.replace(answer.request, prompt=before))
-  run = CONFIG.run(tiny_problem.Row())
   groups = attempts_lib.as_groups([thought, answer])
-  batch = programs_lib.pack(run, programs(1).trainer.decoder, groups, np.ones((2, 1), np.float32))
+  batch = pack(groups, np.ones((2, 1), np.float32))
   mask = np.asarray(batch.loss_mask)
   assert batch.targets[mask].tolist() == [*thought.completion.tokens, 1, 2]
 
@@ -897,15 +902,16 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
   environment = tiny_problem.Row()
   tiny = dataclasses.replace(CONFIG.tiny, warm_sentences=512, warm_passes=2)
   config = dataclasses.replace(CONFIG, tiny=tiny)
-  run, policy = config.run(environment), tiny_policy_lib.tiny_policy(config, environment)
-  state, heard = programs_lib.first_state(run, policy), []
+  policy, heard = tiny_policy_lib.tiny_policy(config, environment), []
+  weights = config.shared(environment).weights
+  state = programs(1).trainer.init(policy.params)
   # Sentences that it has never seen: some can be applied, and digits of 6 never can.
   random, valid, never = np.random.default_rng(77), [], []
   with setup_lib.writer_of(config, environment, policy, tiny_problem.Row) as writer:
     assert isinstance(writer, EditPolicy)
     trainer = programs(1).trainer
     learnt = tiny_policy_lib.warm_start(
-      run, config, environment, writer, trainer, state, heard.append
+      weights, config, environment, writer, trainer, state, heard.append
     )
     while len(valid) < 32 or len(never) < 32:
       artefact = environment.start(int(random.integers(1000)))
@@ -922,7 +928,7 @@ def test_the_warm_start_teaches_to_say_valid_sentences():
     """Nats a token."""
     groups = attempts_lib.as_groups(sequences)
     ones = np.ones((len(sequences), 1), np.float32)
-    batch = programs_lib.pack(run, trainer.decoder, groups, ones)
+    batch = pack(groups, ones)
     scores = programs(1).trainer.scores(parameters.compute_params(params, config.numerics), batch)
     return float(np.mean(scores.logprob[np.asarray(batch.loss_mask)]))
 

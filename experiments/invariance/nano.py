@@ -39,6 +39,7 @@ from seerjax.run import (
   directory as directory_lib,
   policy as policy_lib,
   presets as run_presets,
+  programs as programs_lib,
 )
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
@@ -603,7 +604,10 @@ def run(
     # Checked now rather than after parts that take minutes.
     directory_lib.check_directory(place, resume=False)
     policy = policy_lib.load_policy(config.model, job.numerics)
-    train.check_prompts(job, loading.load(job.task, path=None), policy)
+    decided = programs_lib.make_programs(job.shared, policy.model).config.parts
+    train.check_prompts(
+      dataclasses.replace(job, **decided), loading.load(job.task, path=None), policy
+    )
   directory.mkdir(parents=True, exist_ok=True)
   results: dict[str, Any] = {}
   for part in parts:

@@ -133,7 +133,7 @@ def measure(
   say(f"{cell.generator}, {cell.arm}, seed {cell.seed}: {place}")
   policy = policy_lib.load_policy(config.model, config.numerics)
   if cell.arm not in programs:
-    programs[cell.arm] = programs_lib.make_programs(config, policy.model)
+    programs[cell.arm] = programs_lib.make_programs(config.shared, policy.model)
     train.check_model(policy, programs[cell.arm], say=say)
   rl.train(
     config, policy, load_task(cell.generator), place, log=say, programs=programs[cell.arm],

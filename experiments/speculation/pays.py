@@ -156,7 +156,8 @@ class Comparison:
     numerics = dataclasses.replace(job.numerics, backend=backend)
     job = dataclasses.replace(job, data_parallel_size=1, engine=engine, numerics=numerics)
     self.policy = policy_lib.load_policy(workload.model, job.numerics)
-    self._job = job = config_lib.for_model(job, self.policy.model).config
+    decided, _ = config_lib.for_model(job.shared, self.policy.model)
+    self._job = job = dataclasses.replace(job, **decided.parts)
     self._task = loading.load(job.task)
     self._count = groups_lib.num_problems(self._task, "train")
     self._num_posed = 0

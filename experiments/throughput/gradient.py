@@ -122,8 +122,8 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
     trainer=dataclasses.replace(run.trainer, remat="layer" if is_again else "none"),
   )
   policy = policy_lib.load_policy(config.model, run.numerics)
-  made = programs.make_programs(run, policy.model)
-  run, trainer = made.decided.config, made.trainer
+  made = programs.make_programs(run.shared, policy.model)
+  run, trainer = made.config, made.trainer
   groups, num_prompt = [], config.num_prompt(dtype)
   for index, row in enumerate(tokens_of(config, dtype, policy.model.vocab_size).tolist()):
     prompt, answer = tuple(row[:num_prompt]), tuple(row[num_prompt:])
@@ -137,7 +137,9 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
     rollout = Rollout(request=request, completion=completion, verdict=verdict)
     problem: Any = None
     groups.append(RolloutGroup(group_index=index, problem=problem, rollouts=(rollout,)))
-  batch = programs.pack(run, trainer.decoder, groups, advantages(len(groups))[:, None])
+  batch = programs.pack(
+    run.engine, run.trainer, trainer.decoder, groups, advantages(len(groups))[:, None]
+  )
   if batch.targets.shape[0] > 1 or int(np.sum(batch.tokens.num_rows)) != config.rows(dtype):
     raise ValueError(
       f"--rows: got {config.rows(dtype)}, which do not fit a micro-batch of"
@@ -150,7 +152,7 @@ def our_gradient(config: Config, dtype: str, is_again: bool) -> tuple[Gradient, 
     total, metrics, _ = trainer.gradient(params, batch, denominators, None)
     return float(metrics["loss"]), jax.block_until_ready(jax.tree.leaves(total))
 
-  layout = programs.layout(run, trainer.decoder)
+  layout = programs.layout(run.engine, run.trainer, trainer.decoder)
   return gradient, lambda: None, trainer.plan(params, layout, 1).learning
 
 

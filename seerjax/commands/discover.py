@@ -58,7 +58,6 @@ from seerjax.run import (
   stops,
 )
 from seerjax.run.config import TrainerConfig
-from seerjax.run.policy import Policy
 from seerjax.trainer import step as step_lib
 
 # The paper's number of attempts in four times as many steps, so that starts are as recent as
@@ -251,18 +250,15 @@ def discover(argv: list[str]) -> None:
       " expected one of the two; leave the flag out."
     )
   directory_lib.check_directory(directory, resume=args.resume)
-  policy, chosen = None, config.numerics
-  if config.model != "tiny":
-    train.say_memory(config.run(environment), config.model)  # Before gigabytes are loaded.
-    loaded = policy_lib.load_policy(config.model, config.numerics)
-    policy = Policy(loaded.model, loaded.params, loaded.tokenizer)
-    chosen = decide(loaded.model, config.numerics).numerics
+  if config.model == "tiny":
+    policy, chosen = tiny_policy_lib.tiny_policy(config, environment), config.numerics
+  else:
+    train.say_memory(config.shared(environment), config.model)  # Before gigabytes are loaded.
+    policy = policy_lib.load_policy(config.model, config.numerics)
+    chosen = decide(policy.model, config.numerics).numerics
   print(self_test.describe(chosen), flush=True)
-  policy = tiny_policy_lib.tiny_policy(config, environment) if policy is None else policy
-  run = config.run(environment)
-  if args.resume:
-    run = directory_lib.as_begun(run, directory)
-  programs = programs_lib.make_programs(run, policy.model)
+  begun = directory_lib.as_begun(config.shared(environment), directory, resume=args.resume)
+  programs = programs_lib.make_programs(begun, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
     train.check_model(policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:

@@ -77,11 +77,4 @@ def main(argv: list[str]) -> None:
 
 def define_flags() -> None:
   """Defines the flags of the command."""
-  usual = numerics_lib.NumericsConfig()
-  flags.DEFINE_string(
-    "compute_dtype", usual.compute_dtype, "Type of weights and activations: float32 or bfloat16."
-  )
-  flags.DEFINE_string(
-    "backend", usual.backend,
-    "Backend of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
-  )  # fmt: skip
+  placement.define_numerics_flags()

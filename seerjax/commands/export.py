@@ -30,7 +30,7 @@ from seerjax.models import (
   peft,
   tokenizer as tokenizer_lib,
 )
-from seerjax.run import command_line, policy as policy_lib, programs as programs_lib
+from seerjax.run import command_line, policy as policy_lib
 from seerjax.run.config import RunConfig
 
 
@@ -103,9 +103,10 @@ def restored_step(
   run: pathlib.Path, step: int | None, config: RunConfig, policy: policy_lib.Policy
 ) -> checkpoint.Restored:
   """Restores a saved step of a run, the latest if `step` is None, under any numerics."""
+  optimizer = step_lib.make_optimizer(config.optimizer)
   return checkpoint.restore(
     run / "checkpoints",
-    programs_lib.abstract_state(config, policy, mesh=parallel.make_mesh()),
+    policy_lib.abstract_state(config.weights, policy, optimizer, parallel.make_mesh()),
     fingerprint=numerics_lib.fingerprint(config.numerics, config.trainer.remat),
     step=step,
     accept_new_numerics=True,  # Exported weights do not depend on the numerics.

@@ -19,6 +19,7 @@ from seerjax.run import (
   config as config_lib,
   learning_rates,
   memory as memory_lib,
+  programs as programs_lib,
 )
 from seerjax.run.config import RunConfig
 
@@ -29,14 +30,14 @@ def describe(config: RunConfig, model: model_config.TransformerConfig) -> str:
   Raises:
     ValueError: with the figures, if the run does not fit.
   """
-  settled = config_lib.for_model(config, model).config
-  plan = memory_lib.memory_plan(config, model)
+  programs = programs_lib.make_programs(config.shared, model)
+  settled, plan = programs.config, memory_lib.memory_plan(programs)
   rollout, trainer, engine = config.rollout, settled.trainer, plan.engine
   completions = rollout.prompts_per_step * rollout.group_size
   lines = [
     f"{learning_rates.num_parameters(model) / 1e6:,.1f} M parameters in {model.num_layers} layers,"
     f" a context of {model.max_model_len}",
-    config_lib.chosen(config, settled),
+    config_lib.chosen(config.shared, settled),
     plan.describe(),
     f"engine, of an instance: {engine.num_pages} pages of {engine.page_size} positions, up to"
     f" {engine.max_num_seqs} sequences of {engine.max_model_len} positions at once, rows a step"

@@ -180,12 +180,13 @@ def masters_of(
   """
   source = model = f"the model {config.model!r}, as it is now"
   here = numerics_lib.fingerprint(config.numerics, config.trainer.remat)
+  trainer = _trainer(config, policy.model)
   kept = [step for step in checkpoint.steps(directory / "checkpoints") if step <= version]
   start = max(kept, default=0)
   if kept:
     restored = checkpoint.restore(
       directory / "checkpoints",
-      programs_lib.abstract_state(config, policy),
+      policy_lib.abstract_state(config.weights, policy, trainer.optimizer, trainer.mesh),
       fingerprint=here,
       step=start,
       # Weights do not depend on numerics; only the steps after them must have used these numerics.
@@ -194,7 +195,7 @@ def masters_of(
     state = restored.state
     source = f"checkpoint {start}" + (f" over {model}" if config.lora_rank else "")
   else:
-    state = programs_lib.first_state(config, policy)
+    state = policy_lib.initial_state(config.weights, policy, trainer.optimizer, trainer.mesh)
   steps = range(start, version)
   if not steps:
     return state.params, source
@@ -215,7 +216,7 @@ def masters_of(
   def rollout_of(step: int, group: int, member: int) -> Rollout | None:
     return known.get((step, group, member))
 
-  trainer, first = _trainer(config, policy.model), programs_lib.base_weights(config, policy)
+  first = programs_lib.base_weights(config.shared, policy)
 
   def learn(
     state: TrainState, groups: Sequence[RolloutGroup]
@@ -239,12 +240,12 @@ def masters_of(
 @functools.lru_cache(maxsize=2)
 def _trainer(config: RunConfig, model: model_config.TransformerConfig) -> step_lib.Trainer:
   # Cached, so that several requests of a run compile once.
-  return programs_lib.make_programs(config, model).trainer
+  return programs_lib.make_programs(config.shared, model).trainer
 
 
 def running(config: RunConfig, policy: Policy, masters: Any) -> parameters.Params:
   """Returns the weights used for sampling, with adapters attached."""
-  base = programs_lib.base_weights(config, policy)
+  base = programs_lib.base_weights(config.shared, policy)
   return policy_lib.running_weights(config.weights, masters, base)
 
 
@@ -312,6 +313,20 @@ def _shortened(params: parameters.Params, depth: int) -> parameters.Params:
   return {**params, "layers": params["layers"][:depth]}
 
 
+def _alone(
+  model: model_config.TransformerConfig,
+  numerics: numerics_lib.NumericsConfig,
+  params: parameters.Params,
+  tokens: np.ndarray,
+) -> tuple[Callable[..., Any], TokenBatch, Any]:
+  """Returns the forward pass for the depth of `params`, a sequence's batch, and empty pages."""
+  page_size = min(PAGE_SIZE, numerics.kv_split)
+  batch, num_pages = whole_batch(tokens, numerics, page_size)
+  model = dataclasses.replace(model, num_layers=len(params["layers"]))
+  pages = kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=page_size)
+  return _forward(model, numerics), batch, pages
+
+
 def in_one_piece(
   model: model_config.TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
@@ -319,11 +334,8 @@ def in_one_piece(
   tokens: np.ndarray,
 ) -> np.ndarray:
   """Returns f[t, d], the hidden states of a sequence computed in one prefill."""
-  page_size = min(PAGE_SIZE, numerics.kv_split)
-  batch, num_pages = whole_batch(tokens, numerics, page_size)
-  model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=page_size)
-  hidden, _ = _forward(model, numerics)(params, jax.tree.map(jnp.asarray, batch), pages)
+  step, batch, pages = _alone(model, numerics, params, tokens)
+  hidden, _ = step(params, jax.tree.map(jnp.asarray, batch), pages)
   return np.asarray(hidden)
 
 
@@ -334,11 +346,7 @@ def token_by_token(
   tokens: np.ndarray,
 ) -> np.ndarray:
   """Returns f[t, d], the hidden states of a sequence decoded token by token."""
-  page_size = min(PAGE_SIZE, numerics.kv_split)
-  batch, num_pages = whole_batch(tokens, numerics, page_size)
-  model = dataclasses.replace(model, num_layers=len(params["layers"]))
-  pages = kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=page_size)
-  step = _forward(model, numerics)
+  step, batch, pages = _alone(model, numerics, params, tokens)
   rows = []
   for position in range(len(tokens)):
     row = jax.tree.map(jnp.asarray, row_batch(batch, position))

@@ -35,7 +35,6 @@ import jax
 from seerjax import agreement, metrics, parallel, rl
 from seerjax.commands import compare, flags as flags_lib
 from seerjax.models import config as model_config, gguf_file, huggingface, loading, presets
-from seerjax.models.decoder import decide
 from seerjax.reports import run_report
 from seerjax.rollout import groups
 from seerjax.run import (
@@ -51,11 +50,11 @@ from seerjax.run import (
   self_test,
   slices,
 )
-from seerjax.run.config import RunConfig
+from seerjax.run.config import RunConfig, SharedConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.tasks import loading as tasks_loading
-from seerjax.trainer import losses
+from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Task
 
 # Train prompts that are checked in advance; a later one that is too long raises when it is used.
@@ -72,7 +71,7 @@ def shape_of(name: str) -> model_config.TransformerConfig | None:
   return presets.get(published) if published in presets.CONFIGS else None
 
 
-def say_memory(config: RunConfig, name: str) -> None:
+def say_memory(config: SharedConfig, name: str) -> None:
   """Prints the planned memory of a run, from the model's shape, before weights are read.
 
   Raises:
@@ -81,9 +80,10 @@ def say_memory(config: RunConfig, name: str) -> None:
   model = shape_of(name)
   if model is None:
     return  # The run reports its memory after the download.
-  if line := config_lib.chosen(config, config_lib.for_model(config, model).config):
+  programs = programs_lib.make_programs(config, model)
+  if line := config_lib.chosen(config, programs.config):
     print(line)
-  print(memory_lib.memory_plan(config, model).describe(), flush=True)
+  print(memory_lib.memory_plan(programs).describe(), flush=True)
 
 
 def on_these_devices(config: RunConfig) -> RunConfig:
@@ -100,7 +100,7 @@ def on_these_devices(config: RunConfig) -> RunConfig:
 
 
 def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
-  """Rejects prompts that leave no room for a completion before the run starts.
+  """Rejects prompts that leave no room for a completion; `config` has nothing left open.
 
   Raises:
     ValueError: if a split has no problems, or naming the longest prompt.
@@ -111,8 +111,7 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
   # Limits on prompt plus completion, in evaluation and in training.
   engine = (config.engine.max_model_len, "EngineConfig.max_model_len")
   model = (policy.model.max_model_len, "the model's max_model_len")
-  of_model = config_lib.for_model(config, policy.model).config.trainer
-  rows = (of_model.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
+  rows = (config.trainer.rows_per_micro_batch + 1, "TrainerConfig.rows_per_micro_batch + 1")
   heldout = [task, *evaluation.load_sets(config.evaluation).values()]
   for one, split, count, limits in (
     *((one, "heldout", config.evaluation.num_problems, (engine, model)) for one in heldout),
@@ -132,9 +131,14 @@ def check_prompts(config: RunConfig, task: Task, policy: Policy) -> None:
 
 
 def prepare(
-  config: RunConfig, directory: pathlib.Path, *, resume: bool, bitwise: bool
-) -> tuple[Task, Policy]:
-  """Returns the task and the policy of a run; prints whether rows are invariant on this machine.
+  config: RunConfig,
+  directory: pathlib.Path,
+  *,
+  resume: bool,
+  bitwise: bool,
+  loss: step_lib.PolicyLoss = losses.policy_loss,
+) -> tuple[Task, Policy, Programs]:
+  """Returns a run's task, policy and programs; prints whether rows are invariant on this machine.
 
   Raises:
     ValueError: if the directory, the task, its prompts, the model or, with `bitwise`, this backend
@@ -144,17 +148,18 @@ def prepare(
   directory_lib.check_directory(directory, resume=resume)
   task = tasks_loading.load(config.task, path=config.task_path or None, options=config.task_options)
   if config.model != "nano":
-    say_memory(config, config.model)  # Before gigabytes are loaded.
+    say_memory(config.shared, config.model)  # Before gigabytes are loaded.
   policy = policy_lib.load_policy(config.model, config.numerics)
   if policy.require_tokenizer().ignored_generation:
     print(policy_lib.ignored_settings(policy.require_tokenizer()), flush=True)
-  chat = (directory_lib.as_begun(config, directory) if resume else config).chat
-  check_prompts(config, task, policy.with_chat(chat))
-  numerics = decide(policy.model, config.numerics).numerics
-  print(self_test.describe(numerics), flush=True)
+  begun = directory_lib.as_begun(config.shared, directory, resume=resume)
+  programs = programs_lib.make_programs(begun, policy.model, loss=loss)
+  decided = dataclasses.replace(config, **programs.config.parts)
+  check_prompts(decided, task, policy.with_chat(begun.chat))
+  print(self_test.describe(decided.numerics), flush=True)
   if bitwise:
-    self_test.require(numerics)
-  return task, policy
+    self_test.require(decided.numerics)
+  return task, policy, programs
 
 
 def check_model(
@@ -177,7 +182,7 @@ def check_model(
   Raises:
     ValueError: with `bitwise`, if they are not invariant.
   """
-  config, decoder = programs.decided.config, programs.decided.decoder
+  config, decoder = programs.config, programs.decoder
   params = policy_lib.first_params(config.weights, policy)
   self_test.check_model(
     decoder,
@@ -185,7 +190,7 @@ def check_model(
     config=config.engine,
     runner=programs.runner,
     trainer=programs.trainer if learns else None,
-    pack=functools.partial(programs_lib.pack, config, decoder),
+    pack=functools.partial(programs_lib.pack, config.engine, config.trainer, decoder),
     say=say,
     bitwise=bitwise,
   )
@@ -244,8 +249,8 @@ def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequenc
   """Returns three commands to try after a run that was started with `arguments`."""
   here = "bash launch/local.sh" if in_checkout() else "seerjax"
   start, own = begun_with(arguments)
-  own = [one for one in own if one != "--resume"]
-  # If a flag is given twice, the last one counts.
+  old = ("--resume", "--config.num_steps=")
+  own = [one for one in own if not f"--{one.lstrip('-')}".startswith(old)]
   more = shlex.join([*own, "--resume", f"--config.num_steps={2 * config.num_steps}"])
   question = "Tom has 3 apples and buys 4. How many?"
   return "\n".join(
@@ -376,10 +381,10 @@ def run(config: RunConfig, directory: pathlib.Path, own: Parts, *, resume: bool)
   loss = losses.policy_loss if own.loss is None else own.loss
   say = functools.partial(print, flush=True)
   with progress_lib.Progress(say) as progress, progress.phase("getting ready"):
-    task, policy = prepare(config, directory, resume=resume, bitwise=args.bitwise)
+    task, policy, programs = prepare(
+      config, directory, resume=resume, bitwise=args.bitwise, loss=loss
+    )
   # Checked before the run, with the programs that the run will use.
-  begun = directory_lib.as_begun(config, directory) if resume else config
-  programs = programs_lib.make_programs(begun, policy.model, loss=loss)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
     check_model(policy, programs, say=say, bitwise=args.bitwise)
   result = rl.train(

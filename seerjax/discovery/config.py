@@ -16,8 +16,8 @@ from seerjax.discovery.environment import Environment
 from seerjax.discovery.objective import ObjectiveConfig
 from seerjax.engine import engine as engine_lib
 from seerjax.models import chat_template
-from seerjax.rollout import groups, policies, policy_loading
-from seerjax.run.config import RunConfig, TrainerConfig
+from seerjax.rollout import policies, policy_loading
+from seerjax.run.config import SharedConfig, TrainerConfig
 from seerjax.tasks import digests
 from seerjax.trainer import entropic, losses, step as step_lib
 
@@ -191,31 +191,19 @@ class DiscoverConfig:
         " (attempts of a group have to differ); 1 is usual."
       )
 
-  def run(self, environment: Environment) -> RunConfig:
-    """Returns the configuration of the parts shared with `rl`."""
+  def shared(self, environment: Environment) -> SharedConfig:
+    """Returns the settings of the parts shared with `rl`."""
     max_tokens = max(self.programs.thinking_tokens, self.programs.answer_tokens)
-    optimizer = self.optimizer
+    lora_rank, optimizer = self.lora_rank, self.optimizer
     if self.model == "tiny":
       max_tokens = len(environment_lib.language_of(environment).allowed)
-      optimizer = dataclasses.replace(optimizer, learning_rate=optimizer.learning_rate or TINY_RATE)
-    return RunConfig(
-      seed=self.seed,
-      num_steps=self.num_steps,
-      data_parallel_size=self.data_parallel_size,
-      checkpoint_every=self.checkpoint_every,
-      lora_rank=0 if self.model == "tiny" else self.lora_rank,
-      lora_alpha=self.lora_alpha,
-      chat=self.chat,
-      numerics=self.numerics,
-      engine=self.engine,
-      scheduler=self.scheduler,
-      rollout=groups.RolloutConfig(
-        prompts_per_step=self.prompts_per_step,
-        group_size=self.group_size,
-        temperature=self.temperature,
-        max_tokens=max_tokens,
-      ),
-      trainer=self.trainer,
+      rate = optimizer.learning_rate or TINY_RATE
+      lora_rank, optimizer = 0, dataclasses.replace(optimizer, learning_rate=rate)
+    return SharedConfig.of(
+      self,
+      lora_rank=lora_rank,
+      keeps_base=self.train or lora_rank > 0,
+      max_tokens=max_tokens,
       # A single step on samples of the same weights: the ratio is 1, so nothing is clipped.
       loss=losses.LossConfig(
         algorithm="rloo", clip_low=1.0, clip_high=math.inf, aggregation="sequence_sum"

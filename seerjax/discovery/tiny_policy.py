@@ -20,8 +20,7 @@ from seerjax.models import config as model_config, parameters
 from seerjax.ops import rotary
 from seerjax.rollout import groups
 from seerjax.run import policy as policy_lib, programs as programs_lib
-from seerjax.run.config import RunConfig
-from seerjax.run.policy import Policy
+from seerjax.run.policy import Policy, WeightsConfig
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import (
   Completion,
@@ -50,7 +49,7 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
 
 
 def warm_start(
-  run: RunConfig,
+  weights: WeightsConfig,
   config: DiscoverConfig,
   environment: Environment,
   writer: EditPolicy,
@@ -97,8 +96,10 @@ def warm_start(
       part = examples[first : first + size]
       # With advantage 1 everywhere, the update raises the likelihood of the sentences.
       ones = np.ones((len(part), 1), np.float32)
-      batch = programs_lib.pack(run, trainer.decoder, attempts_lib.as_groups(part), ones)
-      params = policy_lib.running_weights(run.weights, state.params, None)
+      batch = programs_lib.pack(
+        config.engine, config.trainer, trainer.decoder, attempts_lib.as_groups(part), ones
+      )
+      params = policy_lib.running_weights(weights, state.params, None)
       gradient, _, _ = trainer.gradient(params, batch, losses.denominators(batch), None)
       state, _ = trainer.update(state, gradient)
   return state.params

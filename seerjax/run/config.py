@@ -72,6 +72,98 @@ class TrainerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedConfig:
+  """Settings that every loop shares: a run's programs, memory and weights depend on them alone.
+
+  Attributes:
+    seed: determines samples and new adapters.
+    data_parallel_size: data-parallel devices.
+    tensor_parallel_size: devices that share the weights of each instance.
+    max_policy_lag: as in `OffPolicyConfig`; if not 0, sampling and training have own devices.
+    weight_transfer_chunk_bytes: as in `RunConfig`.
+    lora_rank: rank of trained LoRA adapters; 0 trains all weights.
+    lora_alpha: adapters are scaled by alpha / rank.
+    keeps_base: whether the initial weights are kept, as base of adapters or as reference.
+    max_tokens: maximum number of generated tokens of a request.
+    prompts_per_step: groups of a step.
+    group_size: completions of a group.
+    numerics: all settings that determine bits.
+    chat: chat settings of every prompt.
+    engine: sizes of the engine.
+    trainer: sizes of the gradient program.
+    loss: the objective.
+    optimizer: the optax chain.
+  """
+
+  seed: int
+  data_parallel_size: int
+  tensor_parallel_size: int = 1
+  max_policy_lag: int = 0
+  weight_transfer_chunk_bytes: int = parallel.PIECE_BYTES
+  lora_rank: int
+  lora_alpha: float
+  keeps_base: bool
+  max_tokens: int
+  prompts_per_step: int
+  group_size: int
+  numerics: numerics_lib.NumericsConfig
+  chat: chat_template.ChatConfig
+  engine: engine_lib.EngineConfig
+  trainer: TrainerConfig
+  loss: losses.LossConfig
+  optimizer: step_lib.OptimizerConfig
+
+  def __post_init__(self):
+    fields.check(self)
+    if self.trainer.num_mini_batches > self.prompts_per_step:
+      raise ValueError(
+        f"TrainerConfig.num_mini_batches: got {self.trainer.num_mini_batches}, expected at most"
+        f" RolloutConfig.prompts_per_step={self.prompts_per_step} (groups are not split);"
+        " lower it or sample more groups."
+      )
+    most = self.max_tokens
+    # A prompt has at least one token, and the last generated token needs no row.
+    rows = self.trainer.rows_per_micro_batch
+    room = min(self.engine.max_model_len - 1, rows or self.engine.max_model_len)
+    if most > room:
+      and_rows = f" and TrainerConfig.rows_per_micro_batch={rows}" if rows else ""
+      raise ValueError(
+        f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
+        f" have to fit EngineConfig.max_model_len={self.engine.max_model_len}{and_rows}; lower it,"
+        f" or raise {'those' if rows else 'that'}."
+      )
+    if not 0 <= self.trainer.overlong_buffer <= most:
+      raise ValueError(
+        f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
+        f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
+      )
+
+  @classmethod
+  def of(cls, config: Any, **others: Any) -> SharedConfig:
+    """Returns the fields of `config` that have the same names, with `others` added or replaced."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in vars(config).items() if name in names} | others)
+
+  @property
+  def weights(self) -> WeightsConfig:
+    """Settings of the trained weights."""
+    return WeightsConfig(
+      numerics=self.numerics,
+      lora_rank=self.lora_rank,
+      lora_alpha=self.lora_alpha,
+      seed=self.seed,
+      weight_transfer_chunk_bytes=self.weight_transfer_chunk_bytes,
+    )
+
+  @property
+  def parts(self) -> dict[str, Any]:
+    """The parts that model, machine and start fill in, by their name in every loop's config."""
+    return {
+      name: vars(self)[name] for name in ("chat", "numerics", "engine", "trainer", "optimizer")
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
   """Configuration of a training run. Every field can be set as `--config.field` (nested: dots).
 
@@ -173,29 +265,7 @@ class RunConfig:
         f" dynamic_sampling_rounds={self.trainer.dynamic_sampling_rounds},"
         " expected at least one of them to be 1; dynamic sampling needs whole steps."
       )
-    if self.trainer.num_mini_batches > self.rollout.prompts_per_step:
-      raise ValueError(
-        f"TrainerConfig.num_mini_batches: got {self.trainer.num_mini_batches}, expected at most"
-        f" RolloutConfig.prompts_per_step={self.rollout.prompts_per_step} (groups are not split);"
-        " lower it or sample more groups."
-      )
-    most = self.rollout.max_tokens
-    # A prompt has at least one token, and the last generated token needs no row.
-    rows = self.trainer.rows_per_micro_batch
-    room = min(self.engine.max_model_len - 1, rows or self.engine.max_model_len)
-    if most > room:
-      and_rows = f" and TrainerConfig.rows_per_micro_batch={rows}" if rows else ""
-      raise ValueError(
-        f"RolloutConfig.max_tokens: got {most}, expected at most {room}, because prompt and answer"
-        f" have to fit EngineConfig.max_model_len={self.engine.max_model_len}{and_rows}; lower it,"
-        " or"
-        f" raise {'those' if rows else 'that'}."
-      )
-    if not 0 <= self.trainer.overlong_buffer <= most:
-      raise ValueError(
-        f"TrainerConfig.overlong_buffer: got {self.trainer.overlong_buffer}, expected 0 to"
-        f" RolloutConfig.max_tokens={most}; a fifth of it is usual, 0 is off."
-      )
+    _ = self.shared  # Validates sizes and lengths.
 
   def _check_cluster(self) -> None:
     """Checks that the settings are compatible with cluster workers.
@@ -214,15 +284,21 @@ class RunConfig:
         )
 
   @property
+  def shared(self) -> SharedConfig:
+    """The settings that every loop shares."""
+    return SharedConfig.of(
+      self,
+      max_policy_lag=self.off_policy.max_policy_lag,
+      max_tokens=self.rollout.max_tokens,
+      prompts_per_step=self.rollout.prompts_per_step,
+      group_size=self.rollout.group_size,
+      keeps_base=self.keeps_base,
+    )
+
+  @property
   def weights(self) -> WeightsConfig:
     """Settings of the trained weights."""
-    return WeightsConfig(
-      numerics=self.numerics,
-      lora_rank=self.lora_rank,
-      lora_alpha=self.lora_alpha,
-      seed=self.seed,
-      weight_transfer_chunk_bytes=self.weight_transfer_chunk_bytes,
-    )
+    return self.shared.weights
 
   @property
   def keeps_base(self) -> bool:
@@ -230,37 +306,21 @@ class RunConfig:
     return bool(self.lora_rank or self.loss.kl_coefficient)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecidedRun:
-  """All decisions for a run of one model on this machine; made by `for_model`.
-
-  Attributes:
-    config: the configuration, with nothing left open that depends on the model.
-    decoder: the decisions for its model.
-  """
-
-  config: RunConfig
-  decoder: Decoder
-
-  def fingerprint(self) -> dict[str, str]:
-    """Returns the numerics fingerprint of sampling and training."""
-    return self.decoder.fingerprint(self.config.trainer.remat)
-
-
-def for_model(config: RunConfig, model: model_config.TransformerConfig) -> DecidedRun:
-  """Returns the run with all model-dependent defaults decided.
+def for_model(
+  config: SharedConfig, model: model_config.TransformerConfig
+) -> tuple[SharedConfig, Decoder]:
+  """Returns the settings with nothing left open that depends on the model, and the decoder.
 
   Raises:
     ValueError: if completions could exceed the model's context.
   """
-  if config.rollout.max_tokens >= model.max_model_len:
+  if config.max_tokens >= model.max_model_len:
     raise ValueError(
-      f"RolloutConfig.max_tokens: got {config.rollout.max_tokens}, expected at most"
+      f"RolloutConfig.max_tokens: got {config.max_tokens}, expected at most"
       f" {model.max_model_len - 1}, because prompt and answer have to fit the model's own context"
-      " of"
-      f" {model.max_model_len} positions (max_position_embeddings in its config.json); lower it (in"
-      " discovery the larger of ProgramConfig.thinking_tokens and answer_tokens), or take a model"
-      " of a longer context."
+      f" of {model.max_model_len} positions (max_position_embeddings in its config.json); lower it"
+      " (in discovery the larger of ProgramConfig.thinking_tokens and answer_tokens), or take a"
+      " model of a longer context."
     )
   trainer, optimizer = config.trainer, config.optimizer
   if not optimizer.learning_rate:
@@ -282,38 +342,32 @@ def for_model(config: RunConfig, model: model_config.TransformerConfig) -> Decid
     ),
     optimizer=optimizer,
   )
-  return DecidedRun(decided, decoder)
+  return decided, decoder
 
 
-def chosen(config: RunConfig, of_model: RunConfig) -> str:
+# What `for_model` and the start of a run fill in: the part, and the field, by which a checkpoint
+# stores it.
+FILLED_IN = (
+  "chat.now", "numerics.backend", "numerics.row_tile", "numerics.reduction_shards",
+  "engine.batch_size_buckets", "trainer.rows_per_micro_batch", "trainer.sequences_per_micro_batch",
+  "optimizer.learning_rate",
+)  # fmt: skip
+
+
+def filled_in(config: SharedConfig) -> dict[str, Any]:
+  """Returns the values of `FILLED_IN`."""
+  names = [(name, *name.split(".")) for name in FILLED_IN]
+  return {name: vars(config.parts[part])[field] for name, part, field in names}
+
+
+def chosen(config: SharedConfig, of_model: SharedConfig) -> str:
   """Returns one line with the defaults that `for_model` filled in; "" if there are none."""
-  names = [
-    f"{field}={new}"
-    for field, old, new in (
-      ("chat.now", config.chat, of_model.chat),
-      ("numerics.backend", config.numerics, of_model.numerics),
-      ("numerics.row_tile", config.numerics, of_model.numerics),
-      ("numerics.reduction_shards", config.numerics, of_model.numerics),
-      ("engine.batch_size_buckets", config.engine, of_model.engine),
-      ("trainer.rows_per_micro_batch", config.trainer, of_model.trainer),
-      ("trainer.sequences_per_micro_batch", config.trainer, of_model.trainer),
-      ("optimizer.learning_rate", config.optimizer, of_model.optimizer),
-    )
-    for old, new in [(vars(part)[field.partition(".")[2]] for part in (old, new))]
-    if old != new
-  ]
+  old, new = filled_in(config), filled_in(of_model)
+  names = [f"{name}={new[name]}" for name in FILLED_IN if old[name] != new[name]]
   return f"chosen for this model and context: {', '.join(names)}" if names else ""
 
 
-def chosen_sizes(config: RunConfig) -> dict[str, Any]:
+def chosen_sizes(config: SharedConfig) -> dict[str, Any]:
   """Returns the values that `for_model` chose, in the form a checkpoint stores for a resume."""
-  return {
-    "now": config.chat.now,
-    "backend": config.numerics.backend,
-    "row_tile": config.numerics.row_tile,
-    "reduction_shards": config.numerics.reduction_shards,
-    "batch_size_buckets": list(config.engine.batch_size_buckets),
-    "rows_per_micro_batch": config.trainer.rows_per_micro_batch,
-    "sequences_per_micro_batch": config.trainer.sequences_per_micro_batch,
-    "learning_rate": config.optimizer.learning_rate,
-  }
+  found = {name.partition(".")[2]: value for name, value in filled_in(config).items()}
+  return {name: list(one) if isinstance(one, tuple) else one for name, one in found.items()}

@@ -14,7 +14,7 @@ from seerjax import agreement, checkpoint, metrics
 from seerjax.records import file
 from seerjax.rollout import journal as journal_lib, trace as trace_lib
 from seerjax.run import evaluation
-from seerjax.run.config import RunConfig
+from seerjax.run.config import SharedConfig
 
 
 def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
@@ -55,8 +55,10 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
     )
 
 
-def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
-  """Returns the config for a resume, with defaults filled in from the run's checkpoint."""
+def as_begun(config: SharedConfig, directory: pathlib.Path, *, resume: bool) -> SharedConfig:
+  """Returns the settings; for a resume, with defaults filled in from the run's checkpoint."""
+  if not resume:
+    return config
   begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
   # JSON has lists, not tuples. Checkpoints without a backend are from versions in which
   # "tiled" was the default; those without a learning rate from versions in which it was 1e-4.
@@ -69,14 +71,7 @@ def as_begun(config: RunConfig, directory: pathlib.Path) -> RunConfig:
     open_fields = {name: begun[name] for name in begun if is_open(name)}
     return dataclasses.replace(part, **open_fields)
 
-  return dataclasses.replace(
-    config,
-    chat=filled(config.chat),
-    numerics=filled(config.numerics),
-    engine=filled(config.engine),
-    trainer=filled(config.trainer),
-    optimizer=filled(config.optimizer),
-  )
+  return dataclasses.replace(config, **{name: filled(part) for name, part in config.parts.items()})
 
 
 def check_settings(

@@ -1,9 +1,12 @@
-"""The lifecycle of a run in its directory, shared by all training loops.
+"""The life of a run, the same for all training loops.
 
     with Life(directory, num_steps=..., resume=..., log=...) as run:
                                          checks the directory, handles Ctrl-C
+      run.decide(config.shared, policy)  fills in settings from checkpoint, model and machine
+      run.plan_memory(...)               refuses a run that does not fit
       run.hold_to(settings, ...)         checks settings against the run to resume
-      found = run.restore(like, ...)     reads the latest checkpoint; None for a new run
+      found = run.restore(like)          reads the latest checkpoint; None for a new run
+      engine = run.engine(weights)       the engine, with its first weights
       run.open(...)                      status.json, journal, config.json, metrics.jsonl
       run.begin(state, host_state)       first checkpoint; from here on a stop saves
       while run.step < num_steps:
@@ -11,34 +14,51 @@
           ...                            call `put_off_stops` before the first weight update
           run.finish_step(state, host_state, numbers)
         run.save_if_due(every=...)
+      run.finish(numbers, state)         summary.json
 
-A checkpoint contains the state (a tree of arrays) and host state (JSON) of the last completed step,
-the run's clock, and the model-dependent defaults. On Ctrl-C and SIGTERM the last completed step is
-saved, and the `with` block raises `stops.Interrupted`.
+Bad input is refused before `open`, and until then no file is touched. A checkpoint contains the
+state (a tree of arrays) and host state (JSON) of the last completed step, the run's clock, and the
+model-dependent defaults. On Ctrl-C and SIGTERM the last completed step is saved, and the `with`
+block raises `stops.Interrupted`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import time
 from typing import Any
 
 import jax
+import optax
 
-from seerjax import agreement, checkpoint, metrics
+from seerjax import agreement, checkpoint, metrics, numerics as numerics_lib
+from seerjax.engine import engine as engine_lib
+from seerjax.kv import pool as kv_pool_lib
+from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
+  config as config_lib,
   directory as directory_lib,
+  learning_rates,
+  memory as memory_lib,
+  policy as policy_lib,
+  programs as programs_lib,
   progress as progress_lib,
   status as status_lib,
   stops as stops_lib,
   summary,
 )
+from seerjax.run.config import SharedConfig
+from seerjax.run.policy import Policy
+from seerjax.run.programs import Programs
 from seerjax.tasks import digests
-from seerjax.trainer import state as state_lib
+from seerjax.trainer import losses, state as state_lib, step as step_lib
+from seerjax.types import TrainState
 
 # File with the step of the best checkpoint, the metric that selected it, and the metric's value.
 BEST_FILE_NAME = "best_checkpoint.json"
@@ -54,9 +74,16 @@ class Life:
   Attributes:
     directory: the run's directory.
     num_steps: total number of steps of the run.
+    resume: whether the run continues from its latest checkpoint.
     step: number of completed steps.
     progress: reports the current activity.
     clock: measures all processes of the run.
+    given: the settings before any decision; a resume adds values of its checkpoint.
+    config: `given` with nothing left open.
+    policy: the policy, with the run's chat settings in its tokenizer, if it has one.
+    programs: the run's compiled programs.
+    fingerprint: the run's numerics fingerprint.
+    memory: the memory plan.
     data_epochs: digests of the data (`tasks.digests`), each with the step from which they apply.
     journal: finished rollouts, once open; None for a run without a journal.
     writer: writer of metrics.jsonl, once open.
@@ -89,13 +116,11 @@ class Life:
     self.step = 0
     self.journal: journal_lib.Journal | None = None
     self.data_epochs: list[dict[str, Any]] = []
-    self._resume, self._accept_new_numerics = resume, accept_new_numerics
+    self.resume, self._accept_new_numerics = resume, accept_new_numerics
     self._accept_new_data = accept_new_data
     self._log, self._keep_checkpoints = log, keep_checkpoints
-    self._fingerprint: dict[str, str] = {}
     self._settings: Mapping[str, Any] = {}
     self._free: Sequence[str] = ()
-    self._sizes: Mapping[str, Any] = {}
     self._state: Any = None
     self._parts: Mapping[str, Any] = NO_PARTS
     self._host_state: HostState = dict
@@ -110,7 +135,7 @@ class Life:
         stack.enter_context(self._stops.put_off())
       self.progress = stack.enter_context(progress_lib.Progress(self._log))
       self.clock = summary.RunClock()
-      directory_lib.check_directory(self.directory, resume=self._resume)
+      directory_lib.check_directory(self.directory, resume=self.resume)
       self._stack = stack.pop_all()
     return self
 
@@ -120,6 +145,66 @@ class Life:
   def enter(self, part: contextlib.AbstractContextManager[Any]) -> Any:
     """Enters a context manager that is left with the run, before its files close."""
     return self._stack.enter_context(part)
+
+  def decide(
+    self,
+    config: SharedConfig,
+    policy: Policy,
+    *,
+    loss: step_lib.PolicyLoss = losses.policy_loss,
+    optimizer: optax.GradientTransformation | None = None,
+  ) -> None:
+    """Sets `given`, `config`, `policy`, `programs` and `fingerprint`."""
+    self.given = directory_lib.as_begun(config, self.directory, resume=self.resume)
+    made = programs_lib.make_programs(self.given, policy.model, loss=loss, optimizer=optimizer)
+    self.programs, self.config, self.policy = made, made.config, policy
+    self.fingerprint = made.decoder.fingerprint(made.config.trainer.remat)
+    if policy.tokenizer is not None:
+      self.policy = policy.with_chat(self.given.chat)
+      chat = self.policy.require_tokenizer().chat_config
+      self.config = dataclasses.replace(self.config, chat=chat)
+
+  def plan_memory(self, shared: Programs | None, refusal: str) -> None:
+    """Plans the memory, and takes `shared` programs, if any, in place of the run's own.
+
+    Raises:
+      ValueError: `refusal`, if these are programs for something else; with all figures, if the run
+        does not fit in free memory.
+    """
+    own, self.programs = self.programs, shared or self.programs
+    if self.programs.made_for != own.made_for:
+      raise ValueError(refusal)
+    self.memory = memory_lib.memory_plan(own)
+
+  def first_state(self) -> TrainState:
+    """Returns the initial training state."""
+    return policy_lib.initial_state(*self._of_state())
+
+  def abstract_state(self) -> TrainState:
+    """Returns shapes, dtypes and shardings of `first_state` without computing anything."""
+    return policy_lib.abstract_state(*self._of_state())
+
+  def _of_state(self) -> tuple[Any, ...]:
+    trainer = self.programs.trainer
+    return self.config.weights, self.policy, trainer.optimizer, trainer.mesh
+
+  def engine(
+    self, weights: parameters.Params, kv_pool: kv_pool_lib.KVPool | None = None
+  ) -> engine_lib.Engine:
+    """Returns the run's engine."""
+    return engine_lib.Engine(
+      Model(self.policy.model, weights, self.config.numerics, self.policy.tokenizer),
+      config=self.memory.engine,
+      key=numerics_lib.key(self.config.seed),
+      policy_version=self.step,
+      runner=self.programs.runner,
+      kv_pool=kv_pool,
+    )
+
+  def rate_warning(self) -> str:
+    """Returns one line if the learning rate is unusually high for the model, else ""."""
+    rate, is_lora = self.config.optimizer.learning_rate, self.config.lora_rank > 0
+    return learning_rates.warning(rate, self.policy.model, is_lora=is_lora)
 
   def hold_to(
     self,
@@ -141,7 +226,7 @@ class Life:
     agreement.compare("settings of the run", settings)
     agreement.compare("data of the run", dict(data))
     self._settings, self._free = settings, free
-    if self._resume:
+    if self.resume:
       host_state = checkpoint.read_host_state(self.directory / "checkpoints")
       stored = host_state.get("config")
       if stored is not None:  # Otherwise the journal checks them.
@@ -168,26 +253,21 @@ class Life:
     if changed or not self.data_epochs:
       self.data_epochs = [*self.data_epochs, {"step": step, "digests": data}]
 
-  def restore(
-    self, like: Callable[[], Any], *, fingerprint: Mapping[str, str]
-  ) -> checkpoint.Restored | None:
+  def restore(self, like: Callable[[], Any]) -> checkpoint.Restored | None:
     """Restores the latest checkpoint; returns None for a new run.
 
-    Args:
-      like: returns a state with the run's shapes and shardings.
-      fingerprint: the run's numerics fingerprint.
+    `like` returns a state with the run's shapes and shardings.
 
     Raises:
       ValueError: if the checkpoint has other shapes or another fingerprint.
     """
-    self._fingerprint = dict(fingerprint)
-    agreement.compare("numerics of the run", self._fingerprint)
-    if not self._resume:
+    agreement.compare("numerics of the run", self.fingerprint)
+    if not self.resume:
       return None
     restored = checkpoint.restore(
       self.directory / "checkpoints",
       jax.tree.map(_abstract, like()),
-      fingerprint=fingerprint,
+      fingerprint=self.fingerprint,
       accept_new_numerics=self._accept_new_numerics,
     )
     self.step = restored.step
@@ -205,30 +285,22 @@ class Life:
     Raises:
       ValueError: if the part has other shapes.
     """
-    if not self._resume:
+    if not self.resume:
       return None
     return checkpoint.restore_part(
       self.directory / "checkpoints", name, jax.eval_shape(like), step=self.step
     )
 
-  def open(
-    self,
-    *,
-    sizes: Mapping[str, Any],
-    console_digits: Mapping[str, int],
-    has_journal: bool = True,
-  ) -> None:
+  def open(self, *, console_digits: Mapping[str, int], has_journal: bool = True) -> None:
     """Opens the run's files.
 
     Args:
-      sizes: model-dependent defaults, stored for a resume.
       console_digits: metrics shown by the progress bar.
       has_journal: whether rollouts are journalled.
 
     Raises:
       ValueError: if another process uses the directory, or the journal has other settings.
     """
-    self._sizes = sizes
     self._status = self.enter(status_lib.kept(self.directory, step=self.step))
     self.enter(self.progress.beaten(self._status.beat))
     data = self.data_epochs[-1]["digests"]
@@ -236,7 +308,7 @@ class Life:
       self.journal = self.enter(
         journal_lib.Journal(
           self.directory / journal_lib.FILE_NAME,
-          fingerprint=self._fingerprint,
+          fingerprint=self.fingerprint,
           settings={
             name: value for name, value in self._settings.items() if name not in self._free
           },
@@ -251,12 +323,12 @@ class Life:
       self.progress.say(sentence)
     metrics.write_summary(
       self.directory / "config.json",
-      {**self._settings, "fingerprint": self._fingerprint, "data": data},
+      {**self._settings, "fingerprint": self.fingerprint, "data": data},
     )
     self.writer = self.enter(
       metrics.Writer(
         self.directory,
-        resume_step=self.step if self._resume else None,
+        resume_step=self.step if self.resume else None,
         total_steps=self.num_steps,
         console_digits=console_digits,
       )
@@ -352,16 +424,22 @@ class Life:
         host_state={
           **self._host_state(),
           "clock": self.clock.read(),
-          "sizes": self._sizes,
+          "sizes": config_lib.chosen_sizes(self.config),
           "data": self.data_epochs,
         },
-        fingerprint=self._fingerprint,
+        fingerprint=self.fingerprint,
         accept_new_numerics=self._accept_new_numerics,
         # Every process of a slice has complete parts; the first process's are written.
         parts=self._parts if jax.process_count() == 1 else jax.device_get(self._parts),
         keep_latest=self._keep_checkpoints,
         keep_steps=() if self._best is None else (self._best,),
       )
+
+  def finish(self, numbers: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+    """Writes summary.json: `numbers`, and those of every run; returns its contents."""
+    done = dict(optimizer_steps=int(state.step), numerics=self.fingerprint, data=self.data_epochs)
+    metrics.write_summary(self.directory / "summary.json", {**numbers, **done})
+    return {**numbers, **done}
 
   def _stopped(self, kind: Any, error: BaseException | None, trace: Any) -> None:
     """Saves the last completed step if a signal ends the run, and raises `Interrupted`."""

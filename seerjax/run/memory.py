@@ -9,9 +9,10 @@ import jax
 
 from seerjax import host_memory
 from seerjax.engine import engine as engine_lib, sizes
-from seerjax.models import config as model_config, parameters
+from seerjax.models import parameters
 from seerjax.run import policy as policy_lib, programs as programs_lib
-from seerjax.run.config import RunConfig
+from seerjax.run.config import SharedConfig
+from seerjax.run.programs import Programs
 from seerjax.trainer import plan as plan_lib, shards
 
 
@@ -59,32 +60,25 @@ class MemoryPlan(NamedTuple):
     )
 
 
-def memory_plan(
-  config: RunConfig, model: model_config.TransformerConfig, *, keeps_base: bool | None = None
-) -> MemoryPlan:
-  """Estimates a run's memory without computing or allocating anything.
+def memory_plan(programs: Programs) -> MemoryPlan:
+  """Estimates the memory of a run without computing or allocating anything.
 
   Args:
-    config: configuration of the run.
-    model: shape of the model.
-    keeps_base: whether the initial weights are kept too; None follows the config.
+    programs: the run's own programs, which are not compiled for this.
 
   Raises:
     ValueError: with all figures, if the run does not fit in free memory.
   """
-  programs = programs_lib.make_programs(config, model)
-  config, decoder = programs.decided.config, programs.decided.decoder
-  trainer, mesh = programs.trainer, programs_lib.meshes(config)[1]
+  config, decoder = programs.config, programs.decoder
+  model, trainer, mesh = decoder.shape, programs.trainer, programs.trainer.mesh
   dtype = config.numerics.dtype
   masters = parameters.shapes(model, config.numerics.reduction_shards)
   plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
   weights = policy_lib.running_shapes(config.weights, model)
-  learning = trainer.plan(
-    weights, programs_lib.layout(config, decoder), _most_micro_batches(config)
-  )
+  layout = programs_lib.layout(config.engine, config.trainer, decoder)
+  learning = trainer.plan(weights, layout, _most_micro_batches(config))
   # With adapters, the frozen weights are the running ones.
-  keeps_base = config.keeps_base if keeps_base is None else keeps_base
-  is_beside = keeps_base and not config.lora_rank
+  is_beside = config.keeps_base and not config.lora_rank
   frozen = shards.bytes_of(plain, parameters.specs_of(plain), mesh) if is_beside else 0
   num_devices, is_cpu = mesh.devices.size, jax.default_backend() == "cpu"
   free = sizes.free_bytes(mesh)
@@ -124,10 +118,10 @@ def memory_plan(
   )
 
 
-def _most_micro_batches(config: RunConfig) -> int:
+def _most_micro_batches(config: SharedConfig) -> int:
   """Returns the micro-batches per optimiser step if every completion has the maximum length."""
-  groups = -(-config.rollout.prompts_per_step // config.trainer.num_mini_batches)
+  groups = -(-config.prompts_per_step // config.trainer.num_mini_batches)
   longest = min(config.engine.max_model_len - 1, config.trainer.rows_per_micro_batch)
   fitting = max(1, config.trainer.rows_per_micro_batch // longest)
   together = min(fitting, config.trainer.sequences_per_micro_batch)
-  return -(-groups * config.rollout.group_size // together)
+  return -(-groups * config.group_size // together)

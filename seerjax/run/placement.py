@@ -46,8 +46,8 @@ class Placement(NamedTuple):
     )
 
 
-def define_flags() -> None:
-  """Defines the flags."""
+def define_numerics_flags() -> None:
+  """Defines the flags of dtype and backend."""
   usual = numerics_lib.NumericsConfig()
   flags.DEFINE_string(
     "compute_dtype", usual.compute_dtype, "Type of weights and activations: float32 or bfloat16."
@@ -56,6 +56,12 @@ def define_flags() -> None:
     "backend", usual.backend,
     "Backend of the model: auto, native (CPU), pallas (GPU, in bfloat16), tiled or untiled.",
   )  # fmt: skip
+
+
+def define_flags() -> None:
+  """Defines the flags."""
+  define_numerics_flags()
+  usual = numerics_lib.NumericsConfig()
   flags.DEFINE_integer(
     "reduction_shards", usual.reduction_shards, "Number of slabs in sums; 0 chooses for the model."
   )

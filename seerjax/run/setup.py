@@ -10,7 +10,7 @@ from typing import Any
 
 import optax
 
-from seerjax import metrics, numerics as numerics_lib
+from seerjax import metrics
 from seerjax.engine import engine as engine_lib
 from seerjax.kv import pool as kv_pool_lib, stores
 from seerjax.models import decoder as decoder_lib, parameters
@@ -21,9 +21,7 @@ from seerjax.run import (
   directory as directory_lib,
   drafter as drafter_lib,
   evaluation,
-  learning_rates,
   lifecycle,
-  memory as memory_lib,
   off_policy,
   policy as policy_lib,
   programs as programs_lib,
@@ -64,9 +62,6 @@ class Setup:
 
   Attributes:
     config: configuration with all defaults filled in.
-    policy: the policy, with the run's chat settings in its tokenizer.
-    fingerprint: the run's numerics fingerprint.
-    trainer: gradient and update programs.
     engine: engine with the weights of `state`.
     journal: the open journal.
     drafts: state of the engine's drafter.
@@ -78,9 +73,6 @@ class Setup:
   """
 
   config: RunConfig
-  policy: Policy
-  fingerprint: dict[str, str]
-  trainer: step_lib.Trainer
   engine: engine_lib.Engine
   journal: journal_lib.Journal
   drafts: drafter_lib.RunDrafts
@@ -139,9 +131,7 @@ def set_up(
   programs: Programs | None,
   loss: step_lib.PolicyLoss,
   optimizer: optax.GradientTransformation | None,
-  *,
   sets: Mapping[str, Task],
-  resume: bool,
 ) -> Setup:
   """Builds the initial state of the loop; the arguments are those of `rl.train`.
 
@@ -151,14 +141,11 @@ def set_up(
     ValueError: for invalid settings, programs or task, before the journal is created.
   """
   slices.require_supported(config)
-  given, progress = config, run.progress
-  if resume:
-    config = directory_lib.as_begun(config, run.directory)
-  own = programs_lib.make_programs(config, policy.model, loss=loss, optimizer=optimizer)
-  config = own.decided.config
-  policy = policy.with_chat(config.chat)
-  config = dataclasses.replace(config, chat=policy.require_tokenizer().chat_config)
-  if resume and config.off_policy != off_policy.OffPolicyConfig():
+  given, progress = config.shared, run.progress
+  run.decide(given, policy, loss=loss, optimizer=optimizer)
+  config = dataclasses.replace(config, **run.config.parts)
+  tokenizer = run.policy.require_tokenizer()
+  if run.resume and config.off_policy != off_policy.OffPolicyConfig():
     raise ValueError(
       f"RunConfig.off_policy: got {config.off_policy} and a run to resume, expected a new run"
       " (requests in"
@@ -167,58 +154,40 @@ def set_up(
   for split in ("train", "heldout"):
     groups_lib.num_problems(task, split)  # Raises if there are none.
   evaluation.check_prompts(
-    config.evaluation, sets.values(), tokenizer=policy.require_tokenizer(),
+    config.evaluation, sets.values(), tokenizer=tokenizer,
     max_tokens=config.rollout.max_tokens,
     context=min(config.engine.max_model_len, policy.model.max_model_len), seed=config.seed,
   )  # fmt: skip
-  fingerprint = own.decided.fingerprint()
-  if programs is None:
-    programs = own
-  elif programs.made_for != own.made_for:
-    raise ValueError(
-      "train.programs: got programs of another config or model, expected make_programs of this"
-      " config and model; share them only between equal runs."
-    )
   drafts = drafter_lib.RunDrafts(config.speculation)
-  memory = memory_lib.memory_plan(config, policy.model)
+  run.plan_memory(
+    programs,
+    "train.programs: got programs of another config or model, expected make_programs of this"
+    " config and model; share them only between equal runs.",
+  )
   before: dict[str, float] = {}
-  base = programs_lib.base_weights(config, policy)
+  base = programs_lib.base_weights(run.config, run.policy)
   data = digests.of_task(slices.own_task(task), config.task_path or None)
   for name, one in sets.items():
     path = config.evaluation.sets.get(name, "").partition("=")[2]
     data |= digests.of_set(name, slices.own_task(one), path or None)
-  run.hold_to(
-    metrics.encode(dataclasses.asdict(config)),
-    free=FREE_SETTINGS,
-    data=data,
-  )
-  like = lambda: programs_lib.abstract_state(config, policy, optimizer)
-  restored = run.restore(like, fingerprint=fingerprint)
+  run.hold_to(metrics.encode(dataclasses.asdict(config)), free=FREE_SETTINGS, data=data)
+  restored = run.restore(run.abstract_state)
   if restored is None:
-    state = programs_lib.first_state(config, policy, optimizer)
+    state = run.first_state()
   else:
     state = restored.state
     before = restored.host_state["before"] or directory_lib.accuracy_at(run.directory, 0)
   published = policy_lib.published_weights(
     config.weights, state.params, base, is_copied=config.off_policy.max_policy_lag > 0
   )
-  tiers = kv_pool_lib.config_of(config.kv_pool, programs.runner.mesh)
+  tiers = kv_pool_lib.config_of(config.kv_pool, run.programs.runner.mesh)
   # Created before the journal, because the journal's first line fixes the run's settings.
-  engine = engine_lib.Engine(
-    Model(policy.model, published, config.numerics, policy.require_tokenizer()),
-    config=memory.engine,
-    key=numerics_lib.key(config.seed),
-    policy_version=run.step,
-    runner=programs.runner,
-    kv_pool=kv_pool_lib.KVPool(tiers, stores.open_store(tiers)),
-  )
-  run.open(sizes=config_lib.chosen_sizes(config), console_digits=CONSOLE_DIGITS)
-  warned = learning_rates.warning(
-    config.optimizer.learning_rate, policy.model, is_lora=config.lora_rank > 0
-  )
-  if optimizer is not None:
-    warned = ""  # A custom optimizer has its own learning rate.
-  for line in (config_lib.chosen(given, config), memory.describe(), engine.memory_plan(), warned):
+  engine = run.engine(published, kv_pool_lib.KVPool(tiers, stores.open_store(tiers)))
+  run.open(console_digits=CONSOLE_DIGITS)
+  chosen = config_lib.chosen(given, run.config)
+  # A custom optimizer has its own learning rate.
+  warned = run.rate_warning() if optimizer is None else ""
+  for line in (chosen, run.memory.describe(), engine.memory_plan(), warned):
     if line:
       progress.say(line)
   with progress.phase("measuring the engine's steps"):
@@ -231,14 +200,13 @@ def set_up(
   )  # fmt: skip
   assert run.journal is not None
   workers = workers_lib.opened(
-    dataclasses.replace(config, engine=engine.config), policy.model, policy.require_tokenizer(),
-    programs.runner, engine, run.enter,
+    dataclasses.replace(config, engine=engine.config), policy.model, tokenizer,
+    run.programs.runner, engine, run.enter,
   )  # fmt: skip
   if workers is not None:
     workers.publish(published, run.step)
   return Setup(
-    config, policy, fingerprint, programs.trainer, engine, run.journal, drafts, workers, asked,
-    state, base, before,
+    config, engine, run.journal, drafts, workers, asked, state, base, before
   )  # fmt: skip
 
 

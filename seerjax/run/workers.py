@@ -55,7 +55,7 @@ class WorkerOfRun:
     """Creates a worker in its own process, with one device per model shard."""
     config = dataclasses.replace(self.config, data_parallel_size=1)
     parallel.start(parallel.SliceConfig(), num_devices=config.tensor_parallel_size)
-    return self.on(programs_lib.make_programs(config, self.model).runner, number)
+    return self.on(programs_lib.make_programs(config.shared, self.model).runner, number)
 
   def on(self, runner: runner_lib.Runner, number: int) -> EngineWorker:
     """Creates a worker that uses existing compiled programs."""

@@ -154,7 +154,7 @@ def test_the_papers_preset_is_as_published():
 
 def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(capsys):
   paper = discover.PAPER
-  config = paper.run(names.load("circle_packing:26", allow_weak_sandbox=True))
+  config = paper.shared(names.load("circle_packing:26", allow_weak_sandbox=True))
   with contextlib.suppress(ValueError):  # Most machines lack the memory.
     train.say_memory(config, paper.model)
   said = capsys.readouterr().out

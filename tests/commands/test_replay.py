@@ -24,7 +24,7 @@ from seerjax.models import (
 )
 from seerjax.models.decoder import decide
 from seerjax.rollout import groups, journal as journal_lib
-from seerjax.run import policy as policy_lib, programs as programs_lib
+from seerjax.run import policy as policy_lib
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.trainer import losses
 from seerjax.types import Problem, Verdict
@@ -283,9 +283,10 @@ def test_a_checkpoint_of_other_numerics_carries_what_was_sampled_after_it(
   write_journal_again(run, lambda entry: entry, epoch_at=3)
   config = replay.read_config(run)
   policy = policy_lib.load_policy(config.model, config.numerics)
+  trainer = programs_lib.make_programs(config.shared, policy.model).trainer
   restored = checkpoint.restore(
     run / "checkpoints",
-    programs_lib.abstract_state(config, policy),
+    policy_lib.abstract_state(config.weights, policy, trainer.optimizer, trainer.mesh),
     fingerprint=numerics_lib.fingerprint(config.numerics),
     step=3,
   )

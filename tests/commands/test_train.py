@@ -130,7 +130,7 @@ def test_what_was_saved_is_the_sum_of_all_steps():
 )  # fmt: skip
 def test_what_to_try_next_begins_with_the_script_that_began_the_run(added, script):
   config = run_presets.main_job()
-  arguments = ("--workdir=a run", "--resume", *added)
+  arguments = ("--workdir=a run", "--resume", "--config.num_steps=3", *added)
   found = train.next_commands(config, pathlib.Path("a run"), arguments).splitlines()
   assert found[-1] == (
     f"  bash launch/{script} train '--workdir=a run' --resume"

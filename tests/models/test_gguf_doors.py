@@ -96,7 +96,7 @@ def test_a_run_of_a_file_says_its_memory_before_weights_are_read(file, capsys):
     presets.named_model(), rollout=groups.RolloutConfig(max_tokens=32),
     engine=engine_lib.EngineConfig(max_model_len=96),
   )  # fmt: skip
-  train.say_memory(config, str(file))
+  train.say_memory(config.shared, str(file))
   assert "MiB" in capsys.readouterr().out
 
 

@@ -30,20 +30,22 @@ def save(directory: pathlib.Path, step: int, sizes: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path):
-  open_config = RunConfig(engine=engine_lib.EngineConfig(max_model_len=512))
+  open_config = RunConfig(engine=engine_lib.EngineConfig(max_model_len=512)).shared
   nano = presets.get("nano")
-  found = config_lib.for_model(open_config, nano).config
+  decided = lambda config: config_lib.for_model(config, nano)[0]
+  as_begun = lambda config: directory_lib.as_begun(config, tmp_path, resume=True)
+  found = decided(open_config)
   assert config_lib.chosen(open_config, found) == (
     "chosen for this model and context: numerics.backend=native,"
     " numerics.row_tile=16, numerics.reduction_shards=8, engine.batch_size_buckets=(64, 512),"
     " trainer.rows_per_micro_batch=2048, trainer.sequences_per_micro_batch=32,"
     " optimizer.learning_rate=0.0001"
   )
-  assert config_lib.for_model(found, nano).config == found and config_lib.chosen(found, found) == ""
+  assert decided(found) == found and config_lib.chosen(found, found) == ""
   chosen = config_lib.chosen_sizes(found)
   sizes = chosen | {"sequences_per_micro_batch": 16, "batch_size_buckets": [32, 256]}
   save(tmp_path, 0, sizes)
-  resumed = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano).config
+  resumed = decided(as_begun(open_config))
   assert resumed.trainer.sequences_per_micro_batch == 16
   assert resumed.engine.batch_size_buckets == (32, 256)
   assert resumed.optimizer.learning_rate == 1e-4
@@ -52,21 +54,20 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
     engine=dataclasses.replace(open_config.engine, batch_size_buckets=(16,)),
     trainer=TrainerConfig(sequences_per_micro_batch=8),
   )
-  assert directory_lib.as_begun(named, tmp_path).trainer.sequences_per_micro_batch == 8
-  begun = directory_lib.as_begun(named, tmp_path)
-  assert config_lib.for_model(begun, nano).config.engine.batch_size_buckets == (16,)
+  assert as_begun(named).trainer.sequences_per_micro_batch == 8
+  assert decided(as_begun(named)).engine.batch_size_buckets == (16,)
   # A run started before this setting existed was tiled, and stays tiled.
   assert resumed.numerics.backend == "native"
   del sizes["backend"]
   save(tmp_path, 1, sizes)
-  older = config_lib.for_model(directory_lib.as_begun(open_config, tmp_path), nano).config
+  older = decided(as_begun(open_config))
   assert older.numerics.backend == "tiled"
   # Its learning rate was not a setting either.
   adapters = dataclasses.replace(open_config, lora_rank=4)
-  assert config_lib.for_model(adapters, nano).config.optimizer.learning_rate == 2e-4
+  assert decided(adapters).optimizer.learning_rate == 2e-4
   del sizes["learning_rate"]
   save(tmp_path, 2, sizes)
-  older = config_lib.for_model(directory_lib.as_begun(adapters, tmp_path), nano).config
+  older = decided(as_begun(adapters))
   assert older.optimizer.learning_rate == 1e-4
 
 
@@ -91,11 +92,11 @@ def test_answers_beyond_the_models_context_name_it_and_nothing_that_nobody_set(
   )
   model = with_context(presets.get(name), positions)
   with pytest.raises(ValueError, match=rf"max_tokens: got {max_tokens}, expected at most") as found:
-    config_lib.for_model(config, model)
+    config_lib.for_model(config.shared, model)
   said = str(found.value)
   assert f"at most {positions - 1}, " in said
   assert f"own context of {positions} positions (max_position_embeddings in" in said
   assert "rows_per_micro_batch" not in said and "EngineConfig" not in said
   if positions > 2:
     fitting = groups.RolloutConfig(max_tokens=positions - 1)
-    config_lib.for_model(dataclasses.replace(config, rollout=fitting), model)
+    config_lib.for_model(dataclasses.replace(config, rollout=fitting).shared, model)

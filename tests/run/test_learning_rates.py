@@ -16,7 +16,7 @@ LARGE = [name for name in shapes.CONFIGS if not name.startswith("nano")]
 def rate_of(name: str, **changes) -> float:
   """Returns the learning rate of a run that leaves it open."""
   config = dataclasses.replace(presets.of_model(name), **changes)
-  return config_lib.for_model(config, shapes.get(name)).config.optimizer.learning_rate
+  return config_lib.for_model(config.shared, shapes.get(name))[0].optimizer.learning_rate
 
 
 @pytest.mark.parametrize("name", LARGE)

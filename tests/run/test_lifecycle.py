@@ -24,6 +24,7 @@ from small_run import (
   SHOWN,
   Vowels,
   assert_equal_bits,
+  first_state,
   interrupt,
   policy,
   programs_of,
@@ -35,7 +36,7 @@ from small_run import (
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.models import chat_template
 from seerjax.rollout import journal as journal_lib
-from seerjax.run import programs as programs_lib, status, stops
+from seerjax.run import status, stops
 from seerjax.trainer import losses, step as step_lib
 from seerjax.types import Verdict
 
@@ -226,7 +227,7 @@ def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, 
 def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
   before = checkpoint.restore(
     stopped_copy / "checkpoints",
-    jax.eval_shape(lambda: programs_lib.first_state(CONFIG, policy())),
+    jax.eval_shape(lambda: first_state()),
     fingerprint=numerics_lib.fingerprint(NUMERICS),
   ).host_state["clock"]
   began = time.monotonic()

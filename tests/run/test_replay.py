@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 import pytest
-from small_run import CONFIG, NUMERICS, Vowels, assert_equal_bits, policy, programs_of
+from small_run import CONFIG, NUMERICS, Vowels, assert_equal_bits, first_state, policy, programs_of
 
 from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.rollout import journal as journal_lib
@@ -23,8 +23,8 @@ def known_of(directory):
 
 def learn_again(steps, known, *, state=None, config=CONFIG):
   task, lines = Vowels(), []
-  state = programs_lib.first_state(config, policy()) if state is None else state
-  trainer, base = programs_of(config).trainer, programs_lib.base_weights(config, policy())
+  state = first_state(config) if state is None else state
+  trainer, base = programs_of(config).trainer, programs_lib.base_weights(config.shared, policy())
   state = replay.learn_again(
     lambda state, groups: rl.learn(config, trainer, state, groups, rl.judge(config, groups), base),
     config, task, policy().require_tokenizer(), state, steps, known, log=lines.append,

@@ -23,7 +23,7 @@ from seerjax.models import parameters, tokenizer as tokenizer_lib
 from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.rollout import divided, groups as groups_lib, journal as journal_lib, policies
-from seerjax.run import programs as programs_lib, stops
+from seerjax.run import policy as policy_lib, programs as programs_lib, stops
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import Policy
@@ -119,7 +119,7 @@ def runner(data_parallel_size, numerics, has_adapters):
 
 @functools.cache
 def programs(config: RunConfig) -> Programs:
-  made = programs_lib.make_programs(config, MODEL)
+  made = programs_lib.make_programs(config.shared, MODEL)
   if config.off_policy.max_policy_lag:
     return made  # It has its own devices.
   shared = runner(config.data_parallel_size, config.numerics, config.lora_rank > 0)
@@ -226,9 +226,13 @@ def groups_of(*, count=2, is_shuffled=False):
   )
 
 
+def first_state(config=CONFIG):
+  return programs_of(config).trainer.init(policy_lib.first_params(config.weights, policy()))
+
+
 def learn(groups, config=CONFIG):
-  state = programs_lib.first_state(config, policy())
-  base = programs_lib.base_weights(config, policy())
+  state = first_state(config)
+  base = programs_lib.base_weights(config.shared, policy())
   values = rl.judge(config, groups)
   return rl.learn(config, programs_of(config).trainer, state, groups, values, base)
 
