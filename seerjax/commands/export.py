@@ -32,6 +32,7 @@ from seerjax.models import (
 )
 from seerjax.run import command_line, policy as policy_lib
 from seerjax.run.config import RunConfig
+from seerjax.trainer import step as step_lib
 
 
 class Target(NamedTuple):
