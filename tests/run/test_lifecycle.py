@@ -227,7 +227,7 @@ def test_a_task_that_cannot_judge_is_named_and_nothing_is_lost(whole, tmp_path, 
 def test_the_summary_of_a_resumed_run_counts_all_its_processes(stopped_copy):
   before = checkpoint.restore(
     stopped_copy / "checkpoints",
-    jax.eval_shape(lambda: first_state()),
+    jax.eval_shape(lambda state: state, first_state()),
     fingerprint=numerics_lib.fingerprint(NUMERICS),
   ).host_state["clock"]
   began = time.monotonic()
