@@ -168,11 +168,13 @@ def test_a_branch_of_a_tree_has_the_bits_of_its_path():
   lone["tokens"][2], lone["num_rows"], lone["num_segments"] = 77, np.int32(3), np.int32(1)
   lone["segment_length"][:2] = (3, 0)
 
+  weights = params()  # Outside of a trace, since they are kept.
+
   @jax.jit
   def run(batch, copies):
     pages = kv_layout.empty_pages(decide(CONFIG, NUMERICS), num_pages=9, page_size=PAGE_SIZE)
     return transformer.forward(
-      params(), batch, pages, key_copies=copies, decoder=decide(CONFIG, NUMERICS)
+      weights, batch, pages, key_copies=copies, decoder=decide(CONFIG, NUMERICS)
     )[0]
 
   i32 = functools.partial(jnp.asarray, dtype=jnp.int32)

@@ -288,7 +288,7 @@ def test_a_context_that_is_too_long_fails_once(tmp_path):
   "fields, message",
   [
     (dict(num_jobs=0), "num_jobs: got 0, expected at least 1; see"),
-    (dict(max_rethinks=11), "max_rethinks: got 11, expected at least 1 and at most 10; see"),
+    (dict(max_rethinks=11), "max_rethinks: got 11, expected 1 to 10; see"),
     (dict(sleep_tokens=0), "sleep_tokens: got 0, expected at least 1; see"),
     (dict(num_at_once=0), "num_at_once: got 0, expected at least 1; see"),
     (dict(num_anticipated=-1), "num_anticipated: got -1, expected at least 0; see"),

@@ -75,7 +75,7 @@ def test_losses_are_cross_entropy_and_kl_by_hand():
   (lambda: distill.DistillConfig(num_tokens=10), "got num_tokens=10, tokens_per_batch=3072"),
   (lambda: distill.DistillConfig(lengths=(8, 4)), "lengths: got (8, 4), expected ascending"),
   (lambda: distill.DistillConfig(learning_rate=0.0), "learning_rate: got 0.0, expected a pos"),
-  (lambda: distill.DistillConfig(prompt_weight=2.0), "prompt_weight: got 2.0, expected a num"),
+  (lambda: distill.DistillConfig(prompt_weight=2.0), "prompt_weight: got 2.0, expected 0 to 1"),
 )  # fmt: skip
 def test_refusals(row):
   refusals.check(row)
