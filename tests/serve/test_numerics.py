@@ -56,7 +56,7 @@ def test_bfloat16_has_equal_bits_alone_in_company_and_on_two_devices(tmp_path):
   ],
 )
 def test_a_flag_that_cannot_be_is_refused_in_one_line(command, flag, message):
-  given = [sys.executable, "-m", f"seerjax.{command}", flag]
+  given = [sys.executable, "-m", "seerjax.commands", command, flag]
   if command == "generate":
     given.append("--prompt=How many?")
   ended = subprocess.run(given, capture_output=True, text=True, check=False)
