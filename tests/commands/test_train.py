@@ -219,7 +219,10 @@ def test_help_says_what_it_is_and_what_it_takes():
       dict(task="gsm8k"),
       "gsm8k: got no path, expected the original JSON lines; set --config",
     ),
-    (dict(task="words"), "tasks.load: got name 'words', expected 'code', 'math', 'countdown', 'gsm8k'"),
+    (
+      dict(task="words"),
+      "tasks.load: got name 'words', expected 'code', 'math', 'countdown', 'gsm8k'",
+    ),
     (
       dict(model="/nowhere"),
       "resolve: got '/nowhere', which is not a directory, expected a mod",

@@ -44,16 +44,16 @@ EVENTS = (
 def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, tell_events):
   model = drawn_models.pretrained(str(smollm2), DTYPES[block // 2 % 2])
   events = collections.Counter()
-  of_two = ("several instances", "pages migrated") if block % 2 else ()
-  for place in range(2 * OF_A_BLOCK):
-    # Six draws of two instances may not move a page; then six more follow.
-    if place >= OF_A_BLOCK and all(events[name] for name in of_two):
+  names = EVENTS + (("several instances", "pages migrated") if block % 2 else ())
+  for place in range(4 * OF_A_BLOCK):
+    # Draws go on while six had no kill, say.
+    if place >= OF_A_BLOCK and all(events[name] for name in names):
       break
     further = place // OF_A_BLOCK * 2 * BLOCKS
     number = OF_A_BLOCK * (block + further) + place % OF_A_BLOCK
     model_cases.run_case(drawn_models.draw_of(model, seed, number), events)
   assert events["cases"] >= OF_A_BLOCK
-  tell_events(f"block {block}", events, EVENTS + of_two)
+  tell_events(f"block {block}", events, names)
 
 
 @pytest.mark.real
