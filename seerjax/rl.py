@@ -35,6 +35,7 @@ from seerjax.rollout import divided, journal as journal_lib, policy_loading
 from seerjax.run import (
   drafter as drafter_lib,
   evaluation,
+  held_out,
   lifecycle,
   policy as policy_lib,
   programs as programs_lib,
@@ -160,9 +161,9 @@ def train(
     run.begin(state, lambda: {"before": ready.before}, ready.drafts.parts())
     before = ready.before
     if not run.step:
-      before = setup_lib.accuracy_after(0, run, ready.asked)
+      before = held_out.accuracy_after(0, run, ready.asked)
     elif _evaluates_after(run.step, config):  # The run may have stopped during this evaluation.
-      setup_lib.accuracy_after(run.step, run, ready.asked)
+      held_out.accuracy_after(run.step, run, ready.asked)
     else:
       run.keep_best(config.evaluation.best)  # Otherwise the next save removes the best checkpoint.
     while run.step < config.num_steps:
@@ -180,9 +181,9 @@ def train(
       on_step(run.step, jax.tree.map(lambda leaf: leaf, state), dict(numbers))
       run.save_if_due(every=config.checkpoint_every)
       if _evaluates_after(run.step, config):
-        setup_lib.accuracy_after(run.step, run, ready.asked)
+        held_out.accuracy_after(run.step, run, ready.asked)
     run.progress.end_steps()
-    after = setup_lib.accuracy_after(run.step, run, ready.asked)
+    after = held_out.accuracy_after(run.step, run, ready.asked)
     with run.progress.phase("answering one problem again"):
       now = ready.asked.answer()
       first = policy_lib.first_params(config.weights, run.policy)
@@ -192,7 +193,7 @@ def train(
     rows = agreement.from_first(lambda: metrics.read(run.directory / metrics.FILE_NAME))
     numbers = summary.of_run(before, after, [row for row in rows if "rollout_train/kl" in row])
     if sets:
-      numbers["sets"] = setup_lib.sets_gained(run, ready.asked)
+      numbers["sets"] = held_out.sets_gained(run, ready.asked)
     numbers = run.finish(numbers | run.clock.read(), state)
     return Result(state, numbers, then, now, run.policy, config.weights)
 

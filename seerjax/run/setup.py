@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
 import os
-from typing import Any
 
 import optax
 
@@ -26,7 +25,6 @@ from seerjax.run import (
   policy as policy_lib,
   programs as programs_lib,
   slices,
-  summary,
   workers as workers_lib,
 )
 from seerjax.run.config import RunConfig
@@ -234,40 +232,3 @@ def ends(ready: Setup, run: lifecycle.Life, task: Task, sample: Sample) -> tuple
     run.enter(contextlib.closing(ahead))
     return ahead.sample, ahead.publish
   return sample, publish
-
-
-def accuracy_after(step: int, run: lifecycle.Life, asked: evaluation.Evaluator) -> dict[str, float]:
-  """Returns held-out metrics after a step, and keeps the best checkpoint of all evaluations.
-
-  Every set is evaluated, the run's own task first; its metrics are returned. Evaluations that were
-  finished before a restart are read from metrics.jsonl.
-  """
-  numbers = [_asked_in(room, step, run, asked) for room in asked.tasks]
-  run.keep_best(asked.config.best)
-  return numbers[0]
-
-
-def _asked_in(
-  room: str, step: int, run: lifecycle.Life, asked: evaluation.Evaluator
-) -> dict[str, float]:
-  """Returns one set's metrics after a step, read from metrics.jsonl if present."""
-  if found := directory_lib.accuracy_at(run.directory, step, room):
-    return found
-  when = {run.num_steps: "after", 0: "before"}.get(step, f"after step {step}")
-  of_set = "" if room == evaluation.ROOM else f" of {room.removeprefix(f'{evaluation.ROOM}_')}"
-  run.progress.say(f"held-out accuracy on {asked.config.num_problems} problems{of_set}, {when}:")
-  found = asked.accuracy(room)
-  run.writer.write(step, {f"{room}/{name}": value for name, value in found.items()})
-  run.progress.say(f"  {evaluation.describe(found)}")
-  return found
-
-
-def sets_gained(run: lifecycle.Life, asked: evaluation.Evaluator) -> dict[str, dict[str, Any]]:
-  """Returns accuracy and reward of each further set before and after the run."""
-  return {
-    room.removeprefix(f"{evaluation.ROOM}_"): summary.gains(before, after)
-    for room in asked.tasks
-    if room != evaluation.ROOM
-    if (before := directory_lib.accuracy_at(run.directory, 0, room))
-    and (after := directory_lib.accuracy_at(run.directory, run.step, room))
-  }
