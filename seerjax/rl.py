@@ -31,7 +31,7 @@ from seerjax import agreement, fields, metrics
 from seerjax.engine import engine as engine_lib
 from seerjax.models import parameters
 from seerjax.models.loading import Model
-from seerjax.rollout import divided, journal as journal_lib, policy_loading
+from seerjax.rollout import journal as journal_lib
 from seerjax.run import (
   drafter as drafter_lib,
   evaluation,
@@ -51,7 +51,7 @@ from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
 from seerjax.trainer import advantages as advantages_lib, losses, step as step_lib
-from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup, Task, TrainState
+from seerjax.types import Completion, Request, RolloutGroup, Task, TrainState
 
 # Maps the rewards of a step's groups, f32[b, g], to advantages of the same shape.
 Advantages = Callable[[np.ndarray], Any]
@@ -159,13 +159,7 @@ def train(
     )  # fmt: skip
     sample_step, publish = setup_lib.ends(ready, run, task, usual)
     run.begin(state, lambda: {"before": ready.before}, ready.drafts.parts())
-    before = ready.before
-    if not run.step:
-      before = held_out.accuracy_after(0, run, ready.asked)
-    elif _evaluates_after(run.step, config):  # The run may have stopped during this evaluation.
-      held_out.accuracy_after(run.step, run, ready.asked)
-    else:
-      run.keep_best(config.evaluation.best)  # Otherwise the next save removes the best checkpoint.
+    before = held_out.accuracy_before(run, ready.asked, ready.before)
     while run.step < config.num_steps:
       joules = run.clock.joules
       with run.next_step() as put_off_stops:
@@ -180,8 +174,7 @@ def train(
       # A copied tree and dict, so that `on_step` cannot change the run's own.
       on_step(run.step, jax.tree.map(lambda leaf: leaf, state), dict(numbers))
       run.save_if_due(every=config.checkpoint_every)
-      if _evaluates_after(run.step, config):
-        held_out.accuracy_after(run.step, run, ready.asked)
+      held_out.evaluate_if_due(run, ready.asked)
     run.progress.end_steps()
     after = held_out.accuracy_after(run.step, run, ready.asked)
     with run.progress.phase("answering one problem again"):
@@ -196,12 +189,6 @@ def train(
       numbers["sets"] = held_out.sets_gained(run, ready.asked)
     numbers = run.finish(numbers | run.clock.read(), state)
     return Result(state, numbers, then, now, run.policy, config.weights)
-
-
-def _evaluates_after(step: int, config: RunConfig) -> bool:
-  """Returns whether `step` is followed by an evaluation other than the first or the last."""
-  every = config.evaluation.every
-  return bool(every) and step % every == 0 and 0 < step < config.num_steps
 
 
 def train_step(
@@ -275,29 +262,18 @@ def sample(
   """
   assert engine.tokenizer is not None
   watched = progress or progress_lib.silent()
-  counted = functools.partial(sampling.counted_by, engine)
-  if workers is not None:
-    counted = workers.counted
-  measure = sampling.Measure(engine, drafts, counted)
-
-  def known(group: int, member: int, problem: Problem) -> Rollout | None:
-    entry = journal.lookup(step, group, member, problem_id=problem.problem_id)
-    return None if entry is None else entry.rollout
-
-  def keep(group: int, member: int, problem: Problem, rollout: Rollout) -> None:
-    journal.append(
-      step, group, member, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
-    )
+  if workers is None:
+    source = sampling.own_engine(engine, config.scheduler, journal)
+  else:
+    source = workers.source(journal)
+  measure = sampling.Measure(source.counted, drafts)
+  known, keep = sampling.journalled(journal, step)
 
   def generate(requests: Sequence[Request]) -> Iterator[Completion]:
-    if workers is not None:
-      rollout = workers.rollout(journal)
-    else:
-      rollout = divided.resumed(engine, policy_loading.load(config.scheduler), journal, requests)
+    rollout = source.rollout(requests)
     measure.traces.append(rollout.trace)
-    num_tokens = lambda: counted().sampled_tokens
-    details = str if workers is None else workers.text
-    yield from sampling.watched(watched, "sampling", num_tokens, rollout.run, requests, details)
+    num_tokens = lambda: source.counted().sampled_tokens
+    yield from sampling.watched(watched, "sampling", num_tokens, rollout.run, requests, source.text)
 
   groups = rounds.step_groups(
     config.rollout,
@@ -310,7 +286,7 @@ def sample(
     known=known,
     on_rollout=keep,
   )
-  num_old = sum(len(one.tokens) for one in _completions(groups) if one.policy_version < step)
+  num_old = sampling.num_old_tokens(groups, step)
   return groups, measure.finish(journal.path.parent, step, num_old=num_old)
 
 
@@ -360,10 +336,10 @@ def learn(
     before_update: called before the first update; `state` may be donated from then on.
   """
   version = int(state.step) // config.trainer.num_mini_batches
-  is_old = any(one.policy_version < version for one in _completions(groups))
-  parts = np.array_split(np.arange(len(groups)), config.trainer.num_mini_batches)
-  pack = functools.partial(programs_lib.pack, config.engine, config.trainer, trainer.decoder)
-  batches = [pack([groups[i] for i in part.tolist()], values[part]) for part in parts]
+  is_old = sampling.num_old_tokens(groups, version) > 0
+  batches = programs_lib.mini_batches(
+    config.engine, config.trainer, trainer.decoder, groups, values
+  )
   sampling_params = policy_lib.running_weights(config.weights, state.params, base)
   references: list[Any] = [None] * len(batches)  # f32[m, n] each, or None.
   if config.loss.kl_coefficient:
@@ -385,13 +361,7 @@ def learn(
     if index == 0:
       first_gradient = gradient
       numbers |= {f"train/{name}": float(value) for name, value in means.items()}
-  gaps = [step_lib.rollout_gap(s, b) for s, b in zip(first_scores, batches, strict=True)]
-  numbers |= {
-    "rollout_train/kl": max((gap["kl"] for gap in gaps), key=abs),
-    "rollout_train/raw_kl": max((gap["raw_kl"] for gap in gaps), key=abs),
-    "rollout_train/max_abs_logprob_gap": max(gap["max_abs_logprob_gap"] for gap in gaps),
-    "rollout_train/max_abs_raw_logprob_gap": max(gap["max_abs_raw_logprob_gap"] for gap in gaps),
-  }
+  numbers |= summary.of_gaps(first_scores, batches)
   for index, batch in enumerate(batches):
     gradient = first_gradient
     if index:
@@ -404,7 +374,3 @@ def learn(
     state, norms = trainer.update(state, gradient)
     numbers |= {f"train/{name}": float(value) for name, value in norms.items()}
   return state, numbers
-
-
-def _completions(groups: Sequence[RolloutGroup]) -> list[Completion]:
-  return [rollout.completion for group in groups for rollout in group.rollouts]

@@ -7,6 +7,33 @@ from typing import Any
 from seerjax.run import directory as directory_lib, evaluation, lifecycle, summary
 
 
+def accuracy_before(
+  run: lifecycle.Life, asked: evaluation.Evaluator, before: dict[str, float]
+) -> dict[str, float]:
+  """Returns held-out metrics before the first step: those measured now, or `before` on a resume.
+
+  A resumed run may have been stopped during the evaluation of its last step, which is repeated.
+  """
+  if not run.step:
+    return accuracy_after(0, run, asked)
+  if not evaluate_if_due(run, asked):
+    run.keep_best(asked.config.best)  # Otherwise the next save removes the best checkpoint.
+  return before
+
+
+def evaluate_if_due(run: lifecycle.Life, asked: evaluation.Evaluator) -> bool:
+  """Evaluates if the last step is followed by an evaluation other than the first or the last one.
+
+  Returns:
+    Whether that was so.
+  """
+  every = asked.config.every
+  if not every or run.step % every or not 0 < run.step < run.num_steps:
+    return False
+  accuracy_after(run.step, run, asked)
+  return True
+
+
 def accuracy_after(step: int, run: lifecycle.Life, asked: evaluation.Evaluator) -> dict[str, float]:
   """Returns held-out metrics after a step, and keeps the best checkpoint of all evaluations.
 

@@ -133,7 +133,7 @@ class Partial:
   def sample(self, step: int) -> tuple[list[RolloutGroup], dict[str, float]]:
     """Returns a step's groups and sampling metrics; unfinished groups are carried over."""
     engine = self._engine
-    measure = sampling.Measure(engine, self._drafts)
+    measure = sampling.Measure(lambda: sampling.counted_by(engine), self._drafts)
     num_problems = groups_lib.num_problems(self._task, "train")
     assert engine.tokenizer is not None
 

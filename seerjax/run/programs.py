@@ -129,6 +129,21 @@ def layout(
   return packing.layout(**_packing_arguments(engine, trainer, decoder))
 
 
+def mini_batches(
+  engine: engine_lib.EngineConfig,
+  trainer: TrainerConfig,
+  decoder: Decoder,
+  groups: Sequence[RolloutGroup],
+  values: np.ndarray,
+) -> list[Any]:
+  """Packs the groups of a step, in order, into a `TrainBatch` for each of its optimiser steps."""
+  parts = np.array_split(np.arange(len(groups)), trainer.num_mini_batches)
+  return [
+    pack(engine, trainer, decoder, [groups[i] for i in part.tolist()], values[part])
+    for part in parts
+  ]
+
+
 def pack(
   engine: engine_lib.EngineConfig,
   trainer: TrainerConfig,

@@ -1,18 +1,30 @@
-"""Measures a step's sampling (trace, drafts, seconds) and reports its progress."""
+"""The source of a run's samples, and a step's measures (trace, drafts, seconds) and progress."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+import functools
 import pathlib
 import time
 from typing import NamedTuple
 
+from seerjax.cluster.driver import ClusterRollout
 from seerjax.engine import engine as engine_lib
-from seerjax.rollout import groups as groups_lib, trace as trace_lib
+from seerjax.rollout import (
+  divided,
+  groups as groups_lib,
+  journal as journal_lib,
+  policies,
+  policy_loading,
+  trace as trace_lib,
+)
+from seerjax.rollout.divided import DividedRollout
 from seerjax.run import progress as progress_lib
 from seerjax.run.drafter import RunDrafts
 from seerjax.speculation import statistics
-from seerjax.types import Completion, Request
+from seerjax.types import Completion, Problem, Request, Rollout, RolloutGroup
+
+Keep = Callable[[int, int, Problem, Rollout], None]
 
 
 class Counted(NamedTuple):
@@ -35,6 +47,46 @@ def counted_by(engine: engine_lib.Engine) -> Counted:
   return Counted(counters.sampled_tokens, counters.drafted_tokens, counters.accepted_tokens)
 
 
+class Source(NamedTuple):
+  """A source of samples for a run's steps: its own engine (`own_engine`), or workers.
+
+  Attributes:
+    rollout: returns a rollout for requests, which continues from the journal.
+    counted: returns the token counts so far.
+    text: returns further text for the progress line.
+  """
+
+  rollout: Callable[[Sequence[Request]], DividedRollout | ClusterRollout]
+  counted: Callable[[], Counted]
+  text: Callable[[], str] = str
+
+
+def own_engine(
+  engine: engine_lib.Engine, policy: policies.Policy | str, journal: journal_lib.Journal
+) -> Source:
+  """Returns the source that samples on a run's own engine, under a scheduling policy."""
+
+  def rollout(requests: Sequence[Request]) -> DividedRollout:
+    return divided.resumed(engine, policy_loading.load(policy), journal, requests)
+
+  return Source(rollout, functools.partial(counted_by, engine))
+
+
+def journalled(journal: journal_lib.Journal, step: int) -> tuple[groups_lib.Known, Keep]:
+  """Returns the functions of `rounds.step_groups` that read and write a step's rollouts."""
+
+  def known(group: int, member: int, problem: Problem) -> Rollout | None:
+    entry = journal.lookup(step, group, member, problem_id=problem.problem_id)
+    return None if entry is None else entry.rollout
+
+  def keep(group: int, member: int, problem: Problem, rollout: Rollout) -> None:
+    journal.append(
+      step, group, member, rollout, problem_id=problem.problem_id, prompt_text=problem.prompt
+    )
+
+  return known, keep
+
+
 class Measure:
   """Measures one step's sampling, from construction to `finish`.
 
@@ -42,20 +94,14 @@ class Measure:
     traces: traces of the step's rollouts; filled by the caller.
   """
 
-  def __init__(
-    self,
-    engine: engine_lib.Engine,
-    drafts: RunDrafts | None,
-    counted: Callable[[], Counted] | None = None,
-  ):
+  def __init__(self, counted: Callable[[], Counted], drafts: RunDrafts | None):
     """Starts measuring.
 
     Args:
-      engine: the sampling engine.
+      counted: returns current token counts.
       drafts: the run's drafter state, or None.
-      counted: returns current token counts; the engine's if None.
     """
-    self._counted = counted or (lambda: counted_by(engine))
+    self._counted = counted
     self._begun_at = self._counted()
     self.traces: list[trace_lib.Trace] = []
     self._drafts = drafts
@@ -85,6 +131,12 @@ class Measure:
       "rollout/tokens_per_second": sampled / max(seconds, 1e-9),
       "rollout/old_tokens": float(num_old),
     }
+
+
+def num_old_tokens(groups: Sequence[RolloutGroup], policy_version: int) -> int:
+  """Returns the number of tokens of the completions that began under older weights."""
+  completions = [rollout.completion for group in groups for rollout in group.rollouts]
+  return sum(len(one.tokens) for one in completions if one.policy_version < policy_version)
 
 
 def watched(

@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts, and the contents of summary.json."""
+"""Metrics of a step's rollouts and gaps, and the contents of summary.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from seerjax import metrics
 from seerjax.run import energy
-from seerjax.types import RolloutGroup, Verdict
+from seerjax.trainer import step as step_lib
+from seerjax.types import RolloutGroup, TokenScores, TrainBatch, Verdict
 
 
 def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -29,6 +30,15 @@ def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     "rollout/length_mean": float(lengths.mean()),
     "rollout/length_p99": float(np.quantile(lengths, 0.99)),
   } | {f"rollout/{name}": mean for name, mean in part_means([r.verdict for r in rollouts]).items()}
+
+
+def of_gaps(scores: Sequence[TokenScores], batches: Sequence[TrainBatch]) -> dict[str, float]:
+  """Returns the metrics of a step's gaps between engine and trainer.
+
+  Each is that of `trainer.step.rollout_gap` for the mini-batch where it is farthest from zero.
+  """
+  gaps = [step_lib.rollout_gap(of, batch) for of, batch in zip(scores, batches, strict=True)]
+  return {f"rollout_train/{name}": max((gap[name] for gap in gaps), key=abs) for name in gaps[0]}
 
 
 def part_means(verdicts: Sequence[Verdict]) -> dict[str, float]:

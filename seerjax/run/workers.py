@@ -114,6 +114,10 @@ class RunWorkers:
     )
     self._workers.load(published, policy_version)
 
+  def source(self, journal: Journal) -> sampling.Source:
+    """Returns the source that samples on the workers."""
+    return sampling.Source(lambda requests: self.rollout(journal), self.counted, self.text)
+
   def rollout(self, journal: Journal) -> ClusterRollout:
     """Returns a rollout on the workers that continues from the journal."""
     self._before = self.counted()
