@@ -130,8 +130,8 @@ class Answer:
     pieces = splitter.push(part.text)
     if part.finish_reason:
       pieces += splitter.finish()
-    said = [piece for piece in pieces if piece.kind != "mark"]
-    deltas = [self._delta(part.choice, piece) for piece in said] or [{"content": ""}]
+    visible = [piece for piece in pieces if piece.kind != "mark"]
+    deltas = [self._delta(part.choice, piece) for piece in visible] or [{"content": ""}]
     if not self._has_begun[part.choice]:
       deltas[0] = {"role": "assistant", **deltas[0]}
     bodies = []

@@ -25,7 +25,7 @@ from seerjax.serve import (
   served as served_lib,
   service as service_lib,
 )
-from seerjax.serve.engine_thread import Begun, Event, Job, Part, PromptScores
+from seerjax.serve.engine_thread import Event, Job, Part, PromptScores, Started
 from seerjax.serve.protocol import Asked
 from seerjax.serve.refusals import Refusal
 from seerjax.serve.served import Plan
@@ -235,7 +235,7 @@ class Asking:
       found = await events.get()
       if isinstance(found, Refusal):
         raise found
-      if isinstance(found, Begun):
+      if isinstance(found, Started):
         answer.begin(found.fingerprint)
       elif isinstance(found, PromptScores):
         answer.take_prompt(found)

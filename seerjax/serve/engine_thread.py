@@ -74,7 +74,7 @@ class PromptScores(NamedTuple):
   tops: tuple[TopLogprobs, ...]
 
 
-class Begun(NamedTuple):
+class Started(NamedTuple):
   """Event: a job has started; it also finishes on the weights it started with.
 
   Attributes:
@@ -84,7 +84,7 @@ class Begun(NamedTuple):
   fingerprint: str
 
 
-Event = Begun | Part | PromptScores | Refusal
+Event = Started | Part | PromptScores | Refusal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,7 +96,7 @@ class Job:
     client: key for fair scheduling.
     model: name of the engine.
     adapter: name of the adapter; "" for the engine's base.
-    fingerprint: called on the engine thread when the job starts; None sends no `Begun`.
+    fingerprint: called on the engine thread when the job starts; None sends no `Started`.
     reading: the context that the prompts were made from, if any; the job is refused if the context
       has changed while it was queued.
     requests: one per choice; the choices of a prompt are adjacent and share its `group_id`.
@@ -134,7 +134,7 @@ class _Choice:
   index: int
   sent: int = 0
   tops: list[TopLogprobs] = dataclasses.field(default_factory=list)
-  said: list[int] = dataclasses.field(default_factory=list)
+  tokens: list[int] = dataclasses.field(default_factory=list)
 
   @property
   def request(self) -> Request:
@@ -420,7 +420,7 @@ class EngineThread:
       self._give_up(choice.job, _changed(reading))
       return
     if fingerprint is not None and not choice.index:
-      choice.job.deliver(Begun(fingerprint()))
+      choice.job.deliver(Started(fingerprint()))
     try:
       scores_prompt = job.wants_prompt and choice.index % job.num_choices == 0
       prompt_top = job.num_prompt_top if scores_prompt else None
@@ -439,7 +439,7 @@ class EngineThread:
   def _step(self, name: str, engine: Engine) -> None:
     if not self._take_masks(name) and not engine.num_background:
       return
-    before, begun = engine.counters.sampled_tokens, time.monotonic()
+    before, start = engine.counters.sampled_tokens, time.monotonic()
     try:
       updates = engine.step()
     except Exception:
@@ -455,11 +455,11 @@ class EngineThread:
       return
     self._failures[name] = 0
     self._ask_masks(name, updates)
-    self._masking[name].spent(time.monotonic() - begun)
+    self._masking[name].spent(time.monotonic() - start)
     self._deliver(name, engine, updates)
     sampled = engine.counters.sampled_tokens - before
     self._on_tokens(name, sampled)
-    rate = sampled / max(time.monotonic() - begun, 1e-9)
+    rate = sampled / max(time.monotonic() - start, 1e-9)
     self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
 
   def _take_masks(self, name: str) -> bool:
@@ -481,8 +481,8 @@ class EngineThread:
       choice = self._live[name].get(update.request_id)
       mask = None if choice is None else choice.mask
       if choice is not None and mask is not None and not update.finish_reason:
-        choice.said += update.tokens
-        mask.ask(choice.said)
+        choice.tokens += update.tokens
+        mask.ask(choice.tokens)
         compilers[mask.compiler] = None
     for compiler in compilers:
       compiler.gather(0)

@@ -89,7 +89,7 @@ class Family:
       own: Served(
         name=own,
         fingerprint=self._fingerprint(own),
-        beside=base,
+        parent=base,
         **shared,
       )
       for own in self._adapters

@@ -224,7 +224,7 @@ class Worker:
     return self._mask(matcher, spent)
 
   def _compile(self, ask: Mapping[str, Any], spent: list[float]) -> Any:
-    begun, matcher_of = time.process_time(), self._matcher
+    start, matcher_of = time.process_time(), self._matcher
     try:
       if ask["kind"] == "regex":
         grammar = matcher_of.grammar_from_regex(ask["source"])
@@ -241,11 +241,11 @@ class Worker:
       raise Refused(f"{type(error).__name__}: {error}") from error
     if matcher.is_error():
       raise Refused(matcher.get_error())
-    spent[0] += time.process_time() - begun
+    spent[0] += time.process_time() - start
     return matcher
 
   def _mask(self, matcher: Any, spent: list[float]) -> bytes:
-    begun, size = time.process_time(), self._num_bytes
+    start, size = time.process_time(), self._num_bytes
     try:
       if matcher.is_stopped() and not matcher.is_error():
         found = bytearray(size)
@@ -259,7 +259,7 @@ class Worker:
       raise Refused(f"{type(error).__name__}: {error}") from error
     if matcher.is_error() or not found.strip(b"\0"):
       raise Refused(_why(matcher))
-    spent[1] = max(spent[1], time.process_time() - begun)
+    spent[1] = max(spent[1], time.process_time() - start)
     return bytes(found)
 
 

@@ -51,18 +51,18 @@ class Masking:
     compilers = {mask.compiler: None for mask in masks.values()}
     for compiler in compilers:
       compiler.gather(0)
-    begun = time.monotonic()
+    start = time.monotonic()
     while waiting := [mask for mask in masks.values() if mask.is_awaited]:
       is_alone = not num_others and len(waiting) == len(masks)
       quick = [compiler for compiler in compilers if compiler.awaits_quick]
-      left = (PATIENCE_SECONDS if is_alone else self._saved) - (time.monotonic() - begun)
+      left = (PATIENCE_SECONDS if is_alone else self._saved) - (time.monotonic() - start)
       if left <= 0 or not (quick or is_alone):
         break
       for compiler in quick or compilers:
         compiler.gather(left)
     held = [name for name, mask in masks.items() if not mask.is_ready]
     if len(held) < len(masks) or num_others:
-      self._saved = max(0.0, self._saved - (time.monotonic() - begun))
+      self._saved = max(0.0, self._saved - (time.monotonic() - start))
     self._engine.hold(held)
     self._is_holding = bool(held)
     return bool(num_others) or len(held) < len(masks)

@@ -278,13 +278,13 @@ class ResponseAnswer(answers.Answer):
     pieces = splitter.push(part.text)
     if part.finish_reason:
       pieces += splitter.finish()
-    said = [piece for piece in pieces if piece.kind != "mark"]
+    visible = [piece for piece in pieces if piece.kind != "mark"]
     scores = self._chat_logprobs(part)
     self._rows += [] if scores is None else scores["content"]
-    is_message = said[-1].kind == "content" if said else self._kind == "content"
-    if part.finish_reason and not said and is_message:
-      said = [Piece("content", "")]  # An item to hold the scores of tokens without text.
-    for piece in said:
+    is_message = visible[-1].kind == "content" if visible else self._kind == "content"
+    if part.finish_reason and not visible and is_message:
+      visible = [Piece("content", "")]  # An item to hold the scores of tokens without text.
+    for piece in visible:
       if not self._is_open or piece.kind != self._kind:
         yield from self._closed()
         yield from self._opened(piece.kind)

@@ -235,7 +235,7 @@ def _described(served: Served) -> dict[str, Any]:
     "object": "model",
     "created": served.created,
     "owned_by": "seerjax",
-    "parent": None if served.beside is None else served.beside.name,
+    "parent": None if served.parent is None else served.parent.name,
     "max_model_len": served.context,
     "system_fingerprint": served.fingerprint,
     # From the model's own files; fields of a request override them.

@@ -88,7 +88,7 @@ class Served:
     fingerprint: `identity.fingerprint`; changes when weights are replaced.
     defaults: used where a request sets no value.
     created: seconds since 1970.
-    beside: for an adapter, the base with the engine that it shares; None for a base.
+    parent: for an adapter, the base with the engine that it shares; None for a base.
   """
 
   name: str
@@ -96,7 +96,7 @@ class Served:
   fingerprint: str
   defaults: Defaults = Defaults()
   created: int = 0
-  beside: Served | None = None
+  parent: Served | None = None
 
   def __post_init__(self):
     if self.engine.tokenizer is None:
@@ -105,8 +105,8 @@ class Served:
         " it with seerjax.load_model."
       )
     self.tokenizer: Tokenizer = self.engine.tokenizer
-    if self.beside is not None:
-      self.vocabulary, self.compiler = self.beside.vocabulary, self.beside.compiler
+    if self.parent is not None:
+      self.vocabulary, self.compiler = self.parent.vocabulary, self.parent.compiler
       return
     self.vocabulary = Vocabulary(self.tokenizer)
     self.compiler = Compiler(self.tokenizer, self.engine.model.vocab_size)
@@ -114,12 +114,12 @@ class Served:
   @property
   def base(self) -> Served:
     """The base model; the model itself if it is a base."""
-    return self if self.beside is None else self.beside
+    return self if self.parent is None else self.parent
 
   @property
   def adapter(self) -> str:
     """The adapter's name in the engine; "" for a base."""
-    return "" if self.beside is None else self.name
+    return "" if self.parent is None else self.name
 
   @property
   def context(self) -> int:
@@ -134,7 +134,7 @@ class Plan:
   Attributes:
     asked: the parsed request.
     served: the model.
-    fingerprint: fingerprint at planning time; `Begun` has that of the weights in use.
+    fingerprint: fingerprint at planning time; `Started` has that of the weights in use.
     prompts: token ids of each prompt.
     requests: one per choice; the choices of a prompt are adjacent.
     masks: one per choice; None without a grammar.

@@ -64,7 +64,7 @@ class Service:
     self.config = config
     self.seed_of = seed_of
     self.thread = EngineThread(
-      {name: served.engine for name, served in models.items() if served.beside is None},
+      {name: served.engine for name, served in models.items() if served.parent is None},
       max_queued_requests=config.max_queued_requests,
       max_waiting_of_client=config.max_waiting_of_client,
       on_tokens=lambda name, count: self.metrics.sampled_tokens.labels(name).inc(count),
@@ -169,17 +169,17 @@ class Entry:
 
   def __init__(self, service: Service, route: str):
     self._service, self._route = service, route
-    self.begun = time.monotonic()
+    self.start = time.monotonic()
     self.answer_id = uuid.uuid4().hex[:24]
     self.status, self.reason = 500, "-"
     self.num_prompt = self.num_answer = 0
 
   def see_token(self) -> None:
     if not self.num_answer:
-      self._service.metrics.first_token.observe(time.monotonic() - self.begun)
+      self._service.metrics.first_token.observe(time.monotonic() - self.start)
 
   def finish(self) -> None:
-    seconds, metrics = time.monotonic() - self.begun, self._service.metrics
+    seconds, metrics = time.monotonic() - self.start, self._service.metrics
     metrics.requests.labels(self._route, str(self.status)).inc()
     metrics.duration.observe(seconds)
     metrics.prompt_tokens.inc(self.num_prompt)

@@ -200,9 +200,9 @@ class Sleeping:
         self._has_news = True
       except OSError as error:
         LOG.warning("sleep: %s", error)
-    for sentence in self.contexts.said:
+    for sentence in self.contexts.messages:
       LOG.warning("sleep: %s", sentence)
-    self.contexts.said.clear()
+    self.contexts.messages.clear()
     return [one for one in completions if not one.request_id.startswith(runner_lib.NAME)]
 
   def stop(self) -> None:

@@ -10,7 +10,7 @@ nothing here depends on a clock.
 
 On disk: `contexts.jsonl` with one checksummed event per line, and one file per rewrite, written
 before its event. A crash loses at most the event being written. A rewrite with bytes that do not
-match the checksum is dropped and reported in `said`, and its job runs again.
+match the checksum is dropped and reported in `messages`, and its job runs again.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Contexts(file.RecordFile):
 
   Attributes:
     last_step: highest step of any event.
-    said: a message for each rewrite dropped because of its checksum.
+    messages: a message for each rewrite dropped because of its checksum.
     counts: event counts since opening.
   """
 
@@ -199,7 +199,7 @@ class Contexts(file.RecordFile):
     self.directory = pathlib.Path(directory)
     self.last_step = 0
     self._checked_step = -1  # Last step at which expiry was checked.
-    self.said: list[str] = []
+    self.messages: list[str] = []
     self.counts = Counts()
     self._on_drop = on_drop
     self._identity = identity
@@ -212,10 +212,10 @@ class Contexts(file.RecordFile):
         f"{self.directory}: got a file, expected a directory of contexts, or none yet; name"
         " another."
       )
-    self._is_begun = False
+    self._is_started = False
     super().__init__(self.directory / EVENTS, _KIND)
     with self._closing_on_error():
-      if not self._is_begun:
+      if not self._is_started:
         self._begin({"identity": dataclasses.asdict(self._identity)})
       self._remove_strays()
 
@@ -353,7 +353,7 @@ class Contexts(file.RecordFile):
   def rewrites(self, namespace: str, name: str, *, step: int) -> tuple[Rewrite, ...]:
     """Returns the usable rewrites of a context's version, by job: those without false equations.
 
-    A rewrite with a wrong checksum is dropped and reported in `said`.
+    A rewrite with a wrong checksum is dropped and reported in `messages`.
 
     Raises:
       ValueError: see `get`.
@@ -458,7 +458,7 @@ class Contexts(file.RecordFile):
       del self._kept[namespace, name][job]
       path.unlink(missing_ok=True)
       self.counts.damaged += 1
-      self.said.append(
+      self.messages.append(
         f"{path}: got {len(data)} bytes that do not match their checksum, expected the rewrite of"
         f" job {job} for {name!r}, version {kept.rewrite.version}; it is dropped, and its job runs"
         " again."
@@ -469,10 +469,10 @@ class Contexts(file.RecordFile):
     return sum(space == namespace for space, _ in self._contexts)
 
   def _load_record(self, offset: int, record: dict[str, Any]) -> None:
-    if self._is_begun:
+    if self._is_started:
       self._replay(record)
       return
-    self._is_begun = True
+    self._is_started = True
     for field, ours in dataclasses.asdict(self._identity).items():
       if record["identity"][field] != ours:
         raise ValueError(

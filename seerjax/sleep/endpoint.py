@@ -206,16 +206,16 @@ class Endpoint:
     if response.status == 200:
       return answer
     words = answer[:300].decode("utf-8", "replace")
-    said = f"status {response.status} ({words!r})"
+    got = f"status {response.status} ({words!r})"
     if response.status in _TRANSIENT or response.status >= 500:
-      self._retry(said, "200", "wait, or send fewer requests at once")
+      self._retry(got, "200", "wait, or send fewer requests at once")
     if 300 <= response.status < 400:
       raise NoAnswer(
-        f"{self.config.url}: got {said}, a redirection, expected a direct response; use the final"
+        f"{self.config.url}: got {got}, a redirection, expected a direct response; use the final"
         " URL, since the key is not sent elsewhere."
       )
     raise NoAnswer(
-      f"{self.config.url}: got {said}, expected 200; see its message, and check model, key and"
+      f"{self.config.url}: got {got}, expected 200; see its message, and check model, key and"
       " prompt length."
     )
 

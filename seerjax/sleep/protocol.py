@@ -258,7 +258,7 @@ def _run(
   live: dict[int, _Rows] = {}
   wanted: dict[int, tuple[Call, ...]] = {}
   done: dict[int, tuple[Row, ...]] = {}
-  num_begun = num_yielded = 0
+  num_started = num_yielded = 0
 
   def advance(place: int, answers: Sequence[Answer] | None) -> None:
     try:
@@ -269,10 +269,10 @@ def _run(
       wanted.pop(place, None)
 
   while num_yielded < len(given):
-    while len(live) < config.num_at_once and num_begun < len(given):
-      live[num_begun] = _rows(given[num_begun], prompts, verdict, config, verbosities)
-      advance(num_begun, None)
-      num_begun += 1
+    while len(live) < config.num_at_once and num_started < len(given):
+      live[num_started] = _rows(given[num_started], prompts, verdict, config, verbosities)
+      advance(num_started, None)
+      num_started += 1
     calls = {call.key: call for place in sorted(wanted) for call in wanted[place]}
     ordered = list(calls.values())
     answers = {ordered[index].key: answer for index, answer in ask(ordered)} if ordered else {}

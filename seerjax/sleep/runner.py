@@ -383,7 +383,7 @@ class Runner:
   def _begin(self, context: Context, job: int) -> None:
     calls = self._calls(context, job)
     seed = job_seed(self._config.seed, context.context_id, job, 0)
-    self._count(begun=1)
+    self._count(started=1)
     self._ask(_Job(context, job, seed, calls), next(calls))
 
   def _calls(self, context: Context, job: int) -> _Calls:

@@ -18,7 +18,7 @@ class Jobs(NamedTuple):
   """Job counts since the runner started.
 
   Attributes:
-    begun: jobs started, restarts included.
+    started: jobs started, restarts included.
     kept: rewrites stored.
     empty: jobs that produced no rewrite.
     failed: jobs that ended with an error.
@@ -29,7 +29,7 @@ class Jobs(NamedTuple):
     scored: questions with a predictability score.
   """
 
-  begun: int = 0
+  started: int = 0
   kept: int = 0
   empty: int = 0
   failed: int = 0

@@ -20,7 +20,7 @@ class Slots:
 
   def __init__(self, count: int):
     self._held: list[list[int]] = [[] for _ in range(count)]  # Tokens written in each slot.
-    self._num_told = [0] * count  # How many of these are confirmed tokens rather than drafts.
+    self._num_confirmed = [0] * count  # How many of these are confirmed tokens rather than drafts.
     self._slot_of: dict[str, int] = {}  # Most recently used last.
     self._free = list(range(count - 1, -1, -1))
     self.num_evicted = self.num_read_again = 0
@@ -52,20 +52,20 @@ class Slots:
         slot = self._slot_of.pop(next(iter(self._slot_of)))
         self.num_evicted += 1
       self._held[slot].clear()
-      self._num_told[slot] = 0
+      self._num_confirmed[slot] = 0
       self._slot_of[name] = slot
     return [self._slot_of[name] for name in names]
 
   def num_known(self, slot: int, tokens: Sequence[int]) -> int:
     """Returns the number of leading tokens that need not be read again; excludes the last one."""
-    held, told = self._held[slot], self._num_told[slot]
+    held, confirmed = self._held[slot], self._num_confirmed[slot]
     most = min(len(held), len(tokens) - 1)
     if held[:most] == tokens[:most]:
       known = most
     else:
-      begin = told if held[:told] == tokens[:told] else 0
+      begin = confirmed if held[:confirmed] == tokens[:confirmed] else 0
       known = next(place for place in range(begin, most) if held[place] != tokens[place])
-    self.num_read_again += known < min(told, len(tokens) - 1) or len(tokens) < told
+    self.num_read_again += known < min(confirmed, len(tokens) - 1) or len(tokens) < confirmed
     return known
 
   def tell(self, slot: int, tokens: Sequence[int], num_known: int, drafted: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class Slots:
     held = self._held[slot]
     del held[num_known:]
     held += tokens[num_known:]
-    self._num_told[slot] = len(held)
+    self._num_confirmed[slot] = len(held)
     held += drafted
 
   def free(self, name: str) -> None:
@@ -85,4 +85,4 @@ class Slots:
     """Invalidates the contents of all slots, as after new weights; requests keep their slots."""
     for slot, held in enumerate(self._held):
       held.clear()
-      self._num_told[slot] = 0
+      self._num_confirmed[slot] = 0

@@ -15,7 +15,7 @@ from seerjax.speculation.draft_model import ModelDrafter
 SUFFIX_TIMES = DraftTimes(once=DRAFTING_SECONDS, request=DRAFT_SECONDS)
 # For a draft model's program: tokens of a request when it is measured, the shortest draft, and the
 # maximum number of requests that draft at once.
-SAID, SHORTEST, MOST_REQUESTS = 16, 1, 16
+NUM_TOKENS, SHORTEST, MOST_REQUESTS = 16, 1, 16
 
 
 def measure_model(drafter: ModelDrafter, engine: Engine, longest: int) -> DraftTimes:
@@ -31,19 +31,19 @@ def measure_model(drafter: ModelDrafter, engine: Engine, longest: int) -> DraftT
     engine: its target engine.
     longest: maximum draft length.
   """
-  room = drafter.program.context - SAID - longest - 1
+  room = drafter.program.context - NUM_TOKENS - longest - 1
   most = min(
     engine.config.max_num_seqs * engine.data_parallel_size, len(drafter.slots), MOST_REQUESTS
   )
-  tokens = {f"\0measured {place}": [0] * SAID for place in range(most)}
+  tokens = {f"\0measured {place}": [0] * NUM_TOKENS for place in range(most)}
 
   def ready(num_requests: int, length: int) -> Callable[[], object]:
     queries = []
-    for name, said in [*tokens.items()][:num_requests]:
-      said.append(0)
-      if len(said) > SAID + max(room, 1):
-        del said[SAID:]
-      queries.append(DraftQuery(name, "", said, 1, length))
+    for name, sequence in [*tokens.items()][:num_requests]:
+      sequence.append(0)
+      if len(sequence) > NUM_TOKENS + max(room, 1):
+        del sequence[NUM_TOKENS:]
+      queries.append(DraftQuery(name, "", sequence, 1, length))
     lengths, widths = [length] * num_requests, [drafter.config.width] * num_requests
     return functools.partial(drafter.draft_up_to, queries, lengths, widths)
 

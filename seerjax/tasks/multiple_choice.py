@@ -42,21 +42,21 @@ MMLU_TRAIN = ("auxiliary_train", "dev", "val")  # Folders of .csv files.
 MMLU_CHOICES = 4
 CSQA_FILES = ("train_rand_split.jsonl", "dev_rand_split.jsonl")
 _LETTER = re.compile(r"[\s*]*\(?([A-J])(?![A-Za-z0-9'])")
-_SAID = re.compile(r"answer(?: is|:)", re.IGNORECASE)
+_PHRASE = re.compile(r"answer(?: is|:)", re.IGNORECASE)
 
 
 def extract(text: str) -> str | None:
   """Returns the letter that a text gives as its answer, or None; see above."""
   text = text[-MAX_READ:]
   boxed = answers.last_boxed(text)
-  said = list(_SAID.finditer(text))
+  phrases = list(_PHRASE.finditer(text))
   if answers.ANSWER_MARK in text:
     place = text.rpartition(answers.ANSWER_MARK)[2]
   elif boxed is not None:
     place = re.sub(r"\\(?:text|mathrm|textbf)\s*\{", "", boxed)
   else:
-    place = text[said[-1].end() :] if said else text
-    if not said and len(text.strip()) > len("(A)."):
+    place = text[phrases[-1].end() :] if phrases else text
+    if not phrases and len(text.strip()) > len("(A)."):
       return None
   match = _LETTER.match(place)
   return match[1] if match else None

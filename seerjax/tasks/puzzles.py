@@ -196,8 +196,8 @@ class Puzzles(splits.Drawn):
       core = " ".join(statements.values()).translate(str.maketrans(letters, "ABCDEFGHIJ"[:count]))
       if splits.is_heldout(core) == (split == "heldout") and len(solutions(statements)) == 1:
         break
-    said = [f"{LETTERS[one]} says: {sentence(formula)}." for one, formula in statements.items()]
-    question = "\n".join((RULE, *said, QUESTION))
+    claims = [f"{LETTERS[one]} says: {sentence(formula)}." for one, formula in statements.items()]
+    question = "\n".join((RULE, *claims, QUESTION))
     lines = []
     for row in itertools.product((True, False), repeat=count):
       kinds = dict(zip(statements, row))

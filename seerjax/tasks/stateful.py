@@ -228,12 +228,12 @@ def judge_notes(facts: str, text: str) -> SleepVerdict:
     text: the sleeper's text.
   """
   wanted = set(facts_in(facts))
-  said = set(facts_in(text))
+  stated = set(facts_in(text))
   found = equations.stated(text)
   return SleepVerdict(
     num_wanted=len(wanted),
-    num_true=len(said & wanted),
-    num_false=len(said - wanted),
+    num_true=len(stated & wanted),
+    num_false=len(stated - wanted),
     num_equations=len(found),
     num_false_equations=sum(not equation.is_true for equation in found),
   )
@@ -374,7 +374,7 @@ def _merged(first: tuple[str, ...], second: tuple[str, ...]) -> tuple[str, ...]:
   return (*first, *second[num_shared:])
 
 
-class _Told(NamedTuple):
+class _Story(NamedTuple):
   """A generated context with its derivations."""
 
   kind: str
@@ -388,17 +388,17 @@ class _Told(NamedTuple):
 Ask = tuple[str, tuple[int, ...]]
 
 
-def _allowed(told: _Told) -> tuple[Ask, ...]:
+def _allowed(story: _Story) -> tuple[Ask, ...]:
   """Returns the questions that a context allows, most likely first."""
-  if told.kind == "story":
-    (chain,) = told.chains
+  if story.kind == "story":
+    (chain,) = story.chains
     kinds = ("now", "goal", *(("share",) if chain.value >= 4 else ()), "price")
     return tuple((what, (0,)) for what in kinds)
   # The number of a person without events is stated, so asking for it needs no reasoning.
-  people = [i for i, chain in enumerate(told.chains) if chain.lines]
-  pairs = [(i, i + 1) for i in range(len(told.chains) - 1)]
-  if len(told.chains) > 2:
-    pairs.append((0, len(told.chains) - 1))
+  people = [i for i, chain in enumerate(story.chains) if chain.lines]
+  pairs = [(i, i + 1) for i in range(len(story.chains) - 1)]
+  if len(story.chains) > 2:
+    pairs.append((0, len(story.chains) - 1))
   return (
     *(("now", (i,)) for i in reversed(people)),
     *((what, pair) for pair in reversed(pairs) for what in ("both", "difference")),
@@ -433,17 +433,17 @@ class StatefulWordProblems:
     little else, it may occur twice.
     """
     splits.check_index(self.name, split, context, len(self.contexts(split)))
-    told = self._told(split, context)
-    allowed = _allowed(told)
+    story = self._story(split, context)
+    allowed = _allowed(story)
     weights = self.weights(len(allowed))
     texts: set[str] = set()
     found = []
     for number in range(self.config.num_questions):
       draws = Draws(self.name, split, context, "question", number)
       what, people = allowed[_weighted(draws, weights)]
-      told.teller.draws = draws
+      story.teller.draws = draws
       for _ in range(8):
-        text, lines, answer = self._ask(told, what, people)
+        text, lines, answer = self._ask(story, what, people)
         if text not in texts:
           break
       texts.add(text)
@@ -451,8 +451,8 @@ class StatefulWordProblems:
       found.append(
         Problem(
           problem_id=f"{self.name}-{split}-{context}-{number}",
-          prompt=f"{told.text} {text}",
-          context=told.text,
+          prompt=f"{story.text} {text}",
+          context=story.text,
           question=text,
           answer=final,
           num_steps=len(lines),
@@ -524,7 +524,7 @@ class StatefulWordProblems:
       )
     return found
 
-  def _told(self, split: str, index: int) -> _Told:
+  def _story(self, split: str, index: int) -> _Story:
     draws = Draws(self.name, split, index)
     teller = Teller(
       draws,
@@ -542,44 +542,44 @@ class StatefulWordProblems:
     # The last name is reserved for distractors.
     num_compared = min(events, len(teller.names) - 2)
     if kind == "people":
-      told = stories.people(teller, num_compared)
+      story = stories.people(teller, num_compared)
     elif kind == "trade":
-      told = stories.trade(teller, max(2, events), is_long)
+      story = stories.trade(teller, max(2, events), is_long)
     elif kind == "story":
-      told = stories.story(teller, events, is_long)
+      story = stories.story(teller, events, is_long)
     else:
       text, chains = (
         _mixed(teller, max(2, events))
         if kind == "mixed"
         else _compared(teller, num_compared, is_branch=kind == "branch")
       )
-      return _Told(kind, text, teller.things[0], chains, teller)
-    return _Told(told.kind, told.text, told.thing, told.chains, teller)
+      return _Story(kind, text, teller.things[0], chains, teller)
+    return _Story(story.kind, story.text, story.thing, story.chains, teller)
 
   def _context(self, split: str, index: int) -> StatefulContext:
-    told = self._told(split, index)
-    facts = [f"{chain.person} has {chain.value} {told.thing}." for chain in told.chains]
+    story = self._story(split, index)
+    facts = [f"{chain.person} has {chain.value} {story.thing}." for chain in story.chains]
     notes: list[str] = []
     known: tuple[str, ...] = ()
-    for chain, fact in zip(told.chains, facts, strict=True):
+    for chain, fact in zip(story.chains, facts, strict=True):
       merged = _merged(known, chain.lines)
       notes += (*merged[len(known) :], f"- {fact}")
       known = merged
     return StatefulContext(
       context_id=f"{self.name}-{split}-{index}",
-      text=told.text,
-      kind=told.kind,
+      text=story.text,
+      kind=story.kind,
       num_steps=len(known),
       facts=" ".join(facts),
       notes="\n".join(notes),
     )
 
   def _ask(
-    self, told: _Told, what: str, people: tuple[int, ...]
+    self, story: _Story, what: str, people: tuple[int, ...]
   ) -> tuple[str, tuple[str, ...], Fraction]:
     """Returns (question, solution lines, answer)."""
-    teller, draws = told.teller, told.teller.draws
-    chains = [told.chains[i] for i in people]
+    teller, draws = story.teller, story.teller.draws
+    chains = [story.chains[i] for i in people]
     chain = chains[0]
     if what == "now":
       return teller.ask("now", p=chain.person), chain.lines, Fraction(chain.value)

@@ -176,10 +176,10 @@ class SWEFeatures:
 
   def _context(self, index: int) -> StatefulContext:
     first = self.blocks[index][0]
-    told = self.history[max(0, first - self.config.num_history) : first]
+    commits = self.history[max(0, first - self.config.num_history) : first]
     earlier = [
       f"- {commit.message.partition(chr(10))[0]}: {', '.join(commit.files) or 'other files'}"
-      for commit in told
+      for commit in commits
     ]
     parts = ["Files:", *self._tree(index)]
     if earlier:

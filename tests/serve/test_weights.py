@@ -27,7 +27,7 @@ from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.models import huggingface, loading, lora, parameters, peft
 from seerjax.serve import server
 from seerjax.serve.config import ServeConfig
-from seerjax.serve.engine_thread import Begun, EngineThread, Job, Part
+from seerjax.serve.engine_thread import EngineThread, Job, Part, Started
 from seerjax.serve.family import Family
 from seerjax.serve.service import Service
 from seerjax.types import Completion, Request, SamplingParams
@@ -334,7 +334,7 @@ def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits
     current[0] = "new"
 
   def deliver_first(event):
-    if isinstance(event, Begun):
+    if isinstance(event, Started):
       order.append(f"first begins, {event.fingerprint}")
       # Now: eight of its twelve choices have no room yet, and another job waits behind them.
       thread.submit(make_job("second", 2, deliver_second, lambda: current[0]))
@@ -343,7 +343,7 @@ def test_a_job_that_has_begun_is_answered_before_weights_come_and_one_that_waits
       order.append(f"first ends {event.choice}")
 
   def deliver_second(event):
-    if isinstance(event, Begun):
+    if isinstance(event, Started):
       order.append(f"second begins, {event.fingerprint}")
     elif isinstance(event, Part) and event.choice == 1:
       is_over.set()
@@ -364,7 +364,7 @@ def test_weights_that_wait_when_the_server_stops_are_refused():
   found: list[object] = []
 
   def deliver(event):
-    if isinstance(event, Begun):
+    if isinstance(event, Started):
       thread.swap(lambda: found.append("swapped"), found.append)
       thread.stop(0)
 

@@ -147,8 +147,8 @@ def test_a_rewrite_whose_bytes_changed_is_dropped_and_said(tmp_path: pathlib.Pat
   for _ in range(2):
     with Contexts(tmp_path, identity=NANO) as registry:
       assert [one.text for one in registry.rewrites("mine", "c", step=0)] == ["two"]
-      if registry.said:
-        (sentence,) = registry.said
+      if registry.messages:
+        (sentence,) = registry.messages
         assert registry.counts.damaged == 1
   assert re.search(r"got \d bytes that do not match their checksum, expected the rewrite of job 0",
                    sentence)  # fmt: skip
@@ -306,7 +306,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
       if context.version == int(version):
         (kept,) = registry.rewrites("mine", name, step=registry.last_step)
         assert kept.text == "r" * 5000
-      assert not registry.said
+      assert not registry.messages
   print(f"{num_said} rewrites in {kills} lives")
 
 

@@ -78,7 +78,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict:
   """Returns the rewrites of a runner on an otherwise idle engine."""
   case = Sleeping(tmp_path_factory.mktemp("alone"))
   case.sleep()
-  assert case.runner.jobs.kept == case.runner.jobs.begun == 6
+  assert case.runner.jobs.kept == case.runner.jobs.started == 6
   return case.rewrites()
 
 
@@ -145,7 +145,7 @@ def test_pins_hold_the_start_of_questions_and_go_with_their_context(tmp_path):
   case.engine.update_weights(params(1), 1)
   assert case.engine.chunks.pins[0].num_held == 0
   case.sleep()  # In idle rows.
-  assert case.engine.chunks.pins[0].num_held == pin.num_held and case.runner.jobs.begun == 2
+  assert case.engine.chunks.pins[0].num_held == pin.num_held and case.runner.jobs.started == 2
   case.register("a", "Ana has 3.")
   assert case.engine.chunks.pins == ()
 
@@ -256,7 +256,7 @@ def test_a_restart_prepares_what_was_kept(tmp_path):
   case.registry.close()
   case = Sleeping(tmp_path, drafter=SuffixDrafter(budget=None), texts={})
   case.sleep()
-  assert case.runner.jobs.begun == 0 and case.engine.drafter.group_ids == groups
+  assert case.runner.jobs.started == 0 and case.engine.drafter.group_ids == groups
   assert case.engine.chunks.pins == (pin,)
 
 
@@ -269,7 +269,7 @@ def test_a_context_that_does_not_pay_is_left_alone(tmp_path):
   case.runner.seen = planner.saw_answer(seen, kind, 20, has_slept=False)
   context = case.registry.get("mine", "a", step=STEPS)
   case.sleep()
-  assert case.runner.jobs.begun == 0
+  assert case.runner.jobs.started == 0
   for _ in range(3):
     case.runner.answered(context, 20, has_slept=False)
   case.registry.forget("mine", "a", step=STEPS)
@@ -281,7 +281,7 @@ def test_a_context_that_does_not_pay_is_left_alone(tmp_path):
 def test_a_context_that_is_too_long_fails_once(tmp_path):
   case = Sleeping(tmp_path, texts={"a": "Ana has 2 pens. " * 20})
   case.sleep()
-  assert case.runner.jobs.failed == 2 == case.runner.jobs.begun
+  assert case.runner.jobs.failed == 2 == case.runner.jobs.started
 
 
 @pytest.mark.parametrize(

@@ -204,18 +204,18 @@ def serving(
     **others,
   )
   base = _served(of, of.name, engine)
-  models = {name: _served(of, name, engine, beside=base) for name in of.adapters}
+  models = {name: _served(of, name, engine, parent=base) for name in of.adapters}
   service = Service({of.name: base, **models}, CONFIG)
   with server.running(service) as url:
     yield service, url
 
 
-def _served(of: Subject, name: str, engine: Engine, beside: Served | None = None) -> Served:
+def _served(of: Subject, name: str, engine: Engine, parent: Served | None = None) -> Served:
   return Served(
     name=name,
     engine=engine,
     fingerprint=identity.fingerprint(of.alone[name], KEY),
-    beside=beside,
+    parent=parent,
   )
 
 
