@@ -164,10 +164,10 @@ def pythons(torch_python: str) -> dict[str, str]:
     torch_python: interpreter for transformers; if empty, this one if it has torch, else that of
       .venv-3.11 if it exists (torch's CPU build is only locked for Python 3.11).
   """
-  beside = ROOT / ".venv-3.11" / "bin" / "python"
+  venv_python = ROOT / ".venv-3.11" / "bin" / "python"
   if not torch_python:
     is_here = not missing_of("transformers", sys.executable)
-    torch_python = str(beside) if beside.exists() and not is_here else sys.executable
+    torch_python = str(venv_python) if venv_python.exists() and not is_here else sys.executable
   here = dict.fromkeys(("ours", "llama.cpp"), sys.executable)
   return here | {"transformers": torch_python}
 

@@ -264,11 +264,11 @@ def kernel_of(text: str) -> Kernel:
   )
 
 
-def warnings_of(said: str) -> tuple[str, ...]:
+def warnings_of(output: str) -> tuple[str, ...]:
   """Returns the warnings of ptxas, except those on spills, which are numbers of their own."""
   return tuple(
     text.strip()
-    for kind, text in re.findall(r"^ptxas (warning|info) *: (.*)$", said, re.MULTILINE)
+    for kind, text in re.findall(r"^ptxas (warning|info) *: (.*)$", output, re.MULTILINE)
     if (kind == "warning" and "spilled" not in text) or any(code in text for code in SERIALIZED)
   )
 

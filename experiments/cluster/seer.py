@@ -241,7 +241,7 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
     sampling=SamplingParams(max_tokens=workload.max_tokens, logit_bias=bias),
     seed=workload.seed,
   )
-  told = dict(zip([one.request_id for one in asked], lengths(workload).ravel().tolist()))
+  length_of = dict(zip([one.request_id for one in asked], lengths(workload).ravel().tolist()))
   longest = max(len(one.prompt) for one in asked) + workload.max_tokens
   config = engine_lib.EngineConfig(
     page_size=workload.page_size,
@@ -263,10 +263,10 @@ def run(workload: Workload, directory: pathlib.Path) -> dict[str, dict[str, Any]
       drafter=drafter,
       kv_pool=KVPool(KVPoolConfig(host_pages=10**6)),
     )
-    engine.lengths = told
+    engine.lengths = length_of
     return engine
 
-  values = np.asarray(list(told.values()))
+  values = np.asarray(list(length_of.values()))
   print(
     f"{len(asked)} responses of {values.mean():.0f} tokens on average, {values.max()} at most, to"
     f" {workload.num_groups} prompts; {workload.data_parallel_size} instances of"

@@ -249,7 +249,7 @@ def in_company(
   first, tokenizer = asked("probe"), engines[0].tokenizer
   assert tokenizer is not None
   completions: list[Completion] = []
-  batch, told = 0, time.monotonic()
+  batch, reported = 0, time.monotonic()
   while len(completions) < count:
     engine = engines[int(rng.integers(len(engines)))]
     most = engine.config.max_num_seqs
@@ -273,8 +273,8 @@ def in_company(
         if order:
           engine.add_request(order.pop())
       engine.step()
-      if time.monotonic() - told > 10:
-        told = time.monotonic()
+      if time.monotonic() - reported > 10:
+        reported = time.monotonic()
         say(
           f"  {name}: {len(completions)} of {count} completions, {batch} batches and"
           f" {engine.num_unfinished} running"

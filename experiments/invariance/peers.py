@@ -45,7 +45,7 @@ def of_transformers(request: dict[str, Any]) -> list[dict[str, Any]]:
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     torch.manual_seed(request["seed"])
     with torch.no_grad():
-      said = model.generate(
+      generated = model.generate(
         ids, attention_mask=mask, max_new_tokens=request["max_tokens"], pad_token_id=pad,
         eos_token_id=request["eos_ids"], return_dict_in_generate=True, output_logits=True,
         **options,
@@ -53,7 +53,7 @@ def of_transformers(request: dict[str, Any]) -> list[dict[str, Any]]:
     for row, prompt in enumerate(prompts):
       if request["prompt"] in (None, prompt):
         tokens, logprobs = [], []
-        for token, logits in zip(said.sequences[row, longest:].tolist(), said.logits):
+        for token, logits in zip(generated.sequences[row, longest:].tolist(), generated.logits):
           tokens.append(token)
           logprobs.append(float(torch.log_softmax(logits[row].float(), -1)[token]))
           if token in request["eos_ids"]:
@@ -88,8 +88,8 @@ def of_llama(request: dict[str, Any]) -> list[dict[str, Any]]:
       {"Content-Type": "application/json"},
     )  # fmt: skip
     with urllib.request.urlopen(call, timeout=600) as reply:
-      said = json.load(reply)
-    chosen = said["completion_probabilities"]
+      answer = json.load(reply)
+    chosen = answer["completion_probabilities"]
     return dict(tokens=[one["id"] for one in chosen], logprobs=[one["logprob"] for one in chosen])
 
   found = []

@@ -80,23 +80,23 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
   def recorded(*arguments: Any, **options: Any) -> Any:
     begin = time.perf_counter()
-    said = generate(*arguments, **options, return_dict_in_generate=True, output_logits=True)
+    generated = generate(*arguments, **options, return_dict_in_generate=True, output_logits=True)
     add("generate", time.perf_counter() - begin)
     ids, mask = options["input_ids"], options["attention_mask"]
     start, eos = ids.shape[1], tokenizer.eos_token_id
     sampled.clear()
     begin = time.perf_counter()
-    for row, whole in enumerate(said.sequences.tolist()):
+    for row, whole in enumerate(generated.sequences.tolist()):
       answer = whole[start:]
       answer = answer[: answer.index(eos) + 1] if eos in answer else answer
       prompt = [token for token, is_one in zip(whole, mask[row].tolist()) if is_one]
       sampled[(*prompt, *answer)] = [
-        float(torch.log_softmax(said.logits[place][row].float() / temperature, -1)[token])
+        float(torch.log_softmax(generated.logits[place][row].float() / temperature, -1)[token])
         for place, token in enumerate(answer)
       ]
       add("tokens", len(answer))
     add("recording", time.perf_counter() - begin)
-    return said.sequences
+    return generated.sequences
 
   model.generate = recorded
   count = request["prompts_per_step"] * request["group_size"]

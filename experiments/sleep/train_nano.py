@@ -188,8 +188,8 @@ def documents(seed: int) -> Iterator[tuple[str, str]]:
     length = draws.choice(lengths)
     names = new_people(draws)
     if kind == "sleep":
-      told = dataclasses.replace(context, text=varied(context.text, draws))
-      yield renamed(task.sleep_prompt(told), names), renamed(context.notes, names)
+      shown = dataclasses.replace(context, text=varied(context.text, draws))
+      yield renamed(task.sleep_prompt(shown), names), renamed(context.notes, names)
       continue
     facts, text = (context.facts if kind != "test" else ""), varied(context.text, draws)
     asked = stateful.with_length(varied(problem.question, draws), length)
@@ -296,9 +296,9 @@ def reinforcement(model: str, *, num_steps: int, seed: int) -> RunConfig:
 def reinforce(config: RunConfig, directory: pathlib.Path) -> None:
   """Trains a model with GRPO and writes `directory`/model; resumes an earlier call."""
   policy = policy_lib.load_policy(config.model, config.numerics)
-  is_begun = checkpoint.latest_step(directory / "checkpoints") is not None
+  is_started = checkpoint.latest_step(directory / "checkpoints") is not None
   say = functools.partial(print, flush=True)
-  result = rl.train(config, policy, Lessons(), directory, resume=is_begun, log=say)
+  result = rl.train(config, policy, Lessons(), directory, resume=is_started, log=say)
   huggingface.save(
     directory / "model",
     policy_lib.exported_weights(config.weights, policy, result.state.params),
@@ -337,9 +337,9 @@ def stated(
   for index, answer in EngineThinker(engine).ask(calls):
     if isinstance(answer, NoAnswer):
       raise answer
-    said = stateful.facts_in(answer.text)
+    stated = stateful.facts_in(answer.text)
     wanted = stateful.facts_in(contexts[index].facts)
-    found[index] = {fact.split()[0]: fact in said for fact in wanted}
+    found[index] = {fact.split()[0]: fact in stated for fact in wanted}
   return found
 
 

@@ -3,7 +3,7 @@
 Claim: none; `serving` measures servers with them.
 
 A connection is kept alive and sends one request at a time. While a response arrives, the client
-only looks for its end; the content is parsed (`said`) after the clock has stopped.
+only looks for its end; `parsed` reads the content after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Reply(NamedTuple):
   whole: float
 
 
-class Said(NamedTuple):
+class Answer(NamedTuple):
   """Parsed content of a response.
 
   Attributes:
@@ -150,7 +150,7 @@ def _joined(data: bytes) -> bytes:
     place = end + 2 + size + 2
 
 
-def said(reply: Reply) -> Said:
+def parsed(reply: Reply) -> Answer:
   """Parses a response in OpenAI's protocol, whole or streamed, from our server or llama.cpp's.
 
   Raises:
@@ -174,7 +174,7 @@ def said(reply: Reply) -> Said:
       whole += choice.get("text") or ""
       logprobs += _logprobs(choice.get("logprobs") or {})
     count = (body.get("usage") or {}).get("completion_tokens", count)
-  return Said(whole, tuple(logprobs), count)
+  return Answer(whole, tuple(logprobs), count)
 
 
 def _logprobs(found: dict[str, Any]) -> list[float]:

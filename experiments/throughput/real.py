@@ -355,7 +355,7 @@ def table(
   weights: dict[str, int],
 ) -> str:  # fmt: skip
   """Returns tokens/s, and the targets with the measured ratios, as Markdown."""
-  said = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in bandwidth.items())
+  speeds = ", ".join(f"{name} {value / 1e9:.1f} GB/s" for name, value in bandwidth.items())
   most = max(bandwidth.values())
   rates, aims = [], []
   for record in records:
@@ -372,7 +372,7 @@ def table(
         aims.append((aim.label, of, f"{aim.least:g}", f"{found:.2f}", holds))
   labels = (SIDES[name].label for name in names)
   return (
-    f"Bandwidth: {said}. Tokens/s, median and range of the rounds:\n\n"
+    f"Bandwidth: {speeds}. Tokens/s, median and range of the rounds:\n\n"
     f"{measure.table(('weights', '', *labels), rates)}\n\n"
     f"{measure.table(('aim', '', 'at least', 'found', ''), aims)}\n"
   )

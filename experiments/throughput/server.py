@@ -148,7 +148,7 @@ async def same(
       )
     )
     for reply, counts in zip(replies, is_it, strict=True):
-      answer = http_load.said(reply)
+      answer = http_load.parsed(reply)
       if counts:
         texts[answer.text] = texts.get(answer.text, 0) + 1
         patterns.add(struct.pack(f"{len(answer.logprobs)}d", *answer.logprobs))
@@ -183,7 +183,7 @@ def timed(
   cpu, own = server.cpu_seconds(), time.process_time()
   replies, seconds = asyncio.run(http_load.in_turn(server.url, PATH, bodies, cell.clients))
   cpu, own = server.cpu_seconds() - cpu, time.process_time() - own
-  found = [http_load.said(reply).count for reply in replies]
+  found = [http_load.parsed(reply).count for reply in replies]
   for count, one in zip(found, questions, strict=True):
     if count != one.max_tokens:
       raise ValueError(

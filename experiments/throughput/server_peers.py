@@ -226,16 +226,16 @@ class Server:
   def _wait(self, url: str) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline and self._process.poll() is None:
-      found = url or (re.findall(r"^serving at (http://[^/\s]+)", self.said(), re.M) or [""])[0]
+      found = url or (re.findall(r"^serving at (http://[^/\s]+)", self.output(), re.M) or [""])[0]
       if found:
         host, port = found.removeprefix("http://").split(":")
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
           return found
       time.sleep(0.1)
-    last = " ".join(self.said().split())[-400:]
+    last = " ".join(self.output().split())[-400:]
     raise RuntimeError(f"{self._log}: got no server ({last}), expected one that listens; read it.")
 
-  def said(self) -> str:
+  def output(self) -> str:
     """Returns the server's output."""
     return self._log.read_text(errors="replace")
 
@@ -373,14 +373,14 @@ def _engine_answers(settings: Settings, slots: int) -> Iterator[dict[str, Any]]:
 
 def in_turn(engine: Any, requests: Sequence[Any], clients: int) -> dict[str, Any]:
   """Runs requests on an engine, `clients` at once; the next one starts when one finishes."""
-  waiting, begun = iter(requests), {}
+  waiting, started = iter(requests), {}
   first: list[float] = []
   whole: list[float] = []
   num_tokens, cpu, begin = 0, time.process_time(), time.perf_counter()
 
   def submit() -> None:
     for request in waiting:
-      begun[request.request_id] = time.perf_counter()
+      started[request.request_id] = time.perf_counter()
       engine.add_request(request)
       return
 
@@ -390,11 +390,11 @@ def in_turn(engine: Any, requests: Sequence[Any], clients: int) -> dict[str, Any
   while engine.num_unfinished:
     updates, now = engine.step(), time.perf_counter()
     new = {update.request_id for update in updates} - seen
-    first += [now - begun[name] for name in new]
+    first += [now - started[name] for name in new]
     seen |= new
     for completion in engine.poll():
       num_tokens += len(completion.tokens)
-      whole.append(now - begun[completion.request_id])
+      whole.append(now - started[completion.request_id])
       submit()
   return dict(
     seconds=time.perf_counter() - begin,

@@ -405,14 +405,14 @@ def cells(row: Row) -> list[str]:
   if ours.reason:
     others = [f"{peer.name}: {peer.reason}" for peer in peers]
     return ["", "", "", "; ".join([ours.reason, *others]), row.bar, row.verdict]
-  beside = [
+  compared = [
     f"{peer.name}: {peer.reason}"
     if peer.reason
     else f"{peer.name} {microseconds(peer)}, {peer.median / ours.median:.2f}x"
     for peer in peers
   ]
   shares = [percent(row.copy_share), percent(row.peak_share)]
-  return [microseconds(ours), *shares, "; ".join(beside), row.bar, row.verdict]
+  return [microseconds(ours), *shares, "; ".join(compared), row.bar, row.verdict]
 
 
 def table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:

@@ -33,28 +33,28 @@ def question(temperature: float = 1.0, seed: int = 3) -> Question:
 @pytest.mark.thorough
 def test_clients_read_an_answer_whole_and_in_pieces():
   with served.running() as (_, url):
-    whole, pieces, again = map(http_load.said, ask(url, BODY, STREAMED, BODY))
+    whole, pieces, again = map(http_load.parsed, ask(url, BODY, STREAMED, BODY))
     assert whole == pieces == again
     assert whole.count == len(whole.logprobs) > 0 and whole.text
     many = ask(url, *[BODY] * 9, clients=3)
-    assert {http_load.said(reply) for reply in many} == {whole}
+    assert {http_load.parsed(reply) for reply in many} == {whole}
     assert all(0 < reply.first <= reply.whole for reply in many)
     (refused,) = ask(url, {**BODY, "n": 0})
     with pytest.raises(ValueError, match=r"got status 400 .*n: got 0, expected 1 to 128"):
-      http_load.said(refused)
+      http_load.parsed(refused)
 
 
 def test_what_a_stream_that_breaks_off_says_is_no_answer():
   body = b'data: {"error": {"message": "x"}}\n\n'
   with pytest.raises(ValueError, match="expected a response; see its log"):
-    http_load.said(http_load.Reply(200, body, 0.1, 0.2))
+    http_load.parsed(http_load.Reply(200, body, 0.1, 0.2))
 
 
 def test_llamas_log_probabilities_are_read():
   rows = {"content": [{"logprob": -0.5}, {"logprob": -0.25}]}
   body = {"choices": [{"text": "a", "logprobs": rows}], "usage": {"completion_tokens": 2}}
-  said = http_load.said(http_load.Reply(200, json.dumps(body).encode(), 0.1, 0.2))
-  assert said == http_load.Said("a", (-0.5, -0.25), 2)
+  answer = http_load.parsed(http_load.Reply(200, json.dumps(body).encode(), 0.1, 0.2))
+  assert answer == http_load.Answer("a", (-0.5, -0.25), 2)
 
 
 def same(url: str) -> dict:
