@@ -114,7 +114,7 @@ def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
     One sentence for each renamed checkpoint.
   """
   place = _open(directory)
-  said = []
+  messages = []
   for step in reversed(steps(directory)[1:]):
     path = _path(place, step)
     try:
@@ -125,11 +125,11 @@ def set_aside_damaged(directory: str | os.PathLike) -> list[str]:
     except Damage as error:
       aside = _set_aside(path)
       before = max(other for other in steps(directory))
-      said.append(
+      messages.append(
         f"DAMAGED CHECKPOINT of step {step}: {error} It was renamed to {aside.name}, and the run"
         f" resumes from step {before}."
       )
-  return said
+  return messages
 
 
 def _set_aside(path: Place) -> Place:

@@ -229,21 +229,21 @@ def _drafted(
   for count, kind in ((1, EngineWorker), (2, EngineWorker), (3, EngineWorker), (2, Deaf)):
     for engine in engines:
       engine.drafter = SuffixDrafter(budget=None)
-    begun = [dataclasses.replace(engine.counters) for engine in engines[:count]]
+    before = [dataclasses.replace(engine.counters) for engine in engines[:count]]
     workers = Timed([kind(engine) for engine in engines[:count]])
     begin, rollout = time.process_time(), ClusterRollout(workers, policy)
     completions = list(rollout.run(requests))
     ended = [engine.counters for engine in engines[:count]]
     sampled, accepted = (
-      sum(getattr(now, name) - getattr(was, name) for now, was in zip(ended, begun))
+      sum(getattr(now, name) - getattr(was, name) for now, was in zip(ended, before))
       for name in ("sampled_tokens", "accepted_tokens")
     )
     per_step = sampled / (sampled - accepted)
     first = first or per_step
-    told = 0 if kind is Deaf else 4 * rollout.counts["told"]
+    sent = 0 if kind is Deaf else 4 * rollout.counts["sent"]
     name = f"{count} workers that draft" + (", without deltas" if kind is Deaf else "")
-    note(name, completions, begin, tokens_a_step=per_step, delta_bytes=told, **counts_of(rollout))
-    rows.append((name, f"{per_step:.3f}", f"{per_step / first:.2f}", told))
+    note(name, completions, begin, tokens_a_step=per_step, delta_bytes=sent, **counts_of(rollout))
+    rows.append((name, f"{per_step:.3f}", f"{per_step / first:.2f}", sent))
   for engine in engines:
     engine.drafter = None
   return measure.table(("system", "tokens per step", "of one worker's", "bytes of deltas"), rows)

@@ -139,7 +139,7 @@ class ClusterRollout:
     buffer: state of all requests.
     counts: number of events by kind: "joined", "refused", "lost", "ended", "again" (chunks of lost
       workers), "late" (dropped results), "moved" (chunks on another worker than the previous
-      chunk), "told" (tokens sent for siblings' drafts), "drafted" and "accepted" (draft tokens
+      chunk), "sent" (tokens sent for siblings' drafts), "drafted" and "accepted" (draft tokens
       verified by workers).
   """
 
@@ -220,7 +220,7 @@ class ClusterRollout:
       ConnectionError: if no worker is left, and none comes; the journal has what was sampled.
     """
     if self._journal is not None:
-      self._so_far = divided.begun_in(self._journal, requests) | self._so_far
+      self._so_far = divided.partial_completions(self._journal, requests) | self._so_far
     self._workers.begin()
     self._take_all(self._workers.events(blocks=False))
     while not self._members:
@@ -229,9 +229,9 @@ class ClusterRollout:
     if why:
       raise ValueError(why)
     for request in requests:
-      begun = self._so_far.get(request.request_id)
+      partial = self._so_far.get(request.request_id)
       self._requests[request.request_id] = request
-      divided.wait_in(self.buffer, request, begun)
+      divided.wait_in(self.buffer, request, partial)
     while self.buffer.num_unfinished:
       self._take_all(self._workers.events(blocks=False))
       self._decide()
@@ -309,7 +309,7 @@ class ClusterRollout:
       if name != request_id and known < len(tokens):
         found.append(TextDelta(request_id=name, start=known, tokens=tokens[known:]))
         member.known[name] = len(tokens)
-        self.counts["told"] += len(tokens) - known
+        self.counts["sent"] += len(tokens) - known
     return tuple(found)
 
   def _send(self) -> None:

@@ -257,8 +257,10 @@ def discover(argv: list[str]) -> None:
     policy = policy_lib.load_policy(config.model, config.numerics)
     chosen = decide(policy.model, config.numerics).numerics
   print(self_test.describe(chosen), flush=True)
-  begun = directory_lib.as_begun(config.shared(environment), directory, resume=args.resume)
-  programs = programs_lib.make_programs(begun, policy.model)
+  shared = directory_lib.with_stored_sizes(
+    config.shared(environment), directory, resume=args.resume
+  )
+  programs = programs_lib.make_programs(shared, policy.model)
   with progress_lib.Progress(say) as progress, progress.phase("evaluating the model twice"):
     train.check_model(policy, programs, say=say, bitwise=args.bitwise, learns=config.train)
   try:

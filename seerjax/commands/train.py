@@ -152,10 +152,10 @@ def prepare(
   policy = policy_lib.load_policy(config.model, config.numerics)
   if policy.require_tokenizer().ignored_generation:
     print(policy_lib.ignored_settings(policy.require_tokenizer()), flush=True)
-  begun = directory_lib.as_begun(config.shared, directory, resume=resume)
-  programs = programs_lib.make_programs(begun, policy.model, loss=loss)
+  shared = directory_lib.with_stored_sizes(config.shared, directory, resume=resume)
+  programs = programs_lib.make_programs(shared, policy.model, loss=loss)
   decided = dataclasses.replace(config, **programs.config.parts)
-  check_prompts(decided, task, policy.with_chat(begun.chat))
+  check_prompts(decided, task, policy.with_chat(shared.chat))
   print(self_test.describe(decided.numerics), flush=True)
   if bitwise:
     self_test.require(decided.numerics)
@@ -234,7 +234,7 @@ def in_checkout() -> bool:
   return (pathlib.Path(__file__).parents[2] / "launch" / "local.sh").is_file()
 
 
-def begun_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
+def started_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
   """Returns (how the command was started, the run's own arguments)."""
   given = dict(one.lstrip("-").split("=", 1) for one in arguments if "=" in one)
   own = lambda names: [one for one in arguments if one.lstrip("-").split("=")[0] not in names]
@@ -248,7 +248,7 @@ def begun_with(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def next_commands(config: RunConfig, directory: pathlib.Path, arguments: Sequence[str]) -> str:
   """Returns three commands to try after a run that was started with `arguments`."""
   here = "bash launch/local.sh" if in_checkout() else "seerjax"
-  start, own = begun_with(arguments)
+  start, own = started_with(arguments)
   old = ("--resume", "--config.num_steps=")
   own = [one for one in own if not f"--{one.lstrip('-')}".startswith(old)]
   more = shlex.join([*own, "--resume", f"--config.num_steps={2 * config.num_steps}"])

@@ -247,10 +247,10 @@ def _check_words(environment: Environment, valid: Sequence[Artefact], findings: 
   else:
     # With an equal score, the texts can differ only because of the artefacts.
     other = next((each for each in valid if _text(each) != _text(artefact)), artefact)
-    told, raised = _tried(environment.describe, other, score)
+    described, raised = _tried(environment.describe, other, score)
     if raised:
       findings.error(f"describe: it raised {raised} on {_short(other)}; expected text, fix it.")
-    elif told == text and other is not artefact:
+    elif described == text and other is not artefact:
       findings.warning(
         "describe: got one text for two different artefacts, expected a text that depends on the"
         " artefact; print the artefact, or its main parts."

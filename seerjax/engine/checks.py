@@ -229,7 +229,7 @@ def manifest(
 
 def resume_from(
   request: Request,
-  begun: Completion,
+  partial: Completion,
   *,
   policy_version: int,
   vocab_size: int,
@@ -242,32 +242,32 @@ def resume_from(
       sample of this request: invalid log-probabilities, or tokens that are not allowed.
   """
   what = f"request {request.request_id!r}"
-  params, count = request.sampling, len(begun.tokens)
-  if begun.request_id != request.request_id:
+  params, count = request.sampling, len(partial.tokens)
+  if partial.request_id != request.request_id:
     raise ValueError(
-      f"{what}: got a completion of request {begun.request_id!r}, expected one of this request;"
+      f"{what}: got a completion of request {partial.request_id!r}, expected one of this request;"
       " pass the completion with the same request_id."
     )
-  if begun.policy_version != policy_version:
+  if partial.policy_version != policy_version:
     raise ValueError(
-      f"{what}: got {count} tokens sampled by policy_version {begun.policy_version}, expected"
+      f"{what}: got {count} tokens sampled by policy_version {partial.policy_version}, expected"
       f" {policy_version}, the engine's (a completion comes from one policy_version); restart it"
       " from its prompt."
     )
-  if begun.finish_reason or count >= params.max_tokens:
+  if partial.finish_reason or count >= params.max_tokens:
     raise ValueError(
       f"{what}: got {count} of {params.max_tokens} tokens sampled, finish_reason"
-      f" {begun.finish_reason!r}, expected an unfinished completion; use it as it is."
+      f" {partial.finish_reason!r}, expected an unfinished completion; use it as it is."
     )
-  tokens_of(f"{what}, resume_from.tokens", begun.tokens, vocab_size)
-  ends = [place for place, token in enumerate(begun.tokens) if token in params.stop_token_ids]
+  tokens_of(f"{what}, resume_from.tokens", partial.tokens, vocab_size)
+  ends = [place for place, token in enumerate(partial.tokens) if token in params.stop_token_ids]
   if ends:
     raise ValueError(
-      f"{what}: got the stop id {begun.tokens[ends[0]]} at position {ends[0]} of the completion,"
+      f"{what}: got the stop id {partial.tokens[ends[0]]} at position {ends[0]} of the completion,"
       " expected an unfinished completion; use it as it is."
     )
   for place, (token, (low, high)) in enumerate(
-    zip(begun.tokens, params.allowed_token_ranges, strict=False)
+    zip(partial.tokens, params.allowed_token_ranges, strict=False)
   ):
     if not low <= token < high:
       raise ValueError(
@@ -275,7 +275,7 @@ def resume_from(
         f" {high - 1}, which its grammar allows there; pass tokens that this request sampled."
       )
   for name in ("behaviour_logprobs", "raw_logprobs"):
-    values = vars(begun)[name]
+    values = vars(partial)[name]
     wrong = np.flatnonzero(~(np.isfinite(values) & (values <= 0)))
     if len(wrong):
       raise ValueError(
@@ -283,7 +283,7 @@ def resume_from(
         " finite number of at most 0; pass the values that the engine returned."
       )
   if tokenizer is not None and params.stop:
-    text = tokenizer.decode(list(begun.tokens), skip_special_tokens=True)
+    text = tokenizer.decode(list(partial.tokens), skip_special_tokens=True)
     found = [stop for stop in params.stop if stop in text]
     if found:
       raise ValueError(

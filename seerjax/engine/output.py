@@ -102,12 +102,12 @@ def begun(
   return sequence
 
 
-def _continue_from(sequence: SequenceState, begun: Completion) -> None:
-  sequence.tokens.extend(begun.tokens)
-  sequence.logprobs.extend(np.asarray(begun.behaviour_logprobs, np.float32).tolist())
-  sequence.raw_logprobs.extend(np.asarray(begun.raw_logprobs, np.float32).tolist())
+def _continue_from(sequence: SequenceState, partial: Completion) -> None:
+  sequence.tokens.extend(partial.tokens)
+  sequence.logprobs.extend(np.asarray(partial.behaviour_logprobs, np.float32).tolist())
+  sequence.raw_logprobs.extend(np.asarray(partial.raw_logprobs, np.float32).tolist())
   if sequence.stream is not None:
-    sequence.text = "".join(sequence.stream.push(token) for token in begun.tokens)
+    sequence.text = "".join(sequence.stream.push(token) for token in partial.tokens)
   _new_text(sequence, "")  # It was streamed before.
 
 

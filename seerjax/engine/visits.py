@@ -121,9 +121,10 @@ class Visits:
       visit = self._planner.visit_inputs(plan.rows, inputs, plan.num_steps)
       self._memory.pages, *found = self.runner.visit(*before, visit, self._key)
     elif inputs.scores is not None:
-      pages, sampled, told = self.runner.read(*before, inputs, self._key)
+      pages, sampled, scored = self.runner.read(*before, inputs, self._key)
       self._memory.pages = pages
-      found, top = [sampled, told.scores], (told.ids, told.top.logprob, told.top.raw_logprob)
+      found = [sampled, scored.scores]
+      top = (scored.ids, scored.top.logprob, scored.top.raw_logprob)
     else:
       self._memory.pages, *found = self.runner.step(*before, inputs, self._key)
     return found, top

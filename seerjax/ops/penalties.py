@@ -51,13 +51,13 @@ def entries(
 
   Only the set of the prompt's tokens matters, not their counts (`distinct`).
   """
-  said, counts = np.unique(np.asarray(answer, np.int32), return_counts=True)
+  generated, counts = np.unique(np.asarray(answer, np.int32), return_counts=True)
   values = params.frequency_penalty * counts + params.presence_penalty
   if params.repetition_penalty == 1:
-    return Entries(said, values.astype(np.float32))
-  ids = np.unique(np.concatenate((np.asarray(prompt, np.int32), said)))
+    return Entries(generated, values.astype(np.float32))
+  ids = np.unique(np.concatenate((np.asarray(prompt, np.int32), generated)))
   found = np.zeros(len(ids), np.float32)
-  found[np.searchsorted(ids, said)] = values
+  found[np.searchsorted(ids, generated)] = values
   return Entries(ids, found)
 
 

@@ -38,17 +38,17 @@ class Step(NamedTuple):
 
   Attributes:
     paths: drafted token ids; empty if the target decoded without a draft.
-    said: tokens added; the last one is the target's own. Without a draft all are the target's, and
+    added: tokens added; the last one is the target's own. Without a draft all are the target's, and
       may come from several decode steps in one visit.
   """
 
   paths: tuple[Path, ...]
-  said: Path
+  added: Path
 
   @property
   def num_held(self) -> int:
     """Number of accepted draft tokens: all added tokens but the last, if there was a draft."""
-    return len(self.said) - 1 if self.paths else 0
+    return len(self.added) - 1 if self.paths else 0
 
 
 class Transcript(NamedTuple):
@@ -81,11 +81,11 @@ def steps_of(drafts: Sequence[Drafted], tokens: Sequence[int], num_prompt: int) 
   starts = sorted({num_prompt, *at})
   steps = []
   for start, end in itertools.pairwise([*starts, len(tokens)]):
-    said = tuple(tokens[start:end])
+    added = tuple(tokens[start:end])
     paths = tuple(path for path in at.get(start, ()) if path)
-    if not any(path[: len(said) - 1] == said[:-1] for path in paths):
+    if not any(path[: len(added) - 1] == added[:-1] for path in paths):
       paths = ()
-    steps.append(Step(paths, said))
+    steps.append(Step(paths, added))
   return steps
 
 
@@ -94,7 +94,7 @@ def transcript(
 ) -> Transcript:
   """Returns a response as text; `decode` is called with one token at a time."""
   pieces = [
-    (tuple(_pieces(path, decode) for path in step.paths), _pieces(step.said, decode))
+    (tuple(_pieces(path, decode) for path in step.paths), _pieces(step.added, decode))
     for step in steps
   ]
   return Transcript(title, prompt, tuple(pieces))
@@ -107,22 +107,22 @@ def _pieces(ids: Path, decode: Callable[[Sequence[int]], str]) -> tuple[str, ...
 def read(value: Sequence[Any]) -> Transcript:
   """Returns a transcript from its JSON form."""
   title, prompt, steps = value
-  pieces = [(tuple(map(tuple, paths)), tuple(said)) for paths, said in steps]
+  pieces = [(tuple(map(tuple, paths)), tuple(added)) for paths, added in steps]
   return Transcript(title, prompt, tuple(pieces))
 
 
 def section(found: Transcript) -> str:
   """Returns a transcript as HTML: the response, then each step."""
   answer, rows = [], []
-  for number, (paths, said) in enumerate(found.steps, 1):
-    num_held = len(said) - 1 if paths else 0
-    for place, piece in enumerate(said):
+  for number, (paths, added) in enumerate(found.steps, 1):
+    num_held = len(added) - 1 if paths else 0
+    for place, piece in enumerate(added):
       answer.append(_token("held" if place < num_held else "own", piece, f"step {number}"))
     rows.append(
-      f'<div class="step"><i>{number}</i><div>{_line(said, ["held"] * num_held)}'
-      f"{''.join(_guesses(paths, said[:num_held]))}</div></div>"
+      f'<div class="step"><i>{number}</i><div>{_line(added, ["held"] * num_held)}'
+      f"{''.join(_guesses(paths, added[:num_held]))}</div></div>"
     )
-  num_tokens = sum(len(said) for _, said in found.steps)
+  num_tokens = sum(len(added) for _, added in found.steps)
   facts = f"{num_tokens} tokens in {len(found.steps)} steps"
   return (
     f'<article class="good"><div class="facts"><b>{escape(found.title)}</b>'
@@ -167,13 +167,13 @@ def _token(kind: str, piece: str, title: str = "") -> str:
 
 def html(title: str, transcripts: Sequence[Transcript]) -> str:
   """Returns the HTML page."""
-  said = [step for found in transcripts for step in found.steps]
-  num_tokens = sum(len(pieces) for _, pieces in said)
-  num_guessed = sum(1 for paths, _ in said if paths)
-  num_held = sum(len(pieces) - 1 for paths, pieces in said if paths)
+  steps = [step for found in transcripts for step in found.steps]
+  num_tokens = sum(len(pieces) for _, pieces in steps)
+  num_guessed = sum(1 for paths, _ in steps if paths)
+  num_held = sum(len(pieces) - 1 for paths, pieces in steps if paths)
   tiles = [
     (page.number(num_tokens), "tokens generated", f"{len(transcripts)} answers"),
-    (page.number(len(said)), "steps", f"{num_guessed} of them with drafts"),
+    (page.number(len(steps)), "steps", f"{num_guessed} of them with drafts"),
     (page.number(1 + num_held / max(num_guessed, 1), 3), "tokens per step", "that had a draft"),
   ]
   keys = (

@@ -105,9 +105,9 @@ class DividedRollout:
     for request in requests:
       self.engine.check(request)
     for request in requests:
-      begun = self._resume_from.get(request.request_id)
+      partial = self._resume_from.get(request.request_id)
       self._requests[request.request_id] = request
-      wait_in(self.buffer, request, begun)
+      wait_in(self.buffer, request, partial)
     while self.buffer.num_unfinished:
       self._decide()
       updates = self.engine.step()
@@ -132,15 +132,15 @@ class DividedRollout:
       Completions that `run` has not yielded yet, and partial completions of the others by request
       id.
     """
-    begun = dict(self._resume_from)
+    partials = dict(self._resume_from)
     for request_id in self._requests:
       item = self.buffer[request_id]
       if item.num_chunks and item.state is not State.FINISHED:
-        begun[request_id] = self.engine.progress(request_id)
+        partials[request_id] = self.engine.progress(request_id)
         self.engine.abort_request(request_id)
     finished = list(self._unread)
     self._unread.clear()
-    return finished, {name: one for name, one in begun.items() if one.tokens}
+    return finished, {name: one for name, one in partials.items() if one.tokens}
 
   def _record(self) -> None:
     engine = self.engine
@@ -194,8 +194,8 @@ class DividedRollout:
           namespace=request.namespace,
         )
         self.trace.pulls += pulled > 0
-      begun = self._resume_from.pop(request_id, None)
-      engine.add_request(request, resume_from=begun, instance=target, chunk_tokens=chunk_tokens)
+      partial = self._resume_from.pop(request_id, None)
+      engine.add_request(request, resume_from=partial, instance=target, chunk_tokens=chunk_tokens)
     item = self.buffer[request_id]
     self._num_decisions += 1
     self._running[request_id] = _Running(
@@ -325,28 +325,30 @@ def resumed(
   reads.
   """
   return DividedRollout(
-    engine, policy, resume_from=begun_in(journal, requests), on_chunk=keep_in(journal)
+    engine, policy, resume_from=partial_completions(journal, requests), on_chunk=keep_in(journal)
   )
 
 
-def wait_in(buffer: Buffer, request: Request, begun: Completion | None) -> None:
+def wait_in(buffer: Buffer, request: Request, partial: Completion | None) -> None:
   """Adds a request to a rollout's buffer, with the number of tokens sampled so far."""
   buffer.add(
     request.request_id,
     request.group_id or request.request_id,
     prompt_tokens=len(request.prompt),
     max_tokens=request.sampling.max_tokens,
-    generated=len(begun.tokens) if begun else 0,
+    generated=len(partial.tokens) if partial else 0,
   )
 
 
-def begun_in(journal: Journal, requests: Sequence[Request]) -> dict[str, Completion]:
+def partial_completions(journal: Journal, requests: Sequence[Request]) -> dict[str, Completion]:
   """Returns the journal's partial completions of those requests that have one, by request id."""
-  begun = {
-    request.request_id: journal.begun(*groups.place_of(request.request_id), prompt=request.prompt)
+  partials = {
+    request.request_id: journal.partial_completion(
+      *groups.place_of(request.request_id), prompt=request.prompt
+    )
     for request in requests
   }
-  return {name: known for name, known in begun.items() if known is not None}
+  return {name: known for name, known in partials.items() if known is not None}
 
 
 def keep_in(journal: Journal) -> Callable[..., None]:

@@ -369,7 +369,7 @@ class Journal(file.RecordFile):
       journal_records.chunk_from_record(self._read(offset)["chunk"]) for offset in offsets
     )
 
-  def begun(
+  def partial_completion(
     self, step: int, group: int, member: int, *, prompt: Sequence[int] = ()
   ) -> Completion | None:
     """Returns the partial completion of an unfinished rollout, None if it has no chunk.

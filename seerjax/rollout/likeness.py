@@ -91,19 +91,19 @@ class GroupLikeness:
     if self._num_finished < self._next:
       return False
     self._next = max(self._num_finished * 115 // 100, self._num_finished + 1)
-    begun = [
+    started = [
       g.members for g in self._groups.values() if sum(m.generated > 0 for m in g.members) > 1
     ]
-    size = max(map(len, begun), default=0)
-    lengths = np.zeros((len(begun), size), int)
-    finished = np.zeros((len(begun), size), bool)
-    for group, members in enumerate(begun):
+    size = max(map(len, started), default=0)
+    lengths = np.zeros((len(started), size), int)
+    finished = np.zeros((len(started), size), bool)
+    for group, members in enumerate(started):
       lengths[group, : len(members)] = [item.generated for item in members]
       finished[group, : len(members)] = [item.state is State.FINISHED for item in members]
     found = rank_correlation(lengths, finished)
-    if len(begun) < _FEWEST_GROUPS or found.num_known < _FEWEST_KNOWN * size:
+    if len(started) < _FEWEST_GROUPS or found.num_known < _FEWEST_KNOWN * size:
       return False
     running = 1 - int(finished.sum()) / int((lengths > 0).sum())
     early = _EARLY * running * running * running
-    error = found.error + 1 / len(begun)  # The standard error is unreliable for few groups.
+    error = found.error + 1 / len(started)  # The standard error is unreliable for few groups.
     return found.correlation - error >= least + (1 - least) * early

@@ -1,7 +1,7 @@
 """Configuration of a training run: `RunConfig`, its trainer part, and model-dependent defaults.
 
 Fields left at 0 or () that depend on the model are filled in by `for_model`, and `chat.now` by
-`policy.chatting`. A resume takes both from the checkpoint (`directory.as_begun`).
+`policy.chatting`. A resume takes both from the checkpoint (`directory.with_stored_sizes`).
 """
 
 from __future__ import annotations

@@ -55,20 +55,22 @@ def check_directory(directory: pathlib.Path, *, resume: bool) -> None:
     )
 
 
-def as_begun(config: SharedConfig, directory: pathlib.Path, *, resume: bool) -> SharedConfig:
+def with_stored_sizes(
+  config: SharedConfig, directory: pathlib.Path, *, resume: bool
+) -> SharedConfig:
   """Returns the settings; for a resume, with defaults filled in from the run's checkpoint."""
   if not resume:
     return config
-  begun = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
+  stored = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
   # JSON has lists, not tuples. Checkpoints without a backend are from versions in which
   # "tiled" was the default; those without a learning rate from versions in which it was 1e-4.
-  begun = {name: tuple(size) if isinstance(size, list) else size for name, size in begun.items()}
-  begun.setdefault("backend", "tiled")
-  begun.setdefault("learning_rate", 1e-4)
+  stored = {name: tuple(size) if isinstance(size, list) else size for name, size in stored.items()}
+  stored.setdefault("backend", "tiled")
+  stored.setdefault("learning_rate", 1e-4)
 
   def filled(part: Any) -> Any:
     is_open = lambda name: vars(part).get(name) in (0, (), "", "auto")
-    open_fields = {name: begun[name] for name in begun if is_open(name)}
+    open_fields = {name: stored[name] for name in stored if is_open(name)}
     return dataclasses.replace(part, **open_fields)
 
   return dataclasses.replace(config, **{name: filled(part) for name, part in config.parts.items()})

@@ -155,7 +155,7 @@ class Life:
     optimizer: optax.GradientTransformation | None = None,
   ) -> None:
     """Sets `given`, `config`, `policy`, `programs` and `fingerprint`."""
-    self.given = directory_lib.as_begun(config, self.directory, resume=self.resume)
+    self.given = directory_lib.with_stored_sizes(config, self.directory, resume=self.resume)
     made = programs_lib.make_programs(self.given, policy.model, loss=loss, optimizer=optimizer)
     self.programs, self.config, self.policy = made, made.config, policy
     self.fingerprint = made.decoder.fingerprint(made.config.trainer.remat)

@@ -75,7 +75,7 @@ class OneStepOff(Generic[T]):
     """Wraps `sample` and `publish` for a run of `num_steps` steps."""
     self._sample, self._publish, self._num_steps = sample, publish, num_steps
     self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1)
-    self._begun: dict[int, concurrent.futures.Future[T]] = {}
+    self._started: dict[int, concurrent.futures.Future[T]] = {}
 
   def sample(self, step: int) -> T:
     """Returns the samples of a step and starts sampling the next with the same weights.
@@ -83,10 +83,10 @@ class OneStepOff(Generic[T]):
     Raises:
       Exception: any error raised while sampling the step.
     """
-    begun = self._begun.pop(step, None)
-    found = self._sample(step) if begun is None else begun.result()
+    future = self._started.pop(step, None)
+    found = self._sample(step) if future is None else future.result()
     if step + 1 < self._num_steps:
-      self._begun[step + 1] = self._thread.submit(self._sample, step + 1)
+      self._started[step + 1] = self._thread.submit(self._sample, step + 1)
     return found
 
   def publish(self, weights: Any, policy_version: int) -> None:
@@ -98,8 +98,8 @@ class OneStepOff(Generic[T]):
       Exception: any error raised while sampling.
     """
     weights = jax.tree.map(jnp.copy, weights)
-    for begun in self._begun.values():
-      begun.result()
+    for future in self._started.values():
+      future.result()
     self._publish(weights, policy_version)
 
   def close(self) -> None:
@@ -125,7 +125,7 @@ class Partial:
   ):
     """Creates the sampler; `oversample` is `OffPolicyConfig.oversample`."""
     self._engine, self._task, self._journal, self._rollout = engine, task, journal, rollout
-    self._num_begun = math.ceil(oversample * rollout.prompts_per_step)
+    self._num_in_progress = math.ceil(oversample * rollout.prompts_per_step)
     self._policy, self._seed = policy, seed
     self._progress, self._drafts = progress, drafts
     self._carried = Carried()
@@ -161,7 +161,7 @@ class Partial:
       groups, num_old = sample_partial(
         self._carried,
         self._rollout,
-        num_begun=self._num_begun,
+        num_in_progress=self._num_in_progress,
         step=step,
         pose=pose,
         task=self._task,
@@ -174,7 +174,7 @@ class Partial:
 
 
 @dataclasses.dataclass(eq=False)
-class Begun:
+class GroupInProgress:
   """A group in progress.
 
   Attributes:
@@ -203,7 +203,7 @@ class Carried:
     num_posed: number of problems started so far.
   """
 
-  groups: list[Begun] = dataclasses.field(default_factory=list)
+  groups: list[GroupInProgress] = dataclasses.field(default_factory=list)
   beginnings: dict[str, Completion] = dataclasses.field(default_factory=dict)
   num_posed: int = 0
 
@@ -212,7 +212,7 @@ def sample_partial(
   carried: Carried,
   config: groups_lib.RolloutConfig,
   *,
-  num_begun: int,
+  num_in_progress: int,
   step: int,
   pose: Callable[[int], Problem],
   task: Task,
@@ -226,7 +226,7 @@ def sample_partial(
   Args:
     carried: state from the previous step; modified.
     config: configuration of a step's rollouts.
-    num_begun: number of groups to keep in progress.
+    num_in_progress: number of groups to keep in progress.
     step: step number, used in new request ids.
     pose: problem position -> problem.
     task: judges completions.
@@ -241,12 +241,12 @@ def sample_partial(
   Raises:
     ValueError: if the task cannot judge a text.
   """
-  for place in range(num_begun - len(carried.groups)):
+  for place in range(num_in_progress - len(carried.groups)):
     problem = pose(carried.num_posed)
     requests = groups_lib.group_requests(
       problem, group=place, step=step, config=config, tokenizer=tokenizer, seed=seed
     )
-    carried.groups.append(Begun(problem, requests))
+    carried.groups.append(GroupInProgress(problem, requests))
     carried.num_posed += 1
   # Tokens from older weights: all of a completion that was finished before, else its prefix.
   old_tokens = {

@@ -79,7 +79,7 @@ def partial(
   workload: workloads.Workload,
   policy: policies.Policy,
   seeds: Sequence[int],
-  begun: float = 2.0,
+  oversample: float = 2.0,
 ) -> list[Step]:
   """Returns one step per seed, in sequence; unfinished groups continue in the next step.
 
@@ -87,19 +87,19 @@ def partial(
     workload: a step needs `num_groups` complete groups.
     policy: scheduling policy.
     seeds: seeds of the lengths of new groups.
-    begun: number of groups started, relative to those needed; at least 1.
+    oversample: number of groups started, relative to those needed; at least 1.
 
   Raises:
-    ValueError: if `begun` is below 1.
+    ValueError: if `oversample` is below 1.
   """
-  if begun < 1:
-    raise ValueError(f"partial: got begun={begun}, expected at least 1; APRIL uses 2.")
+  if oversample < 1:
+    raise ValueError(f"partial: got oversample={oversample}, expected at least 1; APRIL uses 2.")
   needed = workload.num_groups
   lengths = np.zeros((0, workload.group_size), np.int64)
   generated = np.zeros_like(lengths)
   steps = []
   for seed in seeds:
-    wide = dataclasses.replace(workload, num_groups=round(begun * needed))
+    wide = dataclasses.replace(workload, num_groups=round(oversample * needed))
     fresh = wide.lengths(seed)[: wide.num_groups - len(lengths)]
     lengths = np.concatenate([lengths, fresh])
     old = np.concatenate([generated, np.zeros_like(fresh)])

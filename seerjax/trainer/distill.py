@@ -276,10 +276,10 @@ def make_step(
     logits = flax_module.logits_of(params, batch.tokens, decoder=decoder)
     losses = losses_of(logits, batch)
     answers = (batch.weights == 1.0).astype(jnp.float32)
-    said = jnp.pad(jnp.argmax(logits[:, :-1], axis=-1), ((0, 0), (1, 0))) == batch.tokens
+    hits = jnp.pad(jnp.argmax(logits[:, :-1], axis=-1), ((0, 0), (1, 0))) == batch.tokens
     total = jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
     mean = lambda values: jnp.sum(values * answers) / jnp.maximum(jnp.sum(answers), 1.0)
-    return total, dict(loss=total, answer_loss=mean(losses), answer_hits=mean(said))
+    return total, dict(loss=total, answer_loss=mean(losses), answer_hits=mean(hits))
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params: Any, opt_state: Any, batch: Batch) -> tuple[Any, Any, dict[str, Array]]:

@@ -361,7 +361,7 @@ def test_workers_draft_from_texts_of_siblings_elsewhere_and_lost_ones_cost_no_bi
   found = run(rollout, requests)
   wanted = {one.request_id: one for one in make_engine(NATIVE).generate(requests)}
   assert all(found[name].has_bits_of(wanted[name]) for name in wanted)
-  assert rollout.counts["told"] > 0 and not rollout._texts  # Dropped with their groups.
+  assert rollout.counts["sent"] > 0 and not rollout._texts  # Dropped with their groups.
   assert not any(member.known for member in rollout._members.values())
   assert all(worker.engine.drafter is not None for worker in workers)  # None of them failed.
   for kind in ("drafted", "accepted"):

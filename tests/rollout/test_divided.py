@@ -196,7 +196,7 @@ def test_a_rollout_goes_on_from_a_journal_and_adds_to_it(tmp_path):
     assert ended.has_bits_of(expected[ended.request_id])
   left = [one for one in requests if one.request_id != ended.request_id]
   with book() as journal:
-    said = [journal.begun(*map(int, one.request_id.split("/"))) for one in left]
+    said = [journal.partial_completion(*map(int, one.request_id.split("/"))) for one in left]
     assert any(said) and all(len(one.tokens) % 8 == 0 for one in said if one)
     engine = make_engine(1)
     for one in resumed(engine, policy, journal, left).run(left):

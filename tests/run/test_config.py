@@ -33,7 +33,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   open_config = RunConfig(engine=engine_lib.EngineConfig(max_model_len=512)).shared
   nano = presets.get("nano")
   decided = lambda config: config_lib.for_model(config, nano)[0]
-  as_begun = lambda config: directory_lib.as_begun(config, tmp_path, resume=True)
+  with_stored_sizes = lambda config: directory_lib.with_stored_sizes(config, tmp_path, resume=True)
   found = decided(open_config)
   assert config_lib.chosen(open_config, found) == (
     "chosen for this model and context: numerics.backend=native,"
@@ -45,7 +45,7 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
   chosen = config_lib.chosen_sizes(found)
   sizes = chosen | {"sequences_per_micro_batch": 16, "batch_size_buckets": [32, 256]}
   save(tmp_path, 0, sizes)
-  resumed = decided(as_begun(open_config))
+  resumed = decided(with_stored_sizes(open_config))
   assert resumed.trainer.sequences_per_micro_batch == 16
   assert resumed.engine.batch_size_buckets == (32, 256)
   assert resumed.optimizer.learning_rate == 1e-4
@@ -54,20 +54,20 @@ def test_what_a_config_leaves_open_is_the_models_and_a_resume_keeps_it(tmp_path)
     engine=dataclasses.replace(open_config.engine, batch_size_buckets=(16,)),
     trainer=TrainerConfig(sequences_per_micro_batch=8),
   )
-  assert as_begun(named).trainer.sequences_per_micro_batch == 8
-  assert decided(as_begun(named)).engine.batch_size_buckets == (16,)
+  assert with_stored_sizes(named).trainer.sequences_per_micro_batch == 8
+  assert decided(with_stored_sizes(named)).engine.batch_size_buckets == (16,)
   # A run started before this setting existed was tiled, and stays tiled.
   assert resumed.numerics.backend == "native"
   del sizes["backend"]
   save(tmp_path, 1, sizes)
-  older = decided(as_begun(open_config))
+  older = decided(with_stored_sizes(open_config))
   assert older.numerics.backend == "tiled"
   # Its learning rate was not a setting either.
   adapters = dataclasses.replace(open_config, lora_rank=4)
   assert decided(adapters).optimizer.learning_rate == 2e-4
   del sizes["learning_rate"]
   save(tmp_path, 2, sizes)
-  older = decided(as_begun(adapters))
+  older = decided(with_stored_sizes(adapters))
   assert older.optimizer.learning_rate == 1e-4
 
 

@@ -68,14 +68,14 @@ def test_what_sampling_raises_is_raised_where_it_is_waited_for():
 
 
 def sample(
-  carried: off_policy.Carried, rollout_of, *, step: int = 0, num_begun: int = 2, kept=None
+  carried: off_policy.Carried, rollout_of, *, step: int = 0, num_in_progress: int = 2, kept=None
 ):
   """Samples one step of `Counts`; keeps the ids of whole rollouts in `kept`."""
   kept = [] if kept is None else kept
   return off_policy.sample_partial(
     carried,
     CONFIG,
-    num_begun=num_begun,
+    num_in_progress=num_in_progress,
     step=step,
     pose=lambda position: Counts().problem("train", position),
     task=Counts(),
@@ -102,7 +102,7 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
       return DividedRollout(engine, Divided(chunk_tokens=6), resume_from=renewed)
 
     engine.update_weights(word_engine.params(step), policy_version=step)
-    groups, old = sample(carried, rollout_of, step=step, num_begun=4, kept=kept)
+    groups, old = sample(carried, rollout_of, step=step, num_in_progress=4, kept=kept)
     assert engine.num_unfinished == 0 and engine.chunks.free_pages(0) == 8
     assert [group.group_index for group in groups] == [0, 1] and len(carried.groups) == 2
     expected_old = 0

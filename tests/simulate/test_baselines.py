@@ -34,11 +34,11 @@ def test_partial_rollouts_leave_the_longest_for_later():
   assert first.mean_tokens < plain.mean_tokens
   assert all(0 < step.stale_share < 1 for step in later)
   # With exactly as many as needed, no rollout is left over and none is stale.
-  exact = baselines.partial(SMALL, policy, range(2), begun=1.0)
+  exact = baselines.partial(SMALL, policy, range(2), oversample=1.0)
   assert [step.stale_share for step in exact] == [0.0, 0.0]
   assert exact[0].seconds == pytest.approx(plain.seconds)
 
 
 def test_fewer_groups_than_needed_are_refused():
-  with pytest.raises(ValueError, match="got begun=0.5, expected at least 1"):
-    baselines.partial(SMALL, GroupFCFS(), [0], begun=0.5)
+  with pytest.raises(ValueError, match="got oversample=0.5, expected at least 1"):
+    baselines.partial(SMALL, GroupFCFS(), [0], oversample=0.5)
