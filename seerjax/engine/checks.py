@@ -6,7 +6,7 @@ Each message has the value, the expected values and the fix; see `Engine.add_req
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,20 @@ from seerjax.types import Completion, Request
 # Larger than any logit, and far from float32 overflow and from `sampling.DROPPED`.
 MAX_ABS_BIAS = 1e6
 MAX_INT32 = 2**31 - 1  # Positions, pages and rows are int32 on the devices.
+
+
+class Context(NamedTuple):
+  """Limit on one sequence, prompt and response.
+
+  Attributes:
+    positions: maximum positions of a sequence.
+    of_model: maximum positions of the model.
+    held_by_pages: advice for a message if pages are the limit; "" if config or model are.
+  """
+
+  positions: int
+  of_model: int
+  held_by_pages: str
 
 
 def whole(what: str, value: Any, least: int, most: int | None, fix: str) -> None:
@@ -120,10 +134,8 @@ def weights(params: Mapping[str, Any], what: str) -> None:
 def request(
   request: Request,
   *,
-  context: int,
-  model_context: int,
+  context: Context,
   vocab_size: int,
-  held_by_pages: str,
   has_tokenizer: bool,
   adapters: Collection[str] = (),
 ) -> None:
@@ -131,10 +143,8 @@ def request(
 
   Args:
     request: the request.
-    context: maximum positions of a sequence.
-    model_context: maximum positions of the model.
+    context: limit on one sequence.
     vocab_size: vocabulary size of the model.
-    held_by_pages: advice for the message if pages, not the config, limit the context.
     has_tokenizer: whether there is text to search for stop strings.
     adapters: names of the engine's adapters.
 
@@ -157,17 +167,17 @@ def request(
     raise ValueError(
       f"{what}: got seed {request.seed}, expected 0 <= seed < 2**32; take it modulo 2**32."
     )
-  raise_it = held_by_pages or "raise EngineConfig.max_model_len"
-  if len(request.prompt) + 1 > context:
+  raise_it = context.held_by_pages or "raise EngineConfig.max_model_len"
+  if len(request.prompt) + 1 > context.positions:
     raise ValueError(
       f"{what}: got a prompt of {len(request.prompt)} tokens, expected fewer than the context of"
-      f" {context}; shorten it or {raise_it} (the model allows {model_context})."
+      f" {context.positions}; shorten it or {raise_it} (the model allows {context.of_model})."
     )
-  if len(request.prompt) + request.sampling.max_tokens > context:
+  if len(request.prompt) + request.sampling.max_tokens > context.positions:
     raise ValueError(
       f"{what}: got {len(request.prompt)} prompt tokens and max_tokens"
-      f" {request.sampling.max_tokens}, expected a sum of at most {context}, the context; lower"
-      f" SamplingParams.max_tokens or {raise_it}."
+      f" {request.sampling.max_tokens}, expected a sum of at most {context.positions}, the"
+      f" context; lower SamplingParams.max_tokens or {raise_it}."
     )
   if request.sampling.stop and not has_tokenizer:
     raise ValueError(

@@ -73,7 +73,7 @@ class Chunks:
 
     Args:
       request_id: id of a paused request.
-      chunk_tokens: as for `submit`.
+      chunk_tokens: as for `Engine.add_request`.
       instance: instance to run on; None keeps it. A request that has pages on another instance
         loses them and computes them again (`migrate` moves them); a spilled one is restored on the
         new instance.

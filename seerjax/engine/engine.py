@@ -1,8 +1,8 @@
 """The inference engine: continuous batching of requests over paged KV memory.
 
-    submit -> waiting -> (pages free?) -> running: rows of every step -> finished -> poll
-                 ^                            |
-                 +---- resume <- paused <-----+  at the end of a chunk of the response
+    add_request -> waiting -> (pages free?) -> running: rows of every step -> finished -> poll
+                      ^                            |
+                      +---- resume <- paused <-----+  at the end of a chunk of the response
 
 A step takes one row from every decoding sequence and fills the remaining rows with prefill chunks.
 A decoding sequence and a prefill chunk are the same thing: positions with keys that are not yet
@@ -19,7 +19,7 @@ from typing import Any, Unpack
 
 import jax
 
-from seerjax import fields, host_memory, numerics as numerics_lib, parallel
+from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import PRNGKeyArray
 from seerjax.engine import checks, generation, output, reading, runner as runner_lib, sizes, texts
 from seerjax.engine.chunks import Chunks
@@ -34,12 +34,11 @@ from seerjax.engine.visits import Visits
 from seerjax.engine.weights import Weights
 from seerjax.kv import pool as pool_lib
 from seerjax.kv.manifest import KVManifest
-from seerjax.kv.memory import KVSizes, Memory
+from seerjax.kv.memory import Memory
 from seerjax.kv.pins import Pins
 from seerjax.kv.values import fingerprint_digest
 from seerjax.models import parameters
 from seerjax.models.loading import Model
-from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
 
@@ -118,19 +117,15 @@ class Engine:
     self._runner, self.key, self.policy_version = runner, key, policy_version
     self.mesh, self.data_parallel_size = runner.mesh, runner.data_parallel_size
     self._weights = Weights(runner, model.params, {} if adapters is None else adapters)
-    asked = min(config.max_model_len, shape.max_model_len)
-    host_memory.give_back()  # Else what loading the weights left would count as used.
-    config = sizes.fitted(config, decoder, free_bytes=sizes.free_bytes(runner.mesh))
-    # Maximum positions of one sequence, limited by the model's context.
-    self._context = min(config.max_model_len, shape.max_model_len)
-    self._held_by_pages = sizes.held_by_pages(config) if self._context < asked else ""
-    table_width = sizes.table_width(config, context=self._context, kv_split=numerics.kv_split)
+    asked, free = config, sizes.free_bytes(runner.mesh)
+    config = sizes.fitted(asked, decoder, free_bytes=free)
+    self._context = sizes.context_of(config, shape, asked=asked)
     kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store, imports=kv_pool.imports)
     memory = Memory(
       lambda: runner.empty_pages(config.num_pages, config.page_size),
       runner.page_moves,
-      sizes=KVSizes(config.num_pages, config.page_size, table_width, config.enable_prefix_caching),
+      sizes=sizes.of_pages(config, self._context, numerics),
       kv_pool=kv_pool,
       counters=counters,
       fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),
@@ -146,7 +141,7 @@ class Engine:
     self._drafting = Drafting(drafter)
     planned = planner(
       requests, memory, counters,
-      pins=self._pins, config=config, backend=decoder.backend, table_width=table_width,
+      pins=self._pins, config=config, backend=decoder.backend,
       drafting=self._drafting, weights=self._weights, vocab_size=shape.vocab_size,
     )  # fmt: skip
     self._outputs = output.Outputs(
@@ -228,8 +223,7 @@ class Engine:
     """
     what = f"request {request.request_id!r}"
     self.check(request)
-    if request.request_id in self._requests.live:
-      raise ValueError(f"{what}: got the id of a running request, expected a new id; rename it.")
+    self._requests.require_new(what, request.request_id)
     checks.chunk(what, chunk_tokens)
     reading.check_counts(what, num_top, prompt_top)
     if instance is not None:
@@ -241,15 +235,15 @@ class Engine:
       )  # fmt: skip
     if kv is not None:
       checks.manifest(request, kv, self.policy_version, self.config.page_size, self.memory.layout)
-    row = sampling.sampling_rows([request.sampling])
     if instance is None:
       instance = self._requests.instance_for(request, is_background=is_background)
-    sequence = output.begun(request, instance, row, self.tokenizer, resume_from)
+    sequence = output.begun(
+      request, instance, self.tokenizer, resume_from,
+      adapter=self._weights.index_of[request.adapter], mask=mask, is_background=is_background,
+      num_top=num_top, prompt_top=prompt_top,
+    )  # fmt: skip
     if (resume_from is not None or kv is not None) and prompt_top is None:
       self.memory.claim(sequence, kv)
-    sequence.mask, sequence.is_background = mask, is_background
-    sequence.num_top, sequence.prompt_top = num_top, prompt_top
-    sequence.adapter = self._weights.index_of[request.adapter]
     sequence.extend(chunk_tokens, self.config.reserved_tokens)
     self.memory.take_again()
     self._requests.add(sequence)
@@ -258,12 +252,11 @@ class Engine:
     """Refuses a request that this engine could never complete.
 
     Raises:
-      ValueError: as `submit`, for the request itself.
+      ValueError: as `add_request`, for the request itself.
     """
     checks.weights(self._weights.params, f"request {request.request_id!r}")
     checks.request(
-      request, context=self._context, model_context=self.model.max_model_len,
-      vocab_size=self.model.vocab_size, held_by_pages=self._held_by_pages,
+      request, context=self._context, vocab_size=self.model.vocab_size,
       has_tokenizer=self.tokenizer is not None, adapters=self._weights.adapters,
     )  # fmt: skip
 
@@ -310,9 +303,10 @@ class Engine:
       **fields: fields of `SamplingParams`, such as temperature=0.0; replace `sampling`.
 
     Raises:
-      ValueError: as `submit`, and as `texts.as_requests`.
+      ValueError: as `add_request`, and as `texts.as_requests`.
     """
-    requests = texts.as_requests(requests, sampling, self.tokenizer, self._context, seed, fields)
+    context = self._context.positions
+    requests = texts.as_requests(requests, sampling, self.tokenizer, context, seed, fields)
     return generation.to_ends(
       self, requests, live=self._requests.live, keep=self._outputs.put_back, on_step=on_step
     )
@@ -348,20 +342,20 @@ class Engine:
       are those of `head.top_logprobs`.
 
     Raises:
-      ValueError: as `submit`, for the request; if the count or the instance is out of range, a
-        response has max_tokens or more, or the number of drafts is not that of the responses.
+      ValueError: as `add_request`, for the request; if the count or the instance is out of range,
+        a response has max_tokens or more, or the number of drafts is not that of the responses.
       RuntimeError: with the error of a step that failed one of them.
     """
     self.check(request)
     self._requests.check_instance(f"Engine.top_logprobs of {request.request_id!r}", instance)
     live = self._requests.live
     sequences = reading.begun(
-      request, answers, count, drafts, vocab_size=self.model.vocab_size, live=live
-    )
+      request, answers, count, drafts,
+      instance=instance, adapter=self._weights.index_of[request.adapter],
+      vocab_size=self.model.vocab_size, live=live,
+    )  # fmt: skip
     self.memory.take_again()
     for sequence in sequences:
-      sequence.instance = instance
-      sequence.adapter = self._weights.index_of[request.adapter]
       self._requests.add(sequence)
     return reading.to_ends(self, sequences, live=live, keep=self._outputs.put_back, on_step=on_step)
 
@@ -422,7 +416,7 @@ class Engine:
     return self._requests.find(request_id, "Engine.progress").completion("", self.policy_version)
 
   def abort_request(self, request_id: str) -> None:
-    """Cancels a request; raises ValueError for an unknown request."""
+    """Cancels a request; raises ValueError for one that is unknown or has finished."""
     sequence = self._requests.find(request_id, "Engine.abort_request")
     self.memory.release(sequence)
     self._requests.remove(sequence)
@@ -433,7 +427,7 @@ class Engine:
     checks.weights(self._weights.params, "Engine.idle_step")
     self._requests.require_none("idle_step", "measure before adding requests")
     self.memory.take_again()
-    return self._visits.idle(num_requests, num_rows, num_steps, self._context)
+    return self._visits.idle(num_requests, num_rows, num_steps, self._context.positions)
 
   def release_kv_cache(self) -> None:
     """Frees the memory of all pages until the next request; their content is lost.
@@ -447,13 +441,10 @@ class Engine:
 
   def memory_plan(self) -> str:
     """Returns a one-line summary of the allocated memory, per device if there are several."""
-    line = sizes.described(
+    return sizes.described(
       self.config, self._runner.decoder.backend, data_parallel_size=self.data_parallel_size,
-      allocated=(self.memory.pages, self._weights.params),
+      allocated=(self.memory.pages, self._weights.params), context=self._context,
     )  # fmt: skip
-    if not self._held_by_pages:
-      return line
-    return f"{line}; requests of at most {self._context:,} tokens; for more, {self._held_by_pages}"
 
 
 __all__ = ["Counters", "Engine", "EngineConfig", "StepOutput"]

@@ -16,7 +16,8 @@ from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import ScheduledRows, SequenceState, StepOutput, TopLogprobs
 from seerjax.kv.memory import Memory
 from seerjax.models import tokenizer as tokenizer_lib
-from seerjax.types import Completion, Request, SamplingRows
+from seerjax.ops import sampling
+from seerjax.types import Completion, Request
 
 Accept = Callable[[SequenceState, int, float, float], StepOutput]
 AskDrafter = Callable[[Callable[[Drafter], Any]], Any]
@@ -75,18 +76,18 @@ def accept(sequence: SequenceState, token: int, logprob: float, raw_logprob: flo
 def begun(
   request: Request,
   instance: int,
-  row: SamplingRows,
   tokenizer: tokenizer_lib.Tokenizer | None,
   resume_from: Completion | None,
+  **fields: Any,
 ) -> SequenceState:
   """Returns a new sequence for a request, at its prompt or after the partial response.
 
   Args:
     request: a new request.
     instance: instance to run on.
-    row: sampling parameters as a row.
     tokenizer: None disables text.
     resume_from: the partial response, a partial stop string included.
+    **fields: further fields of the sequence.
   """
   stream = None if tokenizer is None else tokenizer.stream()
   sequence = SequenceState(
@@ -94,8 +95,9 @@ def begun(
     tokens=list(request.prompt),
     instance=instance,
     stream=stream,
-    sampling=row,
+    sampling=sampling.sampling_rows([request.sampling]),
     limit=0,
+    **fields,
   )
   if resume_from is not None:
     _continue_from(sequence, resume_from)

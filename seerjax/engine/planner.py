@@ -86,7 +86,6 @@ class Planner:
     pins: Pins,
     config: EngineConfig,
     backend: Backend,
-    table_width: int,
     drafting: Drafting,
     weights: Weights,
     vocab_size: int,
@@ -97,7 +96,6 @@ class Planner:
     self._pins = pins
     self._config = config
     self._backend = backend
-    self._table_width = table_width
     self._drafting = drafting
     self._vocab_size = vocab_size
     self._weights = weights
@@ -328,7 +326,7 @@ class Planner:
       sequence = SequenceState(
         request=request, tokens=list(request.prompt), instance=0, sampling=row, limit=limit
       )
-      sequence.hold([0], self._table_width, limit)  # Page 0 is the target of padded writes.
+      sequence.hold([0], self._memory.table_width, limit)  # Page 0 is the target of padded writes.
       sequence.num_written = position
       path = DraftPath((0,) * (count - 1), sequence.page_row, tuple(range(1, count)))
       paths = (path,) if count > 1 else ()
@@ -362,7 +360,7 @@ class Planner:
       max_key_copies=sizes.KEY_COPIES_PER_ROW * bucket,
       query_tile=self._backend.numerics.query_tile,
       page_size=self._config.page_size,
-      table_width=self._table_width,
+      table_width=self._memory.table_width,
       masked_ids=masked_ids,
       num_penalties=num_penalties,
       has_adapters=bool(self._weights.adapters),

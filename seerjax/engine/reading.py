@@ -16,7 +16,6 @@ from seerjax.engine import checks, output
 from seerjax.engine.generation import RunsRequests
 from seerjax.engine.runner import MAX_TOP
 from seerjax.engine.sequence import ReadingState, SequenceState, StepOutput, TopLogprobs
-from seerjax.ops import sampling
 from seerjax.types import Completion, Request, SamplingParams
 
 Answer = tuple[int, ...]
@@ -40,6 +39,8 @@ def begun(
   count: int,
   drafts: Sequence[Sequence[Sequence[int]]],
   *,
+  instance: int,
+  adapter: int,
   vocab_size: int,
   live: Container[str],
 ) -> list[SequenceState]:
@@ -50,6 +51,8 @@ def begun(
     answers: the partial responses.
     count: number of top tokens at each position.
     drafts: for each response, paths of token ids after it.
+    instance: instance to run on.
+    adapter: index of the request's adapter.
     vocab_size: vocabulary size of the model.
     live: ids of the unfinished requests.
 
@@ -91,8 +94,8 @@ def begun(
         f"{what}: got the unfinished request {own.request_id!r}, an id that is needed to read an"
         " answer, expected none; rename it."
       )
-    sequence = output.begun(own, 0, sampling.sampling_rows([own.sampling]), None, None)
-    sequence.reading = ReadingState(count, tuple(paths))
+    state = ReadingState(count, tuple(paths))
+    sequence = output.begun(own, instance, None, None, adapter=adapter, reading=state)
     sequence.extend(None)
     found.append(sequence)
   return found

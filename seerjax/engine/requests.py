@@ -86,6 +86,15 @@ class Requests:
       )
     return sequence
 
+  def require_new(self, what: str, request_id: str) -> None:
+    """Refuses the id of an unfinished request.
+
+    Raises:
+      ValueError: with `what` as its prefix.
+    """
+    if request_id in self.live:
+      raise ValueError(f"{what}: got the id of a running request, expected a new id; rename it.")
+
   def require_none(self, what: str, fix: str) -> None:
     """Refuses an operation that needs an engine without unfinished requests.
 

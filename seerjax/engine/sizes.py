@@ -10,7 +10,9 @@ import jax
 from seerjax import agreement, fields, host_memory, numerics as numerics_lib, parallel
 from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
+from seerjax.kv.memory import KVSizes
 from seerjax.models import kv_layout
+from seerjax.models.config import TransformerConfig
 from seerjax.models.decoder import Decoder
 
 # Share of the free memory at the engine's creation; the rest is for steps and for training.
@@ -150,6 +152,15 @@ def held_by_pages(config: EngineConfig) -> str:
   )
 
 
+def context_of(
+  config: EngineConfig, model: TransformerConfig, *, asked: EngineConfig
+) -> checks.Context:
+  """Returns the limit on one sequence, of sizes that were fitted to memory from those asked for."""
+  positions, wanted = (min(one.max_model_len, model.max_model_len) for one in (config, asked))
+  held = held_by_pages(config) if positions < wanted else ""
+  return checks.Context(positions, model.max_model_len, held)
+
+
 def next_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
   """Returns the tokens, prompt included, up to which a request of `num_tokens` allocates pages.
 
@@ -166,9 +177,13 @@ def expected_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
   return max(next_tokens(config, num_tokens, limit), ahead)
 
 
-def table_width(config: EngineConfig, *, context: int, kv_split: int) -> int:
-  """Returns the width of the page table in pages: whole splits that hold one context."""
-  return -(-context // kv_split) * (kv_split // config.page_size)
+def of_pages(
+  config: EngineConfig, context: checks.Context, numerics: numerics_lib.NumericsConfig
+) -> KVSizes:
+  """Returns the sizes of the pages; a row of their table is whole splits that hold one context."""
+  splits = -(-context.positions // numerics.kv_split)
+  width = splits * (numerics.kv_split // config.page_size)
+  return KVSizes(config.num_pages, config.page_size, width, config.enable_prefix_caching)
 
 
 def free_bytes(mesh: jax.sharding.Mesh) -> float:
@@ -177,6 +192,7 @@ def free_bytes(mesh: jax.sharding.Mesh) -> float:
   CPU devices share the memory of the machine or of the control group (`host_memory`); other devices
   have their own. Processes that share the mesh use the minimum over all of them.
   """
+  host_memory.give_back()  # Else what loading the weights left would count as used.
   device = next(one for one in mesh.devices.flat if one.process_index == jax.process_index())
   if device.platform == "cpu":
     return agreement.least(host_memory.free_bytes() / mesh.devices.size)
@@ -323,6 +339,7 @@ def described(
   *,
   data_parallel_size: int,
   allocated: tuple[Any, Any],
+  context: checks.Context,
 ) -> str:
   """Returns a one-line summary of the allocated memory.
 
@@ -331,6 +348,7 @@ def described(
     backend: backend of the steps.
     data_parallel_size: number of instances of the engine.
     allocated: pages and weights, pytrees of arrays; the total counts replicas once.
+    context: limit on one sequence, which is named if pages are the limit.
   """
   of_all = [sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in allocated]
   of_device = [parallel.bytes_a_device(tree) for tree in allocated]
@@ -341,9 +359,12 @@ def described(
   positions = (config.num_pages - 1) * config.page_size
   buckets = ", ".join(str(rows) for rows in config.batch_size_buckets)
   arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.batch_size_buckets)
+  limit = ""
+  if context.held_by_pages:
+    limit = f"; requests of at most {context.positions:,} tokens; for more, {context.held_by_pages}"
   return (
     f"{data_parallel_size} instance(s), each with {config.num_pages} pages of {config.page_size}"
     f" positions ({positions:,} tokens of context) and {config.max_num_seqs} sequences; steps of"
     f" {buckets} rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
-    f" {of_all[1] / 2**20:.1f} MiB of weights{of_each}"
+    f" {of_all[1] / 2**20:.1f} MiB of weights{of_each}{limit}"
   )

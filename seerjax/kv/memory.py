@@ -41,7 +41,11 @@ class KVSizes(NamedTuple):
 
 
 class Memory:
-  """The KV pages, their allocators, and the programs that move pages."""
+  """The KV pages, their allocators, and the programs that move pages.
+
+  Attributes:
+    table_width: width of a row of the page table, in pages.
+  """
 
   def __init__(
     self,
@@ -65,7 +69,7 @@ class Memory:
     self._fingerprint = fingerprint(pages)
     self._moves = moves
     self._page_size = sizes.page_size
-    self._table_width = sizes.table_width
+    self.table_width = sizes.table_width
     self._reuse_prefixes = sizes.enable_prefix_caching
     leaves = jax.tree.leaves(pages)
     shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
@@ -81,7 +85,7 @@ class Memory:
 
   def hold(self, sequence: Holding, pages: list[int]) -> None:
     """Replaces a sequence's pages by `pages`."""
-    sequence.hold(pages, self._table_width, self._page_size)
+    sequence.hold(pages, self.table_width, self._page_size)
 
   def find(self, sequence: Holding, tokens: Sequence[int]) -> prefix_index.PrefixHit:
     """Returns the part of `tokens` that the sequence's instance has cached, if caching is on."""

@@ -11,7 +11,7 @@ import tiny_model
 import word_engine
 
 from seerjax import parallel
-from seerjax.engine import sizes
+from seerjax.engine import checks, sizes
 from seerjax.engine.engine import Engine
 from seerjax.models import presets
 from seerjax.models.decoder import decide
@@ -178,5 +178,6 @@ def test_the_plan_says_what_was_allocated():
       jnp.zeros(2**18, jnp.float32, device=place),
       jnp.zeros(2**21, jnp.float32, device=place),
     ),
+    context=checks.Context(64, 64, ""),
   )
   assert line.endswith("; 1.0 MiB of pages, 8.0 MiB of weights; on each device 0.1 and 1.0 MiB")
