@@ -237,21 +237,26 @@ def learn(groups, config=CONFIG):
   return rl.learn(config, programs_of(config).trainer, state, groups, values, base)
 
 
-# Directory of the runs below; removed when the process ends.
+# Directories of the runs below; removed when the process ends.
 FOLDER = tempfile.TemporaryDirectory()
+
+
+def new_directory() -> pathlib.Path:
+  """Returns a new directory: a run is made again after `conftest.room_for_programs` drops it."""
+  return pathlib.Path(tempfile.mkdtemp(dir=FOLDER.name))
 
 
 @functools.cache
 def whole_run():
-  """Returns (directory, result, task) of an uninterrupted run, made once a process."""
-  directory, task = pathlib.Path(FOLDER.name) / "whole", Vowels()
+  """Returns (directory, result, task) of an uninterrupted run, kept for the process."""
+  directory, task = new_directory(), Vowels()
   return directory, train(directory, task), task
 
 
 @functools.cache
 def stopped_run():
   """Returns the directory of a run interrupted in its third step, with two rollouts judged."""
-  directory = pathlib.Path(FOLDER.name) / "stopped"
+  directory = new_directory()
   task = Vowels(stop_at=3 * PER_STEP + 3, stop=interrupt)
   with pytest.raises(stops.Interrupted, match=r"by Ctrl-C after step 2 of 4; --resume continues"):
     train(directory, task, checkpoint_every=10)
