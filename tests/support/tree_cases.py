@@ -70,21 +70,6 @@ EVENTS = (
   "trees cut for copies",
   "accepted tokens",
 )
-HAPPENINGS = (
-  "preempted",
-  "cancelled",
-  "paused",
-  "spilled",
-  "pages migrated",
-  "killed",
-  "resumed in the middle",
-  "weights changed",
-  "greedy",
-  "filtered",
-  "biased",
-  "grammars",
-  "adapters",
-)
 
 
 def small(seed: int, number: int, numerics: numerics_lib.NumericsConfig) -> Case:
