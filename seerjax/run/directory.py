@@ -62,11 +62,8 @@ def with_stored_sizes(
   if not resume:
     return config
   stored = checkpoint.read_host_state(directory / "checkpoints").get("sizes", {})
-  # JSON has lists, not tuples. Checkpoints without a backend are from versions in which
-  # "tiled" was the default; those without a learning rate from versions in which it was 1e-4.
+  # JSON has lists, not tuples.
   stored = {name: tuple(size) if isinstance(size, list) else size for name, size in stored.items()}
-  stored.setdefault("backend", "tiled")
-  stored.setdefault("learning_rate", 1e-4)
 
   def filled(part: Any) -> Any:
     is_open = lambda name: vars(part).get(name) in (0, (), "", "auto")
