@@ -63,7 +63,7 @@ def refusals() -> Iterator[None]:
   Every command starts here, so this also sets the XLA flags for GPUs (`xla_flags.pin`).
   """
   try:
-    with stops.heard():
+    with stops.handled():
       xla_flags.pin(print)
       yield
   except (ValueError, OSError, ImportError, NotImplementedError) as error:

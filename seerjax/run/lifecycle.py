@@ -129,7 +129,7 @@ class Life:
 
   def __enter__(self) -> Life:
     with contextlib.ExitStack() as stack:
-      self._stops = stack.enter_context(stops_lib.heard())
+      self._stops = stack.enter_context(stops_lib.handled())
       if jax.process_count() > 1:
         # Processes of one SPMD program must stop at the same point: between two steps.
         stack.enter_context(self._stops.put_off())

@@ -1,8 +1,8 @@
 """Handles Ctrl-C and SIGTERM: either one stops a run after the current step completes.
 
-    with stops.heard() as heard:       SIGTERM raises Terminated, as Ctrl-C raises KeyboardInterrupt
+    with stops.handled() as handler:   SIGTERM raises Terminated, as Ctrl-C raises KeyboardInterrupt
       ...                              ... immediately, in the main thread
-      with heard.put_off():            ... or at the end of a block that must complete
+      with handler.put_off():          ... or at the end of a block that must complete
         save()
 
 Python handles signals between bytecodes, so a signal that arrives during an XLA compilation is
@@ -52,7 +52,7 @@ def name_of(stop: KeyboardInterrupt) -> str:
 
 
 class Stops:
-  """Handler of both signals; see `heard`."""
+  """Handler of both signals; see `handled`."""
 
   def __init__(self):
     self._depth = 0
@@ -108,7 +108,7 @@ class Stops:
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[Stops]:
+def handled() -> Iterator[Stops]:
   """Routes both signals to the yielded `Stops` within the block.
 
   Handlers that the caller installed remain, as do ignored signals (Ctrl-C in a shell's background

@@ -124,9 +124,9 @@ class RunClock:
     self._meter = energy.Meter()
     self._started = time.monotonic()
     self._compile_seconds = 0.0
-    jax.monitoring.register_event_duration_secs_listener(self._hear)
+    jax.monitoring.register_event_duration_secs_listener(self._add_compile_seconds)
 
-  def _hear(self, event: str, duration_secs: float, **_: Any) -> None:
+  def _add_compile_seconds(self, event: str, duration_secs: float, **_: Any) -> None:
     if event == "/jax/core/compile/backend_compile_duration":
       self._compile_seconds += duration_secs
 

@@ -29,13 +29,13 @@ def usual_handlers():
 
 
 def test_sigterm_raises_at_once_and_says_which_it_was():
-  with pytest.raises(stops.Terminated) as caught, stops.heard():
+  with pytest.raises(stops.Terminated) as caught, stops.handled():
     send(signal.SIGTERM)
   assert (stops.name_of(caught.value), stops.status_of(caught.value)) == ("SIGTERM", 143)
 
 
 def test_ctrl_c_is_no_sigterm():
-  with pytest.raises(KeyboardInterrupt) as caught, stops.heard():
+  with pytest.raises(KeyboardInterrupt) as caught, stops.handled():
     send(signal.SIGINT)
   assert not isinstance(caught.value, stops.Terminated)
   assert (stops.name_of(caught.value), stops.status_of(caught.value)) == ("Ctrl-C", 130)
@@ -51,7 +51,7 @@ def test_a_signal_that_comes_where_nothing_can_be_raised_comes_again(number):
     called_by_c()  # Raises nothing.
     time.sleep(30)
 
-  with pytest.raises(kind), stops.heard():
+  with pytest.raises(kind), stops.handled():
     run()
   assert sys.unraisablehook is hook
 
@@ -63,7 +63,7 @@ def test_another_error_where_nothing_can_be_raised_is_reported_as_ever():
   before, told = sys.unraisablehook, []
   sys.unraisablehook = lambda lost: told.append(lost.exc_value)
   try:
-    with stops.heard():
+    with stops.handled():
       ctypes.CFUNCTYPE(None)(fails)()
   finally:
     sys.unraisablehook = before
@@ -74,16 +74,16 @@ def test_another_error_where_nothing_can_be_raised_is_reported_as_ever():
 def test_a_signal_waits_for_the_end_of_what_has_to_be_whole(number, capfd):
   done = []
 
-  def run(heard):
-    with heard.put_off():
-      with heard.put_off():
+  def run(handler):
+    with handler.put_off():
+      with handler.put_off():
         send(number)
         done.append("inner")
       done.append("outer")
     done.append("never")
 
-  with pytest.raises(KeyboardInterrupt), stops.heard() as heard:
-    run(heard)
+  with pytest.raises(KeyboardInterrupt), stops.handled() as handler:
+    run(handler)
   assert done == ["inner", "outer"]
   assert "stopping as soon as this is whole; once more stops at once" in capfd.readouterr().err
 
@@ -97,18 +97,18 @@ def test_whoever_sends_it_twice_means_it():
     send(signal.SIGTERM)
     done.append("never")
 
-  with pytest.raises(stops.Terminated), stops.heard() as heard, heard.put_off():
+  with pytest.raises(stops.Terminated), stops.handled() as handler, handler.put_off():
     run()
   assert done == ["once"]
 
 
 def test_what_saves_after_a_stop_is_not_stopped_by_the_next():
   done = []
-  with stops.heard() as heard:
+  with stops.handled() as handler:
     try:
       send(signal.SIGTERM)
     except KeyboardInterrupt:
-      with heard.put_off():
+      with handler.put_off():
         send(signal.SIGTERM)
         done.append("saved")
       done.append("and went on")
@@ -116,27 +116,27 @@ def test_what_saves_after_a_stop_is_not_stopped_by_the_next():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_processes_of_a_slice_stop_where_all_of_them_have_heard_of_it(number):
+def test_processes_of_a_slice_stop_where_all_of_them_have_its_number(number):
   kind = stops.Terminated if number == signal.SIGTERM else KeyboardInterrupt
-  with stops.heard() as heard, heard.put_off():
-    heard.raise_together(0)  # No process has a signal.
-    assert heard.waiting == 0
+  with stops.handled() as handler, handler.put_off():
+    handler.raise_together(0)  # No process has a signal.
+    assert handler.waiting == 0
     send(number)
-    assert heard.waiting == number
+    assert handler.waiting == number
     with pytest.raises(kind):
-      heard.raise_together(heard.waiting)
-    assert heard.waiting == 0
-  with stops.heard() as heard, heard.put_off(), pytest.raises(kind):
-    heard.raise_together(number)  # Another process has the signal.
+      handler.raise_together(handler.waiting)
+    assert handler.waiting == 0
+  with stops.handled() as handler, handler.put_off(), pytest.raises(kind):
+    handler.raise_together(number)  # Another process has the signal.
 
 
-def test_within_another_the_inner_one_hears_and_the_outer_one_afterwards():
+def test_within_another_the_inner_one_handles_it_and_the_outer_one_afterwards():
   def run():
-    with pytest.raises(stops.Terminated), stops.heard():
+    with pytest.raises(stops.Terminated), stops.handled():
       send(signal.SIGTERM)
     send(signal.SIGTERM)
 
-  with pytest.raises(stops.Terminated), stops.heard():
+  with pytest.raises(stops.Terminated), stops.handled():
     run()
 
 
@@ -144,7 +144,7 @@ def test_handlers_of_the_callers_own_stay():
   seen = []
   before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
   try:
-    with stops.heard():
+    with stops.handled():
       send(signal.SIGTERM)
   finally:
     signal.signal(signal.SIGTERM, before)
@@ -155,7 +155,7 @@ def test_another_thread_than_the_main_one_hears_nothing_and_can_put_off_nothing(
   seen = []
 
   def work():
-    with stops.heard() as heard, heard.put_off():
+    with stops.handled() as handler, handler.put_off():
       seen.append(signal.getsignal(signal.SIGTERM))
 
   thread = threading.Thread(target=work)
