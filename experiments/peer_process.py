@@ -17,6 +17,7 @@ import resource
 import socket
 import subprocess
 import sys
+import types
 from typing import Any
 
 from experiments import llama_cpp
@@ -99,20 +100,21 @@ def serve(records: Iterable[dict[str, Any]]) -> None:
     raise
 
 
-def answer(name: str, python: str, program: str, request: dict[str, Any]) -> Any:
-  """Runs a program of this folder with a request on stdin; returns its last line, both as JSON.
+def answer(name: str, python: str, program: types.ModuleType, request: dict[str, Any]) -> Any:
+  """Runs a module's file with a request on stdin; returns its last line, both as JSON.
 
   Args:
     name: name of the side, for messages.
     python: Python interpreter with its packages.
-    program: name of its file.
+    program: the module; it imports the side's packages only when it runs.
     request: what it reads.
 
   Raises:
     RuntimeError: with the end of its output, if it fails.
   """
+  assert program.__file__ is not None
   done = subprocess.run(
-    [python, "-P", str(ROOT / "experiments" / program)], input=json.dumps(request),
+    [python, "-P", program.__file__], input=json.dumps(request),
     capture_output=True, text=True, check=False, env=environment() | {"HF_HUB_OFFLINE": "1"},
   )  # fmt: skip
   if done.returncode:

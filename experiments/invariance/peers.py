@@ -1,8 +1,8 @@
 """Samples one prompt in random batches with `transformers` or llama.cpp's server.
 
-Claim: none; `real_invariance` runs this in a separate process, because a peer may need another
-Python and should not share threads with us. Stdin has the request as one line of JSON, the last
-line of stdout the completions. Of SeerJAX it imports only the code that starts llama.cpp.
+Claim: none; `experiments.invariance.real` runs this in a separate process, because a peer may need
+another Python and should not share threads with us. Stdin has the request as one line of JSON, the
+last line of stdout the completions. It imports nothing of SeerJAX.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from absl import flags, logging
 import numpy as np
 
 from experiments import cells as cells_lib, measure as measure_lib, peer_process
-from experiments.invariance import nano as invariance
+from experiments.invariance import nano as invariance, peers as peers_lib
 from seerjax import numerics as numerics_lib
 from seerjax.commands import generate
 from seerjax.engine import engine as engine_lib
@@ -183,7 +183,7 @@ def of_peer(settings: Settings, cell: Cell, peers: Peers) -> list[Completion]:
     batches=peer_batches(rng, question, policy.require_tokenizer().vocab_size),
   )
   python = peers.python if cell.path == "transformers" else sys.executable
-  found = peer_process.answer(cell.path, python, "invariance_peers.py", request)
+  found = peer_process.answer(cell.path, python, peers_lib, request)
   return [
     Completion(
       request_id=f"probe/{place}",

@@ -11,10 +11,8 @@ Hardware: 2 CPU cores, 8 GiB; two minutes. Numbers: docs/results/real/learning.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-import json
 import os
 import pathlib
-import subprocess
 from typing import Any
 
 from absl import flags, logging
@@ -22,6 +20,7 @@ import jax
 import numpy as np
 
 from experiments import llama_cpp, measure, peer_process
+from experiments.invariance import peers
 from seerjax.commands import export, generate, replay
 from seerjax.engine import engine as engine_lib
 from seerjax.models import huggingface, loading
@@ -72,14 +71,8 @@ def of_transformers(python: str, prompts: list[list[int]], **request: object) ->
     path="transformers", dtype="float32", max_tokens=MAX_TOKENS, temperature=0.0, seed=0,
     prompt=None, batches=[[prompt] for prompt in prompts], **request,
   )  # fmt: skip
-  done = subprocess.run(
-    [python, "-P", str(peer_process.ROOT / "experiments" / "invariance_peers.py")],
-    input=json.dumps(whole), capture_output=True, text=True, check=False,
-    env=peer_process.environment() | {"HF_HUB_OFFLINE": "1"},
-  )  # fmt: skip
-  if done.returncode:
-    raise RuntimeError(f"transformers: got status {done.returncode}: {done.stderr[-2000:]}")
-  return [one["tokens"] for one in json.loads(done.stdout.splitlines()[-1])]
+  found = peer_process.answer("transformers", python, peers, whole)
+  return [one["tokens"] for one in found]
 
 
 def of_llama(file: pathlib.Path, prompts: list[list[int]]) -> list[list[int]]:

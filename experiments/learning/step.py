@@ -29,7 +29,7 @@ from absl import flags, logging
 import numpy as np
 
 from experiments import cells as cells_lib, measure as measure_lib, peer_process
-from experiments.learning import real as real_learning
+from experiments.learning import real as real_learning, trl_peer
 from seerjax import metrics, rl
 from seerjax.tasks import jsonl, loading
 
@@ -115,7 +115,7 @@ def of_trl(settings: real_learning.Settings, problems: pathlib.Path, python: str
   request = dataclasses.asdict(settings) | dict(
     dtype=settings.compute_dtype, learning_rate=rate, seed=0, rows=jsonl.read_rows(problems, ())
   )
-  return peer_process.answer("trl", python, "trl_peer.py", request)
+  return peer_process.answer("trl", python, trl_peer, request)
 
 
 def measure(

@@ -1,6 +1,6 @@
 """Times the phases of TRL's GRPOTrainer, and measures the gap between its sampler and its trainer.
 
-Claim: none; `real_step` runs this in a separate process, in an environment with TRL
+Claim: none; `experiments.learning.step` runs this in a separate process, in an environment with TRL
 (launch/locks/trl-3.11.txt). Stdin has the request as one line of JSON; the last line of stdout has
 the result. It imports nothing of SeerJAX.
 
