@@ -39,6 +39,7 @@ class NumbaCpu(Tiled):
     decode_steps_per_call=8,
     page_axes=("cz", "zc"),
     keeps_pages=False,
+    keeps_gate_up=True,
     pads_adapters=True,
     shares_out_rows=False,
     reads_layers=True,

@@ -30,6 +30,8 @@ class Traits:
     shares_pages_under_gradient: whether the gradient of `attend` reaches pages of another sequence
       of the batch.
     keeps_pages: whether a gradient keeps the pages of every layer, rather than of one at a time.
+    keeps_gate_up: whether a gradient that recomputes nothing keeps gate and up of every layer, in
+      float32.
     trains_on_slabs: whether the gradient's slabs may be on several devices.
     pads_adapters: whether adapters of different ranks are stacked in one array, padded with zeros.
       Then `RowAdapters` has one form. Otherwise each rank has its own products, since padding may
@@ -48,6 +50,7 @@ class Traits:
   page_axes: tuple[str, ...] = ("zc", "zc")
   shares_pages_under_gradient: bool = True
   keeps_pages: bool = True
+  keeps_gate_up: bool = False
   trains_on_slabs: bool = True
   pads_adapters: bool = False
   shares_out_rows: bool = True

@@ -24,6 +24,8 @@ MIB = 2**20
 HEAD_TABLES = 2.8
 # Fitted: f32 copies of one layer's weights in its gradient.
 LAYER_WEIGHTS = 3.4
+# Fitted: f32 copies of all layers' weights, if the layers are a loop: the loop stacks gradients.
+LOOP_WEIGHTS = 0.7
 # Counted: f32 arrays over all positions in attention's gradient, per query head and per KV head.
 QUERY_ARRAYS, KEY_ARRAYS = 5, 6
 # Fitted: bytes per row and feature kept of a rematerialised layer, in either dtype; and arrays of
@@ -128,7 +130,16 @@ def activation_bytes(
   weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // tensor_parallel_size
   attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
   layer = max(attention, LAYER_WEIGHTS * weights * 4)
-  kept = KEPT_ARRAYS * item * (d + queries + keys) if remat == "none" else KEPT_BYTES * d
+  stacks = LOOP_WEIGHTS * weights * 4 * decoder.pages.num_pooled
+  if remat != "none":
+    kept = KEPT_BYTES * d
+  elif decoder.backend.traits.keeps_gate_up:
+    # Counted: input, queries, keys, values and attention's result; in float32 the rows after
+    # attention, gate and up.
+    gate_up = 2 * model.intermediate_size // tensor_parallel_size
+    kept = 2 * item * (d + queries + keys) + 4 * (d + gate_up)
+  else:
+    kept = KEPT_ARRAYS * item * (d + queries + keys)
   # Offloaded inputs are in host memory, except that of the current layer.
   num_kept = 1 if remat == "layer_offloaded" else model.num_layers
-  return int(head + layer + num_kept * rows * kept)
+  return int(head + layer + stacks + num_kept * rows * kept)
