@@ -75,6 +75,7 @@ HOST_ONLY = (
   "speculation/suffix_nodes.py",
   "speculation/group_trees.py",
   "speculation/budget.py",
+  "speculation/draft_lengths.py",
   "speculation/history.py",
   "speculation/sources.py",
 )

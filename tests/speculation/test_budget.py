@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 import pytest
 
 from seerjax.engine.step_times import StepTimes
-from seerjax.speculation import budget
+from seerjax.speculation import budget, draft_lengths
 from seerjax.speculation.budget import Budget, BudgetConfig, Plan
 
 # Sixteen rows cost little more than one, as where weights must be read anyway; then they add up.
@@ -44,75 +44,75 @@ def times_of(table):
 def test_a_step_that_drafts_costs_once_and_for_each():
   times = dataclasses.replace(FLAT, draft_seconds=0.25, drafting_seconds=1.0)
   # Four tokens for one second, or eight for three.
-  assert budget.best_length(4, (1.0,), times) == 0
-  assert budget.seconds_per_token((1, 3), (0, 1), (1.0,), times) == (1.75 + 1) / 7
-  assert budget.seconds_per_token((1, 3), (0, 0), (1.0,), times) == 1 / 4
-  assert budget.mba_paper(1, 3, GEOMETRIC, times) == (0, 0)
+  assert draft_lengths.best_length(4, (1.0,), times) == 0
+  assert draft_lengths.seconds_per_token((1, 3), (0, 1), (1.0,), times) == (1.75 + 1) / 7
+  assert draft_lengths.seconds_per_token((1, 3), (0, 0), (1.0,), times) == 1 / 4
+  assert draft_lengths.mba_paper(1, 3, GEOMETRIC, times) == (0, 0)
 
 
 def test_the_best_length_by_hand():
   # Two tokens a step at a = 1: free rows double the speed, rows that cost themselves do nothing.
-  assert budget.best_length(4, (1.0,), FLAT) == 1
-  assert budget.best_length(4, (1.0,), LINEAR) == 0
-  assert budget.best_length(4, (0.0,), FLAT) == 0
-  assert budget.best_length(0, (1.0,), FLAT) == 0
+  assert draft_lengths.best_length(4, (1.0,), FLAT) == 1
+  assert draft_lengths.best_length(4, (1.0,), LINEAR) == 0
+  assert draft_lengths.best_length(4, (0.0,), FLAT) == 0
+  assert draft_lengths.best_length(0, (1.0,), FLAT) == 0
   # A draft that is seldom there costs seldom.
-  assert budget.best_length(1, (0.5,), LINEAR, reach=(0.5,)) == 0
-  assert budget.best_length(1, (0.5,), LINEAR, reach=(0.4,)) == 1
+  assert draft_lengths.best_length(1, (0.5,), LINEAR, reach=(0.5,)) == 0
+  assert draft_lengths.best_length(1, (0.5,), LINEAR, reach=(0.4,)) == 1
 
 
 def test_the_paper_s_algorithm_by_hand():
   # gamma* = 8 where rows are free: a budget for all.
   acceptance = GEOMETRIC
-  assert budget.mba_paper(1, 4, acceptance, FLAT) == (8, 8)
-  assert budget.mba_paper(8, 1, acceptance, FLAT) == (8, 8)
+  assert draft_lengths.mba_paper(1, 4, acceptance, FLAT) == (8, 8)
+  assert draft_lengths.mba_paper(8, 1, acceptance, FLAT) == (8, 8)
   # gamma* = 2 for 5 requests: 10 tokens. One for the high request, twice four for the low class
   # (4 x .2 and 4 x .16 against .16); four do not fit any more, and one token is left unused.
   times = StepTimes(rows=(15, 16, 99), seconds=(1.0, 2.0, 20.0))
-  assert budget.mba_paper(1, 4, acceptance, times) == (1, 2)
-  assert budget.mba(1, 4, acceptance, times) == (6, 1)
+  assert draft_lengths.mba_paper(1, 4, acceptance, times) == (1, 2)
+  assert draft_lengths.mba(1, 4, acceptance, times) == (6, 1)
   # Too little for one token of each high request.
-  assert budget.mba_paper(4, 1, acceptance, LINEAR) == (0, 0)
-  assert budget.mba_paper(0, 0, acceptance, FLAT) == (0, 0)
-  assert budget.mba_paper(0, 4, acceptance, FLAT) == (0, 8)
+  assert draft_lengths.mba_paper(4, 1, acceptance, LINEAR) == (0, 0)
+  assert draft_lengths.mba_paper(0, 0, acceptance, FLAT) == (0, 0)
+  assert draft_lengths.mba_paper(0, 4, acceptance, FLAT) == (0, 8)
 
 
 def test_ours_serves_the_high_class_first():
   # 2 + 6 requests, 8 rows free: gamma* = 1, so 8 tokens.
   times = StepTimes(rows=(8, 16, 17, 64), seconds=(1.0, 1.0, 2.0, 9.0))
-  assert budget.best_length(8, GEOMETRIC, times) == 1
-  assert budget.mba(2, 6, GEOMETRIC, times, priority=1.0) == (1, 1)
-  assert budget.mba(2, 6, (0.9, 0.8, 0.7, 0.6, 0.1, 0, 0, 0), times) == (4, 0)
-  assert budget.mba_paper(2, 6, GEOMETRIC, times) == (1, 1)
+  assert draft_lengths.best_length(8, GEOMETRIC, times) == 1
+  assert draft_lengths.mba(2, 6, GEOMETRIC, times, priority=1.0) == (1, 1)
+  assert draft_lengths.mba(2, 6, (0.9, 0.8, 0.7, 0.6, 0.1, 0, 0, 0), times) == (4, 0)
+  assert draft_lengths.mba_paper(2, 6, GEOMETRIC, times) == (1, 1)
 
 
 def test_ours_leaves_no_unit_that_fits():
   # Seven tokens for 2 + 5: the printed loop gives the low class one each and stops.
   times = StepTimes(rows=(7, 14, 15, 64), seconds=(1.0, 1.0, 2.0, 9.0))
   acceptance = (0.9, 0.05, 0, 0, 0, 0, 0, 0)
-  assert budget.mba(2, 5, acceptance, times) == (1, 1)
-  assert budget.mba(7, 0, acceptance, times) == (1, 0)
-  assert budget.mba(0, 7, acceptance, times) == (0, 1)
+  assert draft_lengths.mba(2, 5, acceptance, times) == (1, 1)
+  assert draft_lengths.mba(7, 0, acceptance, times) == (1, 0)
+  assert draft_lengths.mba(0, 7, acceptance, times) == (0, 1)
 
 
 def test_rows_of_one_path_and_visits_count():
   # A draft's rows are free, but only in a path; many steps a visit make plain decoding cheaper.
   times = dataclasses.replace(LINEAR, paths=((1, 2, 1.0), (1, 9, 1.0)))
-  assert budget.best_length(1, (0.5,), times) == 1
+  assert draft_lengths.best_length(1, (0.5,), times) == 1
   visits = dataclasses.replace(times, visits=((1, 8, 4.0),))
-  assert budget.seconds_per_token((1,), (0,), (0.5,), visits) == 0.5
+  assert draft_lengths.seconds_per_token((1,), (0,), (0.5,), visits) == 0.5
   # Two tokens a second in a visit; one and a half in a step with a draft.
-  assert budget.best_length(1, (0.5,), visits) == 0
-  assert budget.mba(0, 1, (0.5,), times, num_speculative_tokens=1) == (0, 1)
-  assert budget.mba(0, 1, (0.5,), visits, num_speculative_tokens=1) == (0, 0)
-  assert budget.mba_paper(0, 1, (0.5,), visits, num_speculative_tokens=1) == (0, 0)
+  assert draft_lengths.best_length(1, (0.5,), visits) == 0
+  assert draft_lengths.mba(0, 1, (0.5,), times, num_speculative_tokens=1) == (0, 1)
+  assert draft_lengths.mba(0, 1, (0.5,), visits, num_speculative_tokens=1) == (0, 0)
+  assert draft_lengths.mba_paper(0, 1, (0.5,), visits, num_speculative_tokens=1) == (0, 0)
 
 
 def test_a_model_that_costs_by_length_is_asked_for_less():
   free = dataclasses.replace(FLAT, drafting_seconds=0.1)
-  assert budget.best_length(1, GEOMETRIC, free) == 8
+  assert draft_lengths.best_length(1, GEOMETRIC, free) == 8
   dear = dataclasses.replace(free, position_seconds=0.1)
-  lengths = [budget.best_length(1, GEOMETRIC, dataclasses.replace(dear, token_seconds=cost))
+  lengths = [draft_lengths.best_length(1, GEOMETRIC, dataclasses.replace(dear, token_seconds=cost))
              for cost in (0.0, 0.1, 0.3)]  # fmt: skip
   assert 8 > lengths[0] > lengths[1] > lengths[2] > 0
 
@@ -132,7 +132,7 @@ def test_probes_are_as_frequent_in_visits_as_in_steps():
 def test_ours_is_the_best_of_all_splits(situation, priority):
   num_high, num_low, acceptance, table, num_speculative_tokens = situation
   times = times_of(table)
-  high, low = budget.mba(
+  high, low = draft_lengths.mba(
     num_high,
     num_low,
     acceptance,
@@ -141,7 +141,7 @@ def test_ours_is_the_best_of_all_splits(situation, priority):
     priority=priority,
   )
   batch = num_high + num_low
-  tokens = budget.best_length(batch, acceptance[:num_speculative_tokens], times) * batch
+  tokens = draft_lengths.best_length(batch, acceptance[:num_speculative_tokens], times) * batch
 
   def gain(high, low):
     return priority * num_high * sum(acceptance[:high]) + num_low * sum(acceptance[:low])
@@ -158,7 +158,7 @@ def test_ours_is_the_best_of_all_splits(situation, priority):
 def test_the_paper_s_never_exceeds_its_budget(situation):
   num_high, num_low, acceptance, table, num_speculative_tokens = situation
   times = times_of(table)
-  high, low = budget.mba_paper(
+  high, low = draft_lengths.mba_paper(
     num_high, num_low, acceptance, times, num_speculative_tokens=num_speculative_tokens
   )
   assert 0 <= high <= num_speculative_tokens and 0 <= low <= num_speculative_tokens
@@ -170,8 +170,10 @@ def test_the_best_length_has_the_fewest_seconds_a_token(situation):
   num_high, _, acceptance, table, _ = situation
   times = times_of(table)
   batch = num_high + 1
-  best = budget.best_length(batch, acceptance, times)
-  costs = [budget.seconds_per_token((batch,), (length,), acceptance, times) for length in range(9)]
+  best = draft_lengths.best_length(batch, acceptance, times)
+  costs = [
+    draft_lengths.seconds_per_token((batch,), (length,), acceptance, times) for length in range(9)
+  ]
   # Both add up what a draft gives, in another order: equals may differ by a rounding.
   assert costs[best] == pytest.approx(min(costs), rel=1e-12, abs=0)
   assert min(costs) <= times.decode(batch) / batch
@@ -181,7 +183,9 @@ def test_the_best_length_has_the_fewest_seconds_a_token(situation):
 def test_better_drafts_are_never_drafted_less_where_rows_cost_the_same(situation):
   _, num_low, acceptance, _, _ = situation
   better = tuple(min(1.0, 0.1 + a) for a in acceptance)
-  assert budget.best_length(num_low, acceptance, FLAT) <= budget.best_length(num_low, better, FLAT)
+  assert draft_lengths.best_length(num_low, acceptance, FLAT) <= draft_lengths.best_length(
+    num_low, better, FLAT
+  )
 
 
 def drive(plans, num_high, num_low, num_steps, accept):
