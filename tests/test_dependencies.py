@@ -77,7 +77,6 @@ HOST_ONLY = (
   "speculation/budget.py",
   "speculation/draft_lengths.py",
   "speculation/history.py",
-  "speculation/sources.py",
 )
 POLICIES = "rollout/policies/"
 HOST_ONLY_IMPORTS = {"numpy", "numba", "seerjax"}

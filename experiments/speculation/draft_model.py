@@ -48,7 +48,8 @@ from seerjax.reports.draft_report import Drafted
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import energy, presets as run_presets, self_test
 from seerjax.simulate import speculation as theory
-from seerjax.speculation import draft_loading, draft_times, sources
+from seerjax.speculation import draft_loading, draft_times
+from seerjax.speculation.budget import Budget, BudgetConfig
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.hybrid_drafter import HybridDrafter
 from seerjax.speculation.statistics import Acceptance
@@ -58,7 +59,7 @@ from seerjax.types import Completion, Problem, Request, SamplingParams, Task
 
 ROW_BUCKETS = (64, 512)
 BUDGET = "budget"
-MAX_LENGTH = sources.SourceConfig.max_length
+MAX_LENGTH = BudgetConfig.num_speculative_tokens
 # Minimum completions per turn: with one slot, fewer would be too short to time.
 LEAST_REQUESTS = 8
 
@@ -263,12 +264,7 @@ class Pair:
   def planned(self, model: ModelDrafter) -> HybridDrafter:
     """Returns a budgeted drafter that uses the model, a text's own past, or no draft."""
     width = model.config.width
-    budget = sources.SourceBudget(
-      self.times,
-      suffix=draft_times.SUFFIX_TIMES,
-      model=self.costs(width),
-      config=sources.SourceConfig(max_length=MAX_LENGTH, max_width=width),
-    )
+    budget = Budget(self.times, model=self.costs(width), max_width=width)
     return HybridDrafter(SuffixDrafter(budget=None), model, budget)
 
 

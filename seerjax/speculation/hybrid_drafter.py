@@ -1,11 +1,11 @@
 """Drafts from the group's suffix tree, a draft model, or both merged into one tree.
 
-    queries -> SourceBudget.plan -> suffix tree ---+--> paths, the more promising source's first
-                                 `-> draft model --'       |
-              `observe` for each source <--- tokens sampled since, whatever their source
+    queries -> Budget.plan -> suffix tree ---+--> paths, the more promising source's first
+                           `-> draft model --'       |
+        `observe` for each source <--- tokens sampled since, whatever their source
 
 In each step, each request uses the source with the most expected tokens per second, including its
-cost, or none if plain decoding is faster (`sources`). The value of a source is learnt by comparing
+cost, or none if plain decoding is faster (`budget`). The value of a source is learnt by comparing
 its own path with the request's tokens. A merged draft thus gives information on both sources, and a
 draft that the engine had to cut gives as much as a whole one.
 """
@@ -18,16 +18,16 @@ from typing import NamedTuple
 from seerjax.engine import timing
 from seerjax.engine.drafting import DraftQuery
 from seerjax.speculation import (
+  budget as budget_lib,
   config as config_lib,
   draft_loading,
   draft_times,
   history as history_lib,
-  sources,
   statistics,
   suffix_drafter,
 )
+from seerjax.speculation.budget import Budget, Choice
 from seerjax.speculation.draft_model import ModelDrafter
-from seerjax.speculation.sources import Choice, SourceBudget, SourceConfig
 from seerjax.speculation.suffix_drafter import Paths, SuffixDrafter
 
 
@@ -59,7 +59,7 @@ class HybridDrafter:
     self,
     suffix: SuffixDrafter,
     model: ModelDrafter,
-    budget: SourceBudget,
+    budget: Budget,
     *,
     acceptance: statistics.Acceptance | None = None,
   ):
@@ -68,22 +68,28 @@ class HybridDrafter:
     Args:
       suffix: a drafter without a budget.
       model: a model drafter; its width limits the planned width.
-      budget: plans each step.
+      budget: plans each step, with a model as one of its sources.
       acceptance: collects statistics; a new record if None.
 
     Raises:
-      ValueError: if the suffix drafter has a budget, or the budget's width exceeds the model's.
+      ValueError: if the suffix drafter has a budget, or the budget has no model, or its width
+        exceeds the model's.
     """
     if suffix.budget is not None:
       raise ValueError(
-        "HybridDrafter.suffix: got a drafter with its own budget, expected one without; the"
-        " SourceBudget plans for both."
+        "HybridDrafter.suffix: got a drafter with its own budget, expected one without; one budget"
+        " plans for both."
       )
-    if budget.config.max_width > model.config.width:
+    if budget.model is None:
       raise ValueError(
-        f"HybridDrafter.budget: got max_width={budget.config.max_width} for a model of width"
+        "HybridDrafter.budget: got a budget without a model, expected one that plans for both"
+        " sources; pass its drafting times as Budget.model."
+      )
+    if budget.max_width > model.config.width:
+      raise ValueError(
+        f"HybridDrafter.budget: got max_width={budget.max_width} for a model of width"
         f" {model.config.width}, expected no more; raise DraftModelConfig.width, or lower"
-        " SourceConfig.max_width."
+        " Budget.max_width."
       )
     self.suffix, self.model, self.budget = suffix, model, budget
     self.acceptance = statistics.Acceptance() if acceptance is None else acceptance
@@ -168,7 +174,7 @@ class HybridDrafter:
     if choice.suffix_length:
       held = _held(by_suffix[0], said) if by_suffix else 0
       best = held
-      self._tell(request_id, "suffix", choice.suffix_length, held, len(said))
+      self._tell(request_id, "suffix", choice.suffix_length, by_suffix[:1], held, said)
       if by_suffix:  # An empty draft was counted when it was made.
         self.suffix.observe(request_id, group_id, len(by_suffix[0]), held)
     if choice.model_length:
@@ -176,22 +182,23 @@ class HybridDrafter:
       held, furthest = (counts[0], max(counts)) if counts else (0, 0)
       has_sibling = None if choice.width < 2 or not counts else furthest > held
       self._tell(
-        request_id, "model", choice.model_length, held, len(said), sibling_held=has_sibling
+        request_id, "model", choice.model_length, by_model[:1], held, said, sibling_held=has_sibling
       )
       if counts:
         path = by_model[counts.index(furthest)]
         self.model.observe(request_id, group_id, len(path), furthest)
       best = max(best, furthest)
     if choice.source == "both":
-      self._tell(request_id, "both", longest, best, len(said))
+      self._tell(request_id, "both", longest, [*by_suffix, *by_model], best, said)
 
   def _tell(
     self,
     request_id: str,
-    source: sources.Source,
-    allowed: int,
+    source: budget_lib.Source,
+    num_allowed: int,
+    paths: Paths,
     num_held: int,
-    num_said: int,
+    said: Sequence[int],
     *,
     sibling_held: bool | None = None,
   ) -> None:
@@ -200,9 +207,12 @@ class HybridDrafter:
     A path shorter than allowed counts as failed where it ended, because the plan needs to know what
     a source yields if it may draft that much. Beyond the end of the known text, nothing is counted.
     """
-    num_tried = min(allowed, num_said) if num_held == num_said else allowed
-    if num_tried:
-      self.budget.observe(request_id, source, num_tried, num_held, sibling_held=sibling_held)
+    if num_held == len(said):
+      num_allowed = min(num_allowed, len(said))
+    num_drafted = min(max(map(len, paths), default=0), num_allowed)
+    self.budget.observe(
+      request_id, source, num_allowed, num_drafted, num_held, sibling_held=sibling_held
+    )
 
 
 def _cut(choice: Choice, max_draft: int) -> Choice:
@@ -232,12 +242,12 @@ def of_run(
   if not config.draft_model:
     return suffix_drafter.of_run(config, run)
   model = draft_loading.drafter_for(run.engine, config.draft_model, config.draft)
-  longest = min(config.budget.num_speculative_tokens, sources.LENGTHS[-1])
-  budget = SourceBudget(
+  longest = min(config.budget.num_speculative_tokens, budget_lib.LENGTHS[-1])
+  budget = Budget(
     timing.measure(run.engine),
-    suffix=draft_times.SUFFIX_TIMES,
+    config.budget,
     model=draft_times.measure_model(model, run.engine, longest),
-    config=SourceConfig(max_length=longest, max_width=min(config.draft.width, sources.WIDTHS[-1])),
+    max_width=min(config.draft.width, budget_lib.WIDTHS[-1]),
   )
   suffix = SuffixDrafter(
     budget=None, is_probe=run.is_probe, history=history_lib.History(config.history)

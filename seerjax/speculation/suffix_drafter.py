@@ -134,8 +134,8 @@ class SuffixDrafter:
 
   def draft(self, queries: Sequence[DraftQuery]) -> Sequence[Paths]:
     """Returns the paths of each query, [] if no acceptance is expected; () if none may draft."""
-    num_high = self._meet(queries)
-    return self._drafts(queries, self._widths(queries, num_high))
+    self._meet(queries)
+    return self._drafts(queries, self._widths(queries))
 
   def draft_up_to(self, queries: Sequence[DraftQuery], lengths: Sequence[int]) -> Sequence[Paths]:
     """Returns drafts with at most `lengths` tokens per path, ignoring the budget; 0 drafts nothing.
@@ -157,17 +157,15 @@ class SuffixDrafter:
     group = _group(group_id, request_id)
     return max(0, len(self._texts.get(group, ())) - 2 - self._num_past.get(group, 0))
 
-  def _meet(self, queries: Sequence[DraftQuery]) -> int:
-    """Creates the texts of new requests; returns the number of high-priority requests."""
-    num_high = 0
+  def _meet(self, queries: Sequence[DraftQuery]) -> None:
+    """Creates the texts of new requests."""
     for query in queries:
-      text = self._live.get(query.request_id)
-      num_high += (text or self._begin(query.request_id, *query[1:4])).is_high
+      if query.request_id not in self._live:
+        self._begin(query.request_id, *query[1:4])
     self._num_steps += 1
     if self._num_steps % STEPS_PER_UPDATE == 0:
       self._update(queries)
     self._allowed.clear()
-    return num_high
 
   def _drafts(self, queries: Sequence[DraftQuery], widths: Sequence[int]) -> Sequence[Paths]:
     order = [place for place, width in enumerate(widths) if width]
@@ -202,7 +200,8 @@ class SuffixDrafter:
     self.acceptance.add(num_drafted, num_accepted, references)
     allowed = self._allowed.pop(request_id, 0)
     if self.budget is not None and allowed:
-      self.budget.observe(max(allowed, num_drafted), num_drafted, num_accepted)
+      most = max(allowed, num_drafted)
+      self.budget.observe(request_id, "suffix", most, num_drafted, num_accepted)
 
   def finish(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> None:
     """Takes the complete text of a finished request."""
@@ -273,18 +272,16 @@ class SuffixDrafter:
         del self._live[name]
     del self._num_live[group_id], self._num_past[group_id]
 
-  def _widths(self, queries: Sequence[DraftQuery], num_high: int) -> Sequence[int]:
+  def _widths(self, queries: Sequence[DraftQuery]) -> Sequence[int]:
     """Returns the maximum path length of each query; () if none may draft."""
     most = self.args.max_spec_tokens
     if self.budget is None:
       return [max(0, min(most, query.max_draft)) for query in queries]
-    plan = self.budget.plan(num_high, len(queries) - num_high)
+    names = [query.request_id for query in queries]
+    choices = self.budget.plan(names, {name for name in names if self._live[name].is_high})
     return [
-      max(
-        0,
-        min(most, query.max_draft, plan.high if self._live[query.request_id].is_high else plan.low),
-      )
-      for query in queries[: plan.num_requests]
+      max(0, min(most, query.max_draft, choice.suffix_length))
+      for query, choice in zip(queries, choices)
     ]
 
   def _begin(self, request_id: str, group_id: str, tokens: Sequence[int], num_prompt: int) -> _Text:

@@ -15,9 +15,9 @@ from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.step_times import DraftTimes, StepTimes
 from seerjax.models import huggingface, parameters
 from seerjax.speculation import draft_loading, hybrid_drafter
+from seerjax.speculation.budget import NOTHING, Budget, Choice
 from seerjax.speculation.config import DraftedRun, SpeculationConfig, make_drafter
 from seerjax.speculation.hybrid_drafter import HybridDrafter
-from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
 from seerjax.speculation.statistics import Acceptance
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 from seerjax.types import Request, SamplingParams
@@ -80,15 +80,14 @@ def test_a_good_model_drafts_and_a_useless_one_soon_does_not(plain):
 
 @pytest.mark.thorough
 def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
-  dear = StepTimes(rows=(1, 64), seconds=(1.0, 64.0), visits=((1, 8, 1.0),))
-  costs = DraftTimes(once=100.0)
+  dear = StepTimes(rows=(1, 64), seconds=(1.0, 64.0), visits=((1, 8, 1.0),), drafting_seconds=100.0)
   told = {}
   for drafter in (
     None,
     HybridDrafter(
       SuffixDrafter(budget=None),
       drafting_models.drafter("same", NATIVE),
-      SourceBudget(dear, suffix=costs, model=costs, config=SourceConfig(max_width=1)),
+      Budget(dear, model=DraftTimes(once=100.0), max_width=1),
     ),
   ):
     engine = drafting_models.make_engine(NATIVE)
@@ -101,10 +100,11 @@ def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
 
 
 class Said(NamedTuple):
-  """The arguments of `SourceBudget.observe`."""
+  """The arguments of `Budget.observe`."""
 
   source: str
   allowed: int
+  drafted: int
   held: int
   sibling: bool | None
 
@@ -116,11 +116,13 @@ class Told:
     self.choice, self.said = choice, []
     self.config, self.expected = drafter.budget.config, drafter.budget.expected
 
-  def plan(self, request_ids):
+  def plan(self, request_ids, high=()):
     return [self.choice] * len(request_ids)
 
-  def observe(self, request_id, source, num_drafted, num_accepted, *, sibling_held=None):
-    self.said.append(Said(source, num_drafted, num_accepted, sibling_held))
+  def observe(
+    self, request_id, source, num_allowed, num_drafted, num_accepted, *, sibling_held=None
+  ):
+    self.said.append(Said(source, num_allowed, num_drafted, num_accepted, sibling_held))
 
   def finish(self, request_id):
     pass
@@ -142,7 +144,7 @@ def test_each_source_is_told_how_its_own_path_held():
   drafter.observe("r", "g", 2, 2)
   drafter.draft([query])
   assert told.said == [
-    Said("suffix", 4, 0, None), Said("model", 4, 1, True), Said("both", 4, 2, None)
+    Said("suffix", 4, 4, 0, None), Said("model", 4, 4, 1, True), Said("both", 4, 4, 2, None)
   ]  # fmt: skip
   assert (drafter.acceptance.num_drafted, drafter.acceptance.num_accepted) == (2, 2)
   assert drafter.model.acceptance.num_accepted == 2
@@ -150,7 +152,7 @@ def test_each_source_is_told_how_its_own_path_held():
   told.said.clear()
   main = drafter._drafted["r"].paths[1][0]
   drafter.finish("r", "g", [*tokens, *main[:2]], len(PROMPT))
-  assert told.said[1] == Said("model", 2, 2, False)
+  assert told.said[1] == Said("model", 2, 2, 2, False)
   # A draft with an unknown outcome gives no feedback.
   told.said.clear()
   drafter.draft([query._replace(request_id="s")])
@@ -172,6 +174,8 @@ def test_refusals():
   planned = SuffixDrafter(budget=drafting_models.suffix_budget())
   with pytest.raises(ValueError, match="got a drafter with its own budget, expected one with"):
     HybridDrafter(planned, drafter.model, drafter.budget)
+  with pytest.raises(ValueError, match="got a budget without a model, expected one that plans for"):
+    HybridDrafter(drafter.suffix, drafter.model, drafting_models.suffix_budget())
   wide = drafting_models.source_budget(max_width=2)
   with pytest.raises(ValueError, match="got max_width=2 for a model of width 1, expected no more;"):
     HybridDrafter(drafter.suffix, drafter.model, wide)
@@ -192,7 +196,7 @@ def test_a_run_with_a_draft_model_gets_both(tmp_path):
   )
   drafter = make_drafter(config, run)
   assert isinstance(drafter, HybridDrafter) and drafter.acceptance is taken
-  assert drafter.budget.config.max_length == 8 and drafter.budget.config.max_width == 2
+  assert drafter.budget.config.num_speculative_tokens == 8 and drafter.budget.max_width == 2
   # Measuring leaves no state behind, and a model has a cost.
   assert drafter.model.counters.calls == 0 and not drafter.model.slots._slot_of
   cost = drafter.budget._costs["model"]

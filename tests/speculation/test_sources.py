@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 
@@ -9,21 +10,22 @@ import pytest
 import refusals
 
 from seerjax.engine.step_times import DraftTimes, StepTimes
-from seerjax.speculation import sources
-from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
+from seerjax.speculation import budget as budget_lib
+from seerjax.speculation.budget import NOTHING, Budget, BudgetConfig, Choice
 
 # Rows are nearly free, as where weights must be read anyway; or they cost what requests cost.
-FLAT = StepTimes(rows=(1, 1024), seconds=(1.0, 1.1))
-PRICED = StepTimes(rows=(1, 101), seconds=(1.0, 2.0))
-LINEAR = StepTimes(rows=(1, 1024), seconds=(1.0, 1024.0))
-CHEAP = DraftTimes(once=0.02, request=0.001)
+CHEAP = functools.partial(StepTimes, drafting_seconds=0.02, draft_seconds=0.001)
+FLAT = CHEAP(rows=(1, 1024), seconds=(1.0, 1.1))
+PRICED = CHEAP(rows=(1, 101), seconds=(1.0, 2.0))
+LINEAR = CHEAP(rows=(1, 1024), seconds=(1.0, 1024.0))
 MODEL = DraftTimes(once=0.05, position=0.02, token=0.001)
 # Steps that the first trials of both sources may cost.
-FIRST = 2 * sources.FIRST_PROBES * sources.FIRST_COST
+FIRST = 2 * budget_lib.FIRST_PROBES * budget_lib.FIRST_COST
 
 
-def make(times=FLAT, *, suffix=CHEAP, model=MODEL, **changes) -> SourceBudget:
-  return SourceBudget(times, suffix=suffix, model=model, config=SourceConfig(**changes))
+def make(times=FLAT, *, model=MODEL, max_length=8, max_width=4) -> Budget:
+  config = BudgetConfig(num_speculative_tokens=max_length)
+  return Budget(times, config, model=model, max_width=max_width)
 
 
 class World:
@@ -32,7 +34,7 @@ class World:
   def __init__(self, rates: dict[str, dict[str, float]], *, sibling: float = 0.0, seed: int = 0):
     self.rates, self.sibling, self.rng = rates, sibling, random.Random(seed)
 
-  def run(self, budget: SourceBudget, num_steps: int) -> list[list[Choice]]:
+  def run(self, budget: Budget, num_steps: int) -> list[list[Choice]]:
     made = []
     for _ in range(num_steps):
       choices = [*budget.plan([*self.rates])] or [NOTHING] * len(self.rates)
@@ -41,7 +43,7 @@ class World:
         if choice.source == "none":
           continue
         found = []
-        lengths: dict[sources.Source, int] = {
+        lengths: dict[budget_lib.Source, int] = {
           "suffix": choice.suffix_length, "model": choice.model_length
         }  # fmt: skip
         for source, length in lengths.items():
@@ -53,11 +55,11 @@ class World:
           sibling = None
           if source == "model" and choice.width > 1 and held < length:
             sibling = self.rng.random() < self.sibling
-          budget.observe(name, source, length, held, sibling_held=sibling)
+          budget.observe(name, source, length, length, held, sibling_held=sibling)
           found.append((held, length))
         if choice.source == "both":
           held, length = max(found)
-          budget.observe(name, "both", length, held)
+          budget.observe(name, "both", length, length, held)
     return made
 
 
@@ -91,7 +93,7 @@ def test_nothing_is_drafted_where_nothing_pays():
 
 def test_visits_are_the_rival():
   rates = {"r": {"suffix": 0.0, "model": 0.6}}
-  visits = StepTimes(rows=FLAT.rows, seconds=FLAT.seconds, visits=((1, 8, 2.0),))
+  visits = CHEAP(rows=FLAT.rows, seconds=FLAT.seconds, visits=((1, 8, 2.0),))
   assert share(World(rates).run(make(), 400)[200:], 0, "model") > 0.9
   assert share(World(rates).run(make(visits), 400)[200:], 0, "none") > 0.9
 
@@ -117,14 +119,14 @@ def test_a_plan_is_close_to_the_best_of_all():
   rng = random.Random(0)
   for _ in range(20):
     names = ["a", "b", "c"]
-    budget = make(StepTimes(rows=(1, 8, 16, 64), seconds=(1.0, 1.1, 1.6, 5.0)), max_length=4)
+    budget = make(CHEAP(rows=(1, 8, 16, 64), seconds=(1.0, 1.1, 1.6, 5.0)), max_length=4)
     for name, source in itertools.product(names, ("suffix", "model")):
       rate = rng.random()
       for _ in range(20):
         held = 0
         while held < 4 and rng.random() < rate:
           held += 1
-        budget.observe(name, source, 4, held)
+        budget.observe(name, source, 4, 4, held)
     shape = (rng.choice((1, 2, 4)), rng.choice((1, 2, 4)), 1)
     speed, choices = budget._best(names, shape)
     assert speed == pytest.approx(budget.speed(names, choices))
@@ -145,11 +147,11 @@ def test_probes_cost_no_more_than_they_may():
   made = World(rates).run(budget, 2000)
   plain = budget.seconds([NOTHING] * 8)
   lost = sum(budget.seconds(choices) / plain - 1 for choices in made)
-  assert 0 < lost <= FIRST + sources.PROBE_COST * 2000 + 1.1
+  assert 0 < lost <= FIRST + budget_lib.PROBE_COST * 2000 + 1.1
   assert budget.acceptance["model"][0] < 0.3
 
 
-class Counted(SourceBudget):
+class Counted(Budget):
   """Counts the searches for the best choices."""
 
   num_searches = 0
@@ -160,13 +162,13 @@ class Counted(SourceBudget):
 
 
 def test_asking_costs_next_to_nothing_where_nothing_pays():
-  visits = StepTimes(rows=FLAT.rows, seconds=FLAT.seconds, visits=((1, 8, 2.0),))
-  budget = Counted(visits, suffix=CHEAP, model=MODEL)
+  visits = CHEAP(rows=FLAT.rows, seconds=FLAT.seconds, visits=((1, 8, 2.0),))
+  budget = Counted(visits, model=MODEL)
   World({"r": {"suffix": 0.0, "model": 0.0}}).run(budget, 4096)
   # Where a step costs four of a visit, not even the best drafts pay.
   assert budget.num_searches == 0 and not budget.is_on
   rates = {f"r{n}": {"suffix": 0.0, "model": 0.0} for n in range(4)}
-  budget = Counted(PRICED, suffix=CHEAP, model=MODEL)
+  budget = Counted(PRICED, model=MODEL)
   World(rates).run(budget, 4096)
   num_shapes = len(set(budget._shapes()))
   # After 8 plans, 16, 32, ..., 512, and so on: a plan in 270.
@@ -182,10 +184,10 @@ def test_what_begins_to_pay_is_found_though_nothing_paid_for_long():
 
 def test_what_pays_from_the_beginning_is_found_by_the_first_probes():
   # As a 10 M model on a CPU: rows are expensive, and plain decoding takes eight steps.
-  dear = StepTimes(rows=(1, 5, 9), seconds=(1.1, 2.3, 3.1), visits=((1, 8, 8.0),))
+  dear = CHEAP(rows=(1, 5, 9), seconds=(1.1, 2.3, 3.1), visits=((1, 8, 8.0),))
   model = DraftTimes(once=0.1, position=0.08)
   for rate, is_worth_it in ((0.95, True), (0.3, False)):
-    budget = SourceBudget(dear, suffix=CHEAP, model=model)
+    budget = Budget(dear, model=model)
     made = World({"r": {"suffix": 0.0, "model": rate}}).run(budget, 300)
     assert (share(made[20:], 0, "model") > 0.9) == budget.is_on == is_worth_it
 
@@ -194,30 +196,31 @@ def test_a_dear_probe_is_saved_up_for():
   made = World({"r": {"suffix": 0.0, "model": 0.0}}).run(make(LINEAR), 8000)
   lost = [make(LINEAR).seconds(choices) - 1 for choices in made if choices != [NOTHING]]
   assert len(lost) >= 2 and all(cost > 1 for cost in lost)
-  assert sum(lost) <= FIRST + sources.PROBE_COST * 8000 + 1
+  assert sum(lost) <= FIRST + budget_lib.PROBE_COST * 8000 + 1
 
 
 def test_merged_drafts_promise_no_more_than_the_better_until_seen():
   budget = make()
   for _ in range(50):
-    budget.observe("r", "suffix", 4, 4)
-    budget.observe("r", "model", 4, 1)
+    budget.observe("r", "suffix", 4, 4, 4)
+    budget.observe("r", "model", 4, 4, 1)
   both = Choice("both", 4, 4, 1)
   better = budget.expected("r", Choice("suffix", 4, 0, 1))
   assert both.rows == 8 and budget.expected("r", both) == pytest.approx(better)
   for _ in range(200):
-    budget.observe("r", "both", 4, 0)
+    budget.observe("r", "both", 4, 4, 0)
   assert budget.expected("r", both) < 0.3 * better
   budget.finish("r")
   assert budget.expected("r", both) == budget.expected("never seen", both)
 
 
 @refusals.table(
-  (lambda: SourceConfig(max_length=17), "SourceConfig.max_length: got 17,", "expected 1 to 16; 8"),
-  (lambda: SourceConfig(max_width=0), "SourceConfig.max_width: got 0, expected 1 to 4; 4 is"),
-  (lambda: make().observe("r", "none", 1, 0),
-   "got 0 accepted of 1 drafted by 'none', expected accepted <= drafted, by one of"),
-  (lambda: make().observe("r", "model", 1, 2), "got 2 accepted of 1 drafted by 'model'"),
+  (lambda: make(max_width=0), "Budget.max_width: got 0, expected 1 to 4; 4 is"),
+  (lambda: make(max_width=5), "Budget.max_width: got 5, expected 1 to 4; 4 is"),
+  (lambda: make().observe("r", "none", 1, 1, 0),
+   "got 0 accepted of 1 drafted of 1 allowed by 'none', expected accepted <= drafted <= allowed,"),
+  (lambda: Budget(FLAT).observe("r", "model", 1, 1, 0), "by one of ['suffix']; pass the counts"),
+  (lambda: make().observe("r", "model", 1, 1, 2), "got 2 accepted of 1 drafted of 1 allowed by"),
   (lambda: DraftTimes(once=-1.0), "DraftTimes: got once=-1.0,", "at least 0 seconds"),
 )  # fmt: skip
 def test_refusals(row):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 import dataclasses
 import functools
 import random
@@ -17,11 +17,10 @@ from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.engine.step_times import DraftTimes, StepTimes
 from seerjax.models import parameters
 from seerjax.models.loading import Model
-from seerjax.speculation.budget import Budget
+from seerjax.speculation.budget import NOTHING, Budget, Choice
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import DraftProgram, decoder_of
 from seerjax.speculation.hybrid_drafter import HybridDrafter
-from seerjax.speculation.sources import NOTHING, Choice, SourceBudget, SourceConfig
 from seerjax.speculation.suffix_drafter import SuffixDrafter
 
 ONE_SLAB = dataclasses.replace(tiny_model.NUMERICS, reduction_shards=1)
@@ -39,8 +38,9 @@ KEY = 11
 # A single program, too small for most of the tests' prompts to fit whole.
 CONFIG = DraftModelConfig(length=4, num_slots=3, batch_size_buckets=(12,))
 # Step times where rows are almost free and a draft model's tokens are not.
-TIMES = StepTimes(rows=(1, 64), seconds=(1.0, 1.5))
-SUFFIX_TIMES = DraftTimes(once=0.02, request=0.001)
+TIMES = StepTimes(
+  rows=(1, 64), seconds=(1.0, 1.5), drafting_seconds=0.02, draft_seconds=0.001
+)  # fmt: skip
 MODEL_TIMES = DraftTimes(once=0.05, position=0.02, token=0.001)
 
 
@@ -99,25 +99,25 @@ def suffix_budget() -> Budget:
   return Budget(TIMES)
 
 
-def source_budget(**changes: int) -> SourceBudget:
-  """Returns a budget that plans by the times above."""
-  return SourceBudget(TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes))
+def source_budget(max_width: int) -> Budget:
+  """Returns a budget for both sources that plans by the times above."""
+  return Budget(TIMES, model=MODEL_TIMES, max_width=max_width)
 
 
-class DrawnSources(SourceBudget):
+class DrawnSources(Budget):
   """Draws the source of every draft at random, so that each step uses every source."""
 
-  def __init__(self, seed: int, **changes: int):
-    super().__init__(TIMES, suffix=SUFFIX_TIMES, model=MODEL_TIMES, config=SourceConfig(**changes))
+  def __init__(self, seed: int, max_width: int):
+    super().__init__(TIMES, model=MODEL_TIMES, max_width=max_width)
     self._chooses = random.Random(seed)
 
-  def plan(self, request_ids: Sequence[str]) -> list[Choice]:
+  def plan(self, request_ids: Sequence[str], high: Collection[str] = ()) -> list[Choice]:
     return [self._drawn() for _ in request_ids]
 
   def _drawn(self) -> Choice:
     source = self._chooses.choice(("none", "suffix", "model", "both", "both"))
-    lengths = [self._chooses.randint(1, self.config.max_length) for _ in "ab"]
-    width = self._chooses.randint(1, self.config.max_width)
+    lengths = [self._chooses.randint(1, self.config.num_speculative_tokens) for _ in "ab"]
+    width = self._chooses.randint(1, self.max_width)
     match source:
       case "none":
         return NOTHING
