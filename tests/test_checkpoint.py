@@ -14,6 +14,7 @@ import textwrap
 import threading
 import time
 
+from equal_trees import assert_equal_bits
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,17 +50,6 @@ def abstract(state):
   return jax.tree.map(
     lambda x: x if isinstance(x, np.ndarray) else jax.ShapeDtypeStruct(x.shape, x.dtype), state
   )
-
-
-def bits(leaf) -> tuple:
-  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    return str(leaf.dtype), np.asarray(jax.random.key_data(leaf)).tobytes()
-  return str(leaf.dtype), leaf.shape, np.asarray(leaf).tobytes()
-
-
-def assert_equal_bits(got, expected):
-  assert jax.tree.structure(got) == jax.tree.structure(expected)
-  assert jax.tree.map(bits, got) == jax.tree.map(bits, expected)
 
 
 def save(directory, step, state=None, **changes):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+from equal_trees import assert_equal_bits
 import jax
 import ml_dtypes
 import numpy as np
@@ -35,10 +36,6 @@ def random_params(config, shards=2, seed=0):
   return jax.tree.map(
     lambda s: rng.standard_normal(s.shape).astype(np.float32), parameters.shapes(config, shards)
   )
-
-
-def assert_equal_trees(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def contents(directory):
@@ -91,7 +88,7 @@ def test_float32_comes_back_as_it_was(name, tmp_path):
   huggingface.save(tmp_path / "model", params, CONFIGS[name], dtype="float32")
   found, config = load(tmp_path / "model")
   assert config == CONFIGS[name]
-  assert_equal_trees(found, params)
+  assert_equal_bits(found, params)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -118,10 +115,10 @@ def test_bfloat16_loses_nothing_on_the_way_in_and_rounds_to_even_on_the_way_out(
   huggingface.save(tmp_path / "model", params, QWEN3)
   found, _ = load(tmp_path / "model")
   rounded = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float32), params)
-  assert_equal_trees(found, rounded)
+  assert_equal_bits(found, rounded)
   half, _ = huggingface.load(tmp_path / "model", NUMERICS, ml_dtypes.bfloat16)
   assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
-  assert_equal_trees(jax.tree.map(lambda x: np.asarray(x, np.float32), half), rounded)
+  assert_equal_bits(jax.tree.map(lambda x: np.asarray(x, np.float32), half), rounded)
 
 
 def test_the_layout_is_the_published_one_by_hand(tmp_path):
@@ -164,7 +161,7 @@ def test_shards_and_index_hold_the_same_weights(tmp_path):
   total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
   assert index["metadata"]["total_size"] == total
   found, config = load(tmp_path / "model")
-  assert_equal_trees(found, params)
+  assert_equal_bits(found, params)
   huggingface.save(tmp_path / "2", found, config, dtype="float32", max_shard_bytes=700)
   assert contents(tmp_path / "model") == contents(tmp_path / "2")
 
@@ -202,7 +199,7 @@ def test_a_head_that_repeats_the_embedding_is_no_surprise(tmp_path):
   huggingface.save(tmp_path / "model", params, QWEN2, dtype="float32")
   head, embedding = "lm_head.weight", "model.embed_tokens.weight"
   found, _ = load_edited(tmp_path / "model", lambda t: t | {head: t[embedding].copy()})
-  assert_equal_trees(found, params)
+  assert_equal_bits(found, params)
   with pytest.raises(ValueError, match="lm_head.weight: got other values than model.embed_tokens"):
     load_edited(tmp_path / "model", with_entry(head, (3, 2), 9.0))
 

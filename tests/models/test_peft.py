@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+from equal_trees import assert_equal_bits
 import jax
 import numpy as np
 import pytest
@@ -22,10 +23,6 @@ def random_adapter(config, shards=2, rank=3, targets=lora.TARGETS):
   numerics = dataclasses.replace(NUMERICS, reduction_shards=shards)
   shapes = lora.shapes(config, numerics, rank, targets)
   return jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), shapes)
-
-
-def equal(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.fixture
@@ -51,7 +48,7 @@ def test_an_adapter_comes_back_as_it_was_in_any_number_of_slabs(name, tmp_path):
   peft.save(tmp_path / "2", random_adapter(config), config, scale=0.5)
   found, scale = peft.load(tmp_path / "2", config, NUMERICS)
   assert scale == 0.5
-  equal(found, random_adapter(config))
+  assert_equal_bits(found, random_adapter(config))
   one, _ = peft.load(tmp_path / "2", config, dataclasses.replace(NUMERICS, reduction_shards=1))
   peft.save(tmp_path / "1", one, config, scale=scale)
   for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -116,7 +113,7 @@ def test_ranks_that_differ_by_target_travel_with_one_scale(tmp_path):
   assert settings["rank_pattern"] == {"o_proj": 2} and settings["alpha_pattern"] == {"o_proj": 4.0}
   found, scale = peft.load(tmp_path / "adapter", QWEN3, NUMERICS)
   assert scale == 2.0
-  equal(found, {"layers": layers})
+  assert_equal_bits(found, {"layers": layers})
 
 
 def test_a_rank_stabilised_scale_is_read(saved):
@@ -143,7 +140,7 @@ def test_settings_that_change_nothing_are_let_in(saved, changes):
   before, scale = peft.load(saved, QWEN3, NUMERICS)
   configure(saved, **changes)
   found, again = peft.load(saved, QWEN3, NUMERICS)
-  equal(found, before)
+  assert_equal_bits(found, before)
   assert again == scale
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from equal_trees import assert_equal_bits
 import jax
 import jax.numpy as jnp
 import made_rollouts
@@ -70,10 +71,6 @@ def gradient_of(batch, *, data_parallel_size=1, old_logprobs=None, params=None, 
   return trainer_of(data_parallel_size, remat).gradient(
     params, batch, losses.denominators(batch), old_logprobs
   )
-
-
-def assert_equal_bits(found, expected):
-  jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @jax.jit
