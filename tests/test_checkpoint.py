@@ -255,9 +255,9 @@ def test_damaged_checkpoints_are_set_aside_as_long_as_there_is_one_before(tmp_pa
     path = save(tmp_path, step, {"w": jnp.full(64, float(step))})
   assert checkpoint.set_aside_damaged(tmp_path) == []
   (path / checkpoint.DESCRIPTION).write_text("{}")
-  [said] = checkpoint.set_aside_damaged(tmp_path)
-  assert said.startswith("DAMAGED CHECKPOINT of step 4: ") and "cannot be read" in said
-  assert said.endswith("renamed to damaged_step_00000004, and the run resumes from step 3.")
+  [message] = checkpoint.set_aside_damaged(tmp_path)
+  assert message.startswith("DAMAGED CHECKPOINT of step 4: ") and "cannot be read" in message
+  assert message.endswith("renamed to damaged_step_00000004, and the run resumes from step 3.")
   assert checkpoint.steps(tmp_path) == (2, 3)
   # The same step again, and the one before it.
   path = save(tmp_path, 4, {"w": jnp.full(64, 4.0)}, keep_latest=3)
@@ -265,8 +265,8 @@ def test_damaged_checkpoints_are_set_aside_as_long_as_there_is_one_before(tmp_pa
     files = (tmp_path / f"step_{step:08d}").rglob("*")
     file = next(one for one in files if one.is_file() and one.stat().st_size > 99)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-  said = checkpoint.set_aside_damaged(tmp_path)
-  assert [one.partition(":")[0][-6:] for one in said] == ["step 4", "step 3"]
+  messages = checkpoint.set_aside_damaged(tmp_path)
+  assert [one.partition(":")[0][-6:] for one in messages] == ["step 4", "step 3"]
   assert (tmp_path / "damaged_step_00000004_2").is_dir()
   # The last one left is refused, and stays where it is.
   (tmp_path / "step_00000002" / checkpoint.DESCRIPTION).unlink()
@@ -357,14 +357,14 @@ def test_kill_minus_nine_at_any_moment_leaves_whole_checkpoints(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-  "num, said",
+  "num, message",
   [
     (10**6, "while step 1 was saved, expected room for it; free some space, and"),
     # There is room for the arrays, but not for their description.
     (10, "bytes free), expected room for it; free some space and resume: all earlier results"),
   ],
 )
-def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, said):
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, message):
   code = """
     import resource, sys
     import jax.numpy as jnp
@@ -382,7 +382,7 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path, num, said):
     """
   process = start_python(code, tmp_path, num)
   out, err = process.communicate(timeout=120)
-  assert said in out, err
+  assert message in out, err
   assert "Traceback" not in err + out
   assert os.listdir(tmp_path) == ["step_00000000"]
   restore(tmp_path, {"w": jnp.zeros(num, jnp.int32)}, fingerprint={"a": "b"})

@@ -49,7 +49,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ("launch",),
 )
 # The only imports within a step. Engine and trainer do not import each other.
-BESIDE = {
+PEERS = {
   "tasks": {"sandbox"},
   "types": {"numerics"},
   "ops": {"parallel"},
@@ -92,7 +92,7 @@ BENCH = "pallas_kernels/bench/"
 def allowed_rooms(room: str) -> set[str]:
   """Returns the rooms that `room` may import, itself included."""
   step = next(i for i, rooms in enumerate(STEPS) if room in rooms)
-  return {r for rooms in STEPS[:step] for r in rooms} | BESIDE.get(room, set()) | {room}
+  return {r for rooms in STEPS[:step] for r in rooms} | PEERS.get(room, set()) | {room}
 
 
 def complaints(source: str, path: str) -> list[str]:
@@ -201,10 +201,10 @@ def test_no_modules_import_one_another():
 
 def test_every_room_stands_in_one_step():
   assert len(ROOMS) == len(set(ROOMS))
-  for room, others in BESIDE.items():
+  for room, others in PEERS.items():
     step = next(rooms for rooms in STEPS if room in rooms)
     assert others <= set(step)
-    assert not any(room in BESIDE.get(other, set()) for other in others), f"{room} is in a ring"
+    assert not any(room in PEERS.get(other, set()) for other in others), f"{room} is in a ring"
 
 
 @pytest.mark.parametrize(

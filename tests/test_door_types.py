@@ -194,8 +194,8 @@ def test_a_wrong_type_is_refused_at_its_door(call, beginning, values):
   for value in values:
     with pytest.raises(ValueError) as refused:
       call(value)
-    said = str(refused.value)
-    assert said.startswith(beginning) and ": got " in said and ", expected " in said, (value, said)
+    text = str(refused.value)
+    assert text.startswith(beginning) and ": got " in text and ", expected " in text, (value, text)
   assert engine().num_unfinished == 0 and not engine().chunks.pins
   assert engine().generate([REQUEST])[0].has_bits_of(expected)
 

@@ -136,8 +136,8 @@ def groups(*rollouts: Rollout) -> list[RolloutGroup]:
 
 
 def one_group() -> list[RolloutGroup]:
-  said = completion(finish_reason="stop")
-  return groups(Rollout(request=request(), completion=said, verdict=verdict(1.0)))
+  done = completion(finish_reason="stop")
+  return groups(Rollout(request=request(), completion=done, verdict=verdict(1.0)))
 
 
 def raising(error: BaseException) -> Callable[..., Any]:
@@ -168,8 +168,8 @@ class Own:
 def judged(reward: Any) -> Verdict:
   """Judges by a task with a verdict that returns this reward, or raises it."""
   is_error = isinstance(reward, BaseException)
-  said = raising(reward) if is_error else lambda *_: verdict(reward)
-  return groups_lib.judge(Own(verdict=said), problem(), "text")
+  own_verdict = raising(reward) if is_error else lambda *_: verdict(reward)
+  return groups_lib.judge(Own(verdict=own_verdict), problem(), "text")
 
 
 class Doors:
@@ -187,9 +187,9 @@ class Doors:
   def submit(self, *arguments, **sampling) -> None:
     self.engine.add_request(request(*arguments, **sampling))
 
-  def said(self, said: Any = None, sampling=None, **changes) -> None:
-    said = completion(**changes) if said is None else said
-    self.engine.add_request(request(**(sampling or {})), resume_from=said)
+  def resume(self, partial: Any = None, sampling=None, **changes) -> None:
+    partial = completion(**changes) if partial is None else partial
+    self.engine.add_request(request(**(sampling or {})), resume_from=partial)
 
   def paused(self) -> Engine:
     self.engine.add_request(request("p"), chunk_tokens=2)
@@ -288,7 +288,7 @@ TENSORS, TEMPLATE, GENERATION = "model.safetensors", "chat_template.jinja", "gen
 EIGHT_SLABS = dataclasses.replace(NUMERICS, reduction_shards=8)
 GSM8K = '{"question": "a", "answer": "b"}'
 MADE = "class Task:\n  def __init__(self): {}\n"
-SAID = tuple(TOKENIZER.encode("x y"))[:5]
+TOKENS = tuple(TOKENIZER.encode("x y"))[:5]
 
 
 def stored(path: pathlib.Path) -> Any:
@@ -705,37 +705,38 @@ ROWS = [
       "got -1", "expected at least 0", "count updates"),
   Row("a named version", lambda d: d.engine.update_weights({}, "one"),
       "got 'one'", "expected a whole number", "give one"),
-  Row("said by another", lambda d: d.said(request_id="y"),
+  Row("resumed from another request", lambda d: d.resume(request_id="y"),
       "got a completion of request 'y'", "expected one of this", "pass the completion with"),
-  Row("said by other weights", lambda d: d.said(policy_version=3),
+  Row("resumed with other weights", lambda d: d.resume(policy_version=3),
       "got 2 tokens sampled by policy_version 3",
       "expected 0, the engine's (a completion", "restart it from its prompt"),
-  Row("said to its end", lambda d: d.said(finish_reason="stop"),
+  Row("resumed after its end", lambda d: d.resume(finish_reason="stop"),
       "got 2 of 6 tokens sampled, finish_reason 'stop'", *FINISHED),
-  Row("said in full", lambda d: d.said(sampling={"max_tokens": 2}),
+  Row("resumed at full length", lambda d: d.resume(sampling={"max_tokens": 2}),
       "got 2 of 2 tokens sampled, finish_reason ''", *FINISHED),
-  Row("said with NaN", lambda d: d.said(raw_logprobs=f32(NAN, -1)),
+  Row("resumed with NaN", lambda d: d.resume(raw_logprobs=f32(NAN, -1)),
       "got resume_from.raw_logprobs of nan at position 0", *NO_LOGPROB),
-  Row("said with a positive log-probability", lambda d: d.said(raw_logprobs=f32(-1, 0.5)),
+  Row("resumed with a positive log-probability", lambda d: d.resume(raw_logprobs=f32(-1, 0.5)),
       "got resume_from.raw_logprobs of 0.5 at position 1", *NO_LOGPROB),
-  Row("said what cannot be", lambda d: d.said(behaviour_logprobs=f32(-1, -INF)),
+  Row("resumed with an impossible token", lambda d: d.resume(behaviour_logprobs=f32(-1, -INF)),
       "got resume_from.behaviour_logprobs of -inf at position 1", *NO_LOGPROB),
-  Row("said above the vocabulary", lambda d: d.said(tokens=(1, 600)),
+  Row("resumed above the vocabulary", lambda d: d.resume(tokens=(1, 600)),
       "got token ids from 1 to 600", "expected 0 to 511", "encode with this model's tokenizer"),
-  Row("said a negative id", lambda d: d.said(tokens=(1, -2)), "got token ids from -2 to 1", *NO_ID),
-  Row("said half an id", lambda d: d.said(tokens=(1, 2.5)),
+  Row("resumed with a negative id", lambda d: d.resume(tokens=(1, -2)),
+      "got token ids from -2 to 1", *NO_ID),
+  Row("resumed with half an id", lambda d: d.resume(tokens=(1, 2.5)),
       "got 2.5 (float) among the token ids",
       "expected whole numbers", "encode with this model's tokenizer"),
-  Row("said a stop id", lambda d: d.said(sampling={"stop_token_ids": (2,)}),
+  Row("resumed after a stop id", lambda d: d.resume(sampling={"stop_token_ids": (2,)}),
       "got the stop id 2 at position 1 of the completion", *FINISHED),
-  Row("said against the grammar",
-      lambda d: d.said(sampling={"allowed_token_ranges": ((0, 2),) * 6}),
+  Row("resumed against the grammar",
+      lambda d: d.resume(sampling={"allowed_token_ranges": ((0, 2),) * 6}),
       "got token 2 at position 1 of the completion",
       "expected 0 to 1, which its grammar", "pass tokens that this request sampled"),
-  Row("said a stop string", lambda d: d.said(tokens=SAID, sampling={"stop": ("x",)}),
+  Row("resumed after a stop string", lambda d: d.resume(tokens=TOKENS, sampling={"stop": ("x",)}),
       "got float32[2] for 3 tokens",
       "expected float32[3], one for each", "keep the engine's array,"),
-  Row("said as text", lambda d: d.said("abc"),
+  Row("resumed with text", lambda d: d.resume("abc"),
       "got 'abc'", "expected a Completion or None", "write Completion(...)"),
   Row("more pages than memory", lambda d: d.made(num_pages=2**30),
       "got 1073741824 pages of 8 positions",

@@ -149,9 +149,9 @@ def test_a_field_of_a_wrong_type_is_refused_by_name(name: str):
         cls(**{**needed, field.name: value})
         problems.append(f"{field.name}={value!r} was accepted")
       except ValueError as error:
-        said = str(error)
-        if not said.startswith(f"{cls.__name__}.{field.name}: got ") or "expected" not in said:
-          problems.append(f"{field.name}={value!r}: {said}")
+        text = str(error)
+        if not text.startswith(f"{cls.__name__}.{field.name}: got ") or "expected" not in text:
+          problems.append(f"{field.name}={value!r}: {text}")
       except Exception as error:  # Anything else is no refusal.
         problems.append(f"{field.name}={value!r}: {type(error).__name__}: {error}")
   assert not problems, "\n".join(problems)

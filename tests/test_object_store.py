@@ -117,8 +117,8 @@ def test_a_damaged_one_is_set_aside_by_its_marker(place: str, kind: str):
     name, file = next((n, f) for n, f in object_store.files(folder) if n.startswith("state/"))
     file.write_bytes(bytes(9)) if kind == "altered" else file.unlink()
     assert name
-  (said,) = checkpoint.set_aside_damaged(place)
-  assert "DAMAGED CHECKPOINT of step 2" in said and "damaged_checkpoint.json" in said
+  (message,) = checkpoint.set_aside_damaged(place)
+  assert "DAMAGED CHECKPOINT of step 2" in message and "damaged_checkpoint.json" in message
   assert checkpoint.steps(place) == (1,)
   assert checkpoint.restore(place, STATE, fingerprint=FINGERPRINT).step == 1
   assert checkpoint.set_aside_damaged(place) == []  # The last one stays, whatever it is.

@@ -68,12 +68,12 @@ def start(fields: str, **environment: str) -> str:
 
 @pytest.mark.thorough
 def test_another_number_of_processes_than_the_launcher_started_is_refused():
-  said = start(
+  output = start(
     "num_processes=2, launcher='slurm'",
     SLURM_JOB_ID="77", SLURM_STEP_NODELIST="127.0.0.1", SLURM_NTASKS="1", SLURM_PROCID="0",
     SLURM_LOCALID="0", SLURM_STEP_NUM_NODES="1",
   )  # fmt: skip
-  assert "got 1 processes from 'slurm', expected num_processes=2" in said
+  assert "got 1 processes from 'slurm', expected num_processes=2" in output
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 2**20])

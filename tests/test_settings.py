@@ -105,14 +105,14 @@ for arguments, share, _ in json.loads(sys.argv[1]):
     text=True,
     check=False,
   )
-  said = done.stdout.split("the next session")[:-1]
-  assert len(said) == len(SESSIONS), done.stdout + done.stderr
-  return said
+  outputs = done.stdout.split("the next session")[:-1]
+  assert len(outputs) == len(SESSIONS), done.stdout + done.stderr
+  return outputs
 
 
 @pytest.mark.thorough
 def test_a_seed_repeats_a_session(collected: list[str]):
-  assert all("SEERJAX_TEST_SEED=7" in said for said in collected), collected
+  assert all("SEERJAX_TEST_SEED=7" in output for output in collected), collected
 
 
 @pytest.fixture
@@ -183,8 +183,8 @@ def test_a_share_of_the_files_holds_more_of_the_contract(conftest):
 
 @pytest.mark.thorough
 def test_what_is_thorough_runs_where_it_is_named_drawn_or_changed(collected: list[str]):
-  for (arguments, share, found), said in zip(SESSIONS, collected, strict=True):
-    assert ("<Module test_local.py>" in said) == found, (arguments, share, said)
+  for (arguments, share, found), output in zip(SESSIONS, collected, strict=True):
+    assert ("<Module test_local.py>" in output) == found, (arguments, share, output)
 
 
 @pytest.mark.long  # As the option itself, which is of `launch/test.sh --long`.
@@ -201,11 +201,11 @@ def test_a_session_goes_on_after_what_passed(tmp_path: pathlib.Path):
     )
     return done.stdout + done.stderr
 
-  said = session("1", "-n", "1")
-  assert "1 failed, 1 passed" in said, said
+  output = session("1", "-n", "1")
+  assert "1 failed, 1 passed" in output, output
   assert finished.read_text() == f"tests/test_settings.py::{names[0]}\n"
-  said = session("")
-  assert "1 passed, 1 deselected" in said, said
+  output = session("")
+  assert "1 passed, 1 deselected" in output, output
   events, name = finished.read_text().splitlines()[1:]
   assert events == "# this session: tests 1"
   assert name == f"tests/test_settings.py::{names[1]}"

@@ -37,9 +37,9 @@ def build(source: pathlib.Path, folder: pathlib.Path) -> tuple[int, list[str]]:
     pytest.skip("mkdocs is not installed: pip install -r launch/locks/docs-3.13.txt")
   command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
   done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
-  said = (done.stdout + done.stderr).splitlines()
-  assert any("Building documentation" in line for line in said), said
-  return done.returncode, [line for line in said if not line.startswith("INFO")]
+  lines = (done.stdout + done.stderr).splitlines()
+  assert any("Building documentation" in line for line in lines), lines
+  return done.returncode, [line for line in lines if not line.startswith("INFO")]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ BARE = TINY.replace("x: int) -> int", "x)").replace("def f", "def bare")
   ],
 )
 def test_a_fault_of_a_page_ends_the_building(fault: str, tmp_path: pathlib.Path):
-  text, said = FAULTS[fault]
+  text, warning = FAULTS[fault]
   (tmp_path / "docs" / "reference").mkdir(parents=True)
   (tmp_path / "docs" / "index.md").write_text(f"# A site\n\n{SOUND}\n{text}\n")
   (tmp_path / "docs" / "other.md").write_text("# Another\n\n## A part\n")
@@ -101,8 +101,8 @@ def test_a_fault_of_a_page_ends_the_building(fault: str, tmp_path: pathlib.Path)
   (tmp_path / "mkdocs.yml").write_text(own.replace("extra_css: [site.css]\n", ""))
   status, warnings = build(tmp_path, tmp_path / "built")
   text = "\n".join(warnings)
-  assert (status == 0) == (not said), text
-  assert said in text
+  assert (status == 0) == (not warning), text
+  assert warning in text
 
 
 def public_names(text: str) -> list[str]:

@@ -95,8 +95,8 @@ def test_tables_say_what_was_compiled_and_what_was_refused():
   known = {case.name: case for case in tpu_compile.cases()}
   engine = known["engine-qwen3-8b-v6e-x4-rows512-tile128"]
   train = known["train-qwen3-8b-9layers-v5e-x1-rows2048-tile128"]
-  told = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\nmore"
-  text = tpu_compile.table([record_of(engine), record_of(train, refused=told)])
+  refusal = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\nmore"
+  text = tpu_compile.table([record_of(engine), record_of(train, refused=refusal)])
   assert (
     "| engine | qwen3-8b | v6e x4 | 512 | 1,024 | 3 | 3% | 29 (27) | 1.5e+12 | 1 + 60 |" in text
   )

@@ -245,7 +245,7 @@ def prompted(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
   return [request.prompt for request in policy.ask([*ARTEFACT], 0, 0)]
 
 
-def begun(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
+def started(ruin: Ruiner, path: pathlib.Path) -> list[Any]:
   ruin.seen += [0] * NUM_CALLS
   config = DiscoverConfig(problem="digits", prompts_per_step=NUM_CALLS)
   environment = Kept()
@@ -297,7 +297,7 @@ KINDS = (
   Kind("picture empties the artefact", pictured),
   Kind("apply empties the artefact, and keeps its own", attempted),
   Kind("prompt empties the artefact", prompted),
-  Kind("start gives one list, again and again", begun),
+  Kind("start gives one list, again and again", started),
   Kind("a thinker empties the conversation", thought),
 )
 

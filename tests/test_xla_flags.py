@@ -51,7 +51,7 @@ def test_who_runs_on_a_gpu(platforms, has_plugin, has_device, expected):
 
 
 def test_on_a_cpu_nothing_is_set_and_nothing_said():
-  before, said = dict(os.environ), []
-  xla_flags.pin(said.append)
+  before, lines = dict(os.environ), []
+  xla_flags.pin(lines.append)
   assert os.environ == before
-  assert said == []
+  assert lines == []

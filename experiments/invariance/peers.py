@@ -88,8 +88,8 @@ def of_llama(request: dict[str, Any]) -> list[dict[str, Any]]:
       {"Content-Type": "application/json"},
     )  # fmt: skip
     with urllib.request.urlopen(call, timeout=600) as reply:
-      answer = json.load(reply)
-    chosen = answer["completion_probabilities"]
+      reply_fields = json.load(reply)
+    chosen = reply_fields["completion_probabilities"]
     return dict(tokens=[one["id"] for one in chosen], logprobs=[one["logprob"] for one in chosen])
 
   found = []

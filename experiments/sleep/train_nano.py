@@ -337,9 +337,9 @@ def stated(
   for index, answer in EngineThinker(engine).ask(calls):
     if isinstance(answer, NoAnswer):
       raise answer
-    stated = stateful.facts_in(answer.text)
+    facts = stateful.facts_in(answer.text)
     wanted = stateful.facts_in(contexts[index].facts)
-    found[index] = {fact.split()[0]: fact in stated for fact in wanted}
+    found[index] = {fact.split()[0]: fact in facts for fact in wanted}
   return found
 
 

@@ -104,9 +104,9 @@ def test_what_a_kernel_does_not_take_is_its_own_sentence(model, changes, message
     by_name = dataclasses.replace(numerics, backend="pallas")
     with pytest.raises(ValueError) as refused:
       decide(model, by_name)
-  said = str(refused.value)
-  assert said.startswith(f"NumericsConfig.backend: got 'pallas', but {message}")
-  assert said.endswith("use 'auto', which falls back to another backend.")
+  error = str(refused.value)
+  assert error.startswith(f"NumericsConfig.backend: got 'pallas', but {message}")
+  assert error.endswith("use 'auto', which falls back to another backend.")
 
 
 def test_float32_stays_tiled_on_a_gpu_and_says_so():

@@ -9,7 +9,7 @@ import pickle
 import re
 
 import cluster_cases
-from cluster_cases import Case, Halting, Mortal, alone, asked, assert_said, make_engine, on_store
+from cluster_cases import Case, Halting, Mortal, alone, asked, assert_alone, make_engine, on_store
 import pytest
 import tiny_model
 
@@ -90,7 +90,7 @@ def test_pages_of_a_worker_that_died_are_taken_from_the_store(tmp_path):
   dying, other = worker(Mortal, "dying"), worker(EngineWorker, "other")
   dying.dies_at = 3, -1
   rollout = ClusterRollout(workers_of(dying, other), Divided(chunk_tokens=4))
-  assert_said(run(rollout, asked()))
+  assert_alone(run(rollout, asked()))
   counters = other.engine.counters
   assert rollout.counts["moved"] > 0 and counters.imports.adopted > 0
   assert other.report().counters["imports.adopted"] == counters.imports.adopted
@@ -115,10 +115,10 @@ def test_pages_of_requests_that_are_over_are_in_no_store_and_one_worker_exports_
   two = ClusterRollout(workers_of(*workers(2)), Divided(chunk_tokens=4, routing=ByRoom()))
   left = after(two)
   assert two.counts["moved"] > 0 and max(most) > 0 and left <= 1
-  assert_said(found)
+  assert_alone(found)
   alone, found, most = workers(1), {}, []
   after(ClusterRollout(workers_of(*alone), Divided(chunk_tokens=4)))
-  assert_said(found)
+  assert_alone(found)
   assert alone[0].engine.counters.imports.exported == 0
 
 
@@ -160,7 +160,7 @@ def test_a_twin_that_takes_other_weights_says_other_things():
 def test_a_twin_that_takes_late_results_goes_back():
   def runs(kind: type[ClusterRollout]) -> None:
     for late in range(1, 60, 3):
-      assert_said(run(kind(halting(late), Divided(chunk_tokens=3)), asked()))
+      assert_alone(run(kind(halting(late), Divided(chunk_tokens=3)), asked()))
 
   runs(ClusterRollout)
   with pytest.raises(ValueError, match=r"buffer: got \d+ generated tokens|all its tokens"):
@@ -203,7 +203,7 @@ def run(rollout: ClusterRollout, requests: list[Request]) -> dict:
 
 def test_a_late_answer_is_dropped_by_its_chunk_number():
   rollout = ClusterRollout(halting(), Divided(chunk_tokens=4))
-  assert_said(run(rollout, asked()))
+  assert_alone(run(rollout, asked()))
   assert rollout.counts["late"] > 0 and rollout.counts["lost"] == 1
   assert rollout.counts["joined"] == 3  # The slow worker rejoined.
 
@@ -217,13 +217,13 @@ class Prompt(LocalWorkers):
 
 def test_a_rollout_whose_last_answer_is_not_waited_for_ends():
   workers = Prompt([made(), made()])
-  assert_said(run(ClusterRollout(workers, Divided(chunk_tokens=4)), asked()))
+  assert_alone(run(ClusterRollout(workers, Divided(chunk_tokens=4)), asked()))
 
 
 def test_chunks_of_a_dead_worker_run_again_and_the_journal_has_the_order(tmp_path):
   with Journal(tmp_path / "journal.jsonl", fingerprint={}, settings={}) as journal:
     rollout = ClusterRollout(workers_of(doomed(2), made()), Divided(chunk_tokens=4), journal)
-    assert_said(run(rollout, asked()))
+    assert_alone(run(rollout, asked()))
     events = list(journal.events())
   assert [event["event"] for event in events[:2]] == ["joined", "joined"]
   again = {(event["request"], event["chunk"]) for event in events if event["event"] == "again"}
@@ -253,10 +253,10 @@ def test_a_rollout_whose_workers_all_die_resumes_from_its_journal_on_others(tmp_
   left = [request for request in asked() if request.request_id not in found]
   with book() as journal:
     rollout = ClusterRollout(workers_of(made()), Divided(chunk_tokens=7), journal)
-    said = sum(len(journal.chunks(*map(int, one.request_id.split("/")))) for one in left)
+    num_chunks = sum(len(journal.chunks(*map(int, one.request_id.split("/")))) for one in left)
     found |= run(rollout, left)
-  assert said > 0
-  assert_said(found)
+  assert num_chunks > 0
+  assert_alone(found)
 
 
 def test_a_rollout_that_is_stopped_goes_on_elsewhere():
@@ -266,14 +266,14 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere():
     found[completion.request_id] = completion
     if len(found) == 2:
       break
-  finished, begun = rollout.stop()
+  finished, partials = rollout.stop()
   found |= {one.request_id: one for one in finished}
-  assert begun and not begun.keys() & found.keys()
+  assert partials and not partials.keys() & found.keys()
   assert all(worker.engine.num_unfinished == 0 for worker in workers._workers.values())
   left = [request for request in asked() if request.request_id not in found]
   # The same workers, again.
-  found |= run(ClusterRollout(workers, Divided(chunk_tokens=4), resume_from=begun), left)
-  assert_said(found)
+  found |= run(ClusterRollout(workers, Divided(chunk_tokens=4), resume_from=partials), left)
+  assert_alone(found)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_what_differs_is_not_taken_and_the_rollout_goes_on(others, expected, cap
   others = {"numerics": NATIVE} | others
   stranger = EngineWorker(make_engine(others.pop("numerics"), **others), name="stranger")
   rollout = ClusterRollout(workers_of(made(), stranger), Divided(chunk_tokens=8))
-  assert_said(run(rollout, asked()))
+  assert_alone(run(rollout, asked()))
   assert rollout.counts["refused"] == 1
   assert [message for message in caplog.messages if "worker 1 (stranger) is rejected" in message]
   found = records.difference(made().report(), stranger.report())
@@ -372,15 +372,15 @@ def test_workers_draft_from_texts_of_siblings_elsewhere_and_lost_ones_cost_no_bi
 def test_it_says_how_many_workers_are_up_and_what_they_do():
   rollout = ClusterRollout(workers_of(made("a"), doomed(2), made("c")), Divided(chunk_tokens=4))
   assert rollout.text(3) == "0 of 3 workers up"
-  said = []
+  lines = []
   for completion in rollout.run(asked()):
-    said.append(rollout.text(3))
+    lines.append(rollout.text(3))
     assert completion.tokens
   assert re.fullmatch(
-    r"3 of 3 workers up(, \d \((a|doomed|c)\) (runs \d+ chunks|waits)){3}", said[0]
-  ) or said[0].endswith(", 1 lost so far"), said[0]
-  assert said[-1].startswith("2 of 3 workers up, 0 (a) ") and said[-1].endswith(", 1 lost so far")
-  assert "doomed" not in said[-1] and any("runs" in line for line in said)
+    r"3 of 3 workers up(, \d \((a|doomed|c)\) (runs \d+ chunks|waits)){3}", lines[0]
+  ) or lines[0].endswith(", 1 lost so far"), lines[0]
+  assert lines[-1].startswith("2 of 3 workers up, 0 (a) ") and lines[-1].endswith(", 1 lost so far")
+  assert "doomed" not in lines[-1] and any("runs" in line for line in lines)
 
 
 @pytest.mark.thorough

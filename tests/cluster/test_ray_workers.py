@@ -16,7 +16,7 @@ import threading
 import time
 
 import cluster_cases
-from cluster_cases import asked, assert_said
+from cluster_cases import asked, assert_alone
 import faults
 import pytest
 import tiny_model
@@ -57,12 +57,12 @@ def test_a_killed_process_costs_time_and_no_bit(workers):
     if rollout.counts["lost"] == 1 and killed_at:
       print(f"noticed {time.monotonic() - killed_at:.1f} s after the kill")
       killed_at = 0.0
-  assert_said(found)
+  assert_alone(found)
   assert rollout.counts["lost"] == 1 and rollout.counts["again"] > 0
   assert workers.replaced == 1
   # Another rollout, on the surviving worker and the new one.
   again = ClusterRollout(workers, Divided(chunk_tokens=5))
-  assert_said({one.request_id: one for one in again.run(asked())})
+  assert_alone({one.request_id: one for one in again.run(asked())})
 
 
 @pytest.mark.long

@@ -138,9 +138,9 @@ def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path: pat
 
 
 def test_its_help_shows_where_it_begins_and_where_it_writes():
-  said = run("--help").stdout
-  assert "--preset=flagship (flagship|paper)" in said and "--workdir=runs/ttt_discover" in said
-  assert said.startswith("Test-time training: trains on a single problem")
+  output = run("--help").stdout
+  assert "--preset=flagship (flagship|paper)" in output and "--workdir=runs/ttt_discover" in output
+  assert output.startswith("Test-time training: trains on a single problem")
 
 
 def test_the_papers_preset_is_as_published():
@@ -157,8 +157,8 @@ def test_the_papers_preset_says_what_memory_it_takes_before_weights_are_read(cap
   config = paper.shared(names.load("circle_packing:26", allow_weak_sandbox=True))
   with contextlib.suppress(ValueError):  # Most machines lack the memory.
     train.say_memory(config, paper.model)
-  said = capsys.readouterr().out
-  assert "trainer.rows_per_micro_batch=32768, trainer.sequences_per_micro_batch=1" in said
+  output = capsys.readouterr().out
+  assert "trainer.rows_per_micro_batch=32768, trainer.sequences_per_micro_batch=1" in output
 
 
 @pytest.mark.long

@@ -38,18 +38,18 @@ def test_streamed_parts_are_the_text_and_a_seed_repeats_it(tiny: str):
   policy, numerics = generate.load(tiny)
   size = len(generate.prompt_tokens(policy, "Tom has 3 apples.")) + 40
   engine = generate.engine_for(policy, numerics, num_tokens=size, key=jax.random.key(0))
-  said: list[str] = []
+  pieces: list[str] = []
   sampling = SamplingParams(max_tokens=12)
-  speak = generate.answerer(engine, sampling, seed=5, say=said.append)
+  speak = generate.answerer(engine, sampling, seed=5, say=pieces.append)
   messages = [dict(role="user", content="Tom has 3 apples.")]
-  assert speak(messages) == "".join(said) == text
+  assert speak(messages) == "".join(pieces) == text
   # The next turn has less room, and the one after it none.
   messages += [dict(role="assistant", content=text), dict(role="user", content="So")]
   room = size - len(policy.require_tokenizer().chat_ids(messages))
   assert 0 < room < 12
-  said.clear()
+  pieces.clear()
   speak(messages)
-  assert len(said) == room  # One token per piece.
+  assert len(pieces) == room  # One token per piece.
   messages[-1]["content"] = "So? " * 20
   with pytest.raises(ValueError, match=r"conversation of \d+ tokens, expected fewer than \d+; /"):
     speak(messages)
@@ -74,7 +74,7 @@ def test_a_draft_moves_no_letter(tiny: str):
 def test_a_chat_goes_on_until_there_is_nothing_to_read():
   lines = iter(["Hi", "", "/help", "  /usr is full  ", "bad", "/new", "Hi again", "/quit now"])
   asked: list[list] = []
-  told: list[str] = []
+  printed: list[str] = []
 
   def read() -> str:
     for line in lines:
@@ -87,7 +87,7 @@ def test_a_chat_goes_on_until_there_is_nothing_to_read():
       raise ValueError("refused")
     return f"answer {len(asked)}"
 
-  generate.converse(speak, read, told.append)
+  generate.converse(speak, read, printed.append)
   user, assistant = (
     lambda text, role=role: dict(role=role, content=text) for role in ("user", "assistant")
   )
@@ -95,7 +95,7 @@ def test_a_chat_goes_on_until_there_is_nothing_to_read():
   assert asked[:2] == [first[:1], first]
   # Refused and forgotten turns are not part of later prompts.
   assert asked[2:] == [[*first, assistant("answer 2"), user("bad")], [user("Hi again")]]
-  assert told == [
+  assert printed == [
     "", generate.HELP, "", "refused", "forgotten", "",
     "got '/quit', expected /help or /new; start with a space to send it as text",
   ]  # fmt: skip

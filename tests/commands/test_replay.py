@@ -205,8 +205,8 @@ def test_weights_that_are_not_kept_are_learnt_again(
   finding, lines = replayed(letters, request_name)
   assert finding.is_equal, finding.text
   assert finding.text.endswith(f"weights of {source}")
-  said = [line.partition(",")[0] for line in lines]
-  assert said == [f"step {step + 1} learnt again" for step in steps]
+  steps_learnt = [line.partition(",")[0] for line in lines]
+  assert steps_learnt == [f"step {step + 1} learnt again" for step in steps]
   # The journal's log-probabilities match those of the retrained weights.
   assert all("log-probability gap 0.0," in line for line in lines)
 

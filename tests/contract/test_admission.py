@@ -154,7 +154,7 @@ def run_plan(
   for name, ask in zip(requests, plan.asks, strict=True):
     due += ask.wait
     todo.append((due, name, ask))
-  said: dict[str, list[int]] = {name: [] for name in requests}
+  streamed: dict[str, list[int]] = {name: [] for name in requests}
   chunks = {name: ask.chunk_tokens for name, ask in zip(requests, plan.asks, strict=True)}
   for step in range(MAX_STEPS):
     while todo and todo[0][0] <= step:
@@ -169,7 +169,7 @@ def run_plan(
       break
     before = engine.counters.steps
     for update in engine.step():
-      said[update.request_id] += update.tokens
+      streamed[update.request_id] += update.tokens
     events["visits of several steps"] += engine.counters.steps - before > 1
     for running in engine._requests.running:
       at_once = sum(whole[one.request.request_id] for one in running)
@@ -180,7 +180,7 @@ def run_plan(
         f"request {requests[name]}: got {completion}, expected {expected[name]}"
       )
       assert completion.text == expected[name].text
-      assert tuple(said[name]) == completion.tokens
+      assert tuple(streamed[name]) == completion.tokens
     for name in engine.chunks.poll_paused():
       engine.chunks.resume(name, chunk_tokens=chunks[name])
     if engine.counters.steps == before and engine.num_unfinished:

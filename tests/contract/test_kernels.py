@@ -257,12 +257,12 @@ def test_requests_say_alone_what_they_say_together():
     for i in range(4)
   ]
 
-  def said(completion):
+  def tokens_and_bits(completion):
     return completion.tokens, completion.behaviour_logprobs.tobytes()
 
   shared = engine(4)
-  together = {done.request_id: said(done) for done in shared.generate(requests)}
+  together = {done.request_id: tokens_and_bits(done) for done in shared.generate(requests)}
   assert len({tokens for tokens, _ in together.values()}) > 1
   for request in requests:
     (alone,) = shared.generate([request])
-    assert said(alone) == together[request.request_id]
+    assert tokens_and_bits(alone) == together[request.request_id]

@@ -230,8 +230,8 @@ def gap_to_the_trainer(completions, params, numerics) -> float:
 @pytest.mark.thorough
 def test_a_deep_model_learns_from_the_bits_that_it_sampled_though_its_pages_left():
   params = deep_params(DEEP_NUMERICS)
-  said = answers(params, DEEP_NUMERICS, parallel.make_mesh(), is_moved=True)
-  assert gap_to_the_trainer(said, params, DEEP_NUMERICS) == 0.0
+  sampled = answers(params, DEEP_NUMERICS, parallel.make_mesh(), is_moved=True)
+  assert gap_to_the_trainer(sampled, params, DEEP_NUMERICS) == 0.0
 
 
 @pytest.mark.long

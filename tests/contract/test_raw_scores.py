@@ -250,15 +250,15 @@ def answered(numerics, rng, count):
 
 def scored(engine, tokens):
   """Returns the scores of a prompt's tokens, but the first's."""
-  told = []
+  found = []
   engine.add_request(
     Request(request_id="scored", prompt=tokens, sampling=SamplingParams(max_tokens=1)),
     prompt_top=0,
   )
   while engine.num_unfinished:
-    told += [update.prompt for update in engine.step() if update.prompt is not None]
+    found += [update.prompt for update in engine.step() if update.prompt is not None]
   engine.poll()
-  (scores,) = told
+  (scores,) = found
   return [score for score, _ in scores]
 
 
@@ -273,8 +273,8 @@ def compare_readers(numerics, rng, count, events, *, trains=True):
     scores = scored(engine, (*request.prompt, *found.tokens))
     assert tiny_model.bits(scores[len(request.prompt) - 1 :]) == raw, f"scored: {request}"
     places = [found.tokens[:place] for place in range(len(found.tokens))]
-    for place, told in enumerate(engine.top_logprobs(request, places, 16)):
-      for token, score in told[()]:
+    for place, top in enumerate(engine.top_logprobs(request, places, 16)):
+      for token, score in top[()]:
         if token == found.tokens[place]:
           events["read"] += 1
           assert tiny_model.bits([score]) == [raw[place]], f"read: {request}, token {place}"

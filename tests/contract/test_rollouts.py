@@ -221,7 +221,7 @@ def run_case(
         engine,
         policy,
         resume_from=dict(journal),
-        on_chunk=lambda request, said: journal.update({request.request_id: said}),
+        on_chunk=lambda request, partial: journal.update({request.request_id: partial}),
       )
       left = [request for name, request in requests.items() if name not in finished]
       events["resumed in the middle"] += sum(request.request_id in journal for request in left)

@@ -71,13 +71,13 @@ def num_differing(
     for one in drawn_models.requests_of(case)
   }
   engine, rng = daily_engine(kind), case.rng(5)
-  said = {name: completion.tokens for name, completion in alone.items()}
-  engine.drafter = tree_cases.TreeDrafter(said, 64, seed + number, 0.8)
+  tokens_of = {name: completion.tokens for name, completion in alone.items()}
+  engine.drafter = tree_cases.TreeDrafter(tokens_of, 64, seed + number, 0.8)
   for one in drawn_models.requests_of(case):
     engine.add_request(one)
   while engine.num_unfinished:
     engine.step()
-    live = [name for name in said if name in engine._requests.live]
+    live = [name for name in tokens_of if name in engine._requests.live]
     if live and rng.random() < 0.1:
       engine.chunks.preempt(live[int(rng.integers(len(live)))])
   events.update(engine.events)
@@ -242,10 +242,10 @@ def test_every_node_of_a_tree_samples_what_its_path_samples_alone(numerics, seed
   compared = 0
   for pieces, found in zip(engine.seen, runner.sampled[before:], strict=True):
     first = 0
-    for piece, said in pieces:
+    for piece, context in pieces:
       for path in piece.paths:
         for place, row in enumerate((0, *path.rows)):
-          prompt, seed_of = said + path.tokens[:place], piece.sequence.request.seed
+          prompt, seed_of = context + path.tokens[:place], piece.sequence.request.seed
           if len(prompt) < MAX_TOKENS and compared < 300:
             alone = drawn_models.alone(case.model, asked("one", prompt, 1, seed=seed_of))
             wanted = [alone.tokens, alone.behaviour_logprobs, alone.raw_logprobs]

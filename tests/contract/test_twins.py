@@ -195,8 +195,8 @@ def test_a_split_that_follows_the_length_is_noticed(numerics):
   longer = next(request for request in tiny_model.random_requests(8) if len(request.prompt) > 24)
   wanted = [tiny_model.answer(numerics, request) for request in short]
   assert all(map(tiny_model.same, run(short), wanted))
-  beside = run([longer, *short])[1:]
-  assert not all(map(tiny_model.same, beside, wanted))
+  with_longer = run([longer, *short])[1:]
+  assert not all(map(tiny_model.same, with_longer, wanted))
 
 
 @pytest.mark.thorough

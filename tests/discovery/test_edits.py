@@ -120,9 +120,9 @@ def test_random_sentences_are_even_in_length_and_where_ids_are_allowed():
   counts = [collections.Counter() for _ in language.allowed]
   num = 7000
   for _ in range(num):
-    said = edits.random_sentence(language, random)
-    assert len(said) == (2 if said[1] == STOP else 3)
-    for where, token in enumerate(said):
+    ids = edits.random_sentence(language, random)
+    assert len(ids) == (2 if ids[1] == STOP else 3)
+    for where, token in enumerate(ids):
       counts[where][token] += 1
   lengths = collections.Counter(stop=counts[1].pop(STOP), whole=counts[2].total())
   for (low, high), found in zip(language.allowed, counts, strict=True):
@@ -141,8 +141,8 @@ def test_random_sentences_are_never_empty():
   drawn = [edits.random_sentence(Stops(), random) for _ in range(400)]
   lengths = collections.Counter(map(len, drawn))
   assert set(lengths) == {2, 3} and min(lengths.values()) > 150
-  assert all(STOP not in said[:-1] and (said[-1] == STOP) == (len(said) == 2) for said in drawn)
-  assert {said[0] for said in drawn} == set(range(8))
+  assert all(STOP not in ids[:-1] and (ids[-1] == STOP) == (len(ids) == 2) for ids in drawn)
+  assert {ids[0] for ids in drawn} == set(range(8))
 
 
 def test_random_sentences_follow_from_the_generator():

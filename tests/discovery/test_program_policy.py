@@ -57,10 +57,10 @@ def test_who_thinks_too_long_is_asked_again_and_forced_tokens_are_prompt(writer:
     # In any order.
     return [completion(request, texts[request.request_id]) for request in reversed(batch)]
 
-  said = writer.answers(generate, requests)
-  assert [len(one) for one in said] == [2, 1]
+  answers = writer.answers(generate, requests)
+  assert [len(one) for one in answers] == [2, 1]
   second = asked[2]
-  thought = said[0][0].completion.tokens
+  thought = answers[0][0].completion.tokens
   assert second.request_id == "4/1/2" and second.group_id == requests[0].group_id
   assert second.prompt[: len(requests[0].prompt)] == requests[0].prompt
   assert second.prompt[len(requests[0].prompt) :][: len(thought)] == thought
@@ -141,8 +141,8 @@ def test_a_long_description_is_shortened_so_that_question_and_answers_fit():
   context = 1000
   with ProgramPolicy(Long(), GROUP, CONFIG, TOKENIZER, context) as writer:
     (request, _) = writer.ask(START, 0, 0, printed="PRINTED")
-    said = TOKENIZER.decode(request.prompt)
-    assert "RULES. many" in said and "PRINTED" in said and "characters are left out here" in said
+    text = TOKENIZER.decode(request.prompt)
+    assert "RULES. many" in text and "PRINTED" in text and "characters are left out here" in text
     assert len(request.prompt) + CONFIG.thinking_tokens + CONFIG.answer_tokens < context
     # A response that uses the whole thinking budget still has the full answer budget.
     ((_, (second, _)),) = writer.answers(

@@ -108,10 +108,10 @@ def test_another_engine_goes_on_from_what_was_said(count):
   for _ in range(40):
     first.step()
   [name] = first.chunks.poll_paused()
-  said = first.progress(name)
-  assert said.finish_reason == "" and said.tokens == plain.tokens[: len(said.tokens)]
+  partial = first.progress(name)
+  assert partial.finish_reason == "" and partial.tokens == plain.tokens[: len(partial.tokens)]
   second = make_engine(ROOM)
-  second.add_request(one, resume_from=said)
+  second.add_request(one, resume_from=partial)
   while second.num_unfinished:
     second.step()
   [found] = second.poll()

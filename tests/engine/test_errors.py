@@ -83,8 +83,8 @@ def test_a_tokenizer_that_breaks_ends_the_request_whose_text_it_was(answers, cap
   assert broken.error in caplog.text
   last = [update for update in updates if update.request_id == "b"][-1]
   assert last == engine_lib.StepOutput("b", (), "", "error", broken.error)
-  said = [token for update in updates if update.request_id == "b" for token in update.tokens]
-  assert tuple(said) == broken.tokens
+  streamed = [token for update in updates if update.request_id == "b" for token in update.tokens]
+  assert tuple(streamed) == broken.tokens
   assert engine.chunks.free_pages(0) == SIZES.num_pages - 1 and engine.counters.errors == 1
 
 
@@ -182,8 +182,8 @@ def test_after_a_step_that_broke_off_all_go_on_to_the_same_bits(error, answers):
   assert num_broken == engine.counters.new_starts == 2
   assert all(same(found[name], answers[name]) for name in answers)
   for name, answer in answers.items():
-    said = [token for update in updates if update.request_id == name for token in update.tokens]
-    assert tuple(said) == answer.tokens
+    streamed = [token for update in updates if update.request_id == name for token in update.tokens]
+    assert tuple(streamed) == answer.tokens
     assert "".join(u.text for u in updates if u.request_id == name) == answer.text
   assert engine.chunks.free_pages(0) == SIZES.num_pages - 1
 

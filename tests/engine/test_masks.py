@@ -183,8 +183,8 @@ WRONG_MASKS: list[tuple[Any, dict[str, Any], str]] = [
 @pytest.mark.parametrize("numerics", BACKENDS)
 def test_a_mask_that_cannot_be_ends_its_own_request_by_name(numerics):
   engine = tiny_model.make_engine(SIZES, numerics)
-  beside, _ = requests(2)
-  expected = together(engine, [beside], set())["0"]
+  valid, _ = requests(2)
+  expected = together(engine, [valid], set())["0"]
   for number, (wrong, changes, message) in enumerate(WRONG_MASKS):
     sampling = SamplingParams(max_tokens=9, **changes)
     name = f"wrong {number}"
@@ -193,7 +193,7 @@ def test_a_mask_that_cannot_be_ends_its_own_request_by_name(numerics):
       return wrong if len(answer) == 2 else bits(range(VOCABULARY))
 
     engine.add_request(Request(request_id=name, prompt=(7, 8), sampling=sampling), mask=mask)
-    engine.add_request(beside)
+    engine.add_request(valid)
     found = {}
     while engine.num_unfinished:
       engine.step()

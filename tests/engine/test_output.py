@@ -64,10 +64,10 @@ def test_what_may_become_a_stop_string_is_held_back_and_comes_when_it_does_not()
     on_step=lambda updates: texts.extend(update.text for update in updates),
   )
   assert completion.text == free.text == "".join(texts)
-  said = ""
+  streamed = ""
   for index, text in enumerate(texts[:-1]):
-    said += text
-    assert len(said) <= max(len(TOKENIZER.decode(free.tokens[: index + 1])) - 5, 0)
+    streamed += text
+    assert len(streamed) <= max(len(TOKENIZER.decode(free.tokens[: index + 1])) - 5, 0)
 
 
 @pytest.mark.parametrize("seed", range(4))

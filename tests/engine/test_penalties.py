@@ -78,12 +78,12 @@ def test_company_drafts_and_preemption_change_no_bit():
 def test_an_answer_that_goes_on_elsewhere_has_its_bits():
   request = REQUESTS[0]
   whole = alone(request)
-  begun = dataclasses.replace(
+  partial = dataclasses.replace(
     whole, request_id="all", tokens=whole.tokens[:5], finish_reason="",
     behaviour_logprobs=whole.behaviour_logprobs[:5], raw_logprobs=whole.raw_logprobs[:5],
   )  # fmt: skip
   running = tiny_model.make_engine(SIZES, tiny_model.NATIVE)
-  running.add_request(request, resume_from=begun)
+  running.add_request(request, resume_from=partial)
   while running.num_unfinished:
     running.step()
   (found,) = running.poll()

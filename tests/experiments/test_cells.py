@@ -71,13 +71,13 @@ def test_a_cell_that_is_asked_for_twice_is_refused_before_any_is_run(tmp_path: p
   "stop", [KeyboardInterrupt, stops.Terminated, lambda: stops.Interrupted("--resume goes on", 130)]
 )
 @pytest.mark.parametrize(
-  "num_finished, said",
+  "num_finished, message",
   [
     (0, "stopped before the first of 3 cells finished; nothing is saved"),
     (2, "stopped with 2 of 3 cells finished, saved in "),
   ],
 )
-def test_a_table_that_is_stopped_says_what_it_keeps(stop, num_finished, said, tmp_path):
+def test_a_table_that_is_stopped_says_what_it_keeps(stop, num_finished, message, tmp_path):
   def measure(cell, found, programs):
     if len(found) == num_finished:
       raise stop()
@@ -85,7 +85,7 @@ def test_a_table_that_is_stopped_says_what_it_keeps(stop, num_finished, said, tm
 
   with pytest.raises(stops.Interrupted) as stopped:
     cells.completed(CELLS, tmp_path, SETTINGS, measure)
-  assert str(stopped.value).startswith(said) and stopped.value.status in (130, 143)
+  assert str(stopped.value).startswith(message) and stopped.value.status in (130, 143)
   assert len(cells.read(tmp_path / cells.FILE_NAME, SETTINGS)) == num_finished
   assert len(cells.completed(CELLS, tmp_path, SETTINGS, measured)) == 3
 

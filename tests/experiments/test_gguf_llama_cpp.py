@@ -105,10 +105,10 @@ def test_llama_cpp_answers_as_we_do_from_what_we_wrote(case, tmp_path, seed):
       np.asarray(tokens), rows, np.full(len(tokens), place), rows >= len(prompt) - 1
     ).astype(np.float64)[:-1]
     logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
-    said = logprobs[np.arange(LENGTH), completion.tokens]
-    np.testing.assert_allclose(said, completion.raw_logprobs, atol=2e-4)
+    chosen = logprobs[np.arange(LENGTH), completion.tokens]
+    np.testing.assert_allclose(chosen, completion.raw_logprobs, atol=2e-4)
     # Greedy tokens, but where two are as likely to the last digits.
-    assert (logprobs.max(axis=1) - said < 2e-4).all()
+    assert (logprobs.max(axis=1) - chosen < 2e-4).all()
   model.close()
 
 

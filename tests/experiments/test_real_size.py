@@ -41,14 +41,14 @@ def one_step(model: pathlib.Path, workdir: pathlib.Path, log: pathlib.Path) -> t
       command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
       stdout=out, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
-  said = log.read_text()
-  assert done.returncode == 0, said
-  return said, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+  output = log.read_text()
+  assert done.returncode == 0, output
+  return output, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
-def planned_bytes(said: str) -> int:
+def planned_bytes(output: str) -> int:
   """Returns the bytes of the last memory plan: in use plus additional."""
-  found = re.findall(r"at most ([\d,]+) on top of ([\d,]+) in use now", said)
+  found = re.findall(r"at most ([\d,]+) on top of ([\d,]+) in use now", output)
   return sum(int(number.replace(",", "")) for number in found[-1]) * 2**20
 
 
@@ -56,8 +56,8 @@ def planned_bytes(said: str) -> int:
 def test_a_whole_step_of_28_layers_fits_24_gib_and_its_plan(tmp_path: pathlib.Path):
   model, workdir = tmp_path / "model", tmp_path / "run"
   real_speed.write_random(model, QWEN3)
-  said, peak = one_step(model, workdir, tmp_path / "log")
-  planned = planned_bytes(said)
+  output, peak = one_step(model, workdir, tmp_path / "log")
+  planned = planned_bytes(output)
   print(f"peak {peak / GIB:.2f} GiB, planned {planned / GIB:.2f} GiB")
   assert peak < 24 * GIB and 0.8 * planned < peak < 1.2 * planned
   summary = json.loads((workdir / "summary.json").read_text())

@@ -148,8 +148,8 @@ def test_of_damaged_checkpoints_the_one_before_is_taken_and_said(
     file.write_bytes(data)
     caplog.clear()
     resume(directory, whole)
-    [said] = [one for one in caplog.messages if "DAMAGED CHECKPOINT of step 2: " in one]
-    assert str(file) in said and said.endswith("and the run resumes from step 0.")
+    [message] = [one for one in caplog.messages if "DAMAGED CHECKPOINT of step 2: " in one]
+    assert str(file) in message and message.endswith("and the run resumes from step 0.")
     assert (directory / "checkpoints" / "damaged_step_00000002").is_dir()
     events["damaged checkpoint"] += 1
   tell_events("files", events, ("damaged checkpoint",))

@@ -88,8 +88,8 @@ def test_pages_in_a_store_are_read_by_their_namespace_alone(tmp_path, space, num
   while not engine.chunks.poll_paused():
     engine.step()
   assert engine.chunks.spill(["r/3"]) == ["r/3"] and engine.memory.kv_pool.make_room(64)
-  begun = engine.progress("r/3")
-  other.add_request(dataclasses.replace(request, namespace=space), resume_from=begun)
+  partial = engine.progress("r/3")
+  other.add_request(dataclasses.replace(request, namespace=space), resume_from=partial)
   while other.num_unfinished:
     other.step()
   assert tiny_model.same(other.poll()[0], answers()["r/3"], 0)

@@ -47,10 +47,10 @@ def test_two_processes_read_each_others_pages_to_equal_bits(tmp_path):
   )
   try:
     engine = make_peer(tmp_path)
-    begun = begin(engine, ("r/4",))
+    partials = begin(engine, ("r/4",))
     theirs = wait_for(tmp_path / "started.pickle")
     found = end(engine, theirs)
-    tell(tmp_path / "theirs.pickle", begun)
+    tell(tmp_path / "theirs.pickle", partials)
     their_found, their_counters = wait_for(tmp_path / "done.pickle")
   finally:
     peer.kill()
@@ -121,12 +121,12 @@ def resumed_with_other_weights(tmp_path, change, kind) -> tuple[Engine, bool]:
     engine.update_weights(weights, 0)
     return engine
 
-  begun = begin(peer(params), ("r/3",))
+  partials = begin(peer(params), ("r/3",))
   other = peer(change(params))
-  found = end(other, begun)["r/3"]
+  found = end(other, partials)["r/3"]
   plain = make_engine((1, 1))
   plain.update_weights(change(params), 0)
-  return other, tiny_model.same(found, end(plain, begun)["r/3"], 0)
+  return other, tiny_model.same(found, end(plain, partials)["r/3"], 0)
 
 
 @pytest.mark.parametrize("change", [nudged, shifted])

@@ -24,13 +24,13 @@ def start(checkout: pathlib.Path, *arguments: str) -> subprocess.Popen:
   return launched.start(checkout, "cluster", "--platform=cpu", *arguments)
 
 
-def said(checkout: pathlib.Path, *arguments: str) -> tuple[int, str]:
-  return launched.said(checkout, "cluster", "--platform=cpu", *arguments)
+def run_script(checkout: pathlib.Path, *arguments: str) -> tuple[int, str]:
+  return launched.run_script(checkout, "cluster", "--platform=cpu", *arguments)
 
 
 def test_a_dry_run_says_what_would_be_run(checkout):
   arguments = ("--workers=2", "--port=7000", "--dry-run", "train", "--x=1")
-  status, text = said(checkout, *arguments, "--store_bytes=0")
+  status, text = run_script(checkout, *arguments, "--store_bytes=0")
   assert status == 0
   head, run = text.splitlines()
   assert head.startswith("python -P -m ray.scripts.scripts start --head --block --node-ip-addr")
@@ -52,21 +52,21 @@ def test_a_dry_run_says_what_would_be_run(checkout):
   ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(checkout, arguments, message):
-  status, text = said(checkout, *arguments)
+  status, text = run_script(checkout, *arguments)
   assert status == 1 and message in text
 
 
 def test_a_master_of_mooncake_is_started_where_it_is_there_and_asked_for(checkout):
   pytest.importorskip("mooncake.store", reason="Mooncake is not installed", exc_type=ImportError)
   arguments = ("--workers=2", "--dry-run", "train")
-  _, text = said(checkout, *arguments)
+  _, text = run_script(checkout, *arguments)
   master, _, run = text.splitlines()
   assert master == "mooncake_master --rpc_port FREE"
   assert run.endswith(
     " --config.kv_pool.mooncake=127.0.0.1:FREE --config.kv_pool.store_bytes=268435456"
   )
   for others in (("--host=10.0.0.1",), ("--config.kv_pool.disk=here",)):
-    _, text = said(checkout, *arguments, *others)
+    _, text = run_script(checkout, *arguments, *others)
     assert "kv_pool.mooncake" not in text and len(text.splitlines()) == 2
 
 
@@ -76,7 +76,7 @@ def test_where_ray_does_not_start_it_says_where_to_read(checkout):
   python.write_text(
     f'#!/bin/sh\ncase "$*" in *ray.scripts*) echo no such module; exit 1 ;; esac\n{usual}'
   )
-  status, text = said(checkout, "--workers=2", "--port=7000")
+  status, text = run_script(checkout, "--workers=2", "--port=7000")
   assert status == 1
   assert re.search(r"Ray has not started; see .*/runs/cluster/ray.log", text), text
   assert "no such module" in (checkout / "runs" / "cluster" / "ray.log").read_text()
@@ -89,7 +89,7 @@ def test_ray_that_does_not_come_up_in_its_time_is_started_again(checkout):
     '#!/bin/sh\ncase "$*" in *ray.scripts*)'
     " echo The current node timed out during startup; exit 1 ;; esac\n" + usual
   )
-  status, text = said(checkout, "--workers=2", "--port=7000", "--store_bytes=0")
+  status, text = run_script(checkout, "--workers=2", "--port=7000", "--store_bytes=0")
   assert status == 1 and text.count("Ray has not started within 30 s; starting it again") == 2
   assert re.search(r"Ray has not started; see .*/runs/cluster/ray.log", text), text
 

@@ -46,12 +46,12 @@ def copied(root: pathlib.Path) -> pathlib.Path:
 def test_a_dockerfile_is_a_copy_and_one_script():
   found = instructions()
   assert [word for word, _ in found] == ["FROM", "ARG", "COPY", "WORKDIR", "RUN", "CMD"]
-  said = dict(found)
-  assert said["COPY"] == f". {said['WORKDIR']}"
-  assert said["RUN"] == "bash launch/image.sh --platform=$PLATFORM --cluster"
-  minor = re.match(r"python:(3\.\d+)-", said["FROM"])
+  arguments = dict(found)
+  assert arguments["COPY"] == f". {arguments['WORKDIR']}"
+  assert arguments["RUN"] == "bash launch/image.sh --platform=$PLATFORM --cluster"
+  minor = re.match(r"python:(3\.\d+)-", arguments["FROM"])
   assert minor and (LAUNCH / "locks" / f"runtime-{minor[1]}.txt").is_file()
-  assert said["ARG"] == "PLATFORM=cuda12"
+  assert arguments["ARG"] == "PLATFORM=cuda12"
 
 
 @pytest.mark.parametrize(

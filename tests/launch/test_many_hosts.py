@@ -207,8 +207,8 @@ def test_a_jobsets_pods_are_the_processes_of_one_slice(tmp_path):
   tool(tmp_path / ".venv" / "bin" / "python", '#!/bin/sh\necho "$*"\n')
   run = dict(cwd=tmp_path, capture_output=True, text=True)
   given |= {"WORKDIR": str(tmp_path / "run"), "JOB_COMPLETION_INDEX": "1"}
-  said = subprocess.run(container["command"], env=os.environ | given, **run).stdout
-  assert said == (
+  output = subprocess.run(container["command"], env=os.environ | given, **run).stdout
+  assert output == (
     f"-P -m seerjax.commands train --workdir={tmp_path}/run --config.data_parallel_size=2"
     f" --num_processes=2 --process_id=1 --coordinator={given['COORDINATOR']}\n"
   )

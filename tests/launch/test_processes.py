@@ -111,12 +111,12 @@ def test_where_one_dies_the_others_are_ended_with_a_message(checkout):
   ],
 )
 def test_wrong_arguments_are_refused_before_anything_runs(checkout, arguments, message):
-  status, text = launched.said(checkout, "processes", "--platform=cpu", *arguments)
+  status, text = launched.run_script(checkout, "processes", "--platform=cpu", *arguments)
   assert status == 1 and message in text
 
 
 def test_a_dry_run_says_what_would_be_run(checkout):
-  _, text = launched.said(
+  _, text = launched.run_script(
     checkout, "processes", "--platform=cpu", "--num_processes=2", "--dry-run", "experiments.small"
   )
   assert text.splitlines() == [

@@ -68,11 +68,11 @@ def test_programs_of_another_compiler_or_cpu_lie_elsewhere(
 def test_a_cpu_is_what_it_can_do(
   programs: types.ModuleType, tmp_path: pathlib.Path, before: str, after: str, same: bool
 ):
-  said = []
+  names = []
   for text in (CPUINFO, CPUINFO.replace(before, after)):
     (tmp_path / "cpuinfo").write_text(text * 2)  # Of each of its cores.
-    said.append(programs.processor(tmp_path / "cpuinfo"))
-  assert (said[0] == said[1]) == same
+    names.append(programs.processor(tmp_path / "cpuinfo"))
+  assert (names[0] == names[1]) == same
   assert programs.processor(tmp_path / "none")  # Without Linux's file.
 
 
@@ -109,9 +109,9 @@ def test_the_script_makes_the_folder_of_this_machine(tmp_path: pathlib.Path):
   minor = "{}.{}".format(*sys.version_info[:2])
   lock = f"launch/locks/runtime-{minor}.txt"
   command = [sys.executable, "launch/programs.py", str(tmp_path), lock]
-  said = {subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout for _ in "ab"}
+  lines = {subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout for _ in "ab"}
   (folder,) = tmp_path.iterdir()
-  assert said == {f"{folder}\n".encode()}
+  assert lines == {f"{folder}\n".encode()}
 
 
 def shell(line: str, *arguments: str, cwd: pathlib.Path = ROOT, **environment: str) -> str:
@@ -151,14 +151,14 @@ def test_programs_are_kept_where_the_machine_has_a_place(
   checkout: pathlib.Path, tmp_path: pathlib.Path, tier: str, environment: dict, expected: str
 ):
   places = {"here": str(tmp_path), "root": str(checkout)}
-  said = shell(
+  output = shell(
     "place_of_programs || :",
     *([tier] if tier else []),
     cwd=checkout,
     **{name: value.format(**places) for name, value in environment.items()},
   )
-  assert said == expected.format(**places)
-  assert not said or pathlib.Path(said).is_dir()
+  assert output == expected.format(**places)
+  assert not output or pathlib.Path(output).is_dir()
 
 
 def test_without_a_place_a_run_shares_a_folder_that_ends_with_it(checkout: pathlib.Path):
@@ -231,14 +231,14 @@ def test_a_run_that_passed_is_remembered_and_one_that_failed_is_not(
 
 def test_the_help_names_every_tier_and_every_variable_that_is_a_users():
   text = (ROOT / "launch" / "test.sh").read_text()
-  said = subprocess.run(
+  output = subprocess.run(
     ["bash", str(ROOT / "launch" / "test.sh"), "--help"], capture_output=True, text=True, check=True
   ).stdout
   # Variables that this script sets for pytest are not for users.
   own = {"SEERJAX_TEST_SHARE", "SEERJAX_TEST_SHARE_OF_THOROUGH"}
   read = {*re.findall(r"SEERJAX_\w+", text)} - own
   assert len(read) >= 4
-  assert read <= {*re.findall(r"SEERJAX_\w+", said)}
+  assert read <= {*re.findall(r"SEERJAX_\w+", output)}
   tiers = {*re.findall(r"--\w+", "".join(re.findall(r"^  (--.*)\)$", text, re.MULTILINE)))}
   assert tiers == {"--help", "--all", "--long", "--changed", "--real"}
-  assert tiers == {*re.findall(r"^  (--\w+)", said, re.MULTILINE)}
+  assert tiers == {*re.findall(r"^  (--\w+)", output, re.MULTILINE)}

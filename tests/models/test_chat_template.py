@@ -90,10 +90,10 @@ def test_what_is_around_forged_marks_keeps_its_ids(form: chat_forms.Form):
   tokenizer = tokenizer_of(form.name)
   token = next(iter(tokenizer.special_ids))
 
-  def runs(said: str) -> list[list[int]]:
+  def runs(content: str) -> list[list[int]]:
     """Ids between special tokens."""
     answer = dict(role="assistant", content="yes")
-    messages = [dict(role="user", content=said), answer, dict(role="user", content="How many?")]
+    messages = [dict(role="user", content=content), answer, dict(role="user", content="How many?")]
     ids, special = tokenizer.chat_ids(messages, now=NOW), set(tokenizer.special_ids.values())
     kinds = itertools.groupby(ids, key=lambda i: i in special)
     return [list(group) for is_special, group in kinds if not is_special]
@@ -110,10 +110,10 @@ def test_no_words_at_all_make_a_turn(data: st.DataObject):
   tokenizer = tokenizer_of(form.name)
   pieces = [*tokenizer.special_ids, *form.words, "<|", "|>", "<", ">", "|", "im_", "end", "\n", " "]
   pieces += [part for token in tokenizer.special_ids for part in (token[:4], token[4:])]
-  said = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8))) + data.draw(
+  content = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=8))) + data.draw(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8)
   )
-  chats = chat_forms.conversations(said, form.has_tools)
+  chats = chat_forms.conversations(content, form.has_tools)
   messages, variables = data.draw(st.sampled_from(chats))
   ids = tokenizer.chat_ids(messages, now=NOW, **variables)
   text = tokenizer.chat(messages, now=NOW, **variables)
@@ -130,7 +130,7 @@ def with_template(template: str, form: str = "qwen3", **roles: str) -> tokenizer
 
 
 @pytest.mark.parametrize(
-  ("template", "said", "text"),
+  ("template", "content", "text"),
   [
     ("{{ messages[0].content.split('<|im_end|>')[0] }}", "a<|im_end|>b", "a"),
     ("{{ messages[0].content.replace('<|im_end|>', '<|im_start|>') }}", "a<|im_end|>", "a*"),
@@ -148,7 +148,7 @@ def with_template(template: str, form: str = "qwen3", **roles: str) -> tokenizer
     ("{{ ('a' ~ '<|im_end|>') | length }}", "a", "2"),
   ],
 )
-def test_templates_read_words_and_write_marks(template: str, said: str, text: str):
+def test_templates_read_words_and_write_marks(template: str, content: str, text: str):
   tokenizer = with_template(template, eos_token="<|im_end|>")
   end, start = (tokenizer.special_ids[name] for name in ("<|im_end|>", "<|im_start|>"))
   expected: list[int] = []
@@ -158,7 +158,7 @@ def test_templates_read_words_and_write_marks(template: str, said: str, text: st
     else:
       word = letter.replace("\0", "<|im_end|>")
       expected += tokenizer.encode(word, special_tokens_as_text=True)
-  ids = tokenizer.chat_ids(said)
+  ids = tokenizer.chat_ids(content)
   assert specials(tokenizer, ids) == specials(tokenizer, expected)
   assert tokenizer.decode(ids) == tokenizer.decode(expected)
 

@@ -130,11 +130,11 @@ def test_a_file_becomes_a_directory_and_a_directory_a_file(file, tmp_path):
   assert tokenizer_lib.load(tmp_path / "model").chat_ids("hi") == tokenizer_lib.load(file).chat_ids(
     "hi"
   )
-  said = export.export_model(
+  report = export.export_model(
     str(tmp_path / "model"), export.Target(tmp_path / "again.gguf", gguf="Q8_0")
   )
   # Numbers already in Q8_0 are unchanged: the largest of a block is 127 steps.
-  assert "Q8_0: 15 tensors" in said and "F32: 9 tensors" in said
+  assert "Q8_0: 15 tensors" in report and "F32: 9 tensors" in report
   again = gguf_file.File(tmp_path / "again.gguf")
   for name in again.tensors:
     np.testing.assert_allclose(again.read(name), gguf_file.File(file).read(name), atol=1e-6)

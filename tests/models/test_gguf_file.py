@@ -556,16 +556,16 @@ def check(tmp_path_factory, changes: list[tuple[int, int]], length: int | None) 
   for place, byte in changes:
     content[place] = byte
   path = written(tmp_path_factory.mktemp("flips") / "model.gguf", bytes(content))
-  said = "model.gguf"
+  message = "model.gguf"
   tracemalloc.start()
   try:
     load(path)
   except (ValueError, NotImplementedError) as error:
-    said = str(error)
+    message = str(error)
   finally:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-  assert "model.gguf" in said
+  assert "model.gguf" in message
   # Memory for the file's content as Python strings and numbers, not for the claimed counts.
   assert peak < 40 * len(SMALL)
 

@@ -98,9 +98,9 @@ def test_a_config_that_lies_is_refused_by_its_field(field, value, expected, expo
   begin = time.monotonic()
   with pytest.raises(ValueError) as refused:
     huggingface.load(directory, NUMERICS)
-  said = str(refused.value)
-  assert expected in said and len(said) < 700
-  assert field in said or "TransformerConfig" in said or "model." in said or "lm_head" in said
+  text = str(refused.value)
+  assert expected in text and len(text) < 700
+  assert field in text or "TransformerConfig" in text or "model." in text or "lm_head" in text
   assert time.monotonic() - begin < MOST_SECONDS
 
 

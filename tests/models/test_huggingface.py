@@ -412,9 +412,9 @@ except Exception as error:
 
 @pytest.mark.thorough
 def test_offline_is_said_clearly(tmp_path):
-  said = resolve_elsewhere("", tmp_path, HF_HUB_OFFLINE="1")
-  assert said.startswith("FileNotFoundError resolve: got no files of 'seerjax/no-")
-  assert "pass the path of a download" in said
+  message = resolve_elsewhere("", tmp_path, HF_HUB_OFFLINE="1")
+  assert message.startswith("FileNotFoundError resolve: got no files of 'seerjax/no-")
+  assert "pass the path of a download" in message
 
 
 @pytest.mark.thorough
@@ -424,15 +424,15 @@ def test_a_proxy_that_refuses_is_said_clearly(tmp_path):
     threading.Thread(target=server.serve_forever).start()
     proxy = f"http://127.0.0.1:{server.server_port}"
     try:
-      said = resolve_elsewhere("", tmp_path, HTTPS_PROXY=proxy, https_proxy=proxy)
+      message = resolve_elsewhere("", tmp_path, HTTPS_PROXY=proxy, https_proxy=proxy)
     finally:
       server.shutdown()
-  assert said.startswith("FileNotFoundError resolve: got no files of 'seerjax/no-")
-  assert "from the Hub (ProxyError: 501 " in said
+  assert message.startswith("FileNotFoundError resolve: got no files of 'seerjax/no-")
+  assert "from the Hub (ProxyError: 501 " in message
 
 
 @pytest.mark.thorough
 def test_a_missing_hub_package_is_said_clearly(tmp_path):
-  said = resolve_elsewhere("import sys; sys.modules['huggingface_hub'] = None", tmp_path)
-  assert said.startswith("ImportError resolve: got the Hub id 'seerjax/no-such-model' without")
-  assert "pip install huggingface_hub" in said
+  message = resolve_elsewhere("import sys; sys.modules['huggingface_hub'] = None", tmp_path)
+  assert message.startswith("ImportError resolve: got the Hub id 'seerjax/no-such-model' without")
+  assert "pip install huggingface_hub" in message

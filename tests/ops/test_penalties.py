@@ -89,8 +89,8 @@ def test_a_long_prompt_is_counted_where_its_tokens_are_penalised():
   for params in PARAMS:
     most = penalties.most_entries(params, len(PROMPT), len(ANSWER))
     assert len(penalties.entries(params, PROMPT, ANSWER).ids) <= most
-  said = SamplingParams(presence_penalty=1.0)
-  assert penalties.most_entries(said, 30000, 100) == 100
+  presence = SamplingParams(presence_penalty=1.0)
+  assert penalties.most_entries(presence, 30000, 100) == 100
 
 
 def test_penalties_along_an_answer_are_those_of_each_place():

@@ -200,8 +200,8 @@ def test_slabs_of_a_contraction_are_added_as_one_tree(slabs, num_rows):
   # Separate parts, adjacent slabs, and slabs of several devices.
   apart = dataclasses.replace(CONFIG, mode="parallel")
   np.testing.assert_array_equal(call(x, w, config=apart), found)
-  beside = jnp.swapaxes(x, 0, 1).reshape(num_rows, -1)
-  np.testing.assert_array_equal(call(beside, w, config=config), found)
+  flat = jnp.swapaxes(x, 0, 1).reshape(num_rows, -1)
+  np.testing.assert_array_equal(call(flat, w, config=config), found)
   for local in (2, 4):
     if local < slabs:
       devices = [

@@ -86,13 +86,13 @@ def make_run(directory: pathlib.Path, *, gap: float = 0.0, text: str = "", steps
             well_formed=True,
             answer=text or "16",
           )
-          said = text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16."
+          response = text or "Start with 12 pencils.\n12 - 5 = 7\n7 + 9 = 16\nThe answer is 16."
           book.append(
             step,
             group,
             member,
             made_rollouts.rollout(
-              (1, 2), range(count), verdict=verdict, text=said, policy_version=step
+              (1, 2), range(count), verdict=verdict, text=response, policy_version=step
             ),
             prompt_text=text or "Mira has 12 pencils. She gives 5 away and buys 9. How many now?",
           )

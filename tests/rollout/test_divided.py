@@ -128,12 +128,12 @@ def test_a_rollout_that_is_stopped_goes_on_elsewhere(policy):
     found[completion.request_id] = completion
     if len(found) == 5:
       break
-  finished, said = rollout.stop()
+  finished, partials = rollout.stop()
   assert engine.num_unfinished == 0 and [engine.chunks.free_pages(i) for i in range(2)] == [24, 24]
   found |= {completion.request_id: completion for completion in finished}
   left = [request for request in asked() if request.request_id not in found]
-  assert said and said.keys() <= {request.request_id for request in left}
-  for completion in DividedRollout(make_engine(1), policy, resume_from=said).run(left):
+  assert partials and partials.keys() <= {request.request_id for request in left}
+  for completion in DividedRollout(make_engine(1), policy, resume_from=partials).run(left):
     found[completion.request_id] = completion
   assert found.keys() == plain().keys()
   assert all(tiny_model.same(found[name], plain()[name], 0) for name in found)
@@ -151,15 +151,15 @@ def test_what_a_journal_holds_is_not_said_again():
   engine.add_request(request, chunk_tokens=11)
   while not engine.chunks.poll_paused():
     engine.step()
-  said = engine.progress("3/2")
+  partial = engine.progress("3/2")
   engine.abort_request("3/2")
   before = engine.counters.sampled_tokens
   heard = []
   rollout = DividedRollout(
     engine,
     Divided(chunk_tokens=10),
-    resume_from={"3/2": said},
-    on_chunk=lambda request, said: heard.append((request.request_id, len(said.tokens))),
+    resume_from={"3/2": partial},
+    on_chunk=lambda request, so_far: heard.append((request.request_id, len(so_far.tokens))),
   )
   [found] = rollout.run([request])
   assert tiny_model.same(found, plain()["3/2"], 0)
@@ -196,11 +196,11 @@ def test_a_rollout_goes_on_from_a_journal_and_adds_to_it(tmp_path):
     assert ended.has_bits_of(expected[ended.request_id])
   left = [one for one in requests if one.request_id != ended.request_id]
   with book() as journal:
-    said = [journal.partial_completion(*map(int, one.request_id.split("/"))) for one in left]
-    assert any(said) and all(len(one.tokens) % 8 == 0 for one in said if one)
+    partials = [journal.partial_completion(*map(int, one.request_id.split("/"))) for one in left]
+    assert any(partials) and all(len(one.tokens) % 8 == 0 for one in partials if one)
     engine = make_engine(1)
     for one in resumed(engine, policy, journal, left).run(left):
       assert one.has_bits_of(expected[one.request_id])
-    known = sum(len(one.tokens) for one in said if one)
+    known = sum(len(one.tokens) for one in partials if one)
     total = sum(len(expected[one.request_id].tokens) for one in left)
     assert engine.counters.sampled_tokens == total - known

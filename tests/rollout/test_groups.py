@@ -226,7 +226,7 @@ class Answered:
   name = "answered"
 
   def __init__(self, verdict=None, problems=()):
-    self.said, self.problems = verdict, problems
+    self.given, self.problems = verdict, problems
 
   def num_problems(self, split):
     return len(self.problems)
@@ -235,7 +235,7 @@ class Answered:
     return self.problems[index]
 
   def verdict(self, problem, text):
-    return self.said
+    return self.given
 
 
 @pytest.mark.parametrize("text", [None, 3.0, b"x"])

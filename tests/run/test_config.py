@@ -87,10 +87,10 @@ def test_answers_beyond_the_models_context_name_it_and_nothing_that_nobody_set(
   model = with_context(presets.get(name), positions)
   with pytest.raises(ValueError, match=rf"max_tokens: got {max_tokens}, expected at most") as found:
     config_lib.for_model(config.shared, model)
-  said = str(found.value)
-  assert f"at most {positions - 1}, " in said
-  assert f"own context of {positions} positions (max_position_embeddings in" in said
-  assert "rows_per_micro_batch" not in said and "EngineConfig" not in said
+  message = str(found.value)
+  assert f"at most {positions - 1}, " in message
+  assert f"own context of {positions} positions (max_position_embeddings in" in message
+  assert "rows_per_micro_batch" not in message and "EngineConfig" not in message
   if positions > 2:
     fitting = groups.RolloutConfig(max_tokens=positions - 1)
     config_lib.for_model(dataclasses.replace(config, rollout=fitting).shared, model)

@@ -55,9 +55,9 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   traces = stopped_copy / "traces.jsonl"
   data = traces.read_bytes()
   traces.write_bytes(data[:5] + b"\xff" + data[6:])
-  said = []
-  result = train(stopped_copy, resume=True, say=said.append)
-  text = "\n".join(said)
+  lines = []
+  result = train(stopped_copy, resume=True, say=lines.append)
+  text = "\n".join(lines)
   assert "journal.jsonl: got no rollouts of 2 of 2 steps, expected rollouts of all; the" in text
   assert "metrics.jsonl: got no metrics of 2 of 2 steps, expected metrics of all; the run" in text
   assert "traces.jsonl: got damage in line(s) 1, expected a step's trace in each; the run" in text
@@ -65,9 +65,9 @@ def test_records_that_are_gone_are_named_and_end_no_run(whole, stopped_copy, how
   assert [row["step"] for row in rows_of(stopped_copy)] == [3, 4, 4]
   assert run_directory.load(stopped_copy).traces.keys() == {1, 2, 3}
   assert run_report.render(stopped_copy).is_file()
-  said.clear()
-  train(stopped_copy, resume=True, say=said.append, num_steps=5)
-  assert sum(" of all; the" in line for line in said) == 2  # Until they are restored.
+  lines.clear()
+  train(stopped_copy, resume=True, say=lines.append, num_steps=5)
+  assert sum(" of all; the" in line for line in lines) == 2  # Until they are restored.
 
 
 @pytest.mark.parametrize(

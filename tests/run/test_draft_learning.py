@@ -110,17 +110,17 @@ def test_a_learning_draft_moves_no_bit_and_goes_on_after_a_stop(tmp_path, whole)
     like = DraftLearner(drafter(learn=True)).state
     return checkpoint.restore_part(tmp_path / name / "checkpoints", PART, like, step=4)
 
-  def resumed(name: str, begun: str, config: SpeculationConfig) -> list[str]:
+  def resumed(name: str, source: str, config: SpeculationConfig) -> list[str]:
     """Takes the last two steps again, of a copy."""
-    said: list[str] = []
-    shutil.copytree(tmp_path / begun, tmp_path / name)
+    lines: list[str] = []
+    shutil.copytree(tmp_path / source, tmp_path / name)
     shutil.rmtree(tmp_path / name / "checkpoints" / "step_00000004")
-    found = train(tmp_path / name, speculation=config, resume=True, say=said.append)
+    found = train(tmp_path / name, speculation=config, resume=True, say=lines.append)
     assert_equal_bits(found.state, without)
-    return said
+    return lines
 
-  said = resumed("again", "learning", learning)
-  assert any("continues from its trained weights" in line for line in said)
+  printed = resumed("again", "learning", learning)
+  assert any("continues from its trained weights" in line for line in printed)
   assert isinstance(draft_of("learning"), DraftState)
   assert_equal_bits(draft_of("again"), draft_of("learning"))
   # Draft training may start and stop on a resume.

@@ -44,9 +44,9 @@ def task_of(path: pathlib.Path, rows: list[dict[str, Any]], reward: Reward | Non
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory, programs_on_disk):
+def interrupted(tmp_path_factory, programs_on_disk):
   """A run on a file of prompts, interrupted in its second step with two of four judged."""
-  directory = tmp_path_factory.mktemp("begun")
+  directory = tmp_path_factory.mktemp("interrupted")
   # After two held-out responses and a whole step.
   reward = Reward(stop_at=2 + PER_STEP + 3)
   with pytest.raises(stops.Interrupted, match="after step 1 of 4"):
@@ -55,17 +55,17 @@ def begun(tmp_path_factory, programs_on_disk):
 
 
 @pytest.fixture
-def copied(begun, tmp_path):
-  return pathlib.Path(shutil.copytree(begun, tmp_path / "run"))
+def copied(interrupted, tmp_path):
+  return pathlib.Path(shutil.copytree(interrupted, tmp_path / "run"))
 
 
-def test_a_run_says_the_digests_of_its_data(begun):
-  config = json.loads((begun / "config.json").read_text())
+def test_a_run_says_the_digests_of_its_data(interrupted):
+  config = json.loads((interrupted / "config.json").read_text())
   assert set(config["data"]) == {"train", "heldout", "source"}
-  assert records_of(begun)[0]["data"] == {
+  assert records_of(interrupted)[0]["data"] == {
     name: config["data"][name] for name in ("train", "heldout")
   }
-  host_state = checkpoint.read_host_state(begun / "checkpoints")
+  host_state = checkpoint.read_host_state(interrupted / "checkpoints")
   assert host_state["data"] == [{"step": 0, "digests": config["data"]}]
 
 
@@ -118,11 +118,11 @@ def test_a_journal_of_other_problems_is_refused_by_their_names(tmp_path):
     assert len(one.fingerprints) == 2
 
 
-def test_a_rollout_of_another_problem_is_not_taken(begun):
-  entry = next(journal_lib.read(begun / "journal.jsonl")[1])
-  header = records_of(begun)[0]
-  copy = begun.parent / "journal.jsonl"
-  shutil.copy(begun / "journal.jsonl", copy)
+def test_a_rollout_of_another_problem_is_not_taken(interrupted):
+  entry = next(journal_lib.read(interrupted / "journal.jsonl")[1])
+  header = records_of(interrupted)[0]
+  copy = interrupted.parent / "journal.jsonl"
+  shutil.copy(interrupted / "journal.jsonl", copy)
   with journal_lib.Journal(
     copy, fingerprint=header["fingerprint"], settings=header["settings"], data=header["data"]
   ) as one:

@@ -64,13 +64,13 @@ def test_parameters_are_counted(name, millions):
   ],
 )
 def test_a_rate_far_above_the_usual_one_is_warned_of(name, rate, is_lora, usual):
-  said = learning_rates.warning(rate, shapes.get(name), is_lora=is_lora)
-  assert bool(said) == bool(usual)
+  warning = learning_rates.warning(rate, shapes.get(name), is_lora=is_lora)
+  assert bool(warning) == bool(usual)
   if usual:
     what = "adapters of" if is_lora else "all of"
-    assert f"OptimizerConfig.learning_rate: got {rate:g} for {what} " in said
-    assert f"expected about {usual} and at most " in said
-    assert f"set --config.optimizer.learning_rate={usual}, or 0" in said
+    assert f"OptimizerConfig.learning_rate: got {rate:g} for {what} " in warning
+    assert f"expected about {usual} and at most " in warning
+    assert f"set --config.optimizer.learning_rate={usual}, or 0" in warning
 
 
 def test_the_main_jobs_sizes_are_nanos_alone():

@@ -28,11 +28,11 @@ class Counts(Vowels):
 
 
 def test_the_next_step_is_sampled_while_this_one_learns_and_weights_wait_for_it():
-  begun, may_end, published = threading.Event(), threading.Event(), []
+  started, may_end, published = threading.Event(), threading.Event(), []
 
   def sample(step: int) -> int:
     if step == 1:
-      begun.set()
+      started.set()
       assert may_end.wait(30)
     return 10 * step
 
@@ -42,7 +42,7 @@ def test_the_next_step_is_sampled_while_this_one_learns_and_weights_wait_for_it(
 
   ahead = off_policy.OneStepOff(sample, publish, num_steps=2)
   assert ahead.sample(0) == 0
-  assert begun.wait(30)  # Sampling runs while this thread continues.
+  assert started.wait(30)  # Sampling runs while this thread continues.
   assert published == []
   may_end.set()
   ahead.publish({"down": np.float32(3)}, 1)
@@ -109,13 +109,13 @@ def test_groups_that_are_not_whole_are_carried_on_with_their_tokens():
     for group in groups:
       for rollout in group.rollouts:
         name, tokens = rollout.request.request_id, rollout.completion.tokens
-        begun = beginnings[name].tokens if name in beginnings else ()
-        assert tokens[: len(begun)] == begun
+        prefix = beginnings[name].tokens if name in beginnings else ()
+        assert tokens[: len(prefix)] == prefix
         # Old tokens are a whole completion, or its part before this step; training sees both.
         is_old = rollout.completion.policy_version < step
         was_whole = is_old and name not in beginnings
-        expected_old += len(tokens) if was_whole else len(begun)
-        assert is_old == (was_whole or len(begun) > 0)
+        expected_old += len(tokens) if was_whole else len(prefix)
+        assert is_old == (was_whole or len(prefix) > 0)
     assert old == expected_old
     num_old.append(old)
     learnt += [group.problem.problem_id for group in groups]

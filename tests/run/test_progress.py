@@ -29,15 +29,15 @@ def clock():
 
 
 def made(clock):
-  said = []
-  return progress_lib.Progress(said.append, clock=clock), said
+  lines = []
+  return progress_lib.Progress(lines.append, clock=clock), lines
 
 
 def test_nothing_is_at_nothing(clock):
-  progress, said = made(clock)
+  progress, lines = made(clock)
   clock.now = 100.0
   progress.tick()
-  assert progress.text == "" and not said
+  assert progress.text == "" and not lines
 
 
 def test_a_phase_tells_requests_tokens_and_time_left(clock):
@@ -91,27 +91,27 @@ def test_who_has_a_completion_is_judging_it(clock):
 
 
 def test_a_line_is_said_where_nothing_was_for_ten_seconds(clock):
-  progress, said = made(clock)
+  progress, lines = made(clock)
   with progress.phase("learning"):
     for clock.now in (1.0, 9.0, 10.0, 15.0, 20.0):
       progress.tick()
-    assert said == ["learning"] * 2  # After 10 and after 20 seconds.
+    assert lines == ["learning"] * 2  # After 10 and after 20 seconds.
     clock.now = 29.0
     progress.say("something else")
     clock.now = 38.0
     progress.tick()
     clock.now = 39.0
     progress.tick()
-  assert said == ["learning", "learning", "something else", "learning"]
+  assert lines == ["learning", "learning", "something else", "learning"]
 
 
 def test_where_there_is_a_bar_the_text_stands_beside_it_and_no_line_is_said(clock):
-  progress, said = made(clock)
+  progress, lines = made(clock)
   shown = []
   with progress.phase("learning"), progress.shown(lambda text: bool(shown.append(text)) or True):
     for clock.now in (1.0, 2.0, 30.0):
       progress.tick()
-  assert shown == ["learning"] * 3 and not said
+  assert shown == ["learning"] * 3 and not lines
 
 
 def test_every_ten_seconds_there_is_a_beat_whoever_says_what(clock):
@@ -129,21 +129,21 @@ def test_every_ten_seconds_there_is_a_beat_whoever_says_what(clock):
 
 
 def test_a_compilation_is_named_as_long_as_it_lasts_and_by_a_thread_of_its_own():
-  said = []
+  lines = []
 
   @jax.jit
   def slow_to_trace(x):
     time.sleep(1.8)
     return x + 1
 
-  with progress_lib.Progress(said.append, every=0.5) as progress, progress.phase("learning"):
+  with progress_lib.Progress(lines.append, every=0.5) as progress, progress.phase("learning"):
     slow_to_trace(jnp.zeros(3))
     after = progress.text
-  assert any(line.startswith("learning; compiling slow_to_trace for ") for line in said), said
+  assert any(line.startswith("learning; compiling slow_to_trace for ") for line in lines), lines
   assert after == "learning"
-  count = len(said)
+  count = len(lines)
   time.sleep(0.7)
-  assert len(said) == count  # The thread has ended.
+  assert len(lines) == count  # The thread has ended.
 
 
 def test_what_numba_compiles_is_named_too():
@@ -183,8 +183,8 @@ def test_durations_are_short(seconds, text):
 
 def test_details_stand_behind_what_a_run_is_at(clock):
   progress = progress_lib.Progress(print, clock=clock)
-  said = ["2 of 3 workers up"]
-  with progress.phase("sampling", total=4, details=lambda: said[0]):
+  details = ["2 of 3 workers up"]
+  with progress.phase("sampling", total=4, details=lambda: details[0]):
     assert progress.text == "sampling, 0 of 4 requests; 2 of 3 workers up"
-    said[0] = ""
+    details[0] = ""
     assert progress.text == "sampling, 0 of 4 requests"

@@ -143,7 +143,7 @@ def test_the_model_at_hand_is_asked_in_visits_as_the_run_s():
 
 @pytest.mark.thorough
 def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
-  said = []
+  lines = []
 
   def check(runner, **changes):
     self_test.check_model(
@@ -151,17 +151,17 @@ def test_experiments_say_what_was_found_before_they_refuse_or_go_on():
       tiny_model.random_params(tiny_model.SMALLEST, tiny_model.ONE_SLAB),
       config=SIZES,
       runner=runner,
-      say=said.append,
+      say=lines.append,
       **changes,
     )
 
   check(runner())
-  assert said == ["model of this run: rows are invariant: 0 of 96 values differ"]
+  assert lines == ["model of this run: rows are invariant: 0 of 96 values differ"]
   leaning = Leaning(DECODER, parallel.make_mesh(), 2)
   with pytest.raises(ValueError, match="got a model where, .*, or pass"):
     check(leaning)
   check(leaning, bitwise=False)
-  assert said[1] == said[2] and "rows are NOT invariant" in said[1]
+  assert lines[1] == lines[2] and "rows are NOT invariant" in lines[1]
 
 
 @pytest.mark.long

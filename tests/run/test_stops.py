@@ -60,14 +60,14 @@ def test_another_error_where_nothing_can_be_raised_is_reported_as_ever():
   def fails():
     raise ValueError("reported")
 
-  before, told = sys.unraisablehook, []
-  sys.unraisablehook = lambda lost: told.append(lost.exc_value)
+  before, reported = sys.unraisablehook, []
+  sys.unraisablehook = lambda lost: reported.append(lost.exc_value)
   try:
     with stops.handled():
       ctypes.CFUNCTYPE(None)(fails)()
   finally:
     sys.unraisablehook = before
-  assert [str(error) for error in told] == ["reported"]
+  assert [str(error) for error in reported] == ["reported"]
 
 
 @pytest.mark.parametrize("number", stops.SIGNALS)

@@ -36,8 +36,8 @@ def test_a_helper_gets_a_clean_process_and_ends_when_closed(has_session: bool):
   process = started._process.pid
   assert started.report()["readable"] == ["/usr"]
   assert started.is_alive and is_child(process)
-  told = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
-  assert {one.split("=")[0] for one in told} <= {"HOME", "LANG", "PATH", "LD_LIBRARY_PATH", ""}
+  variables = pathlib.Path(f"/proc/{process}/environ").read_text().split("\0")
+  assert {one.split("=")[0] for one in variables} <= {"HOME", "LANG", "PATH", "LD_LIBRARY_PATH", ""}
   assert os.getpgid(process) == process
   assert (os.getsid(process) == process) == has_session
   with started.call(b"+"):

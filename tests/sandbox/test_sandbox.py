@@ -628,13 +628,13 @@ def test_what_the_kernel_holds_for_a_program_counts_as_its_memory(
   body = textwrap.indent(textwrap.dedent(MANY[name]), "  ")
   end = "  time.sleep(2 * (processes > 1))\n  return 1"
   source = f"import ctypes, os, time\ndef hold(processes):\n{body}\n{end}"
-  said = {}
+  statuses = {}
   for count in (1, processes):
     limits = dataclasses.replace(
       SMALL, memory_bytes=megabytes << 20, cpu_seconds=30.0, num_files=128, num_processes=24
     )
-    said[count] = box.run_python(source, "hold", {"processes": count}, limits=limits)[1].status
-  assert said == {1: "ok", processes: "memory"}
+    statuses[count] = box.run_python(source, "hold", {"processes": count}, limits=limits)[1].status
+  assert statuses == {1: "ok", processes: "memory"}
 
 
 def test_the_parent_computes_as_before(box: sandbox.Sandbox):
@@ -903,22 +903,22 @@ def test_an_ordinary_user_and_a_kernel_without_namespaces_stop_every_program():
 
 @pytest.mark.long
 def test_without_namespaces_landlock_and_seccomp_isolate():
-  said = as_script("weak")
-  assert " programs" in said and "sandbox: Landlock" in said
-  assert "not: namespaces (user) (PermissionError: [Errno 1] unshare" in said
+  output = as_script("weak")
+  assert " programs" in output and "sandbox: Landlock" in output
+  assert "not: namespaces (user) (PermissionError: [Errno 1] unshare" in output
   # With an open file system it also refuses, unless weak sandboxes are permitted.
-  assert "Sandbox: got a machine without file-system isolation" in said
-  assert "expected all isolation" in said and "pass --allow_weak_sandbox" in said
-  assert "weak result 3" in said
-  assert "from its server, expected it to start; run" in said
-  assert "from a restarted server, expected the isolation of the first one" in said
+  assert "Sandbox: got a machine without file-system isolation" in output
+  assert "expected all isolation" in output and "pass --allow_weak_sandbox" in output
+  assert "weak result 3" in output
+  assert "from its server, expected it to start; run" in output
+  assert "from a restarted server, expected the isolation of the first one" in output
 
 
 def test_it_says_what_it_enforces(box: sandbox.Sandbox):
-  said = box.describe()
+  description = box.describe()
   for layer in ("namespaces (pid, mount, network", "Landlock", "seccomp", "rlimits", "sums over"):
-    assert layer in said
-  assert "\n" not in said
+    assert layer in description
+  assert "\n" not in description
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "./a", "a\0b"])

@@ -103,12 +103,12 @@ def url():
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_library_in_its_default_mode_gets_the_record_that_it_asks_for(python, url, name):
   program = RECORD + PROGRAMS[name]
-  said = [
+  runs = [
     subprocess.run([python, "-c", program, url], capture_output=True, text=True, timeout=900)
     for _ in range(2)
   ]
-  assert not any(one.returncode for one in said), said[0].stderr[-3000:]
-  first, second = (one.stdout.splitlines() for one in said)
+  assert not any(one.returncode for one in runs), runs[0].stderr[-3000:]
+  first, second = (one.stdout.splitlines() for one in runs)
   assert len(first) == 2 and first == second  # Equal seeds are equal answers.
   for line in first:
     record = json.loads(line)

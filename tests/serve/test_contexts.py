@@ -136,7 +136,7 @@ def test_a_context_is_asked_slept_for_and_asked_again(tmp_path):
       "name": "c", "id": registered["id"], "version": 1, "rewrites": [0, 1],
     }  # fmt: skip
     notes = PROMPTS.joined([text for text, _, _ in expected.values()])
-    alone = serving.said_alone(
+    alone = serving.answer_alone(
       serving.engine_alone(), prompt_of(notes), 3,
       served_lib.SamplingParams(max_tokens=8, stop_token_ids=word_engine.TOKENIZER.eos_ids),
     )  # fmt: skip
@@ -180,9 +180,10 @@ def test_a_context_says_what_became_of_its_sleep(tmp_path, caplog):
     assert [one["state"] for one in listed] == ["truncated"]
     counts = {head.split('"')[1]: float(value) for head, _, value in gauge()}
     assert counts == {"queued": 0, "running": 0, "skipped": 0, "truncated": 1, "done": 0}
-    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith("context ")]
+    messages = [r.getMessage() for r in caplog.records if r.getMessage().startswith("context ")]
     name = f"context {registered['id'][:12]} version=1 "
-    assert [line.removeprefix(name).partition(":")[0] for line in said] == ["running", "truncated"]
+    states = [line.removeprefix(name).partition(":")[0] for line in messages]
+    assert states == ["running", "truncated"]
     # An edited context is another version, which begins anew; one that cannot be slept is skipped.
     service.thread.call(service.sleeping["tiny"].give_up, lambda _: None)
     edited = register(asked, text="Bo has 3 pens.")
@@ -279,7 +280,7 @@ def test_who_waits_has_a_row_while_all_places_and_pages_are_slept_in(tmp_path):
     body = {"prompt": [7] * 30, "max_tokens": 20, "seed": 1}
     answer = asked.post("/v1/completions", json={**body, "logprobs": 0}).json()
     waits = service.models["tiny"].engine.counters.waits
-    alone = serving.said_alone(
+    alone = serving.answer_alone(
       serving.engine_alone(), (7,) * 30, 1,
       served_lib.SamplingParams(max_tokens=20, stop_token_ids=word_engine.TOKENIZER.eos_ids),
     )  # fmt: skip
@@ -326,14 +327,14 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
     "--max_model_len=256", "--max_num_seqs=4",
   )  # fmt: skip
   events: collections.Counter[str] = collections.Counter()
-  told: dict[tuple[str, int], Any] = {}
+  seen: dict[tuple[str, int], Any] = {}
   expected: dict[tuple[str, int], Any] = {}
 
   def look(asked: Any) -> None:
     for name in texts:
       body = asked.get(f"/v1/contexts/{name}").json()
       for one in (*body["rewrites"], *body["quarantine"]):
-        told[name, one["job"]] = one["text"], one["seed"], one["num_tokens"]
+        seen[name, one["job"]] = one["text"], one["seed"], one["num_tokens"]
 
   def tokens_of(asked: Any, name: str) -> int:
     """Asks about a context; returns the tokens read and written."""
@@ -350,15 +351,15 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
           for name, text in texts.items():
             register(asked, name=name, text=text)
             first += tokens_of(asked, name) if name in questions else 0
-        before = dict(told)
-        told.clear()
+        before = dict(seen)
+        seen.clear()
         look(asked)
-        assert told.items() >= before.items(), f"got {told}, expected what was there: {before}"
+        assert seen.items() >= before.items(), f"got {seen}, expected what was there: {before}"
         # Killed with the next rewrite, or once all are there.
-        wanted = len(expected) if life == 2 else min(len(told) + 1, 3 * len(texts))
-        begun = time.monotonic()
-        while len(told) < wanted:
-          assert time.monotonic() - begun < 600, f"got {told}, expected {wanted} rewrites"
+        wanted = len(expected) if life == 2 else min(len(seen) + 1, 3 * len(texts))
+        start = time.monotonic()
+        while len(seen) < wanted:
+          assert time.monotonic() - start < 600, f"got {seen}, expected {wanted} rewrites"
           time.sleep(rng.random() * 0.05)
           look(asked)
         if life == 2:
@@ -368,13 +369,13 @@ def test_a_process_that_is_killed_asleep_loses_the_jobs_in_work_at_most(
     if not life:
       _, _, header = next(lines.scan(directory / contexts_lib.EVENTS))
       expected = _slept_alone(tmp_path / "alone", Identity(**header["identity"]), texts)
-    assert told.items() <= expected.items()
-    events["killed asleep"] += len(told) < len(expected)
+    assert seen.items() <= expected.items()
+    events["killed asleep"] += len(seen) < len(expected)
   # No finished job has been repeated.
   kinds = [record["kind"] for _, _, record in lines.scan(directory / contexts_lib.EVENTS)]
   assert kinds.count("rewrite") == len(expected)
-  assert told == expected and last < first
-  events |= {"rewrites": len(told), "tokens before sleep": first, "tokens after it": last}
+  assert seen == expected and last < first
+  events |= {"rewrites": len(seen), "tokens before sleep": first, "tokens after it": last}
   tell_events("kill -9 of a server", events, ("killed asleep", "rewrites"))
 
 

@@ -54,8 +54,8 @@ def test_a_server_that_mixes_requests_up_is_found_out(make, seed):
         found = str(error)
         break
   # A mask on the wrong row also gives a completion that the row's own mask forbids.
-  outside = "that it does not go on from" if make is cases.Neighbourly else "got Said"
-  assert "got Said" in found or outside in found, f"{make.__name__}: got {found!r}"
+  outside = "that it does not go on from" if make is cases.Neighbourly else "got Response"
+  assert "got Response" in found or outside in found, f"{make.__name__}: got {found!r}"
 
 
 @pytest.mark.long

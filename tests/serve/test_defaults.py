@@ -93,13 +93,13 @@ def test_a_requests_own_fields_come_before_them():
       ({}, 0.0, 5), ({"max_tokens": 9}, 0.0, 9), ({"temperature": 1.5, "max_tokens": 9}, 1.5, 9),
     ):  # fmt: skip
       body = {"prompt": prompt, "seed": 3, "logprobs": 0, **fields}
-      said = plain.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+      logprobs = plain.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
       sampling = served_lib.SamplingParams(
         temperature=temperature, max_tokens=count, stop_token_ids=EOS
       )
-      expected = serving.said_alone(alone, prompt, 3, sampling)
-      assert said["token_ids"] == [*expected.tokens]
-      assert said["token_logprobs"] == expected.behaviour_logprobs.tolist()
+      expected = serving.answer_alone(alone, prompt, 3, sampling)
+      assert logprobs["token_ids"] == [*expected.tokens]
+      assert logprobs["token_logprobs"] == expected.behaviour_logprobs.tolist()
 
 
 def test_other_defaults_are_another_fingerprint():

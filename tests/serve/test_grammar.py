@@ -273,8 +273,8 @@ def test_a_worker_opens_no_file_and_is_told_no_variable_of_ours(fresh):
   limits = pathlib.Path(f"/proc/{worker}/limits").read_text()
   assert re.search(r"Max open files +5 +5 ", limits) and re.search(r"Max file size +0 ", limits)
   assert not re.search(r"Max address space +unlimited", limits)
-  told = pathlib.Path(f"/proc/{worker}/environ").read_text()
-  names = {one.split("=")[0] for one in told.split("\0")}
+  environment = pathlib.Path(f"/proc/{worker}/environ").read_text()
+  names = {one.split("=")[0] for one in environment.split("\0")}
   assert names <= {"LANG", "PATH", "LD_LIBRARY_PATH", "LC_CTYPE", ""}
   assert len([*pathlib.Path(f"/proc/{worker}/fd").iterdir()]) == 5
 

@@ -149,31 +149,31 @@ def body(fields: Case, most: int = 12) -> bytes:
 
 
 def ask(client, fields: Case, most: int = 12) -> tuple[int, dict[str, Any], float]:
-  begun = time.monotonic()
+  start = time.monotonic()
   done = client.post(
     "/v1/chat/completions",
     content=body(fields, most),
     headers={"content-type": "application/json"},
   )
-  return done.status_code, done.json(), time.monotonic() - begun
+  return done.status_code, done.json(), time.monotonic() - start
 
 
 def run(hostile: list[Case], workers: int = 1) -> dict[str, Any]:
   """Sends all cases, with neighbours alongside; returns the observations."""
   with serving.running() as (service, url), serving.client(url) as client:
-    said = lambda fields: ask(client, {**fields, "logprobs": True}, 30)[1]["choices"]
-    expected = [said(fields) for fields in NEIGHBOURS]
+    choices_of = lambda fields: ask(client, {**fields, "logprobs": True}, 30)[1]["choices"]
+    expected = [choices_of(fields) for fields in NEIGHBOURS]
     over, found = threading.Event(), []
 
     def neighbour(place: int) -> int:
       count = 0
       while not over.is_set():
-        assert said(NEIGHBOURS[place]) == expected[place]
+        assert choices_of(NEIGHBOURS[place]) == expected[place]
         count += 1
       return count
 
-    with concurrent.futures.ThreadPoolExecutor(len(NEIGHBOURS)) as beside:
-      counts = [beside.submit(neighbour, place) for place in range(len(NEIGHBOURS))]
+    with concurrent.futures.ThreadPoolExecutor(len(NEIGHBOURS)) as neighbours:
+      counts = [neighbours.submit(neighbour, place) for place in range(len(NEIGHBOURS))]
       try:
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
           found = [*pool.map(lambda fields: ask(client, fields), hostile)]
@@ -184,12 +184,12 @@ def run(hostile: list[Case], workers: int = 1) -> dict[str, Any]:
     assert min(num_answered) > 0
   names = {200: "answered", 400: "refused", 429: "asked to wait"}
   statuses = dict.fromkeys(names.values(), 0)
-  for fields, (status, said_of, seconds) in zip(hostile, found, strict=True):
+  for fields, (status, answer, seconds) in zip(hostile, found, strict=True):
     shown = json.dumps(fields)[:200]
-    assert status in names, (shown, status, said_of)
+    assert status in names, (shown, status, answer)
     statuses[names[status]] += 1
     if status != 200:
-      message = said_of["error"]["message"]
+      message = answer["error"]["message"]
       assert len(message) <= 320 and "\n" not in message, (shown, message)
     assert seconds < 60, (shown, seconds)
   return dict(statuses=statuses, seconds=sorted(one[2] for one in found), answered=num_answered)

@@ -29,9 +29,9 @@ def test_bfloat16_has_equal_bits_alone_in_company_and_on_two_devices(tmp_path):
     alone = ask(process.url)
     with concurrent.futures.ThreadPoolExecutor(65) as pool:
       others = [pool.submit(ask, process.url, seed=100 + n, max_tokens=40) for n in range(64)]
-      beside = pool.submit(ask, process.url).result()
+      together = pool.submit(ask, process.url).result()
       assert len({other.result()[1]["text"] for other in others}) > 1
-    assert beside == alone
+    assert together == alone
   finally:
     process.end(signal.SIGTERM)
   assert "runs in bfloat16 by " in (tmp_path / "serve.log").read_text()

@@ -117,8 +117,8 @@ def test_an_answer_has_one_digest_alone_and_beside_64_others(browser):
     # Others were present: more tokens were sampled than this response's.
     tokens = len(expected["logprobs"]["content"])
     assert service.thread.engines["tiny"].counters.sampled_tokens - before > tokens
-    (beside,) = map(int, re.findall(r"with (\d+)", tab.run("$('log').innerText")))
-    assert beside >= 32
+    (num_others,) = map(int, re.findall(r"with (\d+)", tab.run("$('log').innerText")))
+    assert num_others >= 32
     tab.wait("$('flight').textContent === '0'")  # The others have ended.
     # The twin: another seed has another digest.
     tab.run("$('fresh').click(); $('seed').value = '8'")

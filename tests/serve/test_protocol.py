@@ -111,8 +111,8 @@ def test_an_echo_with_log_probabilities_asks_for_the_prompts():
 
 def test_parts_of_text_are_one_text_and_the_newer_role_is_the_system():
   content = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
-  said = [{"role": "developer", "content": "x"}, {"role": "user", "content": content}]
-  asked = chat(messages=said)
+  messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": content}]
+  asked = chat(messages=messages)
   assert asked.messages == (
     {"role": "system", "content": "x"}, {"role": "user", "content": "How many?"}
   )  # fmt: skip

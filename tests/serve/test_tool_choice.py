@@ -52,7 +52,7 @@ def client(kind: str):
     yield found
 
 
-def said(client: openai.OpenAI, **fields):
+def choice_of(client: openai.OpenAI, **fields):
   """Returns a choice, after its stream was compared with it."""
   fields = dict(model="tiny", messages=MESSAGES, max_tokens=57, seed=1) | fields
   whole = client.chat.completions.create(**fields).choices[0]
@@ -75,7 +75,7 @@ def said(client: openai.OpenAI, **fields):
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_a_tool_that_has_to_be_called_is_called(client, choice):
-  found = said(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
+  found = choice_of(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
   assert found.finish_reason == "tool_calls" and not found.message.content
   (call,) = found.message.tool_calls
   assert call.function.name in (("f", "g") if choice == "required" else ("f",))
@@ -85,7 +85,7 @@ def test_a_tool_that_has_to_be_called_is_called(client, choice):
 
 def test_all_of_a_formed_answer_is_content(client):
   form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-  found = said(client, response_format=form)
+  found = choice_of(client, response_format=form)
   assert found.finish_reason == "stop" and found.message.content in ('{"a":1}', '{"a":2}')
   assert not hasattr(found.message, "reasoning_content")
 
@@ -93,8 +93,8 @@ def test_all_of_a_formed_answer_is_content(client):
 @pytest.mark.parametrize("text", ["<think>a</think>", '<tool_call>{"name": 1}</tool_call>'])
 def test_marks_inside_a_formed_answer_are_its_own(client, text):
   form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": text}}}}
-  assert json.loads(said(client, response_format=form).message.content) == {"a": text}
-  found = said(client, extra_body={"regex": re.escape(text)})
+  assert json.loads(choice_of(client, response_format=form).message.content) == {"a": text}
+  found = choice_of(client, extra_body={"regex": re.escape(text)})
   assert found.message.content == text and not found.message.tool_calls
 
 

@@ -81,8 +81,8 @@ def test_a_trace_is_read(tmp_path: pathlib.Path):
 
 
 def turns(group: object, *tokens: object, validate: bool = False, step: int = 0) -> str:
-  said = [dict(turn=i, completion_tokens=count, cached_tokens=7) for i, count in enumerate(tokens)]
-  return json.dumps(dict(step=step, prompt_group_id=group, validate=validate, turns=said))
+  rows = [dict(turn=i, completion_tokens=count, cached_tokens=7) for i, count in enumerate(tokens)]
+  return json.dumps(dict(step=step, prompt_group_id=group, validate=validate, turns=rows))
 
 
 def test_a_trace_of_several_turns_is_read_group_by_group(tmp_path: pathlib.Path):

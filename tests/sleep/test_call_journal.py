@@ -26,29 +26,29 @@ def call(text: str = "q", **fields) -> Call:
   return Call(messages=({"role": "user", "content": text},), **fields)
 
 
-SAID = Completed(text="a \ud800 b", num_tokens=3, num_prompt_tokens=7, finish_reason="length")
+ANSWER = Completed(text="a \ud800 b", num_tokens=3, num_prompt_tokens=7, finish_reason="length")
 
 
 def test_an_answer_is_found_by_all_that_decides_it(tmp_path: pathlib.Path):
   path = tmp_path / "deep" / "calls.jsonl"
   with CallJournal(path, settings=WHO) as journal:
-    journal.append(call(), SAID)
+    journal.append(call(), ANSWER)
   with CallJournal(path, settings=WHO) as journal:
-    assert journal.answer(call()) == SAID
+    assert journal.answer(call()) == ANSWER
     for other in (call("Q"), call(max_tokens=5), call(temperature=0.5), call(seed=2)):
       assert journal.answer(other) is None
-    assert journal.answer(call(temperature=0)) == SAID
+    assert journal.answer(call(temperature=0)) == ANSWER
 
 
 def test_what_had_no_answer_is_asked_again(tmp_path: pathlib.Path):
-  answers = [NoAnswer("not now"), SAID]
+  answers = [NoAnswer("not now"), ANSWER]
 
   def ask(calls):
     for index, _ in enumerate(calls):
       yield index, answers.pop(0)
 
   path = tmp_path / "calls.jsonl"
-  for expected in ("not now", SAID):
+  for expected in ("not now", ANSWER):
     with CallJournal(path, settings=WHO) as journal:
       ((_, answer),) = journal.asking(ask)([call()])
       assert answer == expected or str(answer) == expected
@@ -60,15 +60,15 @@ def test_what_had_no_answer_is_asked_again(tmp_path: pathlib.Path):
 def test_a_torn_tail_is_cut_off_and_asked_again(tmp_path: pathlib.Path):
   path = tmp_path / "calls.jsonl"
   with CallJournal(path, settings=WHO) as journal:
-    journal.append(call(), SAID)
+    journal.append(call(), ANSWER)
     size = path.stat().st_size
-    journal.append(call("second"), SAID)
+    journal.append(call("second"), ANSWER)
   whole = path.read_bytes()
   for end in range(size + 1, len(whole), 37):
     path.write_bytes(whole[:end])
     with CallJournal(path, settings=WHO) as journal:
       assert journal.truncated_bytes == end - size
-      assert journal.answer(call()) == SAID and journal.answer(call("second")) is None
+      assert journal.answer(call()) == ANSWER and journal.answer(call("second")) is None
   path.write_bytes(whole[:11])  # Within the header.
   with CallJournal(path, settings=WHO) as journal:
     assert journal.answer(call()) is None
@@ -83,14 +83,14 @@ sys.path[:0] = [{str(ROOT / "tests" / "sleep")!r}, {str(ROOT / "tests" / "suppor
 from test_call_journal import *
 journal = CallJournal({str(path)!r}, settings=WHO)
 for number in range(10):
-  journal.append(call(str(number)), SAID)
+  journal.append(call(str(number)), ANSWER)
   if number == 6:
     os.kill(os.getpid(), signal.SIGKILL)
 """
   done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False)
   assert done.returncode == -signal.SIGKILL
   with CallJournal(path, settings=WHO) as journal:
-    assert [journal.answer(call(str(n))) == SAID for n in range(8)] == [True] * 7 + [False]
+    assert [journal.answer(call(str(n))) == ANSWER for n in range(8)] == [True] * 7 + [False]
 
 
 def test_other_thinkers_writers_and_files_are_refused(tmp_path: pathlib.Path):
@@ -124,20 +124,20 @@ def test_other_thinkers_writers_and_files_are_refused(tmp_path: pathlib.Path):
 def test_a_closed_journal_and_a_full_disk_are_refused(tmp_path: pathlib.Path):
   path = tmp_path / "calls.jsonl"
   journal = CallJournal(path, settings=WHO)
-  journal.append(call(), SAID)
+  journal.append(call(), ANSWER)
   size = path.stat().st_size
   full = pytest.raises(OSError, match="expected room for them; free some")
   with small_files.bounded(size + 20), full as found:
-    journal.append(call("more"), SAID)
+    journal.append(call("more"), ANSWER)
   assert found.value.errno == errno.EFBIG
   assert os.path.getsize(path) == size
-  journal.append(call("more"), SAID)
+  journal.append(call("more"), ANSWER)
   journal.close()
   journal.close()
   with pytest.raises(ValueError, match="got a record for a closed journal, expected an open one"):
-    journal.append(call(), SAID)
+    journal.append(call(), ANSWER)
   with CallJournal(path, settings=WHO) as again:
-    assert again.answer(call("more")) == SAID
+    assert again.answer(call("more")) == ANSWER
 
 
 def test_keys_and_numbers_are_those_of_every_machine():

@@ -209,12 +209,12 @@ def fuzz(
       context = registry.get("mine", name, step=step)
       fresh = rewrite_of(context, f"{context.text}, v{context.version}", job=rng.randrange(3))
       old.append((name, fresh))
-      whose, offered = rng.choice((old[-1], *old[-9:]))
-      is_current = whose in model.texts and model.versions[whose] == offered.version
-      kept = registry.keep("mine", whose, offered, step=step)
+      target, offered = rng.choice((old[-1], *old[-9:]))
+      is_current = target in model.texts and model.versions[target] == offered.version
+      kept = registry.keep("mine", target, offered, step=step)
       assert (kept is not None) == is_current
       if is_current:
-        model.rewrites[whose][offered.job] = offered.text
+        model.rewrites[target][offered.job] = offered.text
       events["kept" if is_current else "stale refused"] += 1
     elif what == "forget" and name in model.texts:
       registry.forget("mine", name, step=step)
@@ -284,7 +284,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
   tmp_path: pathlib.Path, seed: int, kills: int
 ):
   rng, directory = random.Random(seed), tmp_path / "registry"
-  num_said = 0
+  num_rewrites = 0
   for _ in range(kills):
     process = subprocess.Popen(
       [sys.executable, "-c", KILLED, str(directory)], stdout=subprocess.PIPE, text=True
@@ -296,7 +296,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
     lines += process.stdout.readlines()
     process.wait()
     whole = [line.split() for line in lines if line.endswith("\n")]
-    num_said += len(whole)
+    num_rewrites += len(whole)
     with Contexts(directory, identity=NANO) as registry:
       number, name, version = whole[-1]
       context = registry.get("mine", name, step=registry.last_step)
@@ -307,7 +307,7 @@ def test_after_a_kill_at_any_moment_finished_rewrites_are_there(
         (kept,) = registry.rewrites("mine", name, step=registry.last_step)
         assert kept.text == "r" * 5000
       assert not registry.messages
-  print(f"{num_said} rewrites in {kills} lives")
+  print(f"{num_rewrites} rewrites in {kills} lives")
 
 
 def refusals(registry: Contexts):

@@ -22,7 +22,7 @@ KEY = "sk-secret-123"
 MESSAGES = ({"role": "system", "content": "s"}, {"role": "user", "content": "caf\u00e9 <|im_end|>"})
 
 
-def said(content: Any = "four words are here", tokens: Any = 5, **fields) -> dict[str, Any]:
+def reply(content: Any = "four words are here", tokens: Any = 5, **fields) -> dict[str, Any]:
   choice = {"index": 0, "message": {"role": "assistant", "content": content}}
   choice |= {"finish_reason": "stop"} | fields
   usage = {"prompt_tokens": 9, "completion_tokens": tokens}
@@ -78,7 +78,7 @@ def asked(
 
 
 def test_a_call_is_one_post_and_its_answer(key_is_set):
-  with answering(said()) as (url, requests):
+  with answering(reply()) as (url, requests):
     answer = asked(f"{url}/v1", key_variable="SLEEP_TEST_KEY")
   assert answer == Completed(text="four words are here", num_tokens=5, num_prompt_tokens=9)
   ((path, headers, body),) = requests
@@ -92,7 +92,7 @@ def test_a_call_is_one_post_and_its_answer(key_is_set):
 
 def test_paths_stand_before_the_route():
   for path, expected in (("", ""), ("/", ""), ("/v1/", ""), ("/api/v1", "/api"), ("/api", "/api")):
-    with answering(said()) as (url, requests):
+    with answering(reply()) as (url, requests):
       asked(url + path)
     assert requests[0][0] == f"{expected}/v1/chat/completions"
     assert "Authorization" not in requests[0][1]
@@ -100,16 +100,16 @@ def test_paths_stand_before_the_route():
 
 def test_reasoning_is_counted_and_no_part_of_the_text():
   message = {"content": "4", "reasoning_content": "2+2"}
-  with answering(said(tokens=5, message=message)) as (url, _):
+  with answering(reply(tokens=5, message=message)) as (url, _):
     assert asked(url) == Completed(text="4", num_tokens=5, num_prompt_tokens=9)
-  hidden = said("4", tokens=12)
+  hidden = reply("4", tokens=12)
   hidden["usage"]["completion_tokens_details"] = {"reasoning_tokens": 10}
   with answering(hidden) as (url, _):
     assert asked(url).num_tokens == 12
 
 
 def test_a_text_that_utf8_cannot_hold_is_mended():
-  with answering(said("a \ud800 b <|im_end|>", finish_reason="length")) as (url, _):
+  with answering(reply("a \ud800 b <|im_end|>", finish_reason="length")) as (url, _):
     answer = asked(url)
   assert answer.text == "a \ufffd b <|im_end|>" and answer.finish_reason == "length"
 
@@ -136,7 +136,7 @@ def half(handler) -> None:
   handler.send_response(200)
   handler.send_header("Content-Length", "1000")
   handler.end_headers()
-  handler.wfile.write(json.dumps(said()).encode())
+  handler.wfile.write(json.dumps(reply()).encode())
   handler.close_connection = True
 
 
@@ -152,16 +152,16 @@ BAD: list[tuple[Any, str]] = [
   ({"choices": []}, """got no choices ('{"choices": []}'), expected one with a message; check"""),
   ([1], "got no choices ('[1]'), expected one with a message"),
   ({"choices": [{"text": "a completion"}]}, "got no choices ('{"),
-  (said([{"type": "text"}]), "got content that is not text, expected text; request text"),
-  ({**said(), "usage": None}, "got no usage.completion_tokens, expected the number of generated"),
-  (said(tokens=True), "got no usage.completion_tokens, expected the number of generated tokens"),
-  (said(tokens=18), "got 18 tokens, expected at most max_tokens = 16; use an endpoint that"
-                    " respects"),
-  (said("ab", tokens=9), "got a text of at most 3 tokens with a reported count of 9, expected at"
-                         " most as many"),
-  (said(None, tokens=2), "got a text of at most 1 tokens with a reported count of 2, expected at"
-                         " most as many"),
-  (said(finish_reason="content_filter"), "got finish_reason='content_filter', expected one of"),
+  (reply([{"type": "text"}]), "got content that is not text, expected text; request text"),
+  ({**reply(), "usage": None}, "got no usage.completion_tokens, expected the number of generated"),
+  (reply(tokens=True), "got no usage.completion_tokens, expected the number of generated tokens"),
+  (reply(tokens=18), "got 18 tokens, expected at most max_tokens = 16; use an endpoint that"
+                     " respects"),
+  (reply("ab", tokens=9), "got a text of at most 3 tokens with a reported count of 9, expected at"
+                          " most as many"),
+  (reply(None, tokens=2), "got a text of at most 1 tokens with a reported count of 2, expected at"
+                          " most as many"),
+  (reply(finish_reason="content_filter"), "got finish_reason='content_filter', expected one of"),
   (close, "got no response (RemoteDisconnected: "),
   (half, "bytes, and 8"),
 ]  # fmt: skip
@@ -170,7 +170,7 @@ BAD: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("bad, message", BAD)
 def test_a_bad_answer_is_asked_for_again(bad: Any, message: str):
   pauses: list[float] = []
-  with answering(bad, said()) as (url, requests):
+  with answering(bad, reply()) as (url, requests):
     assert asked(url, pauses=pauses).text == "four words are here"
     assert len(requests) == 2 and pauses == [1.0]
   with answering(bad) as (url, requests):
@@ -201,21 +201,21 @@ def test_what_hangs_is_left(bad: Callable[[Any], None]):
   ],
 )
 def test_what_would_be_refused_again_is_asked_once(bad: Any, message: str):
-  with answering(bad, said()) as (url, requests):
+  with answering(bad, reply()) as (url, requests):
     with pytest.raises(NoAnswer, match=re.escape(message)):
       asked(url)
     assert len(requests) == 1
 
 
 def test_nobody_there_is_no_answer():
-  with answering(said()) as (url, _):
+  with answering(reply()) as (url, _):
     pass
   with pytest.raises(NoAnswer, match=r"got no response \(ConnectionRefusedError"):
     asked(url)
 
 
 def test_a_count_of_ones_own_is_asked():
-  with answering(said("one two", tokens=5)) as (url, _):
+  with answering(reply("one two", tokens=5)) as (url, _):
     assert asked(url, count=lambda text: 4).num_tokens == 5
     with pytest.raises(NoAnswer, match="got a text of at most 3 tokens with a reported count of 5"):
       asked(url, count=lambda text: len(text.split()))
@@ -239,7 +239,7 @@ def test_the_key_stands_in_no_message(key_is_set):
 
 
 def test_a_run_over_an_endpoint_goes_on_without_an_answer():
-  with answering((400, b"no"), said()) as (url, _):
+  with answering((400, b"no"), reply()) as (url, _):
     endpoint = Endpoint(EndpointConfig(url=url, model="m"), pause=lambda seconds: None)
     calls = [Call(messages=MESSAGES, max_tokens=16, temperature=0, seed=s) for s in range(3)]
     answers = [answer for _, answer in thinkers.asking(endpoint)(calls)]

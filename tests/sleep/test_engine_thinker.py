@@ -84,17 +84,17 @@ def test_the_protocol_over_a_server_says_what_it_says_over_the_engine():
   )
 
   def run(ask: thinkers.Ask) -> tuple[list, dict]:
-    said = {}
+    answers = {}
 
     def kept(calls):
       for index, answer in ask(calls):
-        said[calls[index].key] = answer
+        answers[calls[index].key] = answer
         yield index, answer
 
     rows = []
     for prompts in (prompts_lib.taught(TASK), prompts_lib.ordered(TASK)):
       rows += protocol.run(items, prompts=prompts, verdict=TASK.verdict, ask=kept, config=config)
-    return rows, said
+    return rows, answers
 
   expected_rows, expected = run(EngineThinker(engine()).ask)
   served = Served(

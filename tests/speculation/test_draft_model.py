@@ -188,14 +188,14 @@ def test_siblings_are_the_next_by_logit_and_noise(kind):
 
 @pytest.mark.thorough
 def test_a_cache_that_forgot_gives_the_same_drafts():
-  told, forgetful = drafting_models.drafter(), drafting_models.drafter()
+  remembering, forgetful = drafting_models.drafter(), drafting_models.drafter()
   rng = np.random.default_rng(0)
   tokens = [1, 2, 3]
   for _ in range(12):
     forgetful.slots.forget_all()
     asked = [query(tokens, temperature=0.7)]
-    assert told.draft(asked) == forgetful.draft(asked)
-    for drafter in (told, forgetful):
+    assert remembering.draft(asked) == forgetful.draft(asked)
+    for drafter in (remembering, forgetful):
       drafter.observe("r", "", 4, 1)
     tokens = [*tokens, *rng.integers(0, 64, 3).tolist()]
-  assert told.counters.rows_read < forgetful.counters.rows_read / 3
+  assert remembering.counters.rows_read < forgetful.counters.rows_read / 3

@@ -74,8 +74,8 @@ class Knowing(Observed):
   def draft(self, queries):
     found = []
     for query in queries:
-      said = tuple(query.tokens[query.num_prompt :])
-      paths = [one[len(said) :] for one in self._kept if one[: len(said)] == said]
+      sampled = tuple(query.tokens[query.num_prompt :])
+      paths = [one[len(sampled) :] for one in self._kept if one[: len(sampled)] == sampled]
       # Deepest paths first, so that others branch from them.
       paths = sorted((path for path in paths if path), key=len, reverse=True)
       found.append([self._bent(path[: query.max_draft]) for path in paths[:6]])

@@ -256,12 +256,12 @@ FORMS = (
 )
 
 
-def conversations(said: str, has_tools: bool) -> Sequence[tuple[list[dict[str, Any]], dict]]:
-  """Returns conversations and variables in which every external text equals or contains `said`."""
-  user = dict(role="user", content=f" {said}?\n")
-  system = dict(role="system", content=f"Be {said}.")
-  answer = dict(role="assistant", content=f"<think>\n{said}\n</think>\n\nyes, {said}")
-  plain = dict(role="assistant", content=said)
+def conversations(content: str, has_tools: bool) -> Sequence[tuple[list[dict[str, Any]], dict]]:
+  """Returns conversations and variables; every external text equals or contains `content`."""
+  user = dict(role="user", content=f" {content}?\n")
+  system = dict(role="system", content=f"Be {content}.")
+  answer = dict(role="assistant", content=f"<think>\n{content}\n</think>\n\nyes, {content}")
+  plain = dict(role="assistant", content=content)
   chats: list[tuple[list[dict[str, Any]], dict]] = [
     ([user], {}),
     ([system, user], dict(enable_thinking=False)),
@@ -269,18 +269,20 @@ def conversations(said: str, has_tools: bool) -> Sequence[tuple[list[dict[str, A
     ([system, user, plain, user, answer], {}),
   ]
   if has_tools:
-    function = dict(name=f"f{said}", description=said, parameters={f"p {said}": dict(type=said)})
+    function = dict(
+      name=f"f{content}", description=content, parameters={f"p {content}": dict(type=content)}
+    )
     tools = [dict(type="function", function=function)]
-    arguments = {f"a {said}": [said, 1, None]}
+    arguments = {f"a {content}": [content, 1, None]}
     call = dict(
       role="assistant",
       content="",
-      tool_calls=[dict(type="function", function=dict(name=said, arguments=arguments))],
+      tool_calls=[dict(type="function", function=dict(name=content, arguments=arguments))],
     )
-    result = dict(role="tool", content=said)
+    result = dict(role="tool", content=content)
     chats += [
       ([system, user], dict(tools=tools)),
       ([user, call, result, result, plain, user], dict(tools=tools)),
-      ([user, call, result], dict(tools=tools, date_string=said)),
+      ([user, call, result], dict(tools=tools, date_string=content)),
     ]
   return chats

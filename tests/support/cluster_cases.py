@@ -89,7 +89,7 @@ def alone(numerics: NumericsConfig, seed: int) -> dict[str, Completion]:
   return {one.request_id: one for one in make_engine(numerics).generate(asked(seed))}
 
 
-def assert_said(found: Mapping[str, Completion], seed: int = 7) -> None:
+def assert_alone(found: Mapping[str, Completion], seed: int = 7) -> None:
   """Asserts that native completions are those of `asked` from a single engine."""
   wanted = alone(tiny_model.NATIVE, seed)
   assert found.keys() == wanted.keys()

@@ -23,8 +23,8 @@ def computations(text: str) -> dict[str, list[tuple[str, str]]]:
       current = found[head.group(1)] = []
     elif line.startswith("}"):
       current = None
-    elif current is not None and (said := re.match(r"\s+(?:ROOT )?(%?[\w.\-]+) = (.*)", line)):
-      current.append((said.group(1), said.group(2).split(", metadata=")[0]))
+    elif current is not None and (entry := re.match(r"\s+(?:ROOT )?(%?[\w.\-]+) = (.*)", line)):
+      current.append((entry.group(1), entry.group(2).split(", metadata=")[0]))
   return found
 
 

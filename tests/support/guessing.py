@@ -43,8 +43,8 @@ class Guesser(Observed):
     return int(self._rng.integers(0, self._max_paths + 1))
 
   def _path(self, query, right: float) -> list[int]:
-    said = len(query.tokens) - query.num_prompt
-    rest = list(self._answers.get(query.request_id, ()))[said:]
+    num_sampled = len(query.tokens) - query.num_prompt
+    rest = list(self._answers.get(query.request_id, ()))[num_sampled:]
     count = int(self._rng.integers(0, self._max_draft + 1))
     path = (rest + [0] * count)[:count]
     wrong = [-1, 0, 1, 2, 2**31 - 1]

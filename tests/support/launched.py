@@ -70,7 +70,7 @@ def start(checkout: pathlib.Path, script: str, *arguments: str) -> subprocess.Po
   )
 
 
-def said(checkout: pathlib.Path, script: str, *arguments: str) -> tuple[int, str]:
+def run_script(checkout: pathlib.Path, script: str, *arguments: str) -> tuple[int, str]:
   """Runs a script of launch/ in a checkout to its end; returns its status and its output."""
   process = start(checkout, script, *arguments)
   text, _ = process.communicate(timeout=200)

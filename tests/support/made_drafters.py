@@ -90,10 +90,10 @@ class OracleDrafter(Observed):
     return [[self._path(query)] for query in queries]
 
   def _path(self, query: DraftQuery) -> tuple[int, ...]:
-    said = len(query.tokens) - query.num_prompt
+    start = len(query.tokens) - query.num_prompt
     path = []
-    for place, token in enumerate(self.texts[query.request_id][said : said + query.max_draft]):
-      draw = number(self.seed, query.request_id, said + place)
+    for place, token in enumerate(self.texts[query.request_id][start : start + query.max_draft]):
+      draw = number(self.seed, query.request_id, start + place)
       if place >= self.num_right and draw % 2**20 < self.error_rate * 2**20:
         token = (token + 1 + (draw >> 20) % (self.vocab_size - 1)) % self.vocab_size
       path.append(token)

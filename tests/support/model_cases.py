@@ -108,8 +108,8 @@ class Schedule:
 
   def drafter(self) -> Any:
     """Returns a drafter that is often right."""
-    said = {name: self.alone(request).tokens for name, request in self.requests.items()}
-    return Guesser(said, int(self.rng.integers(2**32)), right=self.case.right)
+    answers = {name: self.alone(request).tokens for name, request in self.requests.items()}
+    return Guesser(answers, int(self.rng.integers(2**32)), right=self.case.right)
 
   def alone(self, request: Request) -> Completion:
     """Returns a request's completion alone."""
@@ -129,8 +129,8 @@ class Schedule:
       now = self.now
       due = [entry for entry in self.todo if entry[0] <= now]
       self.todo = [entry for entry in self.todo if entry[0] > now]
-      for _, request, said in due:
-        self._submit(request, said)
+      for _, request, partial in due:
+        self._submit(request, partial)
       self._disturb(now)
       self._resume()
       idle = 0 if self.engine.step() else idle + 1
@@ -152,14 +152,14 @@ class Schedule:
       self.engine.chunks.preempt(holding[-1])
       self.events["waited for each other"] += 1
 
-  def _submit(self, request: Request, said: Completion | None = None) -> None:
+  def _submit(self, request: Request, partial: Completion | None = None) -> None:
     rng, case = self.rng, self.case
     instance = int(rng.integers(case.machine.mesh[0])) if rng.random() < 0.3 else None
     self.engine.add_request(
-      request, resume_from=said, instance=instance, chunk_tokens=case.chunk_tokens or None
+      request, resume_from=partial, instance=instance, chunk_tokens=case.chunk_tokens or None
     )
     self.live[request.request_id] = request
-    self.events["resumed in the middle"] += said is not None
+    self.events["resumed in the middle"] += partial is not None
     self.events["chunked prompts"] += (
       len(request.prompt) > case.machine.sizes.batch_size_buckets[-1]
     )
@@ -188,10 +188,10 @@ class Schedule:
       self.events["cancelled"] += 1
     if self.live and self._happens("kill"):
       self.events["killed"] += 1
-      said = {name: engine.progress(name) for name in sorted(self.live)}
+      partials = {name: engine.progress(name) for name in sorted(self.live)}
       self._count()
       self._begin()
-      for name, progress in said.items():
+      for name, progress in partials.items():
         self._submit(self.live[name], progress if progress.tokens else None)
 
   def _resume(self) -> None:
@@ -407,9 +407,9 @@ def digest_of(case: Case, events: collections.Counter[str]) -> str:
   found = run_case(case, events, trains=False)
   digest = hashlib.sha256()
   for name in sorted(found):
-    said = found[name]
-    digest.update(repr((name, said.tokens)).encode())
-    digest.update(said.behaviour_logprobs.tobytes() + said.raw_logprobs.tobytes())
+    completion = found[name]
+    digest.update(repr((name, completion.tokens)).encode())
+    digest.update(completion.behaviour_logprobs.tobytes() + completion.raw_logprobs.tobytes())
   return digest.hexdigest()
 
 

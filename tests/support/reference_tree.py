@@ -93,11 +93,11 @@ class ReferenceTree:
     counts: dict[int, list[int]] = {}
     for text in self.texts.values():
       ends = [place + len(string) for place in self._places(text, string)]
-      said = [text[end] for end in ends if end < len(text)]
-      for token in set(said):
+      next_tokens = [text[end] for end in ends if end < len(text)]
+      for token in set(next_tokens):
         count = counts.setdefault(token, [0, 0])
         count[0] += 1
-        count[1] += said.count(token)
+        count[1] += next_tokens.count(token)
     order = sorted(counts, key=lambda token: (-counts[token][0], -counts[token][1], token))
     total = sum(requests for requests, _ in counts.values())
     return [(token, counts[token][0] / (total + SMOOTHING)) for token in order]

@@ -52,7 +52,7 @@ class Schedule:
     self.disturbances: list[tuple[int, schedule_plans.Disturbance]] = []
     # By request id: the request, its streamed tokens and its streamed text.
     self.live: dict[str, Request] = {}
-    self.said: dict[str, list[int]] = {}
+    self.sampled: dict[str, list[int]] = {}
     self.streamed: dict[str, str] = {}
     # Withheld pages of a pool, with the step of their release.
     self.withheld: list[tuple[int, int, list[int]]] = []
@@ -90,17 +90,17 @@ class Schedule:
     self._count()
     assert self.engine.num_unfinished == 0 and not self.engine.poll()
 
-  def _submit(self, request: Request, said: Completion | None = None) -> None:
+  def _submit(self, request: Request, partial: Completion | None = None) -> None:
     if self.guesser is not None:
       self.answers[request.request_id] = self._expected(request).tokens
     chunk_tokens = self.chunks.get(request.request_id)
     is_background = request.request_id in self.sleepers
     self.engine.add_request(
-      request, resume_from=said, chunk_tokens=chunk_tokens, is_background=is_background
+      request, resume_from=partial, chunk_tokens=chunk_tokens, is_background=is_background
     )
     self.live[request.request_id] = request
-    if said is None:
-      self.said[request.request_id], self.streamed[request.request_id] = [], ""
+    if partial is None:
+      self.sampled[request.request_id], self.streamed[request.request_id] = [], ""
 
   def _expected(self, request: Request) -> Completion:
     return alone(self.numerics, request.prompt, request.sampling, request.seed)
@@ -158,8 +158,8 @@ class Schedule:
     self.withheld = []
     self._count_engine()
     for request_id in sorted(self.live):
-      said = previous.progress(request_id)
-      if not said.tokens:
+      partial = previous.progress(request_id)
+      if not partial.tokens:
         self._submit(self.live[request_id])
         continue
       self.events["continued requests"] += 1
@@ -168,8 +168,8 @@ class Schedule:
       self.events["continued in visits of another length"] += is_other
       stops = self.live[request_id].sampling.stop
       starts = {stop[:length] for stop in stops for length in range(1, len(stop))}
-      self.events["continued within a stop string"] += said.text.endswith(tuple(starts))
-      self._submit(self.live[request_id], said)
+      self.events["continued within a stop string"] += partial.text.endswith(tuple(starts))
+      self._submit(self.live[request_id], partial)
 
   def _step(self) -> None:
     prefilling = any(
@@ -193,7 +193,7 @@ class Schedule:
           sequence = self.engine._requests.live[update.request_id]
           assert sequence.end == len(sequence.tokens) < sequence.limit
           self.events["out of pages within a visit"] += 1
-      self.said[update.request_id].extend(update.tokens)
+      self.sampled[update.request_id].extend(update.tokens)
       self.streamed[update.request_id] += update.text
     for update in updates:
       if update.request_id not in self.sleepers:
@@ -207,7 +207,7 @@ class Schedule:
       assert tiny_model.same(completion, expected, 0), (
         f"request {request}: got {completion}, expected {expected}"
       )
-      assert tuple(self.said[request_id]) == expected.tokens
+      assert tuple(self.sampled[request_id]) == expected.tokens
       assert self.streamed[request_id] == expected.text
       if completion.finish_reason == "stop":
         by_id = completion.tokens[-1] in request.sampling.stop_token_ids

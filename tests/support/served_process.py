@@ -29,14 +29,14 @@ class Process:
     self._log = folder / "serve.log"
     self._file = self._log.open("ab")
     command = [sys.executable, "-m", "seerjax.commands", "serve", *arguments, "--port=0"]
-    begun = self._log.stat().st_size
+    offset = self._log.stat().st_size
     self.process = subprocess.Popen(
       command, stdout=subprocess.DEVNULL, stderr=self._file, env={**os.environ, "PYTHONPATH": "."}
     )
     self.url = ""
     while not self.url:
       assert self.process.poll() is None, self._log.read_text()[-3000:]
-      for line in self._log.read_text()[begun:].splitlines():
+      for line in self._log.read_text()[offset:].splitlines():
         if line.startswith("serving at "):
           self.url = line.removeprefix("serving at ").removesuffix("/v1")
       time.sleep(0.1)

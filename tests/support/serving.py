@@ -84,7 +84,7 @@ def engine_alone() -> Engine:
   )
 
 
-def said_alone(
+def answer_alone(
   engine: Engine, prompt: tuple[int, ...], seed: int, sampling: SamplingParams
 ) -> Completion:
   """Returns an engine's completion of a request that runs alone."""

@@ -225,23 +225,23 @@ def _served(of: Subject, name: str, engine: Engine, parent: Served | None = None
 class Knowing(Observed):
   """Drafts known completions of equal prompts, some of them altered."""
 
-  def __init__(self, said: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], seed: int):
+  def __init__(self, known: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], seed: int):
     super().__init__()
     self._rng = np.random.default_rng(seed)
-    self._said: dict[tuple[int, ...], list[tuple[int, ...]]] = collections.defaultdict(list)
-    for prompt, answer in said:
-      self._said[prompt].append(answer)
+    self._answers: dict[tuple[int, ...], list[tuple[int, ...]]] = collections.defaultdict(list)
+    for prompt, answer in known:
+      self._answers[prompt].append(answer)
 
   def draft(self, queries):
     return [self._paths(query) for query in queries]
 
   def _paths(self, query) -> list[tuple[int, ...]]:
     rng, prompt = self._rng, tuple(query.tokens[: query.num_prompt])
-    begun = tuple(query.tokens[query.num_prompt :])
+    prefix = tuple(query.tokens[query.num_prompt :])
     paths: list[tuple[int, ...]] = []
-    for answer in self._said.get(prompt, ()):
-      if answer[: len(begun)] == begun:
-        path = list(answer[len(begun) :][: int(rng.integers(1, 7))])
+    for answer in self._answers.get(prompt, ()):
+      if answer[: len(prefix)] == prefix:
+        path = list(answer[len(prefix) :][: int(rng.integers(1, 7))])
         if path and rng.random() < 0.3:
           path[int(rng.integers(len(path)))] = int(rng.integers(512))
         paths.append(tuple(path))
@@ -426,7 +426,7 @@ class Ask(NamedTuple):
     return body
 
 
-class Said(NamedTuple):
+class Response(NamedTuple):
   """One choice, in the same form for streams and whole bodies.
 
   Attributes:
@@ -540,30 +540,35 @@ def _rows_of(choice: Mapping[str, Any], is_chat: bool) -> list[tuple[Any, ...]]:
   return [*zip(*columns, tops, strict=True)]
 
 
-def said_of(bodies: Sequence[Mapping[str, Any]], is_chat: bool) -> dict[int, tuple[int, Said]]:
-  """Returns (seed, `Said`) by choice, of a whole body or a stream's pieces."""
+def responses_of(
+  bodies: Sequence[Mapping[str, Any]], is_chat: bool
+) -> dict[int, tuple[int, Response]]:
+  """Returns (seed, `Response`) by choice, of a whole body or a stream's pieces."""
   found: dict[int, list[Mapping[str, Any]]] = collections.defaultdict(list)
   for body in bodies:
     for choice in body["choices"]:
       found[choice["index"]].append(choice)
-  said = {}
+  responses = {}
   for index, parts in found.items():
     message = [part.get("message") or part.get("delta") or part for part in parts]
     text = "".join(one.get("content" if is_chat else "text") or "" for one in message)
     rows = tuple(row for part in parts for row in _rows_of(part, is_chat))
     prompt = parts[0].get("prompt_logprobs")
-    said[index] = parts[0]["seed"], Said(text, parts[-1].get("finish_reason"), rows, prompt)
-  return said
+    responses[index] = (
+      parts[0]["seed"],
+      Response(text, parts[-1].get("finish_reason"), rows, prompt),
+    )
+  return responses
 
 
 async def answered(
   client: openai.AsyncOpenAI, ask: Ask
-) -> tuple[dict[int, tuple[int, Said]], bool]:
+) -> tuple[dict[int, tuple[int, Response]], bool]:
   """Sends a request over HTTP; returns what came by choice, and whether all of it came."""
   create = client.chat.completions.create if ask.is_chat else client.completions.create
   asked = _split(ask.body, ask.model, ask.is_chat)
   if not ask.body.get("stream"):
-    return said_of([(await create(**asked)).model_dump()], ask.is_chat), True
+    return responses_of([(await create(**asked)).model_dump()], ask.is_chat), True
   bodies, is_whole = [], True
   stream = await create(**asked)
   async with contextlib.aclosing(stream.__aiter__()):
@@ -574,7 +579,7 @@ async def answered(
         break
   if not is_whole:
     await stream.close()
-  return said_of(bodies, ask.is_chat), is_whole
+  return responses_of(bodies, ask.is_chat), is_whole
 
 
 # Cases.
@@ -607,17 +612,17 @@ class Alone:
 
   def __init__(self, case: Case, url: str, client: openai.OpenAI):
     self._case, self._url, self._client = case, url, client
-    self._found: dict[str, Said] = {}
+    self._found: dict[str, Response] = {}
 
-  def said(self, ask: Ask, choice: int, seed: int) -> Said:
+  def response(self, ask: Ask, choice: int, seed: int) -> Response:
     body = ask.of_choice(choice, seed)
     name = repr((ask.model, sorted(body.items(), key=lambda item: item[0])))
     if name not in self._found:
       routes = self._client.chat.completions if ask.is_chat else self._client.completions
       answer = routes.create(**_split(body, ask.model, ask.is_chat)).model_dump()
-      ((own, said),) = said_of([answer], ask.is_chat).values()
+      ((own, response),) = responses_of([answer], ask.is_chat).values()
       assert own == seed
-      self._found[name] = said
+      self._found[name] = response
     return self._found[name]
 
 
@@ -678,8 +683,8 @@ def _known(case: Case, ask: Ask, asked_alone: Alone) -> list[tuple[Any, Any]]:
   tokenizer, found = case.subject.model.tokenizer, []
   for choice in range(ask.num_choices):
     seed = texts.seed_at(ask.body["seed"], *divmod(choice, ask.body.get("n", 1)))
-    said = asked_alone.said(ask, choice, seed)
-    answer = tuple(row[0] for row in said.rows)
+    response = asked_alone.response(ask, choice, seed)
+    answer = tuple(row[0] for row in response.rows)
     if ask.is_chat:
       found.append((tuple(tokenizer.chat_ids(ask.body["messages"])), answer))
     elif isinstance(ask.body["prompt"], str) and not ask.body.get("echo"):
@@ -687,7 +692,7 @@ def _known(case: Case, ask: Ask, asked_alone: Alone) -> list[tuple[Any, Any]]:
   return [(prompt, answer) for prompt, answer in found if answer]
 
 
-async def _all_at_once(case: Case, url: str) -> list[tuple[dict[int, tuple[int, Said]], bool]]:
+async def _all_at_once(case: Case, url: str) -> list[tuple[dict[int, tuple[int, Response]], bool]]:
   found: dict[int, Any] = {}
   of_client: dict[int, list[int]] = collections.defaultdict(list)
   for place, ask in enumerate(case.asks):
@@ -708,7 +713,7 @@ async def _all_at_once(case: Case, url: str) -> list[tuple[dict[int, tuple[int, 
 def _compare(
   case: Case,
   ask: Ask,
-  choices: Mapping[int, tuple[int, Said]],
+  choices: Mapping[int, tuple[int, Response]],
   is_whole: bool,
   asked_alone: Alone,
   events: collections.Counter[str],
@@ -716,22 +721,24 @@ def _compare(
   body = ask.body
   if is_whole:
     assert sorted(choices) == [*range(ask.num_choices)], f"{case}: {ask}: got {sorted(choices)}"
-  for choice, (seed, said) in choices.items():
+  for choice, (seed, response) in choices.items():
     if "seed" in body:
       assert seed == texts.seed_at(body["seed"], *divmod(choice, body.get("n", 1)))
-    wanted = asked_alone.said(ask, choice, seed)
-    got = said
+    wanted = asked_alone.response(ask, choice, seed)
+    got = response
     if not is_whole:  # Compare the part that arrived.
-      count = len(said.rows)
-      assert wanted.text.startswith(said.text), f"{case}: {ask}: got {said}, expected {wanted}"
-      wanted = wanted._replace(text=said.text, rows=wanted.rows[:count])
-      got = said._replace(finish_reason=wanted.finish_reason)
+      count = len(response.rows)
+      assert wanted.text.startswith(response.text), (
+        f"{case}: {ask}: got {response}, expected {wanted}"
+      )
+      wanted = wanted._replace(text=response.text, rows=wanted.rows[:count])
+      got = response._replace(finish_reason=wanted.finish_reason)
     assert got == wanted, f"{case}: {ask}, choice {choice}: got {got}, expected {wanted}"
-    events["tokens compared"] += len(said.rows)
+    events["tokens compared"] += len(response.rows)
     events["answers"] += is_whole
     events["answers that were left"] += not is_whole
     if is_whole:
-      events[f"ended by {said.finish_reason}"] += 1
+      events[f"ended by {response.finish_reason}"] += 1
     events["streamed"] += bool(body.get("stream"))
     events["whole"] += not body.get("stream")
     events["chats" if ask.is_chat else "completions"] += 1
@@ -743,8 +750,8 @@ def _compare(
     events["biased"] += "logit_bias" in body
     events["stop strings"] += "stop" in body
     events["with a form"] += "regex" in body or "response_format" in body
-    events["other tokens named"] += bool(said.rows and said.rows[-1][-1])
-    events["prompts scored"] += said.prompt is not None
+    events["other tokens named"] += bool(response.rows and response.rows[-1][-1])
+    events["prompts scored"] += response.prompt is not None
     events["echoed"] += bool(body.get("echo"))
   return len(choices) if is_whole else 0
 

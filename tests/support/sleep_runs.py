@@ -40,9 +40,9 @@ class Watched(Engine):
 
     def check(sequence, pages):
       for page in pages:
-        whose, namespace = writers[sequence.instance, page], sequence.owner.namespace
-        if whose != namespace:  # An exception here would end only the request.
-          self.strangers.append(f"got a page of {whose!r} for {sequence.name!r} of {namespace!r}")
+        owner, namespace = writers[sequence.instance, page], sequence.owner.namespace
+        if owner != namespace:  # An exception here would end only the request.
+          self.strangers.append(f"got a page of {owner!r} for {sequence.name!r} of {namespace!r}")
 
     def finding(sequence, tokens):
       hit = find(sequence, tokens)
@@ -233,10 +233,10 @@ class Schedule:
     self.events[f"questions from {'rewrites' if has_slept else 'text'}"] += 1
     self.runner.answered(context, 8, has_slept=has_slept, question=question if number % 3 else "")
 
-  def _submit(self, request: Request, said: Completion | None = None) -> None:
-    self.num_asked += said is None
+  def _submit(self, request: Request, partial: Completion | None = None) -> None:
+    self.num_asked += partial is None
     self.live[request.request_id] = request
-    self.engine.add_request(request, resume_from=said)
+    self.engine.add_request(request, resume_from=partial)
 
   def _any(self, choice: int) -> str:
     """Returns a request that is not paused, for most choices a sleeper; "" if there is none."""
@@ -299,7 +299,7 @@ class Schedule:
 
   def _restart(self, choice: int, number: int) -> None:
     """Only the registry and the streamed tokens of foreground requests survive."""
-    said = {name: self.engine.progress(name) for name in self.live}
+    partials = {name: self.engine.progress(name) for name in self.live}
     self.events["cut short"] += self.runner.num_working
     self._count()
     self.contexts.close()
@@ -307,7 +307,7 @@ class Schedule:
     self._open()
     again, self.live = self.live, {}
     for name, request in again.items():
-      self._submit(request, said[name] if said[name].tokens else None)
+      self._submit(request, partials[name] if partials[name].tokens else None)
     self.events["restarts"] += 1
 
   def _late(self, choice: int, number: int) -> None:

@@ -36,13 +36,13 @@ def begin(engine: Engine, names: tuple[str, ...]) -> dict[str, Completion]:
   return {name: engine.progress(name) for name in names}
 
 
-def end(engine: Engine, begun: dict[str, Completion]) -> dict[str, Completion]:
+def end(engine: Engine, partials: dict[str, Completion]) -> dict[str, Completion]:
   """Finishes requests that started elsewhere."""
   for request in asked():
-    if request.request_id in begun:
-      engine.add_request(request, resume_from=begun[request.request_id])
+    if request.request_id in partials:
+      engine.add_request(request, resume_from=partials[request.request_id])
   found = {}
-  while len(found) < len(begun):
+  while len(found) < len(partials):
     engine.step()
     found |= {completion.request_id: completion for completion in engine.poll()}
   return found

@@ -172,8 +172,8 @@ class TreeDrafter(Observed):
 
   def _paths(self, query: DraftQuery) -> list[tuple[int, ...]]:
     rng = self._rng
-    said = len(query.tokens) - query.num_prompt
-    rest = list(self.answers[query.request_id][said:])
+    num_sampled = len(query.tokens) - query.num_prompt
+    rest = list(self.answers[query.request_id][num_sampled:])
     kind = str(rng.choice(KINDS))
     self.kinds[kind] += 1
     drawn = lambda: self._drawn(kind, rest)
@@ -327,10 +327,10 @@ class Schedule(model_cases.Schedule):
   def drafter(self) -> TreeDrafter | MergedDrafter:
     if self.case.number % OF_A_MODEL >= MERGED_FROM:
       return MergedDrafter.of(self.case, int(self.rng.integers(2**32)))
-    said = {name: self.alone(request).tokens for name, request in self.requests.items()}
+    answers = {name: self.alone(request).tokens for name, request in self.requests.items()}
     vocab_size = self.case.model.config.vocab_size
     seed = int(self.rng.integers(2**32))
-    return TreeDrafter(said, vocab_size, seed, self.case.right)
+    return TreeDrafter(answers, vocab_size, seed, self.case.right)
 
   def make_engine(self, **others: Any) -> CountedEngine:
     engine = super().make_engine(

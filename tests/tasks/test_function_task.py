@@ -95,13 +95,13 @@ def test_a_reward_may_have_named_parts(tmp_path, parts, reward, correct, well_fo
 
 
 @pytest.mark.parametrize(
-  "said",
+  "reward",
   [
     {}, {"a": "1"}, {"a": float("nan")}, {"a": float("inf")}, {"a": None}, {"a": [1.0]},
     {"a": {"b": 1.0}}, {"a": 1.0, "b": b"1"}, None, "1", [1.0],
   ],
 )  # fmt: skip
-def test_a_reward_that_is_no_number_and_no_numbers_by_name_is_refused(tmp_path, said):
-  task = task_of(tmp_path, lambda prompt, text: said)
+def test_a_reward_that_is_no_number_and_no_numbers_by_name_is_refused(tmp_path, reward):
+  task = task_of(tmp_path, lambda prompt, text: reward)
   with pytest.raises(ValueError, match=r"mine: got reward .* for the prompt 'a\?', expected a f"):
     task.verdict(task.problem("train", 0), "x")

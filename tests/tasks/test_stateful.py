@@ -51,8 +51,8 @@ def test_facts_follow_from_notes_and_solutions_from_facts():
       assert verdict.num_equations == context.num_steps >= 1
       assert TASK.rewritten(context.notes) == TASK.facts(context) == context.facts
       has = {p: int(n) for p, n in re.findall(r"(\w+) has (\d+) \w+\.", context.facts)}
-      told = set(re.findall(r"=(\d+)", context.notes)) | set(re.findall(r"\d+", context.text))
-      assert {str(n) for n in has.values()} <= told
+      numbers = set(re.findall(r"=(\d+)", context.notes)) | set(re.findall(r"\d+", context.text))
+      assert {str(n) for n in has.values()} <= numbers
       questions = TASK.questions(split, index)
       assert len(questions) == 10
       for problem in questions:

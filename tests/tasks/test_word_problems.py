@@ -71,7 +71,7 @@ def test_every_solution_is_judged_correct_and_every_line_is_true():
 
 def test_a_story_told_by_hand():
   # The numbers of a story's prompt, taken in order, give the lines of its solution.
-  num_told = 0
+  num_checked = 0
   for index in range(1000):
     problem = TASK.problem("train", index)
     words = set(re.findall(r"\w+", problem.context))
@@ -79,14 +79,14 @@ def test_a_story_told_by_hand():
       len(words & {*of}) > 1 for of in (stories.NAMES, stories.OBJECTS)
     ):
       continue
-    num_told += 1
-    told = [int(n) for n in re.findall(r"\d+", problem.context)]
-    value = told[0]
-    for sentence, number in zip(problem.context.split(". ")[1:], told[1:], strict=True):
+    num_checked += 1
+    numbers = [int(n) for n in re.findall(r"\d+", problem.context)]
+    value = numbers[0]
+    for sentence, number in zip(problem.context.split(". ")[1:], numbers[1:], strict=True):
       is_loss = re.search("sells|loses|takes|to a friend|gives a friend", sentence)
       value += -number if is_loss else number
     assert problem.answer == str(value)
-  assert num_told > 100
+  assert num_checked > 100
 
 
 def test_context_and_question_make_the_prompt_and_contexts_are_shared():
@@ -141,10 +141,10 @@ def test_splits_are_disjoint():
 
 
 def test_heldout_numbers_are_larger():
-  def told(split: str) -> list[int]:
+  def numbers(split: str) -> list[int]:
     return [int(n) for p in problems(split, 1000) for n in re.findall(r"\d+", p.context)]
 
-  train, heldout = told("train"), told("heldout")
+  train, heldout = numbers("train"), numbers("heldout")
   assert max(train) == 40 and max(heldout) == 56
   assert sum(heldout) / len(heldout) > 1.2 * sum(train) / len(train)
 
@@ -185,11 +185,11 @@ def test_knobs_at_their_limits_make_sound_problems(split):
 @hypothesis.given(st.text(max_size=400))
 def test_verdict_never_raises(text):
   problem = TASK.problem("train", 0)
-  for said in (
+  for response in (
     text,
     f"{text}#### {text}",
     (text + "#### 7") * 20,
     "#### " + "7" * 10_000,
     text * 30,
   ):
-    TASK.verdict(problem, said)
+    TASK.verdict(problem, response)

@@ -90,11 +90,11 @@ def test_a_draft_comes_near_its_target(is_soft):
   config = dataclasses.replace(CONFIG, num_tokens=200 * 24, learning_rate=1e-2)
   rng = np.random.default_rng(0)
   draw = lambda: rng.integers(0, 32, 3).tolist()
-  said = distill.answers_of([(draw(), draw()) for _ in range(8)])
+  sampled = distill.answers_of([(draw(), draw()) for _ in range(8)])
   likely = None
   if is_soft:
     decoder = distill.decoder_for(SHAPE, config.lengths[0])
-    rows = jnp.asarray(said.tokens.reshape(8, 6))
+    rows = jnp.asarray(sampled.tokens.reshape(8, 6))
     logits = flax_module.logits_of(target, rows, decoder=decoder)
     logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits.reshape(48, -1)), 31)
     likely = distill.Likely(np.asarray(ids, np.int32), np.asarray(logprobs))
@@ -102,7 +102,7 @@ def test_a_draft_comes_near_its_target(is_soft):
   optimizer = distill.make_optimizer(config)
   params = parameters.init(numerics_lib.key(0), SHAPE, numerics)
   state, step, losses = optimizer.init(params), distill.make_step(SHAPE, optimizer), []
-  for batch in itertools.islice(distill.batches(said, likely, config), config.num_steps):
+  for batch in itertools.islice(distill.batches(sampled, likely, config), config.num_steps):
     params, state, metrics = step(params, state, batch)
     losses.append(float(metrics["answer_loss"]))
   assert np.mean(losses[-10:]) < 0.3 * np.mean(losses[:10])

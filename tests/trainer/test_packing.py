@@ -279,8 +279,8 @@ def test_every_row_reads_its_own_sequence_whoever_wrote_it(case, seed):
         seen[index] += 1
   least = [len(each.completion.tokens) for each in rollouts]
   assert all(least[i] <= seen[i] <= len(tokens[i]) - 1 for i in range(len(rollouts)))
-  said = packing.unpack(batch.targets, batch)
-  assert [tuple(one) for one in said] == [each.completion.tokens for each in rollouts]
+  unpacked = packing.unpack(batch.targets, batch)
+  assert [tuple(one) for one in unpacked] == [each.completion.tokens for each in rollouts]
 
 
 def with_prompt(one, kind):

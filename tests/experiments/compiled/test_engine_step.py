@@ -27,10 +27,10 @@ def test_a_line_says_how_far_a_step_is_from_a_copy_of_its_bytes():
     weight_bytes=15_000_000_000,
     page_bytes=5_000_000_000,
   )
-  said = found.line(4e12)
-  assert "qwen3-8b pallas   64 rows:     6.000 ms (5.900 to 6.500), 330 kernels of ours" in said
-  assert "and 400 of XLA's, 0 host syncs, 2,500.0 MB of weights a ms" in said
-  assert said.endswith("1.20 times what a copy of its bytes takes (5.000 ms)")
+  line = found.line(4e12)
+  assert "qwen3-8b pallas   64 rows:     6.000 ms (5.900 to 6.500), 330 kernels of ours" in line
+  assert "and 400 of XLA's, 0 host syncs, 2,500.0 MB of weights a ms" in line
+  assert line.endswith("1.20 times what a copy of its bytes takes (5.000 ms)")
   assert "copy" not in found.line(0.0)
 
 

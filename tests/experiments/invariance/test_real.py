@@ -106,5 +106,5 @@ def test_a_small_run_goes_on_where_it_stopped(tiny: str, tmp_path: pathlib.Path)
   )
   assert (native["distinct_tokens"], native["distinct_bits"]) == (1, 1)
   assert untiled["distinct_bits"] > 1  # The twin.
-  said = len(lines)
-  assert run() == text == (tmp_path / "table.md").read_text() and len(lines) == said
+  num_lines = len(lines)
+  assert run() == text == (tmp_path / "table.md").read_text() and len(lines) == num_lines

@@ -27,13 +27,13 @@ def words(text: str) -> set[str]:
 
 
 def test_no_person_and_no_verb_of_the_test_split_is_learnt():
-  told = set().union(*(words(prompt) | words(answer) for prompt, answer in DOCUMENTS))
+  seen = set().union(*(words(prompt) | words(answer) for prompt, answer in DOCUMENTS))
   unread = {*stateful.TEST_NAMES, *stateful.TEST_VERBS, *nano_sleep.PROBE_NAMES}
-  assert not told & unread
-  assert {*nano_sleep.LEARNT_NAMES} <= told
+  assert not seen & unread
+  assert {*nano_sleep.LEARNT_NAMES} <= seen
   # All their names are prefixes of other names, so that no part of a name is new.
   for name in (*stateful.TEST_NAMES, *nano_sleep.PROBE_NAMES):
-    assert any(word.startswith(name) for word in told)
+    assert any(word.startswith(name) for word in seen)
   # Twin: the run's own contexts contain them.
   test = set().union(*(words(context.text) for context in TASK.contexts("test")[:20]))
   assert test & {*stateful.TEST_NAMES} and test & {*stateful.TEST_VERBS}
@@ -44,10 +44,10 @@ def test_people_have_other_names_in_every_document():
   assert all(len({*several}) == 9 for several in names)
   # The form that documents and the regular expression of facts require.
   assert all(re.fullmatch("[A-Z][a-z]+", name) for several in names for name in several)
-  told = [name for several in names for name in several]
-  share = sum(name in nano_sleep.LEARNT_NAMES for name in told) / len(told)
+  drawn = [name for several in names for name in several]
+  share = sum(name in nano_sleep.LEARNT_NAMES for name in drawn) / len(drawn)
   assert 0.4 < share < 0.6
-  invented = {*told} - {*nano_sleep.LEARNT_NAMES}
+  invented = {*drawn} - {*nano_sleep.LEARNT_NAMES}
   assert not invented & {*stories.NAMES} and len(invented) > 350
   assert names[0] == nano_sleep.new_names(Draws("names", 0), 9)
 
@@ -62,12 +62,12 @@ def test_whole_names_alone_are_renamed():
 
 def test_other_adverbs_never_make_a_sentence_of_the_test_split():
   draws = Draws("adverbs", 0)
-  for told in (
+  for sentence in (
     "At first Ana starts with 3 pens.",
     "Later Ana finds 4 more pens.",
     "Now, how many pens does Ana have?",
   ):
-    assert nano_sleep.UNTOLD.fullmatch(told)
+    assert nano_sleep.UNTOLD.fullmatch(sentence)
   changed = 0
   for number in range(300):
     context = TASK.contexts("train")[number]
@@ -150,16 +150,16 @@ def test_lessons_are_sleepers_and_wakers_and_each_has_its_own_verdict():
 
 def test_lessons_of_training_tell_of_drawn_people_and_reward_each_fact():
   lessons = nano_sleep.Lessons()
-  told = set()
+  seen = set()
   for index in range(40):
     problem = lessons.problem("train", index)
-    told |= words(problem.prompt)
+    seen |= words(problem.prompt)
     assert lessons.verdict(problem, problem.solution).reward == 1.0
     if problem.problem_id.startswith("sleep-"):
       facts = stateful.facts_in(problem.answer)
       assert lessons.verdict(problem, facts[0]).reward == 1 / len(facts)
       assert all(fact.split()[0] in words(problem.context) for fact in facts)
-  assert not told & {*stateful.TEST_NAMES, *nano_sleep.PROBE_NAMES}
+  assert not seen & {*stateful.TEST_NAMES, *nano_sleep.PROBE_NAMES}
   first, second = (lessons.problem("train", index).prompt for index in (0, 1))
   assert first != second and re.sub("[A-Z][a-z]+", "", first) == re.sub("[A-Z][a-z]+", "", second)
 

@@ -28,8 +28,8 @@ def test_the_contract_of_an_environment_holds(environment):
   ids = language.prompt(start)
   assert len(ids) == 34 and all(0 <= id < language.vocab_size for id in ids)
   text = environment.describe(start, score)
-  for said in ("improve(artefact, seconds, seed)", f"{score.value:.10f}", f"{start[0]:.6g}"):
-    assert said in text
+  for part in ("improve(artefact, seconds, seed)", f"{score.value:.10f}", f"{start[0]:.6g}"):
+    assert part in text
   axes = environment.picture(start).axes
   assert len(axes) == 2 and f"{score.value:.8f}" in axes[1].get_title()
   values = [published.value for published in environment.published]

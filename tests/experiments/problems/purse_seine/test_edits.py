@@ -28,9 +28,9 @@ def test_the_prompt_shows_points_and_how_much_of_a_cell_is_inside():
   # 30 wanted points in the lower left cell, 30 unwanted ones in the next.
   environment = small([(i, 5) for i in range(30)], [(12_000, i) for i in range(30)])
   prompt = environment.language.prompt([[0, 0], [11_000, 0], [11_000, 3000], [0, 3000]])
-  lower_left, other, beside = prompt[3], prompt[4], prompt[3 + 9]
+  lower_left, other, next_cell = prompt[3], prompt[4], prompt[3 + 9]
   assert lower_left - other == 3 * 2 + 1
-  assert other - beside == 3 * 2
+  assert other - next_cell == 3 * 2
   whole = environment.language.prompt([[0, 0], [99_999, 0], [99_999, 99_999], [0, 99_999]])
   assert whole[3] - lower_left == 1 and whole[4] - other == 2
 
