@@ -113,7 +113,7 @@ def completed(
       found[cell] = measure(cell, found, programs)
       append(path, found[cell])
   except (KeyboardInterrupt, stops.Interrupted) as stop:
-    # Replaces the message of the cell's own run, whose hint to use `--resume` is wrong for a table.
+    # Replaces the message of the cell's own run; its hint to use `--resume` is wrong for a table.
     count = len(read(path, settings))
     kept = (
       f"with {count} of {len(cells)} cells finished, saved in {path}; the same command continues"

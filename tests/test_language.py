@@ -23,15 +23,15 @@ DOCS = ("docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 # The most uses of a word in the prose of code, tests and pages. Some code remains in each count:
 # prompts, on which sampled tokens depend, quoted titles, and names of fields in messages.
 MOST = {
-  "nobody": (4, 1, 0),
+  "nobody": (3, 0, 0),
   "whoever": (1, 0, 0),
-  "beside": (2, 1, 1),
-  "told": (6, 4, 0),
-  "said": (4, 24, 0),
-  "begun": (10, 10, 0),
-  "whose": (18, 10, 3),
-  "is asked": (1, 0, 0),
-  "of which": (3, 3, 2),
+  "beside": (0, 0, 0),
+  "told": (0, 0, 0),
+  "said": (0, 1, 0),
+  "begun": (0, 0, 0),
+  "whose": (10, 6, 1),
+  "is asked": (0, 0, 0),
+  "of which": (3, 2, 2),
   "so many": (4, 0, 0),
   "what is": (10, 12, 3),
   # Programs do not hear, know or give way, and requests do not speak.

@@ -236,7 +236,7 @@ def warm_start(start: str, directory: pathlib.Path, config: pretrain_nano.Pretra
 class Lessons:
   """The task of reinforcement learning: three sleep prompts and one question per context.
 
-  Problem i of a split belongs to context i // 4; the question is asked after the context's facts.
+  Problem i of a split belongs to context i // 4; its question follows the context's facts.
   In "train" each problem has newly drawn names, as in `documents`.
   """
 

@@ -16,7 +16,7 @@ tokens and log-probabilities are compared. Prefill is included in the time. A fi
 stored in --workdir, and the same command continues after the last one. report.html there shows the
 drafts of one completion of each shape, step by step, with the accepted tokens.
 
-  a        accepted draft tokens / draft tokens whose predecessors were all accepted
+  a        accepted draft tokens / draft tokens after accepted ones only
   c        time of one draft position / of a step of plain decoding, measured before at this batch
   E        (1 - a^(N + 1)) / (1 - a), tokens per step
   priced   E V / (D + T): the speed-up including the cost of rows, from the table used by budgets
@@ -433,7 +433,7 @@ def joules(
 
 
 def hold_rate(drafted_at: Sequence[int], accepted_at: Sequence[int]) -> float:
-  """Returns a: accepted tokens / draft tokens whose predecessors were accepted; 0 for none."""
+  """Returns a: accepted tokens / draft tokens after accepted ones only; 0 for none."""
   tried = [min(a, b) for a, b in zip(drafted_at, [*drafted_at[:1], *accepted_at])]
   return sum(accepted_at) / max(sum(tried), 1)
 

@@ -102,7 +102,7 @@ class GroupTrees:
       speculation_args: draft settings.
       limits: i32[b, 2], maximum tokens of a path and of all paths together; by default
         `max_spec_tokens` per path.
-      request_ids: for each context, the request whose text ends exactly with it, or None. The tree
+      request_ids: for each context, the request with a text that ends in it, or None. The tree
         knows the match at the end of a text, so that no lookup is needed.
 
     Raises:

@@ -244,7 +244,7 @@ class SuffixTree:
     Args:
       context: tokens so far.
       args: draft settings.
-      request_id: the request whose text ends with `context`, if any; see
+      request_id: the request with a text that ends in `context`, if any; see
         `GroupTrees.batch_speculate`.
 
     Raises:

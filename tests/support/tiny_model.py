@@ -212,7 +212,7 @@ def generate_amid(
 
   Args:
     config, numerics: the engine's.
-    change: given bool[n, s], which slots of which pages are written, and the engine's pages,
+    change: given bool[n, s], the written slots of each page, and the engine's pages,
       returns its new pages.
   """
   engine = make_engine(config, numerics)

@@ -62,7 +62,7 @@ def test_another_solution_is_right_where_there_are_two():
 def test_solutions_agree_with_all_grids_tried():
   rows = np.array([*itertools.permutations(range(1, 5))])
   picked = np.array([*itertools.product(range(24), repeat=4)])
-  grids = rows[picked]  # Every grid whose rows hold each digit once: 24^4 of 4 by 4.
+  grids = rows[picked]  # Every grid with each digit once per row: 24^4 of 4 by 4.
   bits = 1 << grids
   columns = bits.sum(axis=1)
   boxes = bits.reshape(-1, 2, 2, 2, 2).sum(axis=(2, 4)).reshape(-1, 4)

@@ -82,7 +82,7 @@ def load(path: str | os.PathLike[str]) -> Counts:
 
   Raises:
     ValueError: if the counts are invalid or unreadable; the message names the entry and what to
-      change. Arrays whose header is too large are not read.
+      change. Arrays with too large a header are not read.
     FileNotFoundError: if there is no such file.
     ModuleNotFoundError: for an `.h5ad` without h5py.
   """
