@@ -185,11 +185,11 @@ def test_a_stream_of_events_makes_the_same_response(client, most):
 def test_a_conversation_goes_on_by_its_items(client):
   fields = dict(model="tiny", max_output_tokens=6, extra_body={"seed": 4})
   first = client.responses.create(input=serving.HELLO, **fields)
-  items = [*serving.HELLO, *first.output, {"role": "user", "content": "Of what?"}]
-  second = client.responses.create(input=items, **fields)
+  said = [*serving.HELLO, *first.output, {"role": "user", "content": "Of what?"}]
+  second = client.responses.create(input=said, **fields)
   chat = client.chat.completions.create(
     model="tiny", seed=4, max_tokens=6,
-    messages=[*serving.HELLO, {"role": "assistant", "content": first.output_text}, items[-1]],
+    messages=[*serving.HELLO, {"role": "assistant", "content": first.output_text}, said[-1]],
   )  # fmt: skip
   assert second.output_text == chat.choices[0].message.content
 
@@ -264,8 +264,8 @@ def test_tokens_are_those_that_an_answer_reads(plain, client):
   assert back == {"prompt": text}
   chat = plain.post("/tokenize", json={"messages": serving.HELLO}).json()
   assert chat["tokens"] == tokenizer.chat_ids(serving.HELLO) and chat["token_strs"] is None
-  done = client.chat.completions.create(model="tiny", messages=serving.HELLO, max_tokens=1)
-  assert done.usage.prompt_tokens == chat["count"]
+  said = client.chat.completions.create(model="tiny", messages=serving.HELLO, max_tokens=1)
+  assert said.usage.prompt_tokens == chat["count"]
   about = plain.post("/tokenize", json={"messages": serving.HELLO, "context": "stock"})
   assert about.status_code == 400 and about.json()["error"]["param"] == "context"
   shown = plain.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]

@@ -127,10 +127,10 @@ def test_fields_without_effect_are_listed_in_a_header_and_change_no_bit(plain):
   fields = dict(model="tiny", prompt=[5, 6, 7], max_tokens=5, seed=2, logprobs=0)
   alone = plain.post("/v1/completions", json=fields)
   more = dict(metadata={"a": "b"}, store=True)
-  extended = plain.post("/v1/completions", json=fields | more)
+  beside = plain.post("/v1/completions", json=fields | more)
   assert "x-ignored-fields" not in alone.headers
-  assert extended.headers["x-ignored-fields"] == "metadata, store"
-  assert extended.json()["choices"] == alone.json()["choices"]
+  assert beside.headers["x-ignored-fields"] == "metadata, store"
+  assert beside.json()["choices"] == alone.json()["choices"]
   streamed = plain.post("/v1/completions", json=fields | more | {"stream": True})
   assert streamed.headers["x-ignored-fields"] == "metadata, store"
 
@@ -156,19 +156,19 @@ def test_offsets_are_places_in_the_decoded_text_also_behind_an_echo(plain, is_st
   answer = plain.post("/v1/completions", json=fields)
   bodies = serving.pieces(answer.text) if is_streamed else [answer.json()]
   choices = [choice for body in bodies for choice in body["choices"]]
-  joined = "".join(choice["text"] for choice in choices)
+  said = "".join(choice["text"] for choice in choices)
   rows = [choice["logprobs"] for choice in choices]
   tokens = [token for row in rows for token in row["token_ids"]]
   found = [offset for row in rows for offset in row["text_offset"]]
   prompt = word_engine.TOKENIZER.encode(text)
-  assert tokens[: len(prompt)] == prompt and joined.startswith(text)
+  assert tokens[: len(prompt)] == prompt and said.startswith(text)
   # Offsets of the first byte of each prompt token, and of the response's start.
   sizes = [len(serving.make_vocabulary().bytes_of(token)) for token in prompt]
   first = [sum(sizes[:place]) for place in range(len(prompt))]
   ends = [len(text[:end].encode()) for end in range(1, len(text) + 1)]
   assert found[: len(prompt)] == [sum(end <= begin for end in ends) for begin in first]
   assert found[len(prompt)] == len(text)
-  assert found == sorted(found) and found[-1] <= len(joined)
+  assert found == sorted(found) and found[-1] <= len(said)
 
 
 @pytest.mark.thorough
@@ -286,13 +286,13 @@ def test_calls_and_reasoning_are_split_as_the_template_marks_them():
     openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
   ):
     for seed in range(2):
-      whole = client.chat.completions.create(**fields, seed=seed).choices[0]
+      said = client.chat.completions.create(**fields, seed=seed).choices[0]
       again = client.chat.completions.create(**fields, seed=seed).choices[0]
       pieces = [*client.chat.completions.create(**fields, seed=seed, stream=True)]
-      assert whole == again and whole.finish_reason == "tool_calls"
-      text = "".join(row.token for row in whole.logprobs.content if row.token_id not in EOS)
+      assert said == again and said.finish_reason == "tool_calls"
+      text = "".join(row.token for row in said.logprobs.content if row.token_id not in EOS)
       assert re.fullmatch(Saying.form, text)
-      message = whole.message
+      message = said.message
       assert f"<think>{message.reasoning_content}</think>{message.content}<tool" in text
       (call,) = message.tool_calls
       assert (call.type, call.function.name, call.function.arguments) == ("function", "f", "{}")
@@ -304,8 +304,8 @@ def test_calls_and_reasoning_are_split_as_the_template_marks_them():
       assert (found.index, found.id) == (0, call.id)
       assert found.function.model_dump() == call.function.model_dump()
       assert pieces[-1].choices[0].finish_reason == "tool_calls"
-      rows = [row for one in pieces for row in (one.choices[0].logprobs or whole.logprobs).content]
-      assert [row.logprob for row in rows] == [row.logprob for row in whole.logprobs.content]
+      rows = [row for one in pieces for row in (one.choices[0].logprobs or said.logprobs).content]
+      assert [row.logprob for row in rows] == [row.logprob for row in said.logprobs.content]
     # A response can be sent back as a turn; without tools no text is a call.
     turns = [message.model_dump(exclude_none=True), {"role": "tool", "content": "1"}]
     more = {**fields, "messages": [*fields["messages"], *turns], "max_tokens": 1}
@@ -317,14 +317,14 @@ def test_calls_and_reasoning_are_split_as_the_template_marks_them():
 
 def test_a_prompts_scores_are_those_that_the_engine_gave_it(client):
   fields = dict(model="tiny", max_tokens=9, seed=4, logprobs=3)
-  sampled = client.completions.create(prompt=[5, 6, 7], **fields).choices[0].logprobs
+  said = client.completions.create(prompt=[5, 6, 7], **fields).choices[0].logprobs
   again = client.completions.create(
-    prompt=[5, 6, 7, *sampled.token_ids], echo=True, **(fields | {"max_tokens": 1})
+    prompt=[5, 6, 7, *said.token_ids], echo=True, **(fields | {"max_tokens": 1})
   ).choices[0]
   assert again.logprobs.token_logprobs[0] is None
-  assert again.logprobs.token_logprobs[3:12] == sampled.raw_logprobs
-  assert again.logprobs.top_logprobs[3:12] == sampled.top_logprobs  # At temperature 1, unfiltered.
-  assert [row["token_id"] for row in again.prompt_logprobs[1:]] == [6, 7, *sampled.token_ids]
+  assert again.logprobs.token_logprobs[3:12] == said.raw_logprobs
+  assert again.logprobs.top_logprobs[3:12] == said.top_logprobs  # At temperature 1, unfiltered.
+  assert [row["token_id"] for row in again.prompt_logprobs[1:]] == [6, 7, *said.token_ids]
 
 
 def test_stops_end_an_answer(client):
@@ -338,8 +338,8 @@ def test_stops_end_an_answer(client):
   assert cut.logprobs.token_ids == whole.logprobs.token_ids[: first + 1]
   assert cut.finish_reason == "stop"
   stop = whole.text[2:4]
-  stopped = client.completions.create(**fields, max_tokens=12, stop=[stop]).choices[0]
-  assert stopped.text == whole.text[: whole.text.index(stop)]
+  said = client.completions.create(**fields, max_tokens=12, stop=[stop]).choices[0]
+  assert said.text == whole.text[: whole.text.index(stop)]
 
 
 def test_models_are_listed(client, plain):
@@ -429,8 +429,8 @@ def test_a_line_a_request_and_never_a_text(plain, caplog):
     text = plain.post("/v1/completions", json=body).json()["choices"][0]["text"]
     lines: list[str] = []
     for _ in range(200):  # It is written once the answer is out.
-      messages = [record.getMessage() for record in caplog.records]
-      lines = [line for line in messages if f"tokens={count}+3" in line]
+      said = [record.getMessage() for record in caplog.records]
+      lines = [line for line in said if f"tokens={count}+3" in line]
       if lines:
         break
       time.sleep(0.01)

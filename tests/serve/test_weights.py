@@ -72,7 +72,7 @@ def lone(base: int, name: str = "", generation: int = 0) -> Engine:
 
 
 @functools.cache
-def lone_answer(seed: int, base: int, name: str = "", generation: int = 0) -> Completion:
+def said(seed: int, base: int, name: str = "", generation: int = 0) -> Completion:
   sampling = SamplingParams(max_tokens=9, stop_token_ids=word_engine.TOKENIZER.eos_ids)
   return serving.answer_alone(lone(base, name, generation), (5, 6, 7), seed, sampling)
 
@@ -155,7 +155,7 @@ def test_base_and_adapters_answer_side_by_side_with_the_bits_of_each_alone(askin
   prints = fingerprints(asking)
   assert len(set(prints.values())) == 3
   for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
-    assert has_bits_of(answer, lone_answer(place % 4, 0, "" if name == "tiny" else name)), name
+    assert has_bits_of(answer, said(place % 4, 0, "" if name == "tiny" else name)), name
     assert answer["model"] == name and answer["system_fingerprint"] == prints[name]
   assert ask(asking, "", 0)["model"] == "tiny"
 
@@ -188,8 +188,8 @@ def test_a_base_that_is_replaced_answers_for_itself_and_its_adapters(asking, dir
   assert not {*before.values()} & {*after.values()}
   for name in ("tiny", *SHAPES):
     found, adapter_name = ask(asking, name, 1), "" if name == "tiny" else name
-    assert has_bits_of(found, lone_answer(1, 1, adapter_name))
-    assert not has_bits_of(found, lone_answer(1, 0, adapter_name))
+    assert has_bits_of(found, said(1, 1, adapter_name))
+    assert not has_bits_of(found, said(1, 0, adapter_name))
     assert found["system_fingerprint"] == after[name]
   # Equal weights give an equal fingerprint: it identifies the weights, not the time.
   assert replace(asking, directories / "same_words").status_code == 200
@@ -204,9 +204,9 @@ def test_an_adapter_that_is_replaced_changes_no_other(asking, directories):
   assert replace(asking, directories / "poet", "poet").status_code == 200
   after = fingerprints(asking)
   assert [name for name in before if before[name] != after[name]] == ["poet"]
-  assert has_bits_of(ask(asking, "poet", 1), lone_answer(1, 0, "poet", 1))
-  assert has_bits_of(ask(asking, "judge", 1), lone_answer(1, 0, "judge"))
-  assert has_bits_of(ask(asking, "tiny", 1), lone_answer(1, 0))
+  assert has_bits_of(ask(asking, "poet", 1), said(1, 0, "poet", 1))
+  assert has_bits_of(ask(asking, "judge", 1), said(1, 0, "judge"))
+  assert has_bits_of(ask(asking, "tiny", 1), said(1, 0))
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_weights_are_replaced_by_whoever_has_the_token_alone(refusing, directori
     error = answer.json()["error"]
     assert error["code"] == "token_required"
     assert "got a server without a token, expected one with a token" in error["message"]
-    assert has_bits_of(ask(open_client, "tiny", 1), lone_answer(1, 0))
+    assert has_bits_of(ask(open_client, "tiny", 1), said(1, 0))
 
 
 @pytest.mark.thorough
@@ -302,7 +302,7 @@ def test_what_runs_ends_by_the_old_weights_and_what_waits_is_answered_by_the_new
   for seed, answer in enumerate(answers):
     # Whenever it was admitted, it names the weights that it used.
     base = {before["poet"]: 0, after["poet"]: 1}[answer["system_fingerprint"]]
-    assert has_bits_of(answer, lone_answer(seed, base, "poet"))
+    assert has_bits_of(answer, said(seed, base, "poet"))
 
 
 def make_job(name: str, count: int, deliver, fingerprint) -> Job:
