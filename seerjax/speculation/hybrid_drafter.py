@@ -168,28 +168,34 @@ class HybridDrafter:
       return
     choice = drafted.choice
     longest = max(choice.suffix_length, choice.model_length)
-    said = tuple(tokens[drafted.start : drafted.start + longest])
+    sampled = tuple(tokens[drafted.start : drafted.start + longest])
     best = 0
     by_suffix, by_model = drafted.paths
     if choice.suffix_length:
-      held = _held(by_suffix[0], said) if by_suffix else 0
+      held = _held(by_suffix[0], sampled) if by_suffix else 0
       best = held
-      self._tell(request_id, "suffix", choice.suffix_length, by_suffix[:1], held, said)
+      self._tell(request_id, "suffix", choice.suffix_length, by_suffix[:1], held, sampled)
       if by_suffix:  # An empty draft was counted when it was made.
         self.suffix.observe(request_id, group_id, len(by_suffix[0]), held)
     if choice.model_length:
-      counts = [_held(path, said) for path in by_model]
+      counts = [_held(path, sampled) for path in by_model]
       held, furthest = (counts[0], max(counts)) if counts else (0, 0)
       has_sibling = None if choice.width < 2 or not counts else furthest > held
       self._tell(
-        request_id, "model", choice.model_length, by_model[:1], held, said, sibling_held=has_sibling
+        request_id,
+        "model",
+        choice.model_length,
+        by_model[:1],
+        held,
+        sampled,
+        sibling_held=has_sibling,
       )
       if counts:
         path = by_model[counts.index(furthest)]
         self.model.observe(request_id, group_id, len(path), furthest)
       best = max(best, furthest)
     if choice.source == "both":
-      self._tell(request_id, "both", longest, [*by_suffix, *by_model], best, said)
+      self._tell(request_id, "both", longest, [*by_suffix, *by_model], best, sampled)
 
   def _tell(
     self,
@@ -198,7 +204,7 @@ class HybridDrafter:
     num_allowed: int,
     paths: Paths,
     num_held: int,
-    said: Sequence[int],
+    sampled: Sequence[int],
     *,
     sibling_held: bool | None = None,
   ) -> None:
@@ -207,8 +213,8 @@ class HybridDrafter:
     A path shorter than allowed counts as failed where it ended, because the plan needs to know what
     a source yields if it may draft that much. Beyond the end of the known text, nothing is counted.
     """
-    if num_held == len(said):
-      num_allowed = min(num_allowed, len(said))
+    if num_held == len(sampled):
+      num_allowed = min(num_allowed, len(sampled))
     num_drafted = min(max(map(len, paths), default=0), num_allowed)
     self.budget.observe(
       request_id, source, num_allowed, num_drafted, num_held, sibling_held=sibling_held
@@ -223,10 +229,10 @@ def _cut(choice: Choice, max_draft: int) -> Choice:
   )
 
 
-def _held(path: Sequence[int], said: Sequence[int]) -> int:
+def _held(path: Sequence[int], sampled: Sequence[int]) -> int:
   """Returns how many leading tokens of a path equal the sampled tokens."""
   count = 0
-  while count < min(len(path), len(said)) and path[count] == said[count]:
+  while count < min(len(path), len(sampled)) and path[count] == sampled[count]:
     count += 1
   return count
 

@@ -24,7 +24,7 @@ from seerjax.models import (
 )
 from seerjax.models.decoder import decide
 from seerjax.rollout import groups, journal as journal_lib
-from seerjax.run import policy as policy_lib
+from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.trainer import losses
 from seerjax.types import Problem, Verdict

@@ -60,28 +60,28 @@ def plain():
 
 @pytest.mark.thorough
 def test_a_good_model_drafts_and_a_useless_one_soon_does_not(plain):
-  told = {}
+  found = {}
   for kind in ("same", "nan"):
     engine, drafter = drafting_models.make_engine(NATIVE), hybrid(kind)
     engine.drafter = drafter
     for _ in range(4):
       for done in engine.generate(group(0)):
         assert done.has_bits_of(plain[done.request_id])
-    told[kind] = counts(drafter)
+    found[kind] = counts(drafter)
     if kind == "nan":
       # Its omitted drafts are expected to fail, so it is seldom called.
       assert 0 < drafter.model.counters.calls < engine.counters.visits / 4
       assert drafter.budget.acceptance["model"][0] < 0.4
-  drafted, accepted = told["same"]["model"]
+  drafted, accepted = found["same"]["model"]
   assert accepted > 0.8 * drafted > 60
-  assert told["nan"]["model"] == (0, 0)
-  assert told["nan"]["suffix"][1] > 0  # Equal texts repeat.
+  assert found["nan"]["model"] == (0, 0)
+  assert found["nan"]["suffix"][1] > 0  # Equal texts repeat.
 
 
 @pytest.mark.thorough
 def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
   dear = StepTimes(rows=(1, 64), seconds=(1.0, 64.0), visits=((1, 8, 1.0),), drafting_seconds=100.0)
-  told = {}
+  found = {}
   for drafter in (
     None,
     HybridDrafter(
@@ -94,12 +94,12 @@ def test_a_drafter_that_drafts_nothing_leaves_visits_as_long_as_they_are(plain):
     engine.drafter = drafter
     for done in engine.generate(group(0)):
       assert done.has_bits_of(plain[done.request_id])
-    told[drafter is None] = engine.counters.visits, engine.counters.steps
+    found[drafter is None] = engine.counters.visits, engine.counters.steps
     assert engine.drafter is drafter and engine.counters.drafted_tokens == 0
-  assert told[True] == told[False] and told[True][1] > 2 * told[True][0]
+  assert found[True] == found[False] and found[True][1] > 2 * found[True][0]
 
 
-class Said(NamedTuple):
+class Result(NamedTuple):
   """The arguments of `Budget.observe`."""
 
   source: str
@@ -109,11 +109,11 @@ class Said(NamedTuple):
   sibling: bool | None
 
 
-class Told:
+class Recorder:
   """A budget that plans one choice and records its feedback."""
 
   def __init__(self, choice: Choice, drafter: HybridDrafter):
-    self.choice, self.said = choice, []
+    self.choice, self.results = choice, []
     self.config, self.expected = drafter.budget.config, drafter.budget.expected
 
   def plan(self, request_ids, high=()):
@@ -122,7 +122,7 @@ class Told:
   def observe(
     self, request_id, source, num_allowed, num_drafted, num_accepted, *, sibling_held=None
   ):
-    self.said.append(Said(source, num_allowed, num_drafted, num_accepted, sibling_held))
+    self.results.append(Result(source, num_allowed, num_drafted, num_accepted, sibling_held))
 
   def finish(self, request_id):
     pass
@@ -130,7 +130,7 @@ class Told:
 
 def test_each_source_is_told_how_its_own_path_held():
   drafter = hybrid(width=3)
-  told = drafter.budget = Told(Choice("both", 4, 4, 2), drafter)  # pyright: ignore
+  recorder = drafter.budget = Recorder(Choice("both", 4, 4, 2), drafter)  # pyright: ignore
   tokens = [*PROMPT]
   drafter.suffix.finish("before", "g", [*PROMPT, 1, 2, 3, 4, 5], len(PROMPT))
   query = DraftQuery("r", "g", tokens, len(PROMPT), 20)
@@ -143,29 +143,29 @@ def test_each_source_is_told_how_its_own_path_held():
   tokens += [*sibling, 60]
   drafter.observe("r", "g", 2, 2)
   drafter.draft([query])
-  assert told.said == [
-    Said("suffix", 4, 4, 0, None), Said("model", 4, 4, 1, True), Said("both", 4, 4, 2, None)
+  assert recorder.results == [
+    Result("suffix", 4, 4, 0, None), Result("model", 4, 4, 1, True), Result("both", 4, 4, 2, None)
   ]  # fmt: skip
   assert (drafter.acceptance.num_drafted, drafter.acceptance.num_accepted) == (2, 2)
   assert drafter.model.acceptance.num_accepted == 2
   # A completion that ends within a draft is no evidence about the rest.
-  told.said.clear()
+  recorder.results.clear()
   main = drafter._drafted["r"].paths[1][0]
   drafter.finish("r", "g", [*tokens, *main[:2]], len(PROMPT))
-  assert told.said[1] == Said("model", 2, 2, 2, False)
+  assert recorder.results[1] == Result("model", 2, 2, 2, False)
   # A draft with an unknown outcome gives no feedback.
-  told.said.clear()
+  recorder.results.clear()
   drafter.draft([query._replace(request_id="s")])
   drafter.finish("s", "g", tokens, len(PROMPT))
-  assert not told.said and not drafter._drafted
+  assert not recorder.results and not drafter._drafted
 
 
 def test_what_is_planned_is_cut_at_what_can_be_used():
   drafter = hybrid()
-  drafter.budget = Told(Choice("model", 0, 7, 1), drafter)  # pyright: ignore
+  drafter.budget = Recorder(Choice("model", 0, 7, 1), drafter)  # pyright: ignore
   (paths,) = drafter.draft([DraftQuery("r", "", [*PROMPT], len(PROMPT), 2)])
   assert [len(path) for path in paths] == [2]
-  drafter.budget = Told(NOTHING, drafter)  # pyright: ignore
+  drafter.budget = Recorder(NOTHING, drafter)  # pyright: ignore
   assert drafter.draft([DraftQuery("s", "", [*PROMPT], len(PROMPT), 2)]) == ()
 
 
