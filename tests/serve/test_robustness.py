@@ -103,7 +103,10 @@ def ask(address: tuple[str, int], rng: random.Random, kind: str, most: int) -> b
   length, text = drawn(rng, kind, most)
   line = b"POST /v1/completions HTTP/1.1\r\n"
   if kind == "other methods":
-    line = rng.choice([b"GET /v1/completions", b"PUT /v1/models", b"POST /"]) + b" HTTP/1.1\r\n"
+    line = (
+      rng.choice([b"GET /v1/completions", b"PUT /v1/models", b"POST /v1/nothing"])
+      + b" HTTP/1.1\r\n"
+    )
   elif kind == "no HTTP":
     line = rng.choice([b"\x16\x03\x01\x02\x00", b"hello\r\n", b"GET\r\n"])
   with socket.create_connection(address, timeout=600) as to:
