@@ -83,6 +83,12 @@ def one_of(choices: Collection[Any], fix: str = "choose one") -> Rule:
   return Rule(f"one of {tuple(choices)}", lambda value: value in choices, fix)
 
 
+def or_none(rule: Rule) -> Rule:
+  return Rule(
+    f"{rule.expected}, or None", lambda value: value is None or rule.is_right(value), rule.fix
+  )
+
+
 SEED = Rule("0 <= seed < 2**63", lambda value: 0 <= value < 2**63, "choose a smaller one")
 
 

@@ -185,8 +185,15 @@ class MosaicGpu(Tiled):
     return tuple(write(whole, new) for whole, new in zip(pages, values, strict=True))
 
   def attend(
-    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
+    assert rule == attention.CAUSAL and sinks is None, f"got {rule}; `backends.choice` refuses it"
     del rows
     keys, values = pages
     config = attention_kernel.Config(

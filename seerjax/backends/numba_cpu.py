@@ -78,8 +78,15 @@ class NumbaCpu(Tiled):
     )
 
   def attend(
-    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
+    assert rule == attention.CAUSAL and sinks is None, f"got {rule}; `backends.choice` refuses it"
     del rows
     keys, values = pages
     return native_attention.attend(q, (keys, values), batch)
@@ -91,7 +98,10 @@ class NumbaCpu(Tiled):
     values: tuple[Array, ...],
     batch: TokenBatch,
     rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
+    assert rule == attention.CAUSAL and sinks is None, f"got {rule}; `backends.choice` refuses it"
     del rows
     key_pages, value_pages = (jax.ShapeDtypeStruct(page.shape, page.dtype) for page in pages)
     keys, own_values = values

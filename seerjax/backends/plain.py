@@ -49,13 +49,20 @@ class Plain(Tiled):
     return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
 
   def attend(
-    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
     keys, values = pages
-    return attention.attend(q, keys, values, batch, rows, self.numerics, read_splits)
+    numerics, read = self.numerics, read_splits
+    return attention.attend(q, keys, values, batch, rows, numerics, read, rule=rule, sinks=sinks)
 
 
-def read_splits(numerics, q, k_pages, v_pages, batch, rows):
+def read_splits(rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
   """Processes all segments and heads at once, split by split up to the longest sequence.
 
   This is what one would write without the contract: shapes, and so bits, depend on the batch.
@@ -65,7 +72,7 @@ def read_splits(numerics, q, k_pages, v_pages, batch, rows):
   split, group = numerics.kv_split, q.shape[2]
   pages_per_split = split // page_size
   position_of = rows.position_of[:num_segments]
-  queries = q[rows.row_of[:num_segments]] * jnp.asarray(head_dim**-0.5, q.dtype)
+  queries = q[rows.row_of[:num_segments]] * jnp.asarray(rule.factor(head_dim), q.dtype)
   columns = jnp.arange(split, dtype=jnp.int32)
 
   def body(index: Array, total: attention.Partial) -> attention.Partial:
@@ -78,9 +85,9 @@ def read_splits(numerics, q, k_pages, v_pages, batch, rows):
     scores = jnp.einsum(
       "sqkgc,ksxc->ksqgx", queries, read(k_pages), preferred_element_type=jnp.float32
     )
-    visible = index * split + columns[None, None, :] <= position_of[:, :, None]
+    visible = rule.is_visible(index * split + columns[None, None, :], position_of[:, :, None])
     visible = visible[None, :, :, None, :]
-    scores = jnp.where(visible, scores, jnp.float32(attention.MASKED))
+    scores = jnp.where(visible, rule.capped(scores), jnp.float32(attention.MASKED))
     maximum = jnp.max(scores, axis=-1)
     weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), jnp.float32(0))
     values = read(v_pages)
@@ -92,6 +99,8 @@ def read_splits(numerics, q, k_pages, v_pages, batch, rows):
 
   total = attention.nothing((num_heads, num_segments, query_tile, group), head_dim)
   total = lax.fori_loop(jnp.int32(0), jnp.max(position_of) // split + 1, body, total)
+  if sinks is not None:
+    total = attention.with_sinks(total, sinks.astype(jnp.float32)[:, None, None, :])
   out = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
   out = out.astype(q.dtype).reshape(num_heads, num_segments * query_tile, group, head_dim)
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)

@@ -172,6 +172,8 @@ class Backend(Operations, Protocol):
     pages: tuple[Array, ...],
     batch: TokenBatch,
     rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
     """Attention of every row over its own sequence's pages: f[n, k, g, c]; `ops.attention`."""
     ...
@@ -183,6 +185,8 @@ class Backend(Operations, Protocol):
     values: tuple[Array, ...],
     batch: TokenBatch,
     rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
     """Combines `write_pages` and `attend` for rows that attend only to each other.
 

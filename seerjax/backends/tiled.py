@@ -93,10 +93,17 @@ class Tiled:
     return tuple(write(whole, new) for whole, new in zip(pages, values, strict=True))
 
   def attend(
-    self, q: Array, pages: tuple[Array, ...], batch: TokenBatch, rows: attention.SegmentRows
+    self,
+    q: Array,
+    pages: tuple[Array, ...],
+    batch: TokenBatch,
+    rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
     keys, values = pages
-    return attention.attend(q, keys, values, batch, rows, self.numerics)
+    numerics = self.numerics
+    return attention.attend(q, keys, values, batch, rows, numerics, rule=rule, sinks=sinks)
 
   def attend_own(
     self,
@@ -105,8 +112,11 @@ class Tiled:
     values: tuple[Array, ...],
     batch: TokenBatch,
     rows: attention.SegmentRows,
+    rule: attention.AttentionRule = attention.CAUSAL,
+    sinks: Array | None = None,
   ) -> Array:
-    return self.attend(q, self.write_pages(pages, values, batch.slots, batch.num_rows), batch, rows)
+    pages = self.write_pages(pages, values, batch.slots, batch.num_rows)
+    return self.attend(q, pages, batch, rows, rule, sinks)
 
   def after_attention(
     self,

@@ -14,13 +14,24 @@ masked split changes nothing. Decoding (one live row), verification (1 + drafts)
 training (full segments) are therefore one program with one set of bits; its time depends on the
 actual number of positions.
 
+A window begins inside a split: splits before it are no items, and its first split is masked up to
+the row's first key. A sink is one more term of the last merge, so it does not depend on which
+splits a row's segment has:
+
+    positions   0        kv_split     2 kv_split
+    window      .             ---|------- w -------|       keys p - w + 1 to p of row p
+    splits        no item    |---- 1 ----|-- 2             then merge(..., sink)
+
 Sources: Milakov & Gimelshein 2018, https://arxiv.org/abs/1805.02867; flash-decoding; He et al. 2025
-(Thinking Machines) for fixed split sizes.
+(Thinking Machines) for fixed split sizes; Mistral 7B, https://arxiv.org/abs/2310.06825, for
+windows; Gemma 2, https://arxiv.org/abs/2408.00118, for soft caps; gpt-oss,
+https://arxiv.org/abs/2508.10925, for sinks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -29,7 +40,7 @@ from jax import lax
 from jax.experimental import layout
 import jax.numpy as jnp
 
-from seerjax import numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
 from seerjax.ops import tiles
 from seerjax.types import KeyCopies, TokenBatch
@@ -40,6 +51,48 @@ MASKED = -1e30
 QUERY_ROWS = 8
 # Query positions that the gradient processes at a time.
 BACKWARD_BLOCK = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionRule:
+  """States which keys a row sees and how scores become weights; the defaults are causal.
+
+  Attributes:
+    window: positions that a row sees, its own included; None for all before it.
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap), before they are masked; None for none.
+    scale: factor on scores; None is 1 / sqrt(c).
+  """
+
+  window: int | None = None
+  soft_cap: float | None = None
+  scale: float | None = None
+
+  def __post_init__(self):
+    fields.check(
+      self,
+      window=fields.or_none(fields.at_least(1, "write None for a layer without a window")),
+      soft_cap=fields.or_none(fields.positive("write None for scores without a cap")),
+      scale=fields.or_none(fields.positive("write None for 1 / sqrt(head_dim)")),
+    )
+
+  def factor(self, head_dim: int) -> float:
+    """Returns the factor on scores for heads of `head_dim` features."""
+    return head_dim**-0.5 if self.scale is None else self.scale
+
+  def is_visible(self, keys: Array, rows: Array) -> Array:
+    """Returns bool[...], whether rows at positions `rows` see keys at positions `keys`."""
+    visible = keys <= rows
+    return visible if self.window is None else visible & (keys > rows - self.window)
+
+  def capped(self, scores: Array) -> Array:
+    """Returns the scores under the soft cap."""
+    if self.soft_cap is None:
+      return scores
+    cap = jnp.float32(self.soft_cap)
+    return cap * jnp.tanh(scores / cap)
+
+
+CAUSAL = AttentionRule()
 
 
 class Partial(NamedTuple):
@@ -60,7 +113,8 @@ class SegmentRows(NamedTuple):
     position_of: i32[s, q], absolute position of each, -1 past the end of a segment.
     place_of: i32[n], flat place (segment * query_tile + offset) of each row.
     page_table: i32[s, p], the batch's page table, with s padded to whole blocks.
-    num_splits: i32[b, slot_tile], number of items of each segment.
+    num_splits: i32[b, slot_tile], number of items of each segment; under a window these are the
+      splits from that of its first row's first key on.
     first_item: i32[b, slot_tile], first item of each segment.
     segment_of: i32[b, w], segment of each item.
     split_of: i32[b, w], split of each item.
@@ -77,9 +131,15 @@ class SegmentRows(NamedTuple):
 
 
 def segment_rows(
-  batch: TokenBatch, numerics: numerics_lib.NumericsConfig, page_size: int
+  batch: TokenBatch,
+  numerics: numerics_lib.NumericsConfig,
+  page_size: int,
+  window: int | None = None,
 ) -> SegmentRows:
-  """Returns the maps between rows, segments and items. Segments are in the order of their rows."""
+  """Returns the maps between rows, segments and items. Segments are in the order of their rows.
+
+  With a window, the maps are those of layers with an `AttentionRule` of this window.
+  """
   num_segments, num_rows = batch.segment_start.shape[0], batch.tokens.shape[0]
   query_tile, slot_tile = numerics.query_tile, numerics.slot_tile
   offsets = jnp.arange(query_tile, dtype=jnp.int32)
@@ -100,14 +160,22 @@ def segment_rows(
   page_table = jnp.pad(batch.page_table, ((0, padding), (0, 0)))
   last = jnp.max(position_of, axis=1).reshape(-1, slot_tile)
   num_splits = jnp.where(last >= 0, last // numerics.kv_split + 1, 0)
+  all_splits = per_segment = batch.page_table.shape[1] * page_size // numerics.kv_split
+  first_split = None
+  if window is not None:
+    first_key = jnp.maximum(position_of[:, 0].reshape(-1, slot_tile) - (window - 1), 0)
+    first_split = jnp.where(last >= 0, first_key // numerics.kv_split, 0)
+    num_splits = num_splits - first_split
+    per_segment = min(all_splits, touched_splits(window + query_tile - 1, numerics.kv_split))
   ends = jnp.cumsum(num_splits, axis=1, dtype=jnp.int32)
   first_item = ends - num_splits
-  most_splits = batch.page_table.shape[1] * page_size // numerics.kv_split
-  items = jnp.arange(slot_tile * max(2, most_splits), dtype=jnp.int32)
+  items = jnp.arange(slot_tile * max(2, per_segment), dtype=jnp.int32)
   find = functools.partial(jnp.searchsorted, side="right")
   within = jax.vmap(find, in_axes=(0, None))(ends, items).astype(jnp.int32)
   within = jnp.minimum(within, slot_tile - 1)
   split_of = items[None, :] - jnp.take_along_axis(first_item, within, axis=1)
+  if first_split is not None:
+    split_of = split_of + jnp.take_along_axis(first_split, within, axis=1)
   blocks = jnp.arange(ends.shape[0], dtype=jnp.int32)[:, None]
   return SegmentRows(
     row_of=row_of,
@@ -118,8 +186,13 @@ def segment_rows(
     first_item=first_item,
     segment_of=blocks * slot_tile + within,
     # Items past the last one read valid data, but nothing reads their results.
-    split_of=jnp.clip(split_of, 0, max(most_splits - 1, 0)),
+    split_of=jnp.clip(split_of, 0, max(all_splits - 1, 0)),
   )
+
+
+def touched_splits(count: int, split: int) -> int:
+  """Returns the most splits that `count` consecutive positions touch."""
+  return (count - 2 + split) // split + 1
 
 
 def whole_queries(query_tile: int, group: int) -> int:
@@ -153,6 +226,7 @@ def split_partial(
   k: Float[Array, "z x c"],
   v: Float[Array, "z x c"],
   visible: Array,
+  rule: AttentionRule = CAUSAL,
 ) -> Partial:
   """Returns the softmax sum of one split, with its own maximum.
 
@@ -161,12 +235,13 @@ def split_partial(
     k: f[z, x, c], keys of the split.
     v: f[z, x, c], values of the split.
     visible: bool[z, q, x], whether a query sees a key.
+    rule: its soft cap is used.
   """
   batched = (((2,), (2,)), ((0,), (0,)))
   scores = lax.dot_general(
     q, k, batched, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
   )
-  scores = jnp.where(visible, scores, jnp.float32(MASKED))
+  scores = jnp.where(visible, rule.capped(scores), jnp.float32(MASKED))
   maximum = jnp.max(scores, axis=-1)
   weights = jnp.where(visible, jnp.exp(scores - maximum[..., None]), jnp.float32(0))
   weighted = lax.dot_general(
@@ -191,6 +266,12 @@ def merge(left: Partial, right: Partial) -> Partial:
   )
 
 
+def with_sinks(total: Partial, sinks: Float[Array, "..."]) -> Partial:
+  """Returns the sum with a key of score `sinks` f32[..., q] and value zero: the last merge."""
+  maximum = jnp.broadcast_to(sinks, total.maximum.shape)
+  return merge(total, Partial(maximum, jnp.ones_like(total.total), jnp.zeros_like(total.weighted)))
+
+
 def attend(
   q: Float[Array, "n k g c"],
   k_pages: Float[Array, "k m z c"],
@@ -199,17 +280,23 @@ def attend(
   rows: SegmentRows,
   numerics: numerics_lib.NumericsConfig,
   read: Callable[..., Array] | None = None,
+  *,
+  rule: AttentionRule = CAUSAL,
+  sinks: Float[Array, "k g"] | None = None,
 ) -> Float[Array, "n k g c"]:
   """Causal attention of every row over its own sequence's pages.
 
   Args:
-    q: f[n, k, g, c], queries by key/value head; scaled by 1 / sqrt(c) here, in float32.
+    q: f[n, k, g, c], queries by key/value head; scaled here, in float32.
     k_pages: f[k, m, z, c], keys by head, page and offset; the rows' own keys are already written.
     v_pages: f[k, m, z, c], values likewise.
     batch: rows and segments.
-    rows: `segment_rows` of the batch.
+    rows: `segment_rows` of the batch, with the rule's window.
     numerics: sizes of tiles and splits.
-    read: forward pass with these arguments, `numerics` first; None is the tiled one.
+    read: forward pass `(rule, numerics, q, k_pages, v_pages, sinks, batch, rows)`; None is the
+      tiled one.
+    rule: keys that a row sees, and how scores become weights.
+    sinks: f[k, g], score of a key of every row that has no value, by head; None for none.
 
   Returns:
     f[n, k, g, c] in q's dtype. The gradient assumes the training layout of pages: row j of a
@@ -218,15 +305,15 @@ def attend(
     belong to other sequences.
   """
   read = _tiled if read is None else read
-  return _attend(read, numerics, q, k_pages, v_pages, batch, rows)
+  return _attend(read, rule, numerics, q, k_pages, v_pages, sinks, batch, rows)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(read, numerics, q, k_pages, v_pages, batch, rows):
-  return read(numerics, q, k_pages, v_pages, batch, rows)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(read, rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
+  return read(rule, numerics, q, k_pages, v_pages, sinks, batch, rows)
 
 
-def _tiled(numerics, q, k_pages, v_pages, batch, rows):
+def _tiled(rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
   num_rows, num_heads, group, head_dim = q.shape
   num_pages, page_size = k_pages.shape[1:3]
   query_tile, slot_tile, split = numerics.query_tile, numerics.slot_tile, numerics.kv_split
@@ -236,7 +323,7 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
   k_blocks = k_pages.reshape(num_heads * num_pages, page_size, head_dim)
   v_blocks = v_pages.reshape(num_heads * num_pages, page_size, head_dim)
   queries = q.reshape(num_rows * num_heads, group, head_dim)
-  scale = jnp.float32(head_dim**-0.5)
+  scale = jnp.float32(rule.factor(head_dim))
   zero, one = jnp.int32(0), tiles.traced_one(batch.num_rows)
   num_queries = query_tile * group
   query_rows = whole_queries(query_tile, group)
@@ -266,8 +353,8 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
     key_positions = splits[:, None] * split + columns[None, :]
     positions = jnp.repeat(take(rows.position_of, segments), group, axis=1)
     positions = jnp.pad(positions, ((0, 0), missing), constant_values=-1)
-    visible = key_positions[:, None, :] <= positions[:, :, None]
-    parts = split_partial(q_rows, read(k_blocks), read(v_blocks), visible)
+    visible = rule.is_visible(key_positions[:, None, :], positions[:, :, None])
+    parts = split_partial(q_rows, read(k_blocks), read(v_blocks), visible, rule)
     return jax.tree.map(
       lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, first, 0), done, parts
     )
@@ -294,6 +381,9 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
 
       total = nothing((slot_tile, query_rows), head_dim)
       total = lax.fori_loop(zero, most_splits, merge_body, total)
+      if sinks is not None:
+        own = jnp.tile(take(sinks, head).astype(jnp.float32), query_tile)
+        total = with_sinks(total, jnp.pad(own, (0, query_rows - num_queries))[None])
       # Rows without a position see no key: 0 / 1.
       mean = total.weighted / jnp.where(total.total > 0, total.total, 1.0)[..., None]
       mean = mean[:, :num_queries].astype(q.dtype)
@@ -311,19 +401,19 @@ def _tiled(numerics, q, k_pages, v_pages, batch, rows):
   return jnp.swapaxes(out[:, rows.place_of], 0, 1)
 
 
-def _attend_forward(read, numerics, q, k_pages, v_pages, batch, rows):
-  out = _attend(read, numerics, q, k_pages, v_pages, batch, rows)
-  return out, (q, k_pages, v_pages, batch)
+def _attend_forward(read, rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
+  out = _attend(read, rule, numerics, q, k_pages, v_pages, sinks, batch, rows)
+  return out, (q, k_pages, v_pages, sinks, batch)
 
 
-def _attend_backward(forward, numerics, residuals, gradient):
+def _attend_backward(forward, rule, numerics, residuals, gradient):
   """Differentiates causal attention by sequence and block of queries, in float32.
 
   The gradients are exact, in one fixed order: one program for one key/value head, looped over the
   local heads; the time depends on the actual lengths.
   """
   del forward
-  q, k_pages, v_pages, batch = residuals
+  q, k_pages, v_pages, sinks, batch = residuals
   _, num_pages, page_size, head_dim = k_pages.shape
   pages_per_sequence = batch.page_table.shape[1]
   num_sequences = (num_pages - 1) // pages_per_sequence
@@ -331,7 +421,7 @@ def _attend_backward(forward, numerics, residuals, gradient):
   live = jnp.arange(q.shape[0], dtype=jnp.int32) < batch.num_rows
   # Padding rows are written to the dump page 0, which no sequence owns.
   slots = jnp.where(live, batch.slots, 0)
-  scale = jnp.float32(head_dim**-0.5)
+  scale = jnp.float32(rule.factor(head_dim))
   block = min(BACKWARD_BLOCK, numerics.kv_split)  # Divides the length.
   # i32[b] each: the first position of a sequence's rows, and the end of the last one.
   offsets = jnp.arange(length, dtype=jnp.int32)
@@ -345,12 +435,13 @@ def _attend_backward(forward, numerics, residuals, gradient):
   owner = batch.page_table[:, -1] // pages_per_sequence - 1
   tables = tables.at[jnp.where(used, owner, num_sequences)].set(batch.page_table, mode="drop")
   places = Places(live, slots, tables, firsts, ends)
-  head = functools.partial(_head_backward, (block, scale))
+  head = functools.partial(_head_backward, rule, (block, scale))
   by_head = lambda x: jnp.swapaxes(x, 0, 1)
-  slabs = by_head(q), by_head(gradient), k_pages, v_pages
+  slabs = by_head(q), by_head(gradient), k_pages, v_pages, sinks
   one = tiles.traced_one(batch.num_rows)
-  grad_q, grad_k, grad_v = tiles.looped_slabs(head, places, slabs, one, gradient)
-  return by_head(grad_q), grad_k, grad_v, None, None
+  found = tiles.looped_slabs(head, places, slabs, one, gradient)
+  grad_q, grad_k, grad_v, grad_sinks = found
+  return by_head(grad_q), grad_k, grad_v, grad_sinks, None, None
 
 
 class Places(NamedTuple):
@@ -371,9 +462,20 @@ class Places(NamedTuple):
   ends: Array
 
 
-def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tuple[Array, ...]:
-  """Returns one key/value head's gradients: queries f[n, g, c], keys and values f[m, z, c]."""
-  (block, scale), (q, gradient, k_pages, v_pages) = sizes, given
+def _softmax(scores: Array, sinks: Array | None) -> tuple[Array, Array | None]:
+  """Returns the weights of keys f32[q, g, x], and of sinks f32[q, g] if there are any."""
+  if sinks is None:
+    return jax.nn.softmax(scores, axis=-1), None
+  own = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None], (*scores.shape[:2], 1))
+  weights = jax.nn.softmax(jnp.concatenate([scores, own], axis=-1), axis=-1)
+  return weights[..., :-1], weights[..., -1]
+
+
+def _head_backward(
+  rule: AttentionRule, sizes: tuple[int, Array], places: Places, given: Any
+) -> tuple[Array | None, ...]:
+  """Returns one head's gradients: queries f[n, g, c], keys and values f[m, z, c], sinks f[g]."""
+  (block, scale), (q, gradient, k_pages, v_pages, sinks) = sizes, given
   num_pages, page_size, head_dim = k_pages.shape
   live, slots, tables, firsts, ends = places
   num_sequences, pages_per_sequence = tables.shape
@@ -406,47 +508,55 @@ def _head_backward(sizes: tuple[int, Array], places: Places, given: Any) -> tupl
     return whole.at[table].add(part, mode="promise_in_bounds", unique_indices=True)
 
   def sequence_body(sequence: Array, totals):
-    grad_q, grad_k, grad_v = totals
+    grad_q, grad_k, grad_v, grad_sinks = totals
     table = tables[sequence]
     k, v = read(k_all, table), read(v_all, table)
 
     def block_body(index: Array, carry):
-      grad_q, own_k, own_v = carry
+      grad_q, own_k, own_v, grad_sinks = carry
       first = index * block
       start, size = (sequence, first, zero, zero), (1, block, *q_seq.shape[2:])
       # Positions of other sequences' rows are zero in both, and so are all their gradients.
       q_block = lax.dynamic_slice(q_seq, start, size)[0]
       gradient_block = lax.dynamic_slice(gradient_seq, start, size)[0]
       positions = first + jnp.arange(block, dtype=jnp.int32)
-      visible = offsets[None, None, :] <= positions[:, None, None]
-      scores = jnp.einsum("qgc,xc->qgx", q_block * scale, k)
+      visible = rule.is_visible(offsets[None, None, :], positions[:, None, None])
+      scores = rule.capped(jnp.einsum("qgc,xc->qgx", q_block * scale, k))
       # The barrier prevents fusion with the sums, with which XLA's CPU products are much slower.
-      weights, grad_weights = lax.optimization_barrier(
+      (weights, of_sinks), grad_weights = lax.optimization_barrier(
         (
-          jax.nn.softmax(jnp.where(visible, scores, jnp.float32(MASKED)), axis=-1),
+          _softmax(jnp.where(visible, scores, jnp.float32(MASKED)), sinks),
           jnp.einsum("qgc,xc->qgx", gradient_block, v),
         )
       )
       inner = jnp.sum(weights * grad_weights, axis=-1, keepdims=True)
       grad_scores = weights * (grad_weights - inner)
+      if rule.soft_cap is not None:
+        grad_scores = grad_scores * (1 - jnp.square(scores / jnp.float32(rule.soft_cap)))
+      if of_sinks is not None:
+        grad_sinks = grad_sinks - jnp.sum(of_sinks * inner[..., 0], axis=0)
       part = jnp.einsum("qgx,xc->qgc", grad_scores, k) * scale
       return (
         lax.dynamic_update_slice(grad_q, part[None], start),
         own_k + jnp.einsum("qgx,qgc->xc", grad_scores, q_block * scale),
         own_v + jnp.einsum("qgx,qgc->xc", weights, gradient_block),
+        grad_sinks,
       )
 
     num_blocks = (ends[sequence] + (block - 1)) // block
-    carry = grad_q, jnp.zeros_like(k), jnp.zeros_like(v)
-    grad_q, own_k, own_v = lax.fori_loop(firsts[sequence] // block, num_blocks, block_body, carry)
-    return grad_q, add_to(grad_k, own_k, table), add_to(grad_v, own_v, table)
+    carry = grad_q, jnp.zeros_like(k), jnp.zeros_like(v), grad_sinks
+    carry = lax.fori_loop(firsts[sequence] // block, num_blocks, block_body, carry)
+    grad_q, own_k, own_v, grad_sinks = carry
+    return grad_q, add_to(grad_k, own_k, table), add_to(grad_v, own_v, table), grad_sinks
 
-  totals = tuple(
-    tiles.late_zeros(like.shape, like.dtype, gradient_seq) for like in (q_seq, k_all, v_all)
-  )
-  grad_q, grad_k, grad_v = lax.fori_loop(zero, jnp.int32(num_sequences), sequence_body, totals)
+  zeros = lambda like: tiles.late_zeros(like.shape, jnp.float32, gradient_seq)
+  totals = jax.tree.map(zeros, (q_seq, k_all, v_all, sinks))
+  totals = lax.fori_loop(zero, jnp.int32(num_sequences), sequence_body, totals)
+  grad_q, grad_k, grad_v, grad_sinks = totals
   to_pages = lambda x: x.at[0].set(0).astype(k_pages.dtype)
-  return from_sequence(grad_q).astype(q.dtype), to_pages(grad_k), to_pages(grad_v)
+  if sinks is not None:
+    grad_sinks = grad_sinks.astype(sinks.dtype)
+  return from_sequence(grad_q).astype(q.dtype), to_pages(grad_k), to_pages(grad_v), grad_sinks
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -525,13 +635,26 @@ _write_pages.defvjp(_write_pages_forward, _write_pages_backward)
 
 
 def attention_reference(
-  q: Float[Array, "t k g c"], k: Float[Array, "t k c"], v: Float[Array, "t k c"]
+  q: Float[Array, "t k g c"],
+  k: Float[Array, "t k c"],
+  v: Float[Array, "t k c"],
+  *,
+  rule: AttentionRule = CAUSAL,
+  sinks: Float[Array, "k g"] | None = None,
 ) -> Float[Array, "t k g c"]:
   """Returns the causal attention of one whole sequence, f32[t, k, g, c], as a reference."""
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   scores = jnp.einsum("qkgc,xkc->kgqx", q, k, precision=lax.Precision.HIGHEST)
-  scores = scores / jnp.sqrt(jnp.float32(q.shape[-1]))
+  scores = scores * jnp.float32(rule.factor(q.shape[-1]))
+  if rule.soft_cap is not None:
+    scores = rule.soft_cap * jnp.tanh(scores / rule.soft_cap)
   length = q.shape[0]
-  causal = jnp.tril(jnp.ones((length, length), bool))
-  weights = jax.nn.softmax(jnp.where(causal[None, None], scores, -jnp.inf), axis=-1)
+  visible = jnp.tril(jnp.ones((length, length), bool))
+  if rule.window is not None:
+    visible = visible & ~jnp.tril(jnp.ones((length, length), bool), -rule.window)
+  scores = jnp.where(visible[None, None], scores, -jnp.inf)
+  if sinks is not None:
+    own = jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None, None], (*scores.shape[:3], 1))
+    scores = jnp.concatenate([scores, own], axis=-1)
+  weights = jax.nn.softmax(scores, axis=-1)[..., :length]
   return jnp.einsum("kgqx,xkc->qkgc", weights, v, precision=lax.Precision.HIGHEST)

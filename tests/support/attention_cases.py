@@ -77,13 +77,13 @@ def rows_of(sequences, pieces, rows):
   return [jnp.concatenate([x, jnp.full((missing, *x.shape[1:]), 77, x.dtype)]) for x in joined]
 
 
-@functools.partial(jax.jit, static_argnums=(6,))
-def run(q, k, v, k_pages, v_pages, batch, numerics):
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def run(q, k, v, k_pages, v_pages, batch, numerics, rule=attention.CAUSAL, sinks=None):
   """Writes keys and values and attends, as one layer does."""
   backend = choice.backend_of(numerics)
   pages = backend.write_pages((k_pages, v_pages), (k, v), batch.slots, batch.num_rows)
-  rows = attention.segment_rows(batch, numerics, k_pages.shape[2])
-  return backend.attend(q, pages, batch, rows), *pages
+  rows = attention.segment_rows(batch, numerics, k_pages.shape[2], rule.window)
+  return backend.attend(q, pages, batch, rows, rule, sinks), *pages
 
 
 def pages_like(num_pages, page_size, dtype=jnp.float32, fill=0.0):
@@ -102,6 +102,8 @@ def attend(
   num_pages=13,
   fill=0.0,
   numerics=NUMERICS,
+  rule=attention.CAUSAL,
+  sinks=None,
 ):
   """Rows of one batch on fresh pages, which hold `fill`; live rows only."""
   batch = batch_of(
@@ -109,5 +111,5 @@ def attend(
   )
   q, k, v = rows_of(sequences, pieces, rows)
   pages = pages_like(num_pages, page_size, q.dtype, fill)
-  out, _, _ = run(q, k, v, pages, pages, batch, numerics)
+  out, _, _ = run(q, k, v, pages, pages, batch, numerics, rule, sinks)
   return np.asarray(out)[: int(batch.num_rows)]
