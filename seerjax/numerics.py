@@ -43,6 +43,9 @@ KEY_IMPLEMENTATION = "threefry2x32"
 # compiler's estimates (docs/results/tpu_compile.md), fewer rows take nearly as long there.
 ROW_TILES: Mapping[str, int] = types.MappingProxyType({"tpu": 128})
 ROW_TILE = 16
+# The same for the rows of a tile of one expert: decoding gives most experts a row or none.
+EXPERT_TILES: Mapping[str, int] = types.MappingProxyType({"tpu": 128})
+EXPERT_TILE = 8
 # JAX settings that a process may change and that change bits, with their usual values. A
 # fingerprint contains those with another value.
 JAX_SETTINGS: Mapping[str, Any] = types.MappingProxyType({
@@ -75,6 +78,8 @@ class NumericsConfig:
       rows that depend on the batch (to measure the cost of invariance).
     row_tile: rows of the one compiled tile program of token-wise work, at least two. 16 suits small
       batches, 64 training-heavy runs. 0 lets the platform decide (`row_tile_of`).
+    expert_tile: rows of the one compiled tile program of an expert, at least two (`ops.moe`). 0
+      lets the platform decide, and is in no fingerprint: a model without experts keeps it.
     query_tile: positions of one attention segment.
     slot_tile: items of attention (a segment and a split) that one compiled program processes.
     kv_split: positions of one split of the key/value reduction, aligned to absolute positions.
@@ -86,6 +91,7 @@ class NumericsConfig:
 
   backend: Backend = "auto"
   row_tile: int = 0
+  expert_tile: int = 0
   query_tile: int = 8
   slot_tile: int = 8
   kv_split: int = 256
@@ -105,15 +111,16 @@ class NumericsConfig:
         " expected compute_dtype='bfloat16', which the kernels require; set it, or"
         " backend='tiled'."
       )
-    for field in ("row_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards"):
+    sizes = ("row_tile", "expert_tile", "query_tile", "slot_tile", "kv_split", "reduction_shards")
+    for field in sizes:
       value = getattr(self, field)
-      if field in ("row_tile", "reduction_shards") and value == 0:
+      if field in ("row_tile", "expert_tile", "reduction_shards") and value == 0:
         continue
       if value < 1 or value & (value - 1):
         raise ValueError(
           f"NumericsConfig.{field}: got {value}, expected a power of two; the defaults are"
-          " row_tile=0 (chosen for the platform), query_tile=8, slot_tile=8, kv_split=256,"
-          " reduction_shards=0 (chosen for the model)."
+          " row_tile=0 and expert_tile=0 (chosen for the platform), query_tile=8, slot_tile=8,"
+          " kv_split=256, reduction_shards=0 (chosen for the model)."
         )
 
   @property
@@ -142,6 +149,14 @@ def with_row_tile(numerics: NumericsConfig) -> NumericsConfig:
   if numerics.row_tile:
     return numerics
   return dataclasses.replace(numerics, row_tile=row_tile_of(jax.devices()[0].platform))
+
+
+def with_expert_tile(numerics: NumericsConfig) -> NumericsConfig:
+  """Works like `with_row_tile`, for the rows of a tile of one expert."""
+  if numerics.expert_tile:
+    return numerics
+  platform = jax.devices()[0].platform
+  return dataclasses.replace(numerics, expert_tile=EXPERT_TILES.get(platform, EXPERT_TILE))
 
 
 def largest_shards(sizes: Iterable[int]) -> int:
@@ -270,6 +285,8 @@ def fingerprint(numerics: NumericsConfig, remat: str = "none") -> dict[str, str]
   """
   require_decided(numerics, why="a fingerprint names it")
   values = {field: str(value) for field, value in dataclasses.asdict(numerics).items()}
+  if not numerics.expert_tile:
+    del values["expert_tile"]
   values["bits_version"] = str(BITS_VERSION)
   if numerics.backend == "native":
     values["native_bits_version"] = str(NATIVE_BITS_VERSION)
