@@ -29,10 +29,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from seerjax import NumericsConfig, rl, ttt
+from seerjax import NumericsConfig, layer_kinds, rl, ttt
 from seerjax.discovery import loading
 from seerjax.discovery.config import DiscoverConfig, TinyConfig
 from seerjax.engine.engine import EngineConfig
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
   flax_module,
@@ -53,13 +54,19 @@ NUMERICS = NumericsConfig(query_tile=4, slot_tile=32, kv_split=64)
 MODEL = model_config.TransformerConfig(
   vocab_size=TOKENIZER.vocab_size,
   hidden_size=32,
-  intermediate_size=64,
-  num_layers=1,
-  num_heads=8,
-  num_kv_heads=8,
-  head_dim=4,
-  has_qk_norms=True,
-  rotary=rotary.RotaryConfig(head_dim=4, base=10_000.0),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=4,
+        has_qk_norms=True,
+        rotary=rotary.RotaryConfig(head_dim=4, base=10_000.0),
+      ),
+      feed_forward=Gated(intermediate_size=64),
+    ),
+    1,
+  ),
   max_model_len=256,
 )
 ENGINE = EngineConfig(

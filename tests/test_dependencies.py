@@ -33,6 +33,7 @@ STEPS: tuple[tuple[str, ...], ...] = (
   ),
   ("numerics", "types"),
   ("parallel", "metrics", "ops", "checkpoint", "tasks", "sandbox"),
+  ("layer_kinds",),
   ("backends",),
   ("models",),
   ("kv",),

@@ -71,7 +71,7 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 NAN, INF = float("nan"), float("inf")
 NANO = pathlib.Path(huggingface.__file__).parent / "nano"
 TOKENIZER = tokenizer_lib.load(NANO)
-MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)  # Nano's words.
+MODEL = tiny_model.SMALLEST.changed(vocab_size=512, num_layers=1)  # Nano's words.
 NUMERICS = tiny_model.ONE_SLAB
 SIZES = EngineConfig(
   page_size=8, num_pages=9, max_num_seqs=4, max_model_len=64, batch_size_buckets=(8,)
@@ -115,7 +115,7 @@ def words(**changes) -> SamplingParams:
 
 
 def model(**changes) -> model_config.TransformerConfig:
-  return dataclasses.replace(MODEL, **changes)
+  return MODEL.changed(**changes)
 
 
 def rotary_config(**changes) -> rotary.RotaryConfig:
@@ -429,8 +429,9 @@ FIELDS: list[tuple[Callable[..., Any], str, list[Any], str, str]] = [
   (kv_pool.KVPoolConfig, "store_bytes", [-1], "expected at least 0", "set it to the size that the"),
   (model, "vocab_size num_kv_heads max_model_len", [0, -1],
    "expected at least 1", "check config.json"),
-  (model, "hidden_size num_layers num_heads intermediate_size", [0],
+  (model, "hidden_size num_heads intermediate_size", [0],
    "expected at least 1", "check config.json"),
+  (model, "layers", [()], "expected at least 1 layer", "check config.json"),
   (model, "head_dim", [6], "expected head_dim=6", "make them equal"),
   (model, "norm_eps", [0.0, -1.0], "expected 0 < norm_eps < 1", "1e-6 is usual"),
   (rotary_config, "head_dim", [0, 1, 3, 7, -2], "expected an even number", "check head_dim in"),

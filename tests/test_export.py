@@ -6,7 +6,6 @@ running them needs a test on such a machine.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -33,7 +32,7 @@ NUMERICS = NumericsConfig(
 def models(name, num_layers):
   """Returns nano, and a preset with fewer layers; the whole of it is a long test."""
   whole = presets.get(name)
-  few = dataclasses.replace(whole, num_layers=num_layers)
+  few = whole.changed(num_layers=num_layers)
   return [
     pytest.param(presets.nano(), id="nano"),
     pytest.param(few, id=f"{name}-of-{num_layers}-layers"),

@@ -30,7 +30,8 @@ from experiments import measure
 from experiments.compiled import decoding_step
 from pallas_kernels import program
 from pallas_kernels.bench import timing
-from seerjax import numerics as numerics_lib
+from seerjax import layer_kinds, numerics as numerics_lib
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, parameters, presets
 from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
@@ -41,13 +42,19 @@ TURNS = 5
 SMALL = model_config.TransformerConfig(
   vocab_size=128,
   hidden_size=64,
-  intermediate_size=64,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=64,
-  has_qk_norms=True,
-  rotary=rotary.RotaryConfig(head_dim=64),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        has_qk_norms=True,
+        rotary=rotary.RotaryConfig(head_dim=64),
+      ),
+      feed_forward=Gated(intermediate_size=64),
+    ),
+    2,
+  ),
 )
 
 
@@ -181,7 +188,7 @@ def main(args: flags.FlagValues) -> None:
     context = decoding_step.PAGE_SIZE
     backend = "pallas_interpreted" if backend == "pallas" else backend
   elif args.layers:
-    model = dataclasses.replace(model, num_layers=args.layers)
+    model = model.changed(num_layers=args.layers)
     name += f" of {args.layers} layers"
   numerics = decide(
     model,

@@ -82,7 +82,7 @@ class Step:
 
 def model(num_layers: int) -> model_config.TransformerConfig:
   """Returns the model cut to `num_layers` layers."""
-  return dataclasses.replace(presets.get(MODEL), num_layers=num_layers)
+  return presets.get(MODEL).changed(num_layers=num_layers)
 
 
 def numerics() -> numerics_lib.NumericsConfig:
@@ -281,14 +281,15 @@ def works(steps: Sequence[Step], num_rows: int) -> list[tuple[roofline.Work, int
 def peers(num_rows: int) -> Sequence[tuple[roofline.Work, int]]:
   """Returns the launches of cuBLAS and FlashInfer for the same step."""
   config = presets.get(MODEL)
+  kind = config.only_kind("roofline.peers")
   return roofline.peers(
     num_rows,
     CONTEXT,
     hidden=config.hidden_size,
-    intermediate=config.intermediate_size,
-    heads=config.num_heads,
-    kv_heads=config.num_kv_heads,
-    head_dim=config.head_dim,
+    intermediate=kind.feed_forward.intermediate_size,
+    heads=kind.attention.num_heads,
+    kv_heads=kind.attention.num_kv_heads,
+    head_dim=kind.attention.head_dim,
     vocabulary=config.vocab_size,
     num_layers=config.num_layers,
   )

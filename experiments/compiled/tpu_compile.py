@@ -108,7 +108,7 @@ class Case:
   def shape(self) -> model_config.TransformerConfig:
     """Returns the shape of the model with `num_layers` layers."""
     whole = presets.get(self.model)
-    return dataclasses.replace(whole, num_layers=self.num_layers or whole.num_layers)
+    return whole.changed(num_layers=self.num_layers or whole.num_layers)
 
   @property
   def numerics(self) -> numerics_lib.NumericsConfig:
@@ -239,7 +239,7 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
   shape, numerics = case.shape, case.numerics
   rows, sequences = packing.derived_sizes(
     context=CONTEXT,
-    bytes_per_position=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4,
+    bytes_per_position=4 * shape.kv_features,
     rows=case.rows,
   )
   decoder = decide(shape, numerics)
@@ -308,6 +308,8 @@ def lowered_tile(case: Case, mesh: jax.sharding.Mesh) -> Any:
   Attention is replaced by the sum of queries, keys and values.
   """
   shape, operations = case.shape, Tiled(case.numerics)
+  shape.only_kind("a tile")
+  of_layer = shape.layer_shape(0)
   params = _params(case)
   if "head" not in params:  # A tied head: the embedding table in slabs.
     slabs = (case.numerics.reduction_shards, -1, shape.hidden_size)
@@ -320,15 +322,15 @@ def lowered_tile(case: Case, mesh: jax.sharding.Mesh) -> Any:
     def layer(x: Any, turn: Any) -> tuple[Any, None]:
       rest, index = turn
       own = rest | {n: tiles.LayerSlabs(params["layers"][n], index) for n in transformer.SLABS}
-      q, k, v = model_attention.input_rows(operations, shape, None, own, (x, cos, sin), one)
+      q, k, v = model_attention.input_rows(operations, of_layer, None, own, (x, cos, sin), one)
       mixed = q + (k + v)[:, :, None]
-      return mlp.output_rows(operations, shape, None, own, (x, mixed), one), None
+      return mlp.output_rows(operations, of_layer, None, own, (x, mixed), one), None
 
     rest = {n: leaf for n, leaf in params["layers"].items() if n not in transformer.SLABS}
     x, _ = jax.lax.scan(layer, x, (rest, jnp.arange(shape.num_layers, dtype=jnp.int32)))
     return head.logits_rows(operations, shape, None, params, x, one)
 
-  turns = jax.ShapeDtypeStruct((case.rows, shape.head_dim // 2), jnp.float32)
+  turns = jax.ShapeDtypeStruct((case.rows, of_layer.kind.attention.head_dim // 2), jnp.float32)
   hidden = jax.ShapeDtypeStruct((case.rows, shape.hidden_size), jnp.bfloat16)
   anchor = jax.ShapeDtypeStruct((), jnp.int32)
   arguments = _placed((params, hidden, turns, turns, anchor), mesh, jax.P())

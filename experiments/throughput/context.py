@@ -57,7 +57,7 @@ def table(model: pathlib.Path, dtype: str, rounds: int) -> str:
   engine = engine_lib.Engine(loaded, config=sizes, key=numerics_lib.key(0))
   shape, width = loaded.config, {"float32": 4, "bfloat16": 2}[dtype]
   weights = real_speed.bytes_per_step(model, dtype)
-  per_position = 2 * width * shape.num_layers * shape.num_kv_heads * shape.head_dim
+  per_position = width * shape.kv_features
   names = (
     f"{dtype}: sequences", "positions of each", "ms a step", "MB read a step", "GB/s",
     "time, relative to the shortest context", "bytes, relative to it",

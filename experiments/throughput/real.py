@@ -309,9 +309,10 @@ def bytes_per_step(directory: pathlib.Path, dtype: str) -> int:
 
   config = huggingface.load_config(directory)
   width = {"float32": 4, "bfloat16": 2}[dtype]
-  heads = config.num_heads + 2 * config.num_kv_heads
-  attention = config.hidden_size * config.head_dim * (heads + config.num_heads)
-  mlp = 3 * config.hidden_size * config.intermediate_size
+  kind = config.only_kind("bytes_per_step")
+  own = kind.attention
+  attention = config.hidden_size * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
+  mlp = 3 * config.hidden_size * kind.feed_forward.intermediate_size
   table = config.vocab_size * config.hidden_size
   return width * (config.num_layers * (attention + mlp) + table)
 

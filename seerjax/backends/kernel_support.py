@@ -13,6 +13,7 @@ from pallas_kernels import attention, gpu, matmul, rms_norm, token_logprobs
 from seerjax import numerics as numerics_lib
 from seerjax.backends.mosaic_gpu import KEY_BLOCK
 from seerjax.backends.protocol import FullShape
+from seerjax.layer_kinds import LayerConfig
 
 # A kernel's name, and a function that returns the reason against it, or None.
 Question: TypeAlias = tuple[str, Callable[[], str | None]]
@@ -45,17 +46,38 @@ def reason_against(numerics: numerics_lib.NumericsConfig, shape: FullShape | Non
 
 def _questions(numerics: numerics_lib.NumericsConfig, shape: FullShape) -> Iterator[Question]:
   """Yields the checks for the kernels of a step."""
-  interpret = numerics.is_interpreted
-  shards, hidden, c = numerics.reduction_shards, shape.hidden_size, shape.head_dim
-  norms = [(ROWS, hidden)]
-  if shape.has_qk_norms:
-    norms += [(ROWS * heads, c) for heads in (shape.num_heads, shape.num_kv_heads)]
+  for kind in dict.fromkeys(shape.layers):
+    yield from _questions_of_layer(numerics, shape.hidden_size, kind)
+  interpret, shards = numerics.is_interpreted, numerics.reduction_shards
+  i32: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
+  yield (
+    "token_logprobs",
+    lambda: token_logprobs.is_supported(
+      _bf16(ROWS, shape.hidden_size),
+      _bf16(shards, shape.vocab_size // shards, shape.hidden_size),
+      i32(ROWS),
+      jax.ShapeDtypeStruct((ROWS,), jnp.float32),
+      jax.ShapeDtypeStruct((ROWS, 2), jnp.uint32),
+      config=token_logprobs.Config(shards=shards),
+      interpret=interpret,
+    ),
+  )
+
+
+def _questions_of_layer(
+  numerics: numerics_lib.NumericsConfig, hidden: int, kind: LayerConfig
+) -> Iterator[Question]:
+  """Yields the checks for the kernels of one kind of layer."""
+  interpret, own = numerics.is_interpreted, kind.attention
+  c, norms = own.head_dim, [(ROWS, hidden)]
+  if own.has_qk_norms:
+    norms += [(ROWS * heads, c) for heads in (own.num_heads, own.num_kv_heads)]
   for rows, features in norms:
     x, scale = _bf16(rows, features), _bf16(features)
     yield "rms_norm", functools.partial(rms_norm.is_supported, x, scale, interpret=interpret)
-  yield from _products(numerics, shape)
-  pages = _bf16(shape.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
-  q = _bf16(ROWS, shape.num_kv_heads, shape.group, c)
+  yield from _products(numerics, hidden, kind)
+  pages = _bf16(own.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
+  q = _bf16(ROWS, own.num_kv_heads, own.group, c)
   # Any: shapes instead of arrays, here and in the segments.
   i32: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
   segments = attention.Segments(i32(ROWS), i32(ROWS), i32(ROWS), i32(ROWS, 2), i32())
@@ -74,30 +96,20 @@ def _questions(numerics: numerics_lib.NumericsConfig, shape: FullShape) -> Itera
       interpret=interpret,
     ),
   )
-  yield (
-    "token_logprobs",
-    lambda: token_logprobs.is_supported(
-      _bf16(ROWS, hidden),
-      _bf16(shards, shape.vocab_size // shards, hidden),
-      i32(ROWS),
-      jax.ShapeDtypeStruct((ROWS,), jnp.float32),
-      jax.ShapeDtypeStruct((ROWS, 2), jnp.uint32),
-      config=token_logprobs.Config(shards=shards),
-      interpret=interpret,
-    ),
-  )
 
 
-def _products(numerics: numerics_lib.NumericsConfig, shape: FullShape) -> Iterator[Question]:
+def _products(
+  numerics: numerics_lib.NumericsConfig, hidden: int, kind: LayerConfig
+) -> Iterator[Question]:
   """Yields the checks for the products of a layer: for all slabs at once, or slab by slab."""
 
   def ask(*operands: jax.ShapeDtypeStruct, **fields: Any) -> Callable[[], str | None]:
     interpret = numerics.is_interpreted
     return functools.partial(matmul.is_supported, *operands, interpret=interpret, **fields)
 
-  r, d, c = numerics.reduction_shards, shape.hidden_size, shape.head_dim
-  inner, queries = shape.intermediate_size // r, shape.num_heads * c // r
-  qkv = queries + 2 * shape.num_kv_heads * c // r
+  r, d, c = numerics.reduction_shards, hidden, kind.attention.head_dim
+  inner, queries = kind.feed_forward.intermediate_size // r, kind.attention.num_heads * c // r
+  qkv = queries + 2 * kind.attention.num_kv_heads * c // r
   x, stream = _bf16(ROWS, d), _bf16(ROWS, d)
   if any(size % matmul.MULTIPLE for size in (d, qkv, queries, inner)):
     for k, n in ((d, qkv), (queries, d), (d, 2 * inner), (inner, d)):

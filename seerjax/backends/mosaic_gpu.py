@@ -34,7 +34,7 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.protocol import Definition, Shape, Stage
+from seerjax.backends.protocol import Definition, HeadStage, LayerShape, Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.backends.traits import Traits
 from seerjax.ops import attention, rotary, sampling, tiles
@@ -213,7 +213,7 @@ class MosaicGpu(Tiled):
     )
 
   def head(
-    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+    self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
     """Computes the head in one kernel, which holds no logits.
 
@@ -237,7 +237,7 @@ class MosaicGpu(Tiled):
     processed = jax.tree.map(lambda a, b: jnp.where(is_special, a, b), special, scores)
     return tokens, processed._replace(raw_logprob=scores.raw_logprob)
 
-  def _kernel_scores(self, stage: Stage, weights: Any, rows: Any) -> tuple[Array, TokenScores]:
+  def _kernel_scores(self, stage: HeadStage, weights: Any, rows: Any) -> tuple[Array, TokenScores]:
     """Returns the kernel's tokens and scores for all rows."""
     hidden, forced, parameters, seeds, positions, _ = rows
     key = numerics_lib.wrap_key(weights["key"])
@@ -267,7 +267,7 @@ def _in_few_launches(stage: Stage, weights: Any, rows: Definition) -> Stage:
 
 def _input_rows(
   kernels: MosaicGpu,
-  shape: Shape,
+  shape: LayerShape,
   axis: str | None,
   weights: Any,
   rows: Any,
@@ -276,7 +276,8 @@ def _input_rows(
   """Works like `models.attention.input_rows`, with all slabs and all heads at once."""
   del axis, one
   x, cos, sin = rows
-  num_rows, group, c = x.shape[0], shape.group, shape.head_dim
+  kind = shape.kind.attention
+  num_rows, group, c = x.shape[0], kind.group, kind.head_dim
   normed = kernels.rms_norm_rows(x, weights["attention_norm"], shape.norm_eps)
   interpret = kernels.numerics.is_interpreted
   slabs, bias = tiles.whole_slabs(weights["qkv"]), weights.get("qkv_bias")
@@ -295,7 +296,7 @@ def _input_rows(
 
 def _output_rows(
   kernels: MosaicGpu,
-  shape: Shape,
+  shape: LayerShape,
   axis: str | None,
   weights: Any,
   rows: Any,

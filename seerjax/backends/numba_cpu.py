@@ -21,7 +21,7 @@ from seerjax.backends.native import (
   pages as native_pages,
   rotation,
 )
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import HeadStage, Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.backends.traits import Traits
 from seerjax.ops import attention, rotary
@@ -120,7 +120,7 @@ class NumbaCpu(Tiled):
     return layers.adapted_after_attention(stage, weights, rows, num_rows, adapters)
 
   def head(
-    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+    self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
     return head.head(self._tiled, stage, weights, rows, num_rows)
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from seerjax.array_typing import Array
 from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import AnyStage
 from seerjax.backends.tiled import Tiled
 from seerjax.backends.traits import Traits
 from seerjax.ops import attention, tiles
@@ -43,7 +43,7 @@ class Plain(Tiled):
     return function(weights, rows, tiles.traced_one(num_rows))
 
   def _adapted(
-    self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
+    self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:
     run = lambda weights: self._defined(stage, weights, rows, num_rows)
     return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)

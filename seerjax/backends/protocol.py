@@ -12,12 +12,13 @@ the same under a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.traits import Traits
+from seerjax.layer_kinds import LayerConfig
 from seerjax.ops import attention, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
@@ -27,14 +28,10 @@ Definition = Callable[..., Any]
 
 @runtime_checkable
 class Shape(Protocol):
-  """Properties of the model that a stage uses; `models.config.TransformerConfig` has them."""
+  """Properties of the model that the head uses; `models.config.TransformerConfig` has them."""
 
   @property
   def vocab_size(self) -> int: ...
-  @property
-  def head_dim(self) -> int: ...
-  @property
-  def group(self) -> int: ...
   @property
   def norm_eps(self) -> float: ...
 
@@ -46,24 +43,44 @@ class FullShape(Shape, Protocol):
   @property
   def hidden_size(self) -> int: ...
   @property
-  def intermediate_size(self) -> int: ...
-  @property
-  def num_heads(self) -> int: ...
-  @property
-  def num_kv_heads(self) -> int: ...
-  @property
-  def has_qk_norms(self) -> bool: ...
+  def layers(self) -> tuple[LayerConfig, ...]: ...
+
+
+class LayerShape(NamedTuple):
+  """Properties of a layer that its stages use.
+
+  Attributes:
+    kind: kind of the layer.
+    norm_eps: epsilon of its norms.
+  """
+
+  kind: LayerConfig
+  norm_eps: float
 
 
 class Stage(NamedTuple):
-  """A stage of one model.
+  """A stage of one layer.
+
+  Attributes:
+    shape: shape of the layer.
+    axis: mesh axis of the slabs, None on one device.
+    rows: definition of the stage.
+  """
+
+  shape: LayerShape
+  axis: str | None
+  rows: Definition
+
+
+class HeadStage(NamedTuple):
+  """The head of one model.
 
   Attributes:
     shape: shape of the model.
     axis: mesh axis of the slabs, None on one device.
     rows: definition of the stage.
     gradient_of: function that the backward pass differentiates instead; None is `rows` itself.
-    is_plain: for a head: the caller knows that no row is biased, filtered or restricted.
+    is_plain: the caller knows that no row is biased, filtered or restricted.
   """
 
   shape: Shape
@@ -71,6 +88,9 @@ class Stage(NamedTuple):
   rows: Definition
   gradient_of: Definition | None = None
   is_plain: bool = False
+
+
+AnyStage: TypeAlias = Stage | HeadStage
 
 
 @runtime_checkable
@@ -209,7 +229,7 @@ class Backend(Operations, Protocol):
     ...
 
   def head(
-    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+    self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
     """Returns tokens i32[n], sampled or given, and their scores; `models.head`."""
     ...

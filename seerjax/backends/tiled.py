@@ -10,7 +10,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import AnyStage, HeadStage, Stage
 from seerjax.backends.traits import Traits
 from seerjax.ops import attention, linear, norms, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
@@ -129,18 +129,19 @@ class Tiled:
     return self._adapted(stage, weights, rows, num_rows, adapters)
 
   def head(
-    self, stage: Stage, weights: Any, rows: Any, num_rows: Array
+    self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
     return self._defined(stage, weights, rows, num_rows)
 
-  def _defined(self, stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Any:
+  def _defined(self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array) -> Any:
     """Runs a stage's definition, tile by tile."""
     bind = lambda definition: functools.partial(definition, self, stage.shape, stage.axis)
-    gradient_of = None if stage.gradient_of is None else bind(stage.gradient_of)
+    given = stage.gradient_of if isinstance(stage, HeadStage) else None
+    gradient_of = None if given is None else bind(given)
     return self.map_rows(bind(stage.rows), weights, rows, num_rows, gradient_of=gradient_of)
 
   def _adapted(
-    self, stage: Stage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
+    self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:
     """Works like `_defined`, with each row's adapter."""
     if adapters is None:

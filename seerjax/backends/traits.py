@@ -19,8 +19,8 @@ class Traits:
     holds_all_logits: whether those of all rows of a step exist at once.
     waits_for_predicates: whether the host waits if a loop or a branch depends on a number computed
       on the device. A step then avoids these: its page copies are programs of their own, run only
-      if there are any, and the host, which knows the sampling parameters, sets `Stage.is_plain` for
-      the head.
+      if there are any, and the host, which knows the sampling parameters, sets
+      `HeadStage.is_plain`.
     decode_steps_per_call: default for the maximum decode steps of an engine's visit. 8 gave 9 %
       more tokens per CPU second of nano, for one more program to compile per bucket.
     page_axes: axes of one page of one head in each of a layer's arrays f[k, m, ...]: z position, c

@@ -115,9 +115,10 @@ def check_model(name: str) -> Iterator[str]:
   numerics = numerics_lib.NumericsConfig()
   _, shape = huggingface.load(path, numerics)
   tokenizer = tokenizer_lib.load(path)
+  heads = shape.layers[0].attention
   yield (
     f"model {name}: {learning_rates.num_parameters(shape) / 1e6:,.1f} M parameters in"
-    f" {shape.num_layers} layers, {shape.num_heads} heads ({shape.num_kv_heads} of keys and"
+    f" {shape.num_layers} layers, {heads.num_heads} heads ({heads.num_kv_heads} of keys and"
     f" values), a vocabulary of {shape.vocab_size:,}, a context of {shape.max_model_len:,}"
   )
   yield (

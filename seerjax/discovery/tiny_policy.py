@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from seerjax import numerics as numerics_lib
+from seerjax import layer_kinds, numerics as numerics_lib
 from seerjax.discovery import (
   attempts as attempts_lib,
   edits,
@@ -16,6 +16,7 @@ from seerjax.discovery.attempts import SampledSequence
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.discovery.edit_policy import EditPolicy
 from seerjax.discovery.environment import Environment
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, parameters
 from seerjax.ops import rotary
 from seerjax.rollout import groups
@@ -35,13 +36,19 @@ def tiny_policy(config: DiscoverConfig, environment: Environment) -> Policy:
   model = model_config.TransformerConfig(
     vocab_size=language.vocab_size,
     hidden_size=tiny.hidden_size,
-    intermediate_size=3 * tiny.hidden_size,
-    num_layers=tiny.num_layers,
-    num_heads=tiny.num_heads,
-    num_kv_heads=tiny.num_heads,
-    head_dim=size,
-    has_qk_norms=True,
-    rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
+    layers=layer_kinds.uniform(
+      LayerConfig(
+        attention=Grouped(
+          num_heads=tiny.num_heads,
+          num_kv_heads=tiny.num_heads,
+          head_dim=size,
+          has_qk_norms=True,
+          rotary=rotary.RotaryConfig(head_dim=size, base=10_000.0),
+        ),
+        feed_forward=Gated(intermediate_size=3 * tiny.hidden_size),
+      ),
+      tiny.num_layers,
+    ),
     max_model_len=config.engine.max_model_len,
   )
   key = numerics_lib.key(groups.request_seed(config.seed, -4))

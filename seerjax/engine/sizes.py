@@ -235,7 +235,8 @@ def derived_buckets(
     more than `max_num_seqs` full contexts can fill; the last one has a row for each sequence.
   """
   model = decoder.shape
-  features = MLP_ARRAYS * model.intermediate_size + HIDDEN_ARRAYS * model.hidden_size
+  inner = max(kind.feed_forward.intermediate_size for kind in model.layers)
+  features = MLP_ARRAYS * inner + HIDDEN_ARRAYS * model.hidden_size
   if decoder.backend.traits.holds_all_logits:
     features += LOGITS_ARRAYS * model.vocab_size
   fitting = 1 << max(1, STEP_BYTES // (4 * features)).bit_length() - 1

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from seerjax.array_typing import Array
-from seerjax.backends.protocol import Operations, Shape
+from seerjax.backends.protocol import LayerShape, Operations
 from seerjax.models import lora
 from seerjax.models.parameters import Params
 from seerjax.ops import rotary
@@ -16,7 +16,7 @@ from seerjax.ops import rotary
 
 def input_rows(
   operations: Operations,
-  shape: Shape,
+  shape: LayerShape,
   axis: str | None,
   weights: Params,
   rows: Any,
@@ -24,7 +24,8 @@ def input_rows(
 ):
   """Maps hidden rows f[n, d] to queries f[n, k, g, c], keys and values f[n, k, c] (local slabs)."""
   x, cos, sin = rows
-  num_rows, c = x.shape[0], shape.head_dim
+  kind = shape.kind.attention
+  num_rows, c, group = x.shape[0], kind.head_dim, kind.group
   normed = operations.rms_norm_rows(x, weights["attention_norm"], shape.norm_eps)
 
   def slab(shared, weights):
@@ -37,15 +38,15 @@ def input_rows(
     qkv = qkv.astype(normed.dtype)
     if "qkv_bias" in weights:
       qkv = qkv + weights["qkv_bias"][None, :]
-    num_kv_heads = qkv.shape[1] // (c * (shape.group + 2))
+    num_kv_heads = qkv.shape[1] // (c * (group + 2))
     heads = qkv.reshape(num_rows, -1, c)
-    first_key, first_value = num_kv_heads * shape.group, num_kv_heads * (shape.group + 1)
+    first_key, first_value = num_kv_heads * group, num_kv_heads * (group + 1)
     q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
     if head_norms:
       q = operations.rms_norm_rows(q, head_norms["query_norm"], shape.norm_eps)
       k = operations.rms_norm_rows(k, head_norms["key_norm"], shape.norm_eps)
     q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
-    return q.reshape(num_rows, num_kv_heads, shape.group, c), k, v
+    return q.reshape(num_rows, num_kv_heads, group, c), k, v
 
   head_norms = {name: weights[name] for name in ("query_norm", "key_norm") if name in weights}
   slabs = {name: weights[name] for name in ("qkv", "qkv_bias") if name in weights}

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
-from seerjax import fields, numerics as numerics_lib
-from seerjax.ops import rotary
+from seerjax import fields, layer_kinds, numerics as numerics_lib
+from seerjax.backends.protocol import LayerShape
+from seerjax.layer_kinds import LayerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,61 +18,100 @@ class TransformerConfig:
   Attributes:
     vocab_size: rows of the embedding.
     hidden_size: d, features of a hidden row.
-    intermediate_size: features inside the gated MLP.
-    num_layers: decoder blocks.
-    num_heads: query heads.
-    num_kv_heads: key/value heads; `num_heads / num_kv_heads` queries share one.
-    head_dim: c, features of a head.
-    has_qk_norms: an RMS norm on every head's queries and keys, before the rotation (Qwen3).
-    has_qkv_biases: biases on queries, keys and values (Qwen2.5).
+    layers: kind of each layer; `layer_kinds.uniform` makes equal ones.
     norm_eps: epsilon of every RMS norm.
-    rotary: rotary embedding of every layer.
     is_tied: the head reads the embedding table.
     max_model_len: positions the model was made for; longer prompts are refused.
   """
 
   vocab_size: int
   hidden_size: int
-  intermediate_size: int
-  num_layers: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
-  has_qk_norms: bool = False
-  has_qkv_biases: bool = False
+  layers: tuple[LayerConfig, ...]
   norm_eps: float = 1e-6
-  rotary: rotary.RotaryConfig
   is_tied: bool = True
   max_model_len: int = 4096
 
   def __post_init__(self):
     size = fields.at_least(1, "check config.json")
     fields.check(
-      self, vocab_size=size, hidden_size=size, intermediate_size=size, num_layers=size,
-      num_heads=size, num_kv_heads=size, max_model_len=size,
+      self, vocab_size=size, hidden_size=size, max_model_len=size,
+      layers=fields.Rule("at least 1 layer", bool, "check config.json"),
       norm_eps=fields.Rule("0 < norm_eps < 1", lambda eps: 0 < eps < 1, "1e-6 is usual"),
     )  # fmt: skip
-    if self.num_heads % self.num_kv_heads:
-      raise ValueError(
-        f"TransformerConfig.num_heads: got {self.num_heads} query heads for {self.num_kv_heads}"
-        " key/value heads, expected a multiple; check config.json."
-      )
-    if self.rotary.head_dim != self.head_dim:
-      raise ValueError(
-        f"TransformerConfig.rotary.head_dim: got {self.rotary.head_dim}, expected"
-        f" head_dim={self.head_dim}; make them equal."
-      )
+
+  def __hash__(self) -> int:
+    # Programs are looked up by it in every step, so it does not read all layers.
+    ends = (len(self.layers), self.layers[0], self.layers[-1])
+    return hash((self.vocab_size, self.hidden_size, self.norm_eps, self.max_model_len, ends))
 
   @property
-  def group(self) -> int:
-    """Number of query heads per key/value head."""
-    return self.num_heads // self.num_kv_heads
+  def num_layers(self) -> int:
+    """Number of layers."""
+    return len(self.layers)
+
+  @property
+  def period(self) -> int:
+    """Smallest number of layers that repeat, by their kinds; 1 if all are equal."""
+    return _period(self.layers)
+
+  @property
+  def kv_features(self) -> int:
+    """Numbers that the keys and values of one position have in all layers."""
+    return sum(2 * at.attention.num_kv_heads * at.attention.head_dim for at in self.layers)
+
+  @property
+  def shares_kv_shape(self) -> bool:
+    """Whether the keys and values of all layers have one shape."""
+    return len({(at.attention.num_kv_heads, at.attention.head_dim) for at in self.layers}) == 1
+
+  def only_kind(self, what: str) -> LayerConfig:
+    """Returns the kind of all layers.
+
+    Args:
+      what: the feature that needs equal layers, for the message.
+
+    Raises:
+      NotImplementedError: if layers differ, naming the first difference.
+    """
+    if different := layer_kinds.difference(self.layers):
+      raise NotImplementedError(
+        f"{what}: got layers of different kinds ({different}), expected equal layers; use a model"
+        " of equal layers."
+      )
+    return self.layers[0]
+
+  def layer_shape(self, index: int) -> LayerShape:
+    """Returns what the stages of a layer need."""
+    return LayerShape(self.layers[index], self.norm_eps)
+
+  def changed(self, *, num_layers: int | None = None, **changes: Any) -> TransformerConfig:
+    """Returns the config with some fields changed; fields of a layer change in every layer.
+
+    Args:
+      num_layers: number of layers; further ones repeat the present ones in order.
+      **changes: fields by name, of the config, of `LayerConfig` or of its parts.
+
+    Raises:
+      TypeError: for a field that neither the config nor a layer has.
+    """
+    own = {name: changes.pop(name) for name in vars(self) if name in changes}
+    layers = own.pop("layers", self.layers)
+    count = len(layers) if num_layers is None else num_layers
+    of_kind = {layer: layer.changed(**changes) for layer in dict.fromkeys(layers)}
+    layers = tuple(of_kind[layers[index % len(layers)]] for index in range(count))
+    return dataclasses.replace(self, layers=layers, **own)
+
+
+@functools.lru_cache(maxsize=64)
+def _period(layers: tuple[LayerConfig, ...]) -> int:
+  count = len(layers)
+  repeats = lambda size: count % size == 0 and layers == layers[:size] * (count // size)
+  return next(size for size in range(1, count + 1) if repeats(size))
 
 
 def largest_shards(config: TransformerConfig) -> int:
   """Returns the largest power of two, at most 8, that divides every sharded dimension."""
-  sizes = (config.num_kv_heads, config.intermediate_size, config.vocab_size)
-  return numerics_lib.largest_shards(sizes)
+  return numerics_lib.largest_shards(tuple(size for _, size in _sharded(config)))
 
 
 def slabs_for(config: TransformerConfig, asked: numerics_lib.NumericsConfig) -> int:
@@ -81,11 +123,16 @@ def slabs_for(config: TransformerConfig, asked: numerics_lib.NumericsConfig) -> 
   shards = asked.reduction_shards
   if not shards:
     return largest_shards(config)
-  for field in ("num_kv_heads", "intermediate_size", "vocab_size"):
-    size = dataclasses.asdict(config)[field]
+  for field, size in _sharded(config):
     if size % shards:
       raise ValueError(
         f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
         f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
       )
   return shards
+
+
+def _sharded(config: TransformerConfig) -> list[tuple[str, int]]:
+  """Returns each field that slabs must divide, with its size, layer by layer."""
+  of_layers = [pair for layer in dict.fromkeys(config.layers) for pair in layer.sharded.items()]
+  return [*of_layers, ("vocab_size", config.vocab_size)]

@@ -27,7 +27,7 @@ class PageLayout(NamedTuple):
   Attributes:
     axes: axes of one page of one head in each of a layer's arrays (`Traits.page_axes`).
     num_pooled: number of layers that share one pool, a page's layers side by side; 0 if each layer
-      has arrays of its own.
+      has arrays of its own, as few layers or those with keys of different shapes do.
   """
 
   axes: tuple[str, ...]
@@ -60,7 +60,7 @@ class Decoder:
   def pages(self) -> PageLayout:
     """Layout of keys and values."""
     count = self.shape.num_layers
-    is_pooled = count > parameters.UNROLLED_LAYERS
+    is_pooled = count > parameters.UNROLLED_LAYERS and self.shape.shares_kv_shape
     return PageLayout(self.backend.traits.page_axes, count if is_pooled else 0)
 
   def on(self, mesh: jax.sharding.Mesh) -> Decoder:

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from seerjax import fields as fields_lib
+from seerjax import fields as fields_lib, layer_kinds
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, gguf_file, huggingface_config
 from seerjax.ops import rotary
 
@@ -105,18 +106,22 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
   if head_dim % 2:
     raise fields.refuse("attention.key_length", "an even number", "download it again")
   family = huggingface_config.FAMILIES[architecture]
-  return model_config.TransformerConfig(
-    vocab_size=_vocab_size(file, fields),
-    hidden_size=hidden_size,
-    intermediate_size=fields.whole("feed_forward_length"),
-    num_layers=fields.whole("block_count"),
+  vocab_size, intermediate_size = _vocab_size(file, fields), fields.whole("feed_forward_length")
+  num_layers = fields.whole("block_count")
+  attention = Grouped(
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
     has_qk_norms=family.has_qk_norms,
     has_qkv_biases=family.has_qkv_biases,
-    norm_eps=epsilon,
     rotary=_rotary(file, fields, head_dim, max_model_len),
+  )
+  layer = LayerConfig(attention=attention, feed_forward=Gated(intermediate_size=intermediate_size))
+  return model_config.TransformerConfig(
+    vocab_size=vocab_size,
+    hidden_size=hidden_size,
+    layers=layer_kinds.uniform(layer, num_layers),
+    norm_eps=epsilon,
     is_tied=HEAD not in file.tensors,
     max_model_len=max_model_len,
   )
@@ -129,19 +134,20 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
     NotImplementedError: for a rotary scaling that GGUF cannot describe.
     ValueError: if no model family has this configuration.
   """
-  family, turn = huggingface_config.family_of(config), config.rotary
+  family, kind = huggingface_config.family_of(config), config.only_kind("GGUF")
+  turn = kind.attention.rotary
   values: dict[str, str | int | float] = {
     "vocab_size": config.vocab_size,
     "context_length": config.max_model_len,
     "embedding_length": config.hidden_size,
     "block_count": config.num_layers,
-    "feed_forward_length": config.intermediate_size,
-    "attention.head_count": config.num_heads,
-    "attention.head_count_kv": config.num_kv_heads,
-    "attention.key_length": config.head_dim,
-    "attention.value_length": config.head_dim,
+    "feed_forward_length": kind.feed_forward.intermediate_size,
+    "attention.head_count": kind.attention.num_heads,
+    "attention.head_count_kv": kind.attention.num_kv_heads,
+    "attention.key_length": kind.attention.head_dim,
+    "attention.value_length": kind.attention.head_dim,
     "attention.layer_norm_rms_epsilon": float(config.norm_eps),
-    "rope.dimension_count": config.head_dim,
+    "rope.dimension_count": kind.attention.head_dim,
     "rope.freq_base": float(turn.base),
   }
   if turn.scaling in ("linear", "yarn"):

@@ -80,9 +80,10 @@ def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
   """Returns the number of heads of a tensor with reordered rows (Hugging Face name), else 0."""
   if huggingface_config.family_of(config) != "llama":
     return 0
+  kind = config.only_kind("GGUF").attention
   if name.endswith("self_attn.q_proj.weight"):
-    return config.num_heads
-  return config.num_kv_heads if name.endswith("self_attn.k_proj.weight") else 0
+    return kind.num_heads
+  return kind.num_kv_heads if name.endswith("self_attn.k_proj.weight") else 0
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:

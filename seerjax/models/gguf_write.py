@@ -117,7 +117,7 @@ def save(
     params, what="GGUF: params", remedy="export an earlier step, with finite weights"
   )
   plan = huggingface_layout.plan(config)
-  factors = gguf_config.rope_factors(config.rotary)
+  factors = gguf_config.rope_factors(config.only_kind("GGUF").attention.rotary)
   written = [
     _written(gguf_tensors.gguf_name(name), shape, kind, gguf)
     for _, leaf in plan

@@ -16,6 +16,8 @@ https://arxiv.org/abs/2401.02415.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,40 +33,60 @@ def check(small: TransformerConfig, large: TransformerConfig) -> None:
   Raises:
     ValueError: naming the field, both values, and what would work.
   """
-  for field in ("vocab_size", "is_tied", "has_qk_norms", "has_qkv_biases", "norm_eps"):
-    old, new = vars(small)[field], vars(large)[field]
+  olds, news = _flat(small), _flat(large)
+  for field in (
+    "vocab_size",
+    "is_tied",
+    "has_qk_norms",
+    "has_qkv_biases",
+    "activation",
+    "norm_eps",
+  ):
+    old, new = olds[field], news[field]
     if new != old:
       raise ValueError(
         f"growth.{field}: got {new} for a model of {old}, expected the same; grow to a shape that"
         " differs only in sizes."
       )
   for field in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
-    old, new = vars(small)[field], vars(large)[field]
+    old, new = olds[field], news[field]
     if new % old:
       raise ValueError(
         f"growth.{field}: got {new} for a model of {old}, expected a multiple, because norms and"
         f" heads are copied whole; use {max(new // old, 1) * old}."
       )
-  if small.group != large.group:
+  few, many = small.layers[0].attention, large.layers[0].attention
+  if few.group != many.group:
     raise ValueError(
-      f"growth.num_kv_heads: got {large.group} queries for each key/value head for a model of"
-      f" {small.group}, expected the same; multiply num_heads and num_kv_heads by the same number."
+      f"growth.num_kv_heads: got {many.group} queries for each key/value head for a model of"
+      f" {few.group}, expected the same; multiply num_heads and num_kv_heads by the same number."
     )
   for field in ("intermediate_size", "num_layers"):
-    old, new = vars(small)[field], vars(large)[field]
+    old, new = olds[field], news[field]
     if new < old:
       raise ValueError(
         f"growth.{field}: got {new} for a model of {old}, expected at least as many; a model cannot"
         " shrink."
       )
-  factor = large.head_dim // small.head_dim
-  old, old_scale = rotary.frequencies(small.rotary)
-  new, new_scale = rotary.frequencies(large.rotary)
+  factor = many.head_dim // few.head_dim
+  old, old_scale = rotary.frequencies(few.rotary)
+  new, new_scale = rotary.frequencies(many.rotary)
   if old_scale != new_scale or not np.allclose(new[::factor], old, rtol=1e-5, atol=0.0):
     raise ValueError(
-      f"growth.rotary: got {large.rotary} for a model of {small.rotary}, expected every frequency"
+      f"growth.rotary: got {many.rotary} for a model of {few.rotary}, expected every frequency"
       " of the small model among those of the large model; keep its base, and scaling='none'."
     )
+
+
+def _flat(config: TransformerConfig) -> dict[str, Any]:
+  """Returns the fields of a config and of its layers, which must be equal."""
+  kind = config.only_kind("growth")
+  return (
+    vars(config)
+    | vars(kind.attention)
+    | vars(kind.feed_forward)
+    | {"num_layers": config.num_layers}
+  )
 
 
 def grow(
@@ -94,9 +116,10 @@ def grow(
   if not 0 <= noise < 1:
     raise ValueError(f"growth.noise: got {noise}, expected 0 <= noise < 1; 0.1 is usual.")
   shards = masters["layers"][0]["qkv"].shape[0]
-  if large.intermediate_size % shards:
+  inner = large.layers[0].feed_forward.intermediate_size
+  if inner % shards:
     raise ValueError(
-      f"growth.intermediate_size: got {large.intermediate_size} for weights in {shards} slabs,"
+      f"growth.intermediate_size: got {inner} for weights in {shards} slabs,"
       " expected a multiple; load the small model with reduction_shards=1."
     )
   draw = np.random.default_rng(seed)
@@ -143,14 +166,15 @@ def _layer(
   draw: np.random.Generator,
 ) -> parameters.Params:
   """Returns one layer's weights in the large shape."""
-  old, c = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}, small.head_dim
+  few, many = small.layers[0].attention, large.layers[0].attention
+  old, c = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}, few.head_dim
   r, d = old["qkv"].shape[:2]
-  width, factor = large.hidden_size // d, large.head_dim // c
-  queries, keys = small.num_heads // r, small.num_kv_heads // r
-  more = large.num_heads // small.num_heads
+  width, factor = large.hidden_size // d, many.head_dim // c
+  queries, keys = few.num_heads // r, few.num_kv_heads // r
+  more = many.num_heads // few.num_heads
   hidden = _copies(d, large.hidden_size)
   # Attention divides by sqrt(factor c) now; a norm's mean has `factor` times as many features.
-  scale = factor ** (0.5 if small.has_qk_norms else 0.25)
+  scale = factor ** (0.5 if few.has_qk_norms else 0.25)
 
   def heads(columns: np.ndarray, count: int, turns: bool) -> np.ndarray:
     """Copies the heads of f64[r, ..., columns], and widens each."""
@@ -173,7 +197,7 @@ def _layer(
   values = np.arange(queries * c).reshape(queries, c)
   values = np.tile(np.tile(values, factor), (more, 1)).reshape(-1)
   inner = old["down"].shape[1]
-  units = _copies(inner, large.intermediate_size // r)
+  units = _copies(inner, large.layers[0].feed_forward.intermediate_size // r)
   gate_up = old["gate_up"].reshape(r, d, 2, inner)[..., units].reshape(r, d, -1)
   new = {
     "attention_norm": np.tile(old["attention_norm"], width),
@@ -183,8 +207,8 @@ def _layer(
     "gate_up": _divided(gate_up, hidden, 1, noise, draw),
     "down": np.tile(_divided(old["down"], units, 1, noise, draw), width),
   }
-  if small.has_qkv_biases:
+  if few.has_qkv_biases:
     new["qkv_bias"] = of_heads(old["qkv_bias"])
-  for name in ("query_norm", "key_norm") if small.has_qk_norms else ():
+  for name in ("query_norm", "key_norm") if few.has_qk_norms else ():
     new[name] = np.repeat(old[name], factor) * factor**-0.25
   return new

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int, PRNGKeyArray
-from seerjax.backends.protocol import Operations, Shape, Stage
+from seerjax.backends.protocol import HeadStage, Operations, Shape
 from seerjax.backends.tiled import Tiled
 from seerjax.models.decoder import Decoder
 from seerjax.models.parameters import Params
@@ -85,7 +85,7 @@ def sample_and_score(
   sampling_rows = sampling.padded(sampling_rows, whole)
   is_wanted = (forced < 0) & (sampling_rows.temperature > 0)
   rows = (hidden, forced, sampling_rows, seeds, positions, is_wanted)
-  stage = Stage(decoder.shape, decoder.axis, score_rows, given_rows, decoder.is_plain)
+  stage = HeadStage(decoder.shape, decoder.axis, score_rows, given_rows, decoder.is_plain)
   out = backend.head(stage, weights, rows, num_rows)
   return jax.tree.map(lambda leaf: leaf[:count], out)
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import pathlib
 from typing import Any, NamedTuple
 
-from seerjax import fields as fields_lib
+from seerjax import fields as fields_lib, layer_kinds
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, tokenizer_files
 from seerjax.ops import rotary
 
@@ -85,18 +86,22 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
   default_head_dim = 128 if family == "qwen3" else max(hidden_size // num_heads, 1)
   head_dim = fields.whole("head_dim", default_head_dim)
   max_model_len = fields.whole("max_position_embeddings")
-  return model_config.TransformerConfig(
-    vocab_size=fields.whole("vocab_size"),
-    hidden_size=hidden_size,
-    intermediate_size=fields.whole("intermediate_size"),
-    num_layers=fields.whole("num_hidden_layers"),
+  vocab_size, intermediate_size = fields.whole("vocab_size"), fields.whole("intermediate_size")
+  num_layers = fields.whole("num_hidden_layers")
+  attention = Grouped(
     num_heads=num_heads,
     num_kv_heads=fields.whole("num_key_value_heads", num_heads),
     head_dim=head_dim,
     has_qk_norms=FAMILIES[family].has_qk_norms,
     has_qkv_biases=FAMILIES[family].has_qkv_biases,
-    norm_eps=fields.number("rms_norm_eps", 1e-6),
     rotary=_rotary(fields, head_dim, max_model_len),
+  )
+  layer = LayerConfig(attention=attention, feed_forward=Gated(intermediate_size=intermediate_size))
+  return model_config.TransformerConfig(
+    vocab_size=vocab_size,
+    hidden_size=hidden_size,
+    layers=layer_kinds.uniform(layer, num_layers),
+    norm_eps=fields.number("rms_norm_eps", 1e-6),
     is_tied=fields.flag("tie_word_embeddings"),
     max_model_len=max_model_len,
   )
@@ -108,13 +113,14 @@ def family_of(config: model_config.TransformerConfig) -> str:
   Raises:
     ValueError: if there is none.
   """
-  adds = (config.has_qk_norms, config.has_qkv_biases)
+  kind = config.only_kind("config.json").attention
+  adds = (kind.has_qk_norms, kind.has_qkv_biases)
   for name, family in FAMILIES.items():
     if (family.has_qk_norms, family.has_qkv_biases) == adds:
       return name
   raise ValueError(
-    f"TransformerConfig: got has_qk_norms={config.has_qk_norms} and"
-    f" has_qkv_biases={config.has_qkv_biases}, expected the combination of one of"
+    f"TransformerConfig: got has_qk_norms={kind.has_qk_norms} and"
+    f" has_qkv_biases={kind.has_qkv_biases}, expected the combination of one of"
     f" {tuple(FAMILIES)}; transformers has no config.json for this model."
   )
 
@@ -127,7 +133,8 @@ def to_object(
   Raises:
     ValueError: if no model family has this configuration.
   """
-  family, turn = family_of(config), config.rotary
+  family, kind = family_of(config), config.only_kind("config.json")
+  turn = kind.attention.rotary
   scaling: dict[str, Any] = {}
   if turn.scaling != "none":
     scaling |= {"rope_type": turn.scaling, "factor": turn.factor}
@@ -147,15 +154,15 @@ def to_object(
     "dtype": dtype,
     # Explicit, because Llama's default is id 2.
     "eos_token_id": list(eos_ids) if len(eos_ids) > 1 else (eos_ids[0] if eos_ids else None),
-    "head_dim": config.head_dim,
+    "head_dim": kind.attention.head_dim,
     "hidden_act": "silu",
     "hidden_size": config.hidden_size,
-    "intermediate_size": config.intermediate_size,
+    "intermediate_size": kind.feed_forward.intermediate_size,
     "max_position_embeddings": config.max_model_len,
     "model_type": family,
-    "num_attention_heads": config.num_heads,
+    "num_attention_heads": kind.attention.num_heads,
     "num_hidden_layers": config.num_layers,
-    "num_key_value_heads": config.num_kv_heads,
+    "num_key_value_heads": kind.attention.num_kv_heads,
     "rms_norm_eps": config.norm_eps,
     "rope_parameters": {"rope_type": "default", "rope_theta": turn.base} | scaling,
     "rope_scaling": scaling or None,

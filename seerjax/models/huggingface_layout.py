@@ -33,12 +33,13 @@ class Leaf(NamedTuple):
 
 def plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], Leaf]]:
   """Returns (path in `Params`, its `Leaf`) of every parameter, in the checkpoint's order."""
-  d, c, inner = config.hidden_size, config.head_dim, config.intermediate_size
-  q_size, kv_size = config.num_heads * c, config.num_kv_heads * c
+  d = config.hidden_size
   found: list[tuple[tuple[Any, ...], Leaf]] = [
     (("embed",), Leaf("plain", (("model.embed_tokens.weight", (config.vocab_size, d)),)))
   ]
-  for index in range(config.num_layers):
+  for index, kind in enumerate(config.layers):
+    c, inner = kind.attention.head_dim, kind.feed_forward.intermediate_size
+    q_size, kv_size = kind.attention.num_heads * c, kind.attention.num_kv_heads * c
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     heads = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
@@ -52,11 +53,11 @@ def plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], 
       ),
       "down": Leaf("rows", ((mlp + "down_proj.weight", (d, inner)),)),
     }
-    if config.has_qkv_biases:
+    if kind.attention.has_qkv_biases:
       leaves["qkv_bias"] = Leaf(
         "bias", tuple((f"{attention}{name}.bias", (size,)) for name, size in heads)
       )
-    if config.has_qk_norms:
+    if kind.attention.has_qk_norms:
       leaves["query_norm"] = Leaf("plain", ((attention + "q_norm.weight", (c,)),))
       leaves["key_norm"] = Leaf("plain", ((attention + "k_norm.weight", (c,)),))
     found.extend((("layers", index, name), leaf) for name, leaf in leaves.items())

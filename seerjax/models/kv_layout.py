@@ -1,6 +1,6 @@
 """Layout of keys and values in pages. Other files see pages as a pytree with a page axis.
 
-    up to `UNROLLED_LAYERS` layers    a pair f[k, m, z, c] for each
+    up to `UNROLLED_LAYERS` layers    a pair f[k, m, z, c] for each, also if k or c differ
     more                              one pair f[k, m, l, z, c], a page's layers side by side
 
 The backend, which writes and reads the pages, defines the layout of one page of one head
@@ -36,7 +36,8 @@ def empty_pages(
 ) -> Pages:
   """Returns zeroed pages of one instance; page 0 is the dump page for padding.
 
-  One pair per layer, f[k, m, z, c], up to `UNROLLED_LAYERS`; otherwise one pair f[k, m, l, z, c].
+  One pair per layer, f[k, m, z, c], up to `UNROLLED_LAYERS` or if k or c differ between layers;
+  otherwise one pair f[k, m, l, z, c].
 
   Args:
     decoder: the model that computes the keys and values.
@@ -47,15 +48,15 @@ def empty_pages(
     ValueError: if pages do not fill splits exactly.
   """
   check_page_size(page_size, decoder.numerics)
-  count, layers = decoder.shape.num_layers, ()
-  if pooled := decoder.pages.num_pooled:
-    count, layers = 1, (pooled,)
-  shapes = [
-    (decoder.shape.num_kv_heads, num_pages, *layers, *page)
-    for page in _page_shapes(decoder, page_size)
-  ]
-  dtype = decoder.numerics.dtype
-  return tuple(tuple(jnp.zeros(shape, dtype) for shape in shapes) for _ in range(count))
+  pooled, dtype = decoder.pages.num_pooled, decoder.numerics.dtype
+  layers = (pooled,) if pooled else ()
+
+  def of_layer(index: int) -> LayerPages:
+    heads = decoder.shape.layers[index].attention.num_kv_heads
+    shapes = _page_shapes(decoder, page_size, index)
+    return tuple(jnp.zeros((heads, num_pages, *layers, *page), dtype) for page in shapes)
+
+  return tuple(of_layer(index) for index in range(1 if pooled else decoder.shape.num_layers))
 
 
 class ScratchPages(NamedTuple):
@@ -83,9 +84,9 @@ def check_page_size(page_size: int, numerics: numerics_lib.NumericsConfig) -> No
     )
 
 
-def _page_shapes(decoder: Decoder, page_size: int) -> tuple[tuple[int, ...], ...]:
+def _page_shapes(decoder: Decoder, page_size: int, index: int) -> tuple[tuple[int, ...], ...]:
   """Returns the shape of one page of one head, for each of a layer's arrays."""
-  sizes = dict(z=page_size, c=decoder.shape.head_dim)
+  sizes = dict(z=page_size, c=decoder.shape.layers[index].attention.head_dim)
   return tuple(tuple(sizes[axis] for axis in axes) for axes in decoder.pages.axes)
 
 
@@ -106,12 +107,12 @@ def is_pool(pages: Pages | ScratchPages, decoder: Decoder) -> bool:
 
 
 def scratch_of_layer(
-  decoder: Decoder, pages: ScratchPages, tensor_parallel_size: int
+  decoder: Decoder, pages: ScratchPages, tensor_parallel_size: int, index: int
 ) -> tuple[tuple[int, ...], ...]:
-  """Returns the shapes of a layer's arrays on one of `tensor_parallel_size` devices."""
-  num_heads = decoder.shape.num_kv_heads // tensor_parallel_size
+  """Returns the shapes of layer `index`'s arrays on one of `tensor_parallel_size` devices."""
+  num_heads = decoder.shape.layers[index].attention.num_kv_heads // tensor_parallel_size
   return tuple(
-    (num_heads, pages.num_pages, *page) for page in _page_shapes(decoder, pages.page_size)
+    (num_heads, pages.num_pages, *page) for page in _page_shapes(decoder, pages.page_size, index)
   )
 
 

@@ -61,7 +61,11 @@ def shapes(
       f"lora targets: got {tuple(targets)}, expected at least one of {TARGETS}, each once; all four"
       " are usual."
     )
-  smallest = min(config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size)
+  smallest = min(
+    config.hidden_size,
+    *(kind.attention.num_heads * kind.attention.head_dim for kind in config.layers),
+    *(kind.feed_forward.intermediate_size for kind in config.layers),
+  )
   if not 1 <= rank <= smallest:
     raise ValueError(
       f"lora rank: got {rank}, expected 1 <= rank <= {smallest}, the smallest dimension of the"

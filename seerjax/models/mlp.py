@@ -9,15 +9,19 @@ import jax.numpy as jnp
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.backends.protocol import Operations, Shape
+from seerjax.backends.protocol import LayerShape, Operations
+from seerjax.layer_kinds import Gated
 from seerjax.models import lora
 from seerjax.models.parameters import Params
 from seerjax.ops import tiles
 
+# Functions of a gate, by `layer_kinds.Gated.activation`.
+ACTIVATIONS = {"silu": jax.nn.silu}
+
 
 def output_rows(
   operations: Operations,
-  shape: Shape,
+  shape: LayerShape,
   axis: str | None,
   weights: Params,
   rows: Any,
@@ -39,18 +43,20 @@ def output_rows(
   else:
     x = x + operations.contract(by_slab, weights["out"], one, axis)
   normed = operations.rms_norm_rows(x, weights["mlp_norm"], shape.norm_eps)
-  return x + _mlp(operations, axis, weights, normed, one)
+  return x + _mlp(operations, shape.kind.feed_forward, axis, weights, normed, one)
 
 
 def _mlp(
   operations: Operations,
+  kind: Gated,
   axis: str | None,
   weights: Params,
   x: Array,
   one: Array,
 ) -> Array:
-  """Returns silu(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
+  """Returns activation(x @ gate) * (x @ up) @ down, slab by slab in one loop."""
   slabs, low = {name: weights[name] for name in ("gate_up", "down")}, None
+  activation = ACTIVATIONS[kind.activation]
   if "gate_up_lora" in weights:
     adapter = weights["gate_up_lora"]
     low = lora.low_rank(operations.dot(x, adapter["a"]), adapter, x.dtype)
@@ -64,7 +70,7 @@ def _mlp(
     if low is not None:
       gate_up = gate_up + operations.dot(low, weights["gate_up_lora"])
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    inner = (jax.nn.silu(gate) * up).astype(x.dtype)
+    inner = (activation(gate) * up).astype(x.dtype)
     down = operations.dot(inner, weights["down"])
     if "down_lora" in weights:
       return down, operations.dot(inner, weights["down_lora"])

@@ -17,6 +17,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
+from seerjax.layer_kinds import Gated, Grouped
 from seerjax.models.config import TransformerConfig, slabs_for
 
 Params = dict[str, Any]
@@ -27,35 +28,46 @@ UNROLLED_LAYERS = 8
 
 def shapes(config: TransformerConfig, reduction_shards: int) -> Params:
   """Returns every parameter's shape (f32), as `jax.ShapeDtypeStruct`s: the layout of `Params`."""
-  r, d, c = reduction_shards, config.hidden_size, config.head_dim
-  q_columns = config.num_heads // r * c
-  kv_columns = config.num_kv_heads // r * c
-  inner = config.intermediate_size // r
-
-  def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-  layer = {
-    "attention_norm": f32(d),
-    "qkv": f32(r, d, q_columns + 2 * kv_columns),  # Columns: queries, keys, values of the slab.
-    "out": f32(r, q_columns, d),
-    "mlp_norm": f32(d),
-    "gate_up": f32(r, d, 2 * inner),  # Columns: gate, up of the slab.
-    "down": f32(r, inner, d),
-  }
-  if config.has_qkv_biases:
-    layer["qkv_bias"] = f32(r, q_columns + 2 * kv_columns)
-  if config.has_qk_norms:
-    layer["query_norm"] = f32(c)
-    layer["key_norm"] = f32(c)
+  r, d = reduction_shards, config.hidden_size
   params = {
-    "embed": f32(config.vocab_size, d),
-    "layers": [dict(layer) for _ in range(config.num_layers)],
-    "final_norm": f32(d),
+    "embed": _f32(config.vocab_size, d),
+    "layers": [
+      _attention_shapes(layer.attention, d, r) | _feed_forward_shapes(layer.feed_forward, d, r)
+      for layer in config.layers
+    ],
+    "final_norm": _f32(d),
   }
   if not config.is_tied:
-    params["head"] = f32(r, config.vocab_size // r, d)
+    params["head"] = _f32(r, config.vocab_size // r, d)
   return params
+
+
+def _f32(*shape: int) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _attention_shapes(kind: Grouped, d: int, r: int) -> Params:
+  c = kind.head_dim
+  q_columns, kv_columns = kind.num_heads // r * c, kind.num_kv_heads // r * c
+  shapes = {
+    "attention_norm": _f32(d),
+    "qkv": _f32(r, d, q_columns + 2 * kv_columns),  # Columns: queries, keys, values of the slab.
+    "out": _f32(r, q_columns, d),
+  }
+  if kind.has_qkv_biases:
+    shapes["qkv_bias"] = _f32(r, q_columns + 2 * kv_columns)
+  if kind.has_qk_norms:
+    shapes |= {"query_norm": _f32(c), "key_norm": _f32(c)}
+  return shapes
+
+
+def _feed_forward_shapes(kind: Gated, d: int, r: int) -> Params:
+  inner = kind.intermediate_size // r
+  return {
+    "mlp_norm": _f32(d),
+    "gate_up": _f32(r, d, 2 * inner),  # Columns: gate, up of the slab.
+    "down": _f32(r, inner, d),
+  }
 
 
 def init(
@@ -95,12 +107,18 @@ def init(
 def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
   """Returns the weights that engine and trainer both use: the masters, rounded once.
 
-  More than `UNROLLED_LAYERS` layers are `stacked`, except for kernel backends: a kernel's operand
-  is a whole array, so slicing a layer would copy its weights in every step.
+  More than `UNROLLED_LAYERS` layers of equal shapes are `stacked`, except for kernel backends: a
+  kernel's operand is a whole array, so slicing a layer would copy its weights in every step.
   """
   params = jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
-  is_stacked = len(params["layers"]) > UNROLLED_LAYERS and not numerics.uses_kernels
-  return stacked(params) if is_stacked else params
+  layers = params["layers"]
+  is_stacked = len(layers) > UNROLLED_LAYERS and not numerics.uses_kernels
+  return stacked(params) if is_stacked and _have_equal_shapes(layers) else params
+
+
+def _have_equal_shapes(layers: list[Params]) -> bool:
+  shapes = [{name: leaf.shape for name, leaf in layer.items()} for layer in layers]
+  return all(shape == shapes[0] for shape in shapes)
 
 
 def is_stacked(params: Params) -> bool:

@@ -126,7 +126,7 @@ def save(
       a, b = (np.asarray(pair[name], np.float32) for name in ("a", "b"))
       wide = a if target in lora.COLUMN_TARGETS else a.reshape(-1, a.shape[-1])
       first = 0
-      for module, width in _widths(target, config).items():
+      for module, width in _widths(target, config, index).items():
         part = b
         if target in lora.COLUMN_TARGETS:  # [r, rank, columns] -> [rank, r columns]
           local = width // b.shape[0]
@@ -194,14 +194,16 @@ def load(
   for index, layer in enumerate(adapter["layers"]):
     for target in MODULES:
       parts = []
-      for module, width in _widths(target, config).items():
-        pair = _pair(path, tensors, f"{PREFIX}.{index}.{module}", _inputs(target, config), width)
+      for module, width in _widths(target, config, index).items():
+        pair = _pair(
+          path, tensors, f"{PREFIX}.{index}.{module}", _inputs(target, config, index), width
+        )
         parts.append(pair)
         if pair is not None:
           adapted.add(f"model.layers.{index}.{module}")
           scales[module] = _scale(directory / CONFIG_FILE, settings, module, pair[0].shape[0])
       if any(part is not None for part in parts):
-        layer[target] = _ours(target, parts, list(_widths(target, config).values()), shards)
+        layer[target] = _ours(target, parts, list(_widths(target, config, index).values()), shards)
   if tensors:
     raise ValueError(
       f"{path}: got the tensor {min(tensors)}, expected lora_A and lora_B of"
@@ -223,18 +225,23 @@ def load(
   return jax.tree.map(jnp.asarray, adapter), next(iter(scales.values()))
 
 
-def _widths(target: str, config: model_config.TransformerConfig) -> dict[str, int]:
-  """Returns the number of outputs of each PEFT module of a target."""
-  d, inner = config.hidden_size, config.intermediate_size
-  queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _widths(target: str, config: model_config.TransformerConfig, index: int) -> dict[str, int]:
+  """Returns the number of outputs of each PEFT module of a layer's target."""
+  attention = config.layers[index].attention
+  d, inner = config.hidden_size, config.layers[index].feed_forward.intermediate_size
+  queries = attention.num_heads * attention.head_dim
+  keys = attention.num_kv_heads * attention.head_dim
   widths = {"qkv": (queries, keys, keys), "out": (d,), "gate_up": (inner, inner), "down": (d,)}
   return dict(zip(MODULES[target], widths[target], strict=True))
 
 
-def _inputs(target: str, config: model_config.TransformerConfig) -> int:
+def _inputs(target: str, config: model_config.TransformerConfig, index: int) -> int:
   if target in lora.COLUMN_TARGETS:
     return config.hidden_size
-  return config.num_heads * config.head_dim if target == "out" else config.intermediate_size
+  kind = config.layers[index]
+  if target == "out":
+    return kind.attention.num_heads * kind.attention.head_dim
+  return kind.feed_forward.intermediate_size
 
 
 def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -8,9 +8,11 @@ YaRN; the config.json of those checkpoints has it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-import dataclasses
 import types
+from typing import Any
 
+from seerjax import layer_kinds
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config
 from seerjax.models.config import TransformerConfig
 from seerjax.ops import rotary
@@ -21,14 +23,20 @@ def nano() -> TransformerConfig:
   return TransformerConfig(
     vocab_size=512,
     hidden_size=128,
-    intermediate_size=384,
-    num_layers=5,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=16,
-    has_qk_norms=True,
+    layers=layer_kinds.uniform(
+      LayerConfig(
+        attention=Grouped(
+          num_heads=8,
+          num_kv_heads=8,
+          head_dim=16,
+          has_qk_norms=True,
+          rotary=rotary.RotaryConfig(head_dim=16, base=10_000.0),
+        ),
+        feed_forward=Gated(intermediate_size=384),
+      ),
+      5,
+    ),
     norm_eps=1e-6,
-    rotary=rotary.RotaryConfig(head_dim=16, base=10_000.0),
     is_tied=True,
     max_model_len=1024,
   )
@@ -36,8 +44,8 @@ def nano() -> TransformerConfig:
 
 def nano_draft() -> TransformerConfig:
   """Returns the shape of nano's draft model (0.14 M parameters), which is in this package."""
-  return dataclasses.replace(
-    nano(), hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=4
+  return nano().changed(
+    hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4, num_kv_heads=4
   )
 
 
@@ -46,8 +54,7 @@ def nano_10m() -> TransformerConfig:
 
   Its weights are not shipped; `loading.RECIPES` has their recipe.
   """
-  return dataclasses.replace(
-    nano(),
+  return nano().changed(
     hidden_size=384,
     intermediate_size=1024,
     num_layers=6,
@@ -60,8 +67,7 @@ def nano_10m() -> TransformerConfig:
 
 def nano_gpu() -> TransformerConfig:
   """Returns the shape of an 85 M parameter nano for benchmarks; its weights are not shipped."""
-  return dataclasses.replace(
-    nano(),
+  return nano().changed(
     hidden_size=768,
     intermediate_size=2048,
     num_layers=12,
@@ -72,20 +78,29 @@ def nano_gpu() -> TransformerConfig:
   )
 
 
+def _layers(num_layers: int, intermediate: int, **attention: Any) -> tuple[LayerConfig, ...]:
+  """Returns equal layers with the given fields of `Grouped`."""
+  feed_forward = Gated(intermediate_size=intermediate)
+  layer = LayerConfig(attention=Grouped(**attention), feed_forward=feed_forward)
+  return layer_kinds.uniform(layer, num_layers)
+
+
 def _qwen3(
   hidden: int, intermediate: int, layers: int, heads: int, is_tied: bool
 ) -> TransformerConfig:
   return TransformerConfig(
     vocab_size=151_936,
     hidden_size=hidden,
-    intermediate_size=intermediate,
-    num_layers=layers,
-    num_heads=heads,
-    num_kv_heads=8,
-    head_dim=128,
-    has_qk_norms=True,
+    layers=_layers(
+      layers,
+      intermediate,
+      num_heads=heads,
+      num_kv_heads=8,
+      head_dim=128,
+      has_qk_norms=True,
+      rotary=rotary.RotaryConfig(head_dim=128, base=1_000_000.0),
+    ),
     norm_eps=1e-6,
-    rotary=rotary.RotaryConfig(head_dim=128, base=1_000_000.0),
     is_tied=is_tied,
     max_model_len=40_960,
   )
@@ -105,14 +120,16 @@ def _qwen25(
   return TransformerConfig(
     vocab_size=vocab_size,
     hidden_size=hidden,
-    intermediate_size=intermediate,
-    num_layers=layers,
-    num_heads=heads,
-    num_kv_heads=kv_heads,
-    head_dim=head_dim,
-    has_qkv_biases=True,
+    layers=_layers(
+      layers,
+      intermediate,
+      num_heads=heads,
+      num_kv_heads=kv_heads,
+      head_dim=head_dim,
+      has_qkv_biases=True,
+      rotary=rotary.RotaryConfig(head_dim=head_dim, base=1_000_000.0),
+    ),
     norm_eps=1e-6,
-    rotary=rotary.RotaryConfig(head_dim=head_dim, base=1_000_000.0),
     is_tied=is_tied,
     max_model_len=32_768,
   )
@@ -131,21 +148,23 @@ def _llama3(
   return TransformerConfig(
     vocab_size=128_256,
     hidden_size=hidden,
-    intermediate_size=intermediate,
-    num_layers=layers,
-    num_heads=heads,
-    num_kv_heads=8,
-    head_dim=head_dim,
-    norm_eps=1e-5,
-    rotary=rotary.RotaryConfig(
+    layers=_layers(
+      layers,
+      intermediate,
+      num_heads=heads,
+      num_kv_heads=8,
       head_dim=head_dim,
-      base=500_000.0,
-      scaling="llama3",
-      factor=factor,
-      original_context=8192,
-      low_frequency_factor=1.0,
-      high_frequency_factor=4.0,
+      rotary=rotary.RotaryConfig(
+        head_dim=head_dim,
+        base=500_000.0,
+        scaling="llama3",
+        factor=factor,
+        original_context=8192,
+        low_frequency_factor=1.0,
+        high_frequency_factor=4.0,
+      ),
     ),
+    norm_eps=1e-5,
     is_tied=is_tied,
     max_model_len=131_072,
   )

@@ -1,4 +1,4 @@
-"""Forward pass of the decoder, shared by Qwen3, Qwen2.5 and Llama 3.
+"""Forward pass of the decoder: layers of the kinds in its shape.
 
     embed -> [ attention inputs -> write pages -> attend -> after attention ] x layers -> head
 
@@ -6,9 +6,11 @@
 segment table and pages, and returns hidden rows and pages. `head` turns hidden rows into tokens.
 
 Up to `UNROLLED_LAYERS` layers are unrolled in the program. The weights of a deeper model are
-stacked, and one layer's program is looped over them (`stacked`), to the same bits. Then the keys of
-all layers are in one pool, a page's layers side by side, and a page index includes the layer's
-index: the loop carry is updated in place, and no layer's pages are ever sliced out.
+stacked, and one layer's program is looped over them (`stacked`), to the same bits; if layers of
+equal shapes have different kinds, a turn of the loop runs the layers of one period
+(`TransformerConfig.period`). Then the keys of all layers are in one pool, a page's layers side by
+side, and a page index includes the layer's index: the loop carry is updated in place, and no
+layer's pages are ever sliced out. Layers of different shapes are always unrolled.
 """
 
 from __future__ import annotations
@@ -92,19 +94,25 @@ def forward(
       f"forward: got {key_copies.rows.shape[0]} key copies with ScratchPages, expected pages that"
       " store keys for other segments; pass empty_pages, or no key_copies."
     )
-  cos, sin = backend.turns(config.rotary, batch.positions, batch.num_rows)
+  rotaries = dict.fromkeys(kind.attention.rotary for kind in config.layers)
+  turns = {own: backend.turns(own, batch.positions, batch.num_rows) for own in rotaries}
   page_size = kv_layout.page_size_of(pages, decoder)
   segment_rows = attention.segment_rows(batch, numerics, page_size)
-  inputs = Stage(config, decoder.axis, model_attention.input_rows)
-  outputs = Stage(config, decoder.axis, mlp.output_rows)
   chosen = None
   if "adapters" in params:
     assert adapters is not None and not is_scratch, "adapters by row are for batches of engines"
     of_rows = tiles.padded(adapters, batch.tokens.shape[0])
     chosen = adapters_lib.of_rows(params, of_rows, batch.num_rows, backend)
 
-  def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int):
-    """Runs layer `index` with its pages f[k, m, ...]; in a pool, m counts pages of all layers."""
+  def layer(x: Array, weights: Params, own: kv_layout.LayerPages, index: Array | int, place: int):
+    """Runs layer `index` with its pages f[k, m, ...]; in a pool, m counts pages of all layers.
+
+    Layer `place` has the same kind; it is known while tracing.
+    """
+    shape = config.layer_shape(place)
+    cos, sin = turns[shape.kind.attention.rotary]
+    inputs = Stage(shape, decoder.axis, model_attention.input_rows)
+    outputs = Stage(shape, decoder.axis, mlp.output_rows)
     rows, own_batch, copies = segment_rows, batch, key_copies
     if is_pool:
       own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
@@ -128,13 +136,15 @@ def forward(
     rest = (x, mixed), batch.num_rows, own_adapters
     return backend.after_attention(outputs, weights, *rest), own
 
-  def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int):
+  def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int, place: int):
     # A gradient's pages are all zero; they are materialised only when the layer runs.
     zero = tiles.late_zeros((), own[0].dtype, lax.stop_gradient(x))
-    run = _computed_again(functools.partial(layer, index=index), remat)
+    run = _computed_again(functools.partial(layer, index=index, place=place), remat)
     return run(x, weights, tuple(leaf + zero for leaf in own))
 
   x = embedding.rows_of(params["embed"], batch.tokens, decoder.axis)
+  if not (is_scratch or config.shares_kv_shape):
+    params = parameters.unstacked(params)  # Each layer has pages of its own shape.
   if is_scratch:
     x, pages = _with_scratch(decoder, remat, pages, layer, x, params), ()
   elif is_pool:
@@ -148,7 +158,7 @@ def forward(
     run_layer = layer if remat == "none" else again
     new_pages = []
     for index, (weights, own) in enumerate(zip(params["layers"], pages, strict=True)):
-      x, own = run_layer(x, weights, own, index)
+      x, own = run_layer(x, weights, own, index, index)
       new_pages.append(own)
     pages = tuple(new_pages)
   return x[:num_rows], pages
@@ -196,24 +206,45 @@ def _with_scratch(
   """Runs `layer` once per layer, each time on fresh pages."""
   kv_layout.check_page_size(pages.page_size, decoder.numerics)
   tensor_parallel_size = 1 if decoder.axis is None else lax.axis_size(decoder.axis)
-  shapes = kv_layout.scratch_of_layer(decoder, pages, tensor_parallel_size)
-  dtype = decoder.numerics.dtype
+  dtype, period = decoder.numerics.dtype, decoder.shape.period
 
   def zeros(shape: tuple[int, ...], x: Array) -> Array:
     if remat != "none":
       return tiles.late_zeros(shape, dtype, lax.stop_gradient(x))
     return jnp.zeros(shape, dtype)
 
-  def body(x: Array, weights: Params) -> tuple[Array, None]:
-    fresh = {shape: zeros(shape, x) for shape in shapes}  # Arrays of one shape share zeros.
-    return layer(x, weights, tuple(fresh[shape] for shape in shapes), 0)[0], None
+  def run(x: Array, weights: Params, place: int) -> Array:
+    shapes = kv_layout.scratch_of_layer(decoder, pages, tensor_parallel_size, place)
 
-  body = body if remat == "none" else _computed_again(body, remat)
+    def body(x: Array, weights: Params) -> Array:
+      fresh = {shape: zeros(shape, x) for shape in shapes}  # Arrays of one shape share zeros.
+      return layer(x, weights, tuple(fresh[shape] for shape in shapes), 0, place)[0]
+
+    return (body if remat == "none" else _computed_again(body, remat))(x, weights)
+
   if parameters.is_stacked(params):
-    return lax.scan(body, x, params["layers"])[0]
-  for weights in params["layers"]:
-    x, _ = body(x, weights)
+
+    def turn(x: Array, weights: Params) -> tuple[Array, None]:
+      for place in range(period):
+        x = run(x, _of_place(weights, place, period), place)
+      return x, None
+
+    return lax.scan(turn, x, _by_period(params["layers"], period))[0]
+  for place, weights in enumerate(params["layers"]):
+    x = run(x, weights, place)
   return x
+
+
+def _by_period(stacked: Params, period: int) -> Params:
+  """Returns stacked layers f[l, ...] as f[l / p, p, ...], for a loop; as they are if p is 1."""
+  if period == 1:
+    return stacked
+  return jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), stacked)
+
+
+def _of_place(weights: Params, place: int, period: int) -> Params:
+  """Returns the weights of one layer of a turn over `_by_period`."""
+  return weights if period == 1 else jax.tree.map(lambda leaf: leaf[place], weights)
 
 
 def _with_pool(
@@ -225,7 +256,7 @@ def _with_pool(
 ) -> tuple[Array, kv_layout.Pages]:
   """Runs `layer` once per layer on one pool of pages f[k, m, l, ...], updated in place."""
   shapes = [leaf.shape for leaf in pool]
-  count, num_layers = shapes[0][2], decoder.shape.num_layers
+  count, num_layers, period = shapes[0][2], decoder.shape.num_layers, decoder.shape.period
   assert count == num_layers, f"got pages of {count} layers of {num_layers}"
   own = kv_layout.flat_pool(pool)
   if parameters.is_stacked(params):
@@ -236,15 +267,19 @@ def _with_pool(
     rest = {name: leaf for name, leaf in layers.items() if name not in names}
 
     def body(carry: Any, turn: Any) -> tuple[Any, None]:
-      weights, index = turn
-      slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
-      return layer(carry[0], weights | slabs, carry[1], index), None
+      weights, number = turn
+      for place in range(period):
+        index = number if period == 1 else number * period + place
+        slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
+        own_weights = _of_place(weights, place, period) | slabs
+        carry = layer(carry[0], own_weights, carry[1], index, place)
+      return carry, None
 
-    indices = jnp.arange(num_layers, dtype=jnp.int32)
-    (x, own), _ = lax.scan(body, (x, own), (rest, indices))
+    numbers = jnp.arange(num_layers // period, dtype=jnp.int32)
+    (x, own), _ = lax.scan(body, (x, own), (_by_period(rest, period), numbers))
   else:
     for index, weights in enumerate(params["layers"]):
-      x, own = layer(x, weights, own, index)
+      x, own = layer(x, weights, own, index, index)
   pool = tuple(leaf.reshape(shape) for leaf, shape in zip(own, shapes, strict=True))
   x = _without_gradient(
     x,

@@ -328,7 +328,7 @@ def for_model(
     optimizer = dataclasses.replace(optimizer, learning_rate=rate)
   rows, sequences = packing.derived_sizes(
     context=min(config.engine.max_model_len, model.max_model_len),
-    bytes_per_position=2 * model.num_layers * model.num_kv_heads * model.head_dim * 4,
+    bytes_per_position=4 * model.kv_features,
     rows=trainer.rows_per_micro_batch,
     sequences=trainer.sequences_per_micro_batch,
   )

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import layer_kinds, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib, sizes
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
   decoder as decoder_lib,
@@ -91,12 +92,18 @@ def _model(numerics: numerics_lib.NumericsConfig, width: int) -> model_config.Tr
     # At this width XLA:CPU sums 8 to 31 rows differently from more. With 72 or 256 features all
     # rows agreed even without tiles, so nothing would be measured.
     hidden_size=128,
-    intermediate_size=max(width, 12) * heads,
-    num_layers=2,
-    num_heads=2 * heads,
-    num_kv_heads=heads,
-    head_dim=width,
-    rotary=rotary.RotaryConfig(head_dim=width),
+    layers=layer_kinds.uniform(
+      LayerConfig(
+        attention=Grouped(
+          num_heads=2 * heads,
+          num_kv_heads=heads,
+          head_dim=width,
+          rotary=rotary.RotaryConfig(head_dim=width),
+        ),
+        feed_forward=Gated(intermediate_size=max(width, 12) * heads),
+      ),
+      2,
+    ),
     is_tied=False,
   )
 

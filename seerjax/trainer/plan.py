@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from seerjax.layer_kinds import LayerConfig
 from seerjax.models import transformer
 from seerjax.models.decoder import Decoder
 from seerjax.trainer import packing
@@ -98,12 +99,14 @@ def scratch_bytes(
   Pages of all layers are counted, or of one layer if layers are rematerialised or the backend is
   native, which recreate them.
   """
-  model = decoder.shape
-  positions = layout.num_pages * page_size
-  heads = model.num_kv_heads // tensor_parallel_size
-  per_layer = 2 * positions * heads * model.head_dim * decoder.numerics.dtype.itemsize
+  positions, item = layout.num_pages * page_size, decoder.numerics.dtype.itemsize
+  kinds = [kind.attention for kind in decoder.shape.layers]
+  of_layers = [
+    2 * positions * (kind.num_kv_heads // tensor_parallel_size) * kind.head_dim * item
+    for kind in kinds
+  ]
   is_kept = remat == "none" and decoder.backend.traits.keeps_pages
-  return per_layer * (model.num_layers if is_kept else 1)
+  return sum(of_layers) if is_kept else max(of_layers)
 
 
 def activation_bytes(
@@ -120,26 +123,30 @@ def activation_bytes(
   """
   model = decoder.shape
   rows, d = layout.num_rows, model.hidden_size
-  queries, keys = (
-    heads * model.head_dim // tensor_parallel_size
-    for heads in (model.num_heads, model.num_kv_heads)
-  )
   item = decoder.numerics.dtype.itemsize
   positions = layout.num_pages * page_size
   head = HEAD_TABLES * model.vocab_size * d * 4 / tensor_parallel_size
-  weights = d * (2 * queries + 2 * keys) + 3 * d * model.intermediate_size // tensor_parallel_size
-  attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
-  layer = max(attention, LAYER_WEIGHTS * weights * 4)
-  stacks = LOOP_WEIGHTS * weights * 4 * decoder.pages.num_pooled
-  if remat != "none":
-    kept = KEPT_BYTES * d
-  elif decoder.backend.traits.keeps_gate_up:
-    # Counted: input, queries, keys, values and attention's result; in float32 the rows after
-    # attention, gate and up.
-    gate_up = 2 * model.intermediate_size // tensor_parallel_size
-    kept = 2 * item * (d + queries + keys) + 4 * (d + gate_up)
-  else:
-    kept = KEPT_ARRAYS * item * (d + queries + keys)
+
+  def of_layer(kind: LayerConfig) -> tuple[float, float, float]:
+    """Returns the bytes while the layer runs, those of its weights in a loop, and those kept."""
+    own, inner = kind.attention, kind.feed_forward.intermediate_size // tensor_parallel_size
+    queries, keys = (
+      heads * own.head_dim // tensor_parallel_size for heads in (own.num_heads, own.num_kv_heads)
+    )
+    weights = d * (2 * queries + 2 * keys) + 3 * d * inner
+    attention = positions * (QUERY_ARRAYS * queries + KEY_ARRAYS * keys) * 4
+    if remat != "none":
+      kept = KEPT_BYTES * d
+    elif decoder.backend.traits.keeps_gate_up:
+      # Counted: input, queries, keys, values and attention's result; in float32 the rows after
+      # attention, gate and up.
+      kept = 2 * item * (d + queries + keys) + 4 * (d + 2 * inner)
+    else:
+      kept = KEPT_ARRAYS * item * (d + queries + keys)
+    return max(attention, LAYER_WEIGHTS * weights * 4), LOOP_WEIGHTS * weights * 4, rows * kept
+
+  running, stacked, kept = zip(*map(of_layer, model.layers), strict=True)
+  stacks = sum(stacked) if decoder.pages.num_pooled else 0
   # Offloaded inputs are in host memory, except that of the current layer.
-  num_kept = 1 if remat == "layer_offloaded" else model.num_layers
-  return int(head + layer + stacks + num_kept * rows * kept)
+  num_kept = max(kept) if remat == "layer_offloaded" else sum(kept)
+  return int(head + max(running) + stacks + num_kept)

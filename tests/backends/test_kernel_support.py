@@ -27,7 +27,7 @@ QWEN3 = presets.get("qwen3-8b")
 CPU = "got the platform 'cpu', expected an NVIDIA GPU of compute capability 9.0 (Hopper)"
 
 
-SIXTEEN_HEADS = dataclasses.replace(QWEN3, num_heads=32, num_kv_heads=16)
+SIXTEEN_HEADS = QWEN3.changed(num_heads=32, num_kv_heads=16)
 
 
 def of(model: model_config.TransformerConfig, numerics: NumericsConfig) -> NumericsConfig:
@@ -128,7 +128,7 @@ def test_a_machine_without_hopper_stays_tiled_and_a_name_is_refused():
 
 def step_of(model: model_config.TransformerConfig, numerics: NumericsConfig) -> None:
   """Traces the engine's step of a model's first layer and head."""
-  model = dataclasses.replace(model, num_layers=1)
+  model = model.changed(num_layers=1)
   i32 = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
   f32 = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
   rows, page = 16, 64

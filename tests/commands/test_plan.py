@@ -32,7 +32,7 @@ def test_what_does_not_fit_is_refused_with_its_figures():
   config = dataclasses.replace(
     run_presets.named_model(), engine=engine_lib.EngineConfig(max_model_len=32_768)
   )
-  model = dataclasses.replace(presets.get("qwen3-8b"), num_layers=400)
+  model = presets.get("qwen3-8b").changed(num_layers=400)
   with pytest.raises(ValueError, match="RunConfig: got a run that needs more memory than is free"):
     plan.describe(config, model)
 

@@ -43,7 +43,7 @@ EVENTS = (
 
 # A model of one layer, for everyday runs.
 
-MODEL = dataclasses.replace(tiny_model.SMALLEST, num_layers=1)
+MODEL = tiny_model.SMALLEST.changed(num_layers=1)
 SIZES = EngineConfig(
   page_size=4, num_pages=80, max_num_seqs=8, max_model_len=32, batch_size_buckets=(24,)
 )

@@ -14,8 +14,9 @@ from seen_inputs import SeesInputs
 import tiny_model
 import trainers
 
-from seerjax import numerics as numerics_lib
+from seerjax import layer_kinds, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, parameters
 from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
@@ -26,13 +27,19 @@ from seerjax.types import Request, SamplingParams
 MODEL = model_config.TransformerConfig(
   vocab_size=46,
   hidden_size=88,
-  intermediate_size=21,
-  num_layers=3,
-  num_heads=3,
-  num_kv_heads=1,
-  head_dim=10,
-  has_qk_norms=True,
-  rotary=rotary.RotaryConfig(head_dim=10),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=10,
+        has_qk_norms=True,
+        rotary=rotary.RotaryConfig(head_dim=10),
+      ),
+      feed_forward=Gated(intermediate_size=21),
+    ),
+    3,
+  ),
 )
 PAGE_SIZE = 8
 REQUEST = Request(

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import parallel
+from seerjax import layer_kinds, parallel
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config
 from seerjax.ops import rotary
 from seerjax.trainer import losses, step
@@ -25,13 +26,19 @@ from seerjax.trainer import losses, step
 CONFIG = model_config.TransformerConfig(
   vocab_size=36,
   hidden_size=11,
-  intermediate_size=28,
-  num_layers=1,
-  num_heads=8,
-  num_kv_heads=4,
-  head_dim=4,
-  has_qkv_biases=True,
-  rotary=rotary.RotaryConfig(head_dim=4),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=4,
+        has_qkv_biases=True,
+        rotary=rotary.RotaryConfig(head_dim=4),
+      ),
+      feed_forward=Gated(intermediate_size=28),
+    ),
+    1,
+  ),
   max_model_len=64,
 )
 

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu
-from seerjax import numerics as numerics_lib
+from seerjax import layer_kinds, numerics as numerics_lib
 from seerjax.engine import engine as engine_lib
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   adapters as adapters_lib,
   config as model_config,
@@ -51,13 +52,19 @@ NUMERICS = numerics_lib.NumericsConfig(
 CONFIG = model_config.TransformerConfig(
   vocab_size=128,
   hidden_size=64,
-  intermediate_size=64,
-  num_layers=1,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=64,
-  has_qk_norms=True,
-  rotary=rotary.RotaryConfig(head_dim=64),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        has_qk_norms=True,
+        rotary=rotary.RotaryConfig(head_dim=64),
+      ),
+      feed_forward=Gated(intermediate_size=64),
+    ),
+    1,
+  ),
   is_tied=True,
 )
 PAGE_SIZE, ROWS = 32, 8

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gpu, matmul
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import layer_kinds, numerics as numerics_lib, parallel
 from seerjax.backends import mosaic_gpu
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, flax_module, kv_layout, parameters, transformer
 from seerjax.models.decoder import decide
 from seerjax.ops import rotary
@@ -41,14 +42,20 @@ def config_of(slabs):
   return model_config.TransformerConfig(
     vocab_size=128 * slabs,
     hidden_size=64,
-    intermediate_size=64 * slabs,
-    num_layers=1,
-    num_heads=slabs,
-    num_kv_heads=slabs,
-    head_dim=64,
-    has_qk_norms=True,
-    has_qkv_biases=True,
-    rotary=rotary.RotaryConfig(head_dim=64),
+    layers=layer_kinds.uniform(
+      LayerConfig(
+        attention=Grouped(
+          num_heads=slabs,
+          num_kv_heads=slabs,
+          head_dim=64,
+          has_qk_norms=True,
+          has_qkv_biases=True,
+          rotary=rotary.RotaryConfig(head_dim=64),
+        ),
+        feed_forward=Gated(intermediate_size=64 * slabs),
+      ),
+      1,
+    ),
     is_tied=True,
   )
 

@@ -30,8 +30,7 @@ from seerjax.types import Request, SamplingParams
 PAGE_SIZE = 8
 # Widths that no tile divides; 8 slabs, 1 and 2.
 ODD = tiny_model.ODD
-QWEN2 = dataclasses.replace(
-  ODD,
+QWEN2 = ODD.changed(
   has_qk_norms=False,
   has_qkv_biases=True,
   vocab_size=46,
@@ -43,8 +42,7 @@ QWEN2 = dataclasses.replace(
   head_dim=10,
   rotary=rotary.RotaryConfig(head_dim=10),
 )
-LLAMA = dataclasses.replace(
-  QWEN2,
+LLAMA = QWEN2.changed(
   has_qkv_biases=False,
   num_layers=4,
   intermediate_size=70,
@@ -55,12 +53,8 @@ LLAMA = dataclasses.replace(
 CASES = {"qwen3": (ODD, 8), "qwen2": (QWEN2, 1), "llama": (LLAMA, 2)}
 
 # One layer more than is unrolled, with two slabs.
-DEEP = dataclasses.replace(
-  tiny_model.SMALLEST,
-  num_layers=parameters.UNROLLED_LAYERS + 1,
-  num_heads=4,
-  num_kv_heads=2,
-  max_model_len=48,
+DEEP = tiny_model.SMALLEST.changed(
+  num_layers=parameters.UNROLLED_LAYERS + 1, num_heads=4, num_kv_heads=2, max_model_len=48
 )
 NUMERICS = {
   "f32": tiny_model.NUMERICS,
@@ -256,7 +250,7 @@ def test_a_deep_model_says_the_same_in_a_loop_and_in_a_row(numerics, has_adapter
 def test_the_program_of_a_deep_model_does_not_grow_with_its_depth():
   sizes = []
   for num_layers in (parameters.UNROLLED_LAYERS + 1, 3 * parameters.UNROLLED_LAYERS):
-    config = dataclasses.replace(DEEP, num_layers=num_layers)
+    config = DEEP.changed(num_layers=num_layers)
     layout = parameters.shapes(config, 2)
     params = jax.eval_shape(
       functools.partial(parameters.compute_params, numerics=DEEP_NUMERICS), layout

@@ -75,8 +75,8 @@ def of_any_size(backend, dtype, rng):
   others = dict(backend=backend, compute_dtype=dtype)
   if backend != "pallas_interpreted":
     return model.config, dataclasses.replace(model.numerics, **others)
-  config = dataclasses.replace(
-    model.config, vocab_size=256, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2,
+  config = model.config.changed(
+    vocab_size=256, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2,
     head_dim=64, rotary=rotary.RotaryConfig(head_dim=64),
   )  # fmt: skip
   others |= dict(reduction_shards=2, kv_split=int(rng.choice([64, 128, 256])))

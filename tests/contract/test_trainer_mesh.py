@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 import tiny_model
 
-from seerjax import parallel
+from seerjax import layer_kinds, parallel
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config
 from seerjax.ops import rotary, tiles
 
@@ -32,14 +33,20 @@ BACKENDS = pytest.mark.parametrize("backend", ["tiled", "native"])
 SMALLEST = model_config.TransformerConfig(
   vocab_size=40,
   hidden_size=9,
-  intermediate_size=24,
-  num_layers=1,
-  num_heads=16,
-  num_kv_heads=8,
-  head_dim=8,
-  has_qk_norms=True,
-  has_qkv_biases=True,
-  rotary=rotary.RotaryConfig(head_dim=8),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=8,
+        has_qk_norms=True,
+        has_qkv_biases=True,
+        rotary=rotary.RotaryConfig(head_dim=8),
+      ),
+      feed_forward=Gated(intermediate_size=24),
+    ),
+    1,
+  ),
   max_model_len=64,
 )
 
@@ -276,8 +283,7 @@ def test_kernels_do_not_learn_on_several_devices_of_the_model_axis():
   numerics = dataclasses.replace(
     tiny_model.BFLOAT16, backend="pallas_interpreted", kv_split=64, reduction_shards=2
   )
-  config = dataclasses.replace(
-    tiny_model.CONFIG,
+  config = tiny_model.CONFIG.changed(
     vocab_size=256,
     hidden_size=64,
     intermediate_size=128,

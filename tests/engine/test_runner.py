@@ -245,7 +245,7 @@ def test_without_its_copies_a_step_says_something_else():
 
 @pytest.mark.parametrize("what", ["model", "numerics", "mesh"])
 def test_a_runner_made_for_something_else_is_refused(what):
-  model = dataclasses.replace(CONFIG, num_layers=3) if what == "model" else CONFIG
+  model = CONFIG.changed(num_layers=3) if what == "model" else CONFIG
   numerics = tiny_model.BFLOAT16 if what == "numerics" else NUMERICS
   mesh = parallel.make_mesh(data_parallel_size=2) if what == "mesh" else None
   with pytest.raises(

@@ -20,7 +20,14 @@ from seerjax.types import Request, SamplingParams
 
 MODEL, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
 DECODER = decide(MODEL, NUMERICS)
-PAGE_BYTES = 2 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_dim * 8 * 4
+PAGE_BYTES = (
+  2
+  * MODEL.num_layers
+  * MODEL.layers[0].attention.num_kv_heads
+  * MODEL.layers[0].attention.head_dim
+  * 8
+  * 4
+)
 OPEN = sizes.EngineConfig(page_size=8, max_model_len=32, batch_size_buckets=(4, 16))
 
 
@@ -95,7 +102,7 @@ def test_row_buckets_follow_from_model_and_context(name, numerics, context, max_
 def test_row_buckets_that_no_gib_holds_are_less_and_one_at_least():
   # 16 * 2**20 bytes a row: 64 rows, a byte more: 32; 16 * 2**27: none.
   for features, expected in ((2**20, (64,)), (2**20 + 1, (32,)), (2**27, (1,))):
-    model = dataclasses.replace(presets.get("nano"), hidden_size=features - 3, intermediate_size=4)
+    model = presets.get("nano").changed(hidden_size=features - 3, intermediate_size=4)
     decoder = decide(model, OPEN_SLABS)
     assert sizes.with_buckets(sizes.EngineConfig(), decoder).batch_size_buckets == expected
 

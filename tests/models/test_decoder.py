@@ -17,7 +17,7 @@ from seerjax.models.decoder import Decoder, PageLayout, decide, without_model
 from seerjax.numerics import NumericsConfig
 
 SHAPE, NUMERICS = tiny_model.CONFIG, tiny_model.NUMERICS
-TWO_HEADS = dataclasses.replace(SHAPE, num_heads=4, num_kv_heads=2)
+TWO_HEADS = SHAPE.changed(num_heads=4, num_kv_heads=2)
 
 
 def test_what_is_left_open_is_decided_and_the_rest_is_kept():
@@ -59,7 +59,7 @@ def test_without_a_model_the_slabs_stay_as_asked():
 
 def test_pages_are_laid_out_as_the_decoder_says():
   row, deep = (
-    decide(dataclasses.replace(SHAPE, num_layers=count), tiny_model.NATIVE)
+    decide(SHAPE.changed(num_layers=count), tiny_model.NATIVE)
     for count in (parameters.UNROLLED_LAYERS, parameters.UNROLLED_LAYERS + 1)
   )
   assert (row.pages, deep.pages) == (PageLayout(("cz", "zc"), 0), PageLayout(("cz", "zc"), 9))

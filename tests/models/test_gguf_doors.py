@@ -82,7 +82,10 @@ def test_every_door_takes_a_file(door, file):
   config = found if hasattr(found, "vocab_size") else found.config
   # A draft omits embedding rows without a token.
   assert (config.num_layers, config.hidden_size) == (CONFIG.num_layers, CONFIG.hidden_size)
-  assert config.norm_eps == CONFIG.norm_eps and config.rotary == CONFIG.rotary
+  assert (
+    config.norm_eps == CONFIG.norm_eps
+    and config.layers[0].attention.rotary == CONFIG.layers[0].attention.rotary
+  )
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -126,8 +126,8 @@ def test_matrices_are_rounded_block_by_block_and_vectors_are_not(kind, tmp_path)
 
 
 def test_rows_that_are_no_whole_blocks_are_halves(tmp_path):
-  config = dataclasses.replace(
-    gguf_cases.LLAMA, hidden_size=48, head_dim=12, rotary=rotary.RotaryConfig(head_dim=12)
+  config = gguf_cases.LLAMA.changed(
+    hidden_size=48, head_dim=12, rotary=rotary.RotaryConfig(head_dim=12)
   )
   found = gguf_write.save(tmp_path / "m.gguf", gguf_cases.weights(config), config, kind="Q8_0")
   kinds = {tensor.name: tensor.kind for tensor in found}
@@ -180,16 +180,19 @@ def test_llama_3_without_what_it_was_made_from_is_its_published_scaling(tmp_path
   entries, records = gguf_cases.parts(gguf_cases.LLAMA3)
   entries["llama.attention.key_length"] = gguf_cases.value("u32", 32)
   entries["llama.attention.value_length"] = gguf_cases.value("u32", 32)
-  factors = gguf_config.rope_factors(gguf_cases.LLAMA3.rotary)
+  factors = gguf_config.rope_factors(gguf_cases.LLAMA3.layers[0].attention.rotary)
   assert factors is not None
   records["rope_freqs.weight"] = gguf_cases.Record((16,), "F32", factors.tobytes())
   path = tmp_path / "m.gguf"
   path.write_bytes(gguf_cases.raw(entries, records))
-  assert huggingface.load_config(path).rotary == gguf_cases.LLAMA3.rotary
+  assert (
+    huggingface.load_config(path).layers[0].attention.rotary
+    == gguf_cases.LLAMA3.layers[0].attention.rotary
+  )
   # Factors of one change no rotation.
   records["rope_freqs.weight"].data = np.ones(16, np.float32).tobytes()
   path.write_bytes(gguf_cases.raw(entries, records))
-  assert huggingface.load_config(path).rotary.scaling == "none"
+  assert huggingface.load_config(path).layers[0].attention.rotary.scaling == "none"
 
 
 def test_a_head_of_another_kind_is_loaded_apart_with_one_line(tmp_path, caplog):
@@ -242,13 +245,12 @@ def spoilt(value: float) -> dict:
     (dict(params=spoilt(1e6), kind="Q4_0"), ValueError, ["token_embd.weight", "write F32"]),
     (dict(config=gguf_cases.LLAMA), ValueError, ["params", "expected nothing with 1 slabs"]),
     (
-      dict(config=dataclasses.replace(gguf_cases.QWEN3, has_qkv_biases=True)), ValueError,
+      dict(config=gguf_cases.QWEN3.changed(has_qkv_biases=True)), ValueError,
       ["qkv_bias"],
     ),
     (
       dict(
-        config=dataclasses.replace(
-          gguf_cases.QWEN3,
+        config=gguf_cases.QWEN3.changed(
           rotary=rotary.RotaryConfig(head_dim=16, scaling="yarn", factor=2.0, attention_factor=1.5),
         )
       ),

@@ -16,8 +16,7 @@ from seerjax.models import growth, parameters
 from seerjax.ops import rotary
 
 # Odd wherever a size may be: 3 features of a value, no power of two, heads that share keys.
-SMALL = dataclasses.replace(
-  tiny_model.SMALLEST,
+SMALL = tiny_model.SMALLEST.changed(
   vocab_size=33,
   hidden_size=14,
   intermediate_size=10,
@@ -26,8 +25,7 @@ SMALL = dataclasses.replace(
 )
 # Three copies of a hidden feature, two of a head, five of a head's feature; of the 10 units of the
 # MLP three are copied three times, the others twice.
-LARGE = dataclasses.replace(
-  SMALL,
+LARGE = SMALL.changed(
   hidden_size=42,
   intermediate_size=23,
   num_layers=4,
@@ -46,7 +44,7 @@ FAMILIES = (
 
 
 def of_family(family):
-  return (dataclasses.replace(shape, **family) for shape in (SMALL, LARGE))
+  return (shape.changed(**family) for shape in (SMALL, LARGE))
 
 
 def weights(config, seed=3, numerics=NUMERICS):
@@ -91,7 +89,10 @@ def test_each_part_of_the_growth_is_needed(family):
     ("qkv", layer["qkv"].at[:, 0].multiply(3.0)),
     ("out", layer["out"] * 2.0),
     ("down", layer["down"].at[:, 0].multiply(3.0)),
-    ("query_norm", layer["query_norm"] * large.head_dim / small.head_dim),
+    (
+      "query_norm",
+      layer["query_norm"] * large.layers[0].attention.head_dim / small.layers[0].attention.head_dim,
+    ),
   ):
     changed = {**grown, "layers": [{**layer, name: wrong}, *grown["layers"][1:]]}
     assert np.abs(logits(changed, large) - expected).max() > 1e-3, name
@@ -99,7 +100,9 @@ def test_each_part_of_the_growth_is_needed(family):
 
 def test_noise_divides_unevenly_and_changes_no_logit_where_heads_stay_as_wide():
   small = SMALL
-  large = dataclasses.replace(LARGE, head_dim=small.head_dim, rotary=small.rotary)
+  large = LARGE.changed(
+    head_dim=small.layers[0].attention.head_dim, rotary=small.layers[0].attention.rotary
+  )
   params = weights(small)
   grown = growth.grow(params, small, large, noise=0.25)
   np.testing.assert_allclose(logits(grown, large), logits(params, small), rtol=0, atol=1e-4)
@@ -122,15 +125,13 @@ def test_noise_in_new_features_of_heads_changes_logits_a_little():
 @pytest.mark.thorough
 def test_slabs_are_grown_one_by_one():
   numerics = dataclasses.replace(NUMERICS, reduction_shards=2)
-  small = dataclasses.replace(SMALL, vocab_size=34, num_heads=4, num_kv_heads=2)
-  large = dataclasses.replace(
-    LARGE, vocab_size=34, num_heads=8, num_kv_heads=4, intermediate_size=26
-  )
+  small = SMALL.changed(vocab_size=34, num_heads=4, num_kv_heads=2)
+  large = LARGE.changed(vocab_size=34, num_heads=8, num_kv_heads=4, intermediate_size=26)
   params = weights(small, numerics=numerics)
   grown = growth.grow(params, small, large, noise=0.0)
   expected = logits(params, small)
   np.testing.assert_allclose(logits(grown, large), expected, rtol=0, atol=1e-4)
-  odd = dataclasses.replace(large, intermediate_size=27)
+  odd = large.changed(intermediate_size=27)
   with pytest.raises(ValueError, match="intermediate_size: got 27 for weights in 2 slabs, expecte"):
     growth.grow(params, small, odd)
 
@@ -160,7 +161,7 @@ def test_slabs_are_grown_one_by_one():
 )
 def test_shapes_between_which_there_is_no_growth_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    growth.check(SMALL, dataclasses.replace(LARGE, **changes))
+    growth.check(SMALL, LARGE.changed(**changes))
 
 
 @pytest.mark.parametrize("noise", [-0.1, 1.0, float("nan")])

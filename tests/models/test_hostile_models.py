@@ -67,7 +67,7 @@ LIES = [
   ("head_dim", 2**29, "q_proj.weight: got shape"),
   ("num_attention_heads", 0, WHOLE),
   ("num_attention_heads", 2**29, "q_proj.weight: got shape"),
-  ("num_key_value_heads", 3, "TransformerConfig.num_heads: got 2 query heads for 3"),
+  ("num_key_value_heads", 3, "Grouped.num_heads: got 2 query heads for 3"),
   ("num_key_value_heads", "1", WHOLE),
   ("max_position_embeddings", 0, WHOLE),
   ("max_position_embeddings", 2**40, "expected at most 1073741824"),

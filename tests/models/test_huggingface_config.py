@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 
@@ -52,11 +51,11 @@ def test_old_and_new_spellings_mean_the_same(path):
   )
   new = dict(rope_theta=..., rope_scaling=...)
   edit_config(path, **new, rope_parameters=dict(scaling, rope_type="yarn", rope_theta=5e5))
-  assert huggingface_config.read(path).rotary == expected
+  assert huggingface_config.read(path).layers[0].attention.rotary == expected
   for spelling in ("rope_type", "type"):
     old = dict(scaling, **{spelling: "yarn"})
     edit_config(path, rope_theta=500000, rope_scaling=old, rope_parameters=None)
-    assert huggingface_config.read(path).rotary == expected
+    assert huggingface_config.read(path).layers[0].attention.rotary == expected
 
 
 def test_a_base_may_be_given_in_either_place_or_alike_in_both(path):
@@ -68,23 +67,27 @@ def test_a_base_may_be_given_in_either_place_or_alike_in_both(path):
     path.write_text(json.dumps(values))
     if outer is not ...:
       edit_config(path, rope_theta=outer)
-    assert huggingface_config.read(path).rotary.base == 7.0
+    assert huggingface_config.read(path).layers[0].attention.rotary.base == 7.0
 
 
 def test_defaults_of_missing_fields(path):
   missing = ("head_dim", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")
   edit_config(path, **dict.fromkeys(missing, ...), rope_parameters=..., rope_theta=...)
   config = huggingface_config.read(path)
-  assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (128, 4, 1e-6)
-  assert config.is_tied is False and config.rotary.base == 10_000.0
+  assert (
+    config.layers[0].attention.head_dim,
+    config.layers[0].attention.num_kv_heads,
+    config.norm_eps,
+  ) == (128, 4, 1e-6)
+  assert config.is_tied is False and config.layers[0].attention.rotary.base == 10_000.0
   edit_config(path, model_type="llama", architectures=..., hidden_size=24)
-  assert huggingface_config.read(path).head_dim == 6
+  assert huggingface_config.read(path).layers[0].attention.head_dim == 6
   edit_config(path, model_type=..., architectures=["Qwen2ForCausalLM"])
   assert huggingface_config.family_of(huggingface_config.read(path)) == "qwen2"
 
 
 def test_a_shape_of_no_family_is_refused():
-  both = dataclasses.replace(QWEN3, has_qkv_biases=True)
+  both = QWEN3.changed(has_qkv_biases=True)
   message = "got has_qk_norms=True and has_qkv_biases=True, expected the combination of .*'qwen3'"
   with pytest.raises(ValueError, match=message):
     huggingface_config.to_object(both, "bfloat16", ())

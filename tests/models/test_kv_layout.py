@@ -24,14 +24,18 @@ class KeysTurned(Tiled):
 @pytest.mark.parametrize("num_layers", [2, parameters.UNROLLED_LAYERS + 1])
 @pytest.mark.parametrize("backend", [Tiled(NUMERICS), KeysTurned(NUMERICS)])
 def test_pages_of_layers_and_pools_have_the_axes_that_the_backend_names(num_layers, backend):
-  config = dataclasses.replace(tiny_model.CONFIG, num_layers=num_layers)
+  config = tiny_model.CONFIG.changed(num_layers=num_layers)
   decoder = decide(config, NUMERICS, backend=backend)
   pages = kv_layout.empty_pages(decoder, num_pages=5, page_size=4)
   is_pool = num_layers > parameters.UNROLLED_LAYERS
   layers = (num_layers,) if is_pool else ()
-  of_a_page = {"zc": (4, config.head_dim), "cz": (config.head_dim, 4)}
+  of_a_page = {
+    "zc": (4, config.layers[0].attention.head_dim),
+    "cz": (config.layers[0].attention.head_dim, 4),
+  }
   wanted = [
-    (config.num_kv_heads, 5, *layers, *of_a_page[axes]) for axes in backend.traits.page_axes
+    (config.layers[0].attention.num_kv_heads, 5, *layers, *of_a_page[axes])
+    for axes in backend.traits.page_axes
   ]
   assert len(pages) == (1 if is_pool else num_layers)
   assert all([leaf.shape for leaf in layer] == wanted for layer in pages)
@@ -41,12 +45,12 @@ def test_pages_of_layers_and_pools_have_the_axes_that_the_backend_names(num_laye
 
 def test_scratch_pages_have_the_axes_that_the_backend_names_and_a_shards_heads():
   config, scratch = tiny_model.CONFIG, kv_layout.ScratchPages(5, 4)
-  heads, features = config.num_kv_heads, config.head_dim
+  heads, features = config.layers[0].attention.num_kv_heads, config.layers[0].attention.head_dim
   tiled, turned = (
     decide(config, NUMERICS, backend=backend) for backend in (Tiled(NUMERICS), KeysTurned(NUMERICS))
   )
-  assert kv_layout.scratch_of_layer(tiled, scratch, 1) == ((heads, 5, 4, features),) * 2
-  assert kv_layout.scratch_of_layer(turned, scratch, 2) == (
+  assert kv_layout.scratch_of_layer(tiled, scratch, 1, 0) == ((heads, 5, 4, features),) * 2
+  assert kv_layout.scratch_of_layer(turned, scratch, 2, 0) == (
     (heads // 2, 5, features, 4),
     (heads // 2, 5, 4, features),
   )

@@ -64,7 +64,10 @@ def test_stacked_adapters_are_saved_as_their_masters_are(saved, tmp_path):
 
 def test_a_product_of_theirs_is_a_product_of_ours(saved):
   tensors = safetensors.numpy.load_file(saved / "adapter_model.safetensors")
-  pair, inner = random_adapter(QWEN3)["layers"][1]["gate_up"], QWEN3.intermediate_size
+  pair, inner = (
+    random_adapter(QWEN3)["layers"][1]["gate_up"],
+    QWEN3.layers[0].feed_forward.intermediate_size,
+  )
   x = np.random.default_rng(1).standard_normal((4, QWEN3.hidden_size)).astype(np.float32)
   name = "base_model.model.model.layers.1.mlp.up_proj.lora_"
   theirs = x @ tensors[name + "A.weight"].T @ tensors[name + "B.weight"].T
@@ -94,7 +97,10 @@ def test_unlike_a_stand_side_by_side_and_what_is_missing_is_zero(saved):
   assert pair["a"].shape == (QWEN3.hidden_size, 6)
   products = np.concatenate([pair["a"] @ slab for slab in pair["b"]], axis=1)
   own = products.reshape(QWEN3.hidden_size, 2, -1)  # By slab: queries, keys, values.
-  queries, keys = (heads * QWEN3.head_dim // 2 for heads in (QWEN3.num_heads, QWEN3.num_kv_heads))
+  queries, keys = (
+    heads * QWEN3.layers[0].attention.head_dim // 2
+    for heads in (QWEN3.layers[0].attention.num_heads, QWEN3.layers[0].attention.num_kv_heads)
+  )
   assert not own[:, :, queries : queries + keys].any()
   for module, part in (("q_proj", own[:, :, :queries]), ("v_proj", own[:, :, queries + keys :])):
     a, b = (tensors[f"{prefix}.0.self_attn.{module}.lora_{half}.weight"] for half in "AB")
@@ -269,7 +275,7 @@ def test_what_is_no_adapter_is_refused(saved, tmp_path):
     peft.save(tmp_path / "other", random_adapter(QWEN3), QWEN3, scale=0.5, overwrite=True)
   with pytest.raises(ValueError, match="scale=0, expected a positive number; it is lora_alpha"):
     peft.save(tmp_path / "new", random_adapter(QWEN3), QWEN3, scale=0)
-  deeper = dataclasses.replace(QWEN3, num_layers=QWEN3.num_layers + 1)
+  deeper = QWEN3.changed(num_layers=QWEN3.num_layers + 1)
   with pytest.raises(ValueError, match="got an adapter of . layers, expected the model's"):
     peft.save(tmp_path / "new", random_adapter(QWEN3), deeper, scale=0.5)
   assert not (tmp_path / "new").exists()

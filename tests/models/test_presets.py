@@ -66,9 +66,14 @@ def test_every_preset_divides_into_its_slabs(name):
 def test_nano_is_small_and_divides_by_eight():
   config = presets.nano()
   assert config == presets.get("nano")
-  assert config.rotary == rotary.RotaryConfig(head_dim=16, base=10_000.0)
+  assert config.layers[0].attention.rotary == rotary.RotaryConfig(head_dim=16, base=10_000.0)
   assert count(config, 8) <= 3_900_000
-  sizes = (config.num_heads, config.num_kv_heads, config.hidden_size, config.intermediate_size)
+  sizes = (
+    config.layers[0].attention.num_heads,
+    config.layers[0].attention.num_kv_heads,
+    config.hidden_size,
+    config.layers[0].feed_forward.intermediate_size,
+  )
   assert not any(size % 8 for size in (*sizes, config.vocab_size))
 
 

@@ -32,8 +32,8 @@ from seerjax.types import SamplingParams
 NUMERICS, BFLOAT16 = tiny_model.NUMERICS, tiny_model.BFLOAT16
 UNTILED = dataclasses.replace(NUMERICS, backend="untiled")
 QWEN3 = tiny_model.ODD
-QWEN2 = dataclasses.replace(QWEN3, has_qk_norms=False, has_qkv_biases=True, is_tied=False)
-LLAMA = dataclasses.replace(QWEN3, has_qk_norms=False, norm_eps=1e-5, is_tied=False)
+QWEN2 = QWEN3.changed(has_qk_norms=False, has_qkv_biases=True, is_tied=False)
+LLAMA = QWEN3.changed(has_qk_norms=False, norm_eps=1e-5, is_tied=False)
 FAMILIES = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA)
 LENGTH = 17  # Four tiles and a row, and a split and a row.
 
@@ -277,10 +277,10 @@ def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):
   ("config", "numerics", "sizes"),
   [
     # Slabs, rounding and biases are the same in every layer, so one layer suffices.
-    pytest.param(dataclasses.replace(presets.nano(), num_layers=1), NUMERICS, (8,), id="nano-f32"),
+    pytest.param(presets.nano().changed(num_layers=1), NUMERICS, (8,), id="nano-f32"),
     pytest.param(presets.nano(), NUMERICS, (1, 2, 8), id="whole-nano-f32", marks=pytest.mark.long),
     pytest.param(
-      dataclasses.replace(QWEN2, num_layers=1),
+      QWEN2.changed(num_layers=1),
       BFLOAT16,
       (2, 8),
       id="qwen2-bf16",
@@ -373,7 +373,7 @@ def test_weights_go_into_a_module_and_come_out_of_it():
 
 @pytest.mark.thorough
 def test_a_module_learns_as_its_weights_do_under_nnx():
-  config = dataclasses.replace(QWEN3, num_layers=1)  # Compiled twice.
+  config = QWEN3.changed(num_layers=1)  # Compiled twice.
   params = parameters.init(jax.random.key(1), config, NUMERICS)
   module = flax_module.Transformer(config, NUMERICS, params=params)
   optimizer = nnx.Optimizer(module, optax.sgd(0.5), wrt=nnx.Param)
@@ -410,14 +410,14 @@ def test_a_module_learns_as_its_weights_do_under_nnx():
 def test_largest_shards_by_hand():
   assert model_config.largest_shards(QWEN3) == 8
   assert model_config.largest_shards(dataclasses.replace(QWEN3, vocab_size=44)) == 4
-  assert model_config.largest_shards(dataclasses.replace(QWEN3, intermediate_size=6)) == 2
-  assert model_config.largest_shards(dataclasses.replace(QWEN3, num_kv_heads=1)) == 1
+  assert model_config.largest_shards(QWEN3.changed(intermediate_size=6)) == 2
+  assert model_config.largest_shards(QWEN3.changed(num_kv_heads=1)) == 1
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("kv_heads", "slabs"), [(2, 2), (4, 4), (8, 8)])
 def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
-  config = dataclasses.replace(QWEN2, num_kv_heads=kv_heads, num_heads=8)
+  config = QWEN2.changed(num_kv_heads=kv_heads, num_heads=8)
   left = dataclasses.replace(NUMERICS, reduction_shards=0)
   chosen = dataclasses.replace(NUMERICS, reduction_shards=slabs)
   assert decide(config, left).numerics == chosen
@@ -442,7 +442,7 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
 )
 def test_slabs_that_do_not_divide_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    parameters.init(jax.random.key(0), dataclasses.replace(QWEN3, **changes), NUMERICS)
+    parameters.init(jax.random.key(0), QWEN3.changed(**changes), NUMERICS)
 
 
 @pytest.mark.parametrize(
@@ -473,10 +473,10 @@ def test_a_module_has_weights_of_one_kind(arguments, given, unchecked_annotation
 
 
 @refusals.table(
-  (lambda: dataclasses.replace(QWEN3, num_heads=12),
-   "TransformerConfig.num_heads: got 12 query heads for 8 key/value heads"),
-  (lambda: dataclasses.replace(QWEN3, head_dim=8),
-   "TransformerConfig.rotary.head_dim: got 6, expected head_dim=8"),
+  (lambda: QWEN3.changed(num_heads=12),
+   "Grouped.num_heads: got 12 query heads for 8 key/value heads"),
+  (lambda: QWEN3.changed(head_dim=8),
+   "Grouped.rotary.head_dim: got 6, expected head_dim=8"),
   (lambda: kv_layout.empty_pages(decide(QWEN3, NUMERICS), num_pages=2, page_size=12),
    "page_size: got 12, expected a divisor of kv_split=16"),
 )  # fmt: skip

@@ -123,7 +123,7 @@ def test_weights_and_adapters_of_the_numerics_are_taken():
   for params in (running(), adapted(), adapted(rank=1)):
     weights.check(params, decide(MODEL, NUMERICS), dtype=jnp.float32, what="params")
   bfloat16 = dataclasses.replace(tiny_model.NUMERICS, compute_dtype="bfloat16")
-  deep = dataclasses.replace(MODEL, num_layers=parameters.UNROLLED_LAYERS + 1)
+  deep = MODEL.changed(num_layers=parameters.UNROLLED_LAYERS + 1)
   stacked = running(deep)
   assert parameters.is_stacked(stacked)
   weights.check(stacked, decide(deep, NUMERICS), dtype=jnp.float32, what="params")

@@ -72,7 +72,7 @@ def test_the_capital_of_france_is_paris(answered):
   model, _, completions = answered
   assert completions[0].text == "The capital of France is Paris."
   # A file with a separate head or with biases would not be this model.
-  assert model.config.is_tied and not model.config.has_qkv_biases
+  assert model.config.is_tied and not model.config.layers[0].attention.has_qkv_biases
 
 
 def test_llama_cpp_answers_as_we_do_from_the_file_that_we_write(shipped, answered, tmp_path):

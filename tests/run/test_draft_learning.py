@@ -22,7 +22,7 @@ from seerjax.speculation.config import SpeculationConfig
 from seerjax.speculation.draft_model import DraftModelConfig, ModelDrafter
 from seerjax.speculation.draft_program import decoder_of
 
-SHAPE = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
+SHAPE = tiny_model.SMALLEST.changed(vocab_size=512, num_layers=1)
 DRAFT = DraftModelConfig(num_slots=4, batch_size_buckets=(16,))
 
 

@@ -19,7 +19,7 @@ def plan_of(config: RunConfig, model: model_config.TransformerConfig) -> memory_
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_figures():
-  model = dataclasses.replace(presets.get("qwen3-32b"), num_layers=1, hidden_size=2**22)
+  model = presets.get("qwen3-32b").changed(num_layers=1, hidden_size=2**22)
   message = (
     r"got a run that needs more memory than is free \(memory, MiB a device: [\d,]+ masters, [\d,]+"
     r" moments, .* gradient sums, [\d,]+ activations, [\d,]+ scratch pages, .* are free\), expected"

@@ -33,7 +33,7 @@ from seerjax.serve.service import Service
 from seerjax.types import Completion, Request, SamplingParams
 
 NUMERICS = dataclasses.replace(tiny_model.ONE_SLAB, backend="native")
-CONFIG = dataclasses.replace(tiny_model.SMALLEST, num_layers=1, vocab_size=512)
+CONFIG = tiny_model.SMALLEST.changed(num_layers=1, vocab_size=512)
 SIZES = EngineConfig(
   page_size=16, num_pages=60, max_num_seqs=4, max_model_len=64, batch_size_buckets=(16,)
 )

@@ -102,7 +102,7 @@ def test_other_words_are_refused_by_the_first_id_that_differs(tmp_path, engine):
   ],
 )
 def test_a_shape_that_does_not_fit_is_refused(engine, change, message):
-  shape = dataclasses.replace(SHAPE, **change)
+  shape = SHAPE.changed(**change)
   with pytest.raises(ValueError, match=re.escape(message)):
     draft_loading.fitted(Model(shape, {}, ONE), engine)
 

@@ -39,7 +39,7 @@ def base_of(case: Case) -> Case:
   """
   model, config = dataclasses.replace(case.model, rank=0), case.model.config
   if case.number // drawn_models.OF_A_MODEL % 3 == 2:
-    config = dataclasses.replace(config, num_layers=parameters.UNROLLED_LAYERS + 1)
+    config = config.changed(num_layers=parameters.UNROLLED_LAYERS + 1)
     model = dataclasses.replace(model, config=config)
   sizes = case.machine.sizes
   *_, last = sizes.batch_size_buckets
@@ -59,7 +59,10 @@ def named(model: Model, seed: int, generation: int) -> Mapping[str, adapters_lib
   rng = np.random.default_rng((seed, 7))
   config = model.config
   smallest = min(
-    config.hidden_size, config.num_heads * config.head_dim, config.intermediate_size, 16
+    config.hidden_size,
+    config.layers[0].attention.num_heads * config.layers[0].attention.head_dim,
+    config.layers[0].feed_forward.intermediate_size,
+    16,
   )
   count = int(rng.integers(3, 6))
   shapes, scales = [], []

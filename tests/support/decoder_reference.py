@@ -13,12 +13,8 @@ from seerjax.ops import attention, norms, rotary
 @functools.partial(jax.jit, static_argnums=2)
 def logits(params, tokens, config):
   """Returns the logits of one whole sequence from the published decoder, in float32."""
-  length, c, d = tokens.shape[0], config.head_dim, config.hidden_size
-  group = config.num_heads // config.num_kv_heads
+  length, d = tokens.shape[0], config.hidden_size
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-  angles = jnp.arange(length)[:, None].astype(jnp.float32)
-  angles = angles * jnp.asarray(rotary.frequencies(config.rotary)[0])[None, :]
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
   matmul = functools.partial(jnp.matmul, precision="highest")
 
   def norm(x, scale):
@@ -26,18 +22,22 @@ def logits(params, tokens, config):
     return flat.reshape(x.shape)
 
   x = params["embed"][tokens]
-  for layer in params["layers"]:
+  for layer, kind in zip(params["layers"], (kind.attention for kind in config.layers)):
+    c, group = kind.head_dim, kind.num_heads // kind.num_kv_heads
+    angles = jnp.arange(length)[:, None].astype(jnp.float32)
+    angles = angles * jnp.asarray(rotary.frequencies(kind.rotary)[0])[None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
     normed = norm(x, layer["attention_norm"])
     parts = []
     for index, slab in enumerate(layer["qkv"]):
       qkv = matmul(normed, slab)
-      if config.has_qkv_biases:
+      if kind.has_qkv_biases:
         qkv = qkv + layer["qkv_bias"][index][None]
       heads = qkv.reshape(length, -1, c)
       kv = heads.shape[1] // (group + 2)
       parts.append((heads[:, : kv * group], heads[:, kv * group : -kv], heads[:, -kv:]))
     q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts))
-    if config.has_qk_norms:
+    if kind.has_qk_norms:
       q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
     q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
     mixed = attention.attention_reference(q.reshape(length, -1, group, c), k, v)

@@ -19,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import layer_kinds, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.kv import page_moves
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
   huggingface,
@@ -72,12 +73,13 @@ class Model:
 
   def __str__(self) -> str:
     c, n = self.config, self.numerics
-    scaling = "" if c.rotary.scaling == "none" else f", {c.rotary.scaling}"
+    kind, inner = c.layers[0].attention, c.layers[0].feed_forward.intermediate_size
+    scaling = "" if kind.rotary.scaling == "none" else f", {kind.rotary.scaling}"
     adapter = f", rank {self.rank} alpha {self.alpha} on {self.targets}" if self.rank else ""
     return (
       f"{huggingface_config.family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
-      f" {c.intermediate_size}, {c.num_layers} layer(s), {c.num_heads}/{c.num_kv_heads} heads of"
-      f" {c.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
+      f" {inner}, {c.num_layers} layer(s), {kind.num_heads}/{kind.num_kv_heads} heads of"
+      f" {kind.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
       f" {self.deviation}, weights {self.directory or self.weights_seed}{adapter};"
       f" {n.backend} {n.compute_dtype}, tiles"
       f" {n.row_tile} {n.query_tile} {n.slot_tile}, split {n.kv_split}, {n.reduction_shards}"
@@ -192,22 +194,34 @@ def draw_model(rng: np.random.Generator) -> Model:
     # Odd numbers of columns per slab.
     vocab_size=slabs * (1 + 2 * int(rng.integers(10 // slabs, 50 // slabs))),
     hidden_size=hidden_size,
-    intermediate_size=slabs * int(rng.integers(max(1, 6 // slabs), 2 + 90 // slabs)),
-    num_layers=_pick(rng, 1, 2, 2, 3, 4),
-    num_heads=num_kv_heads * group,
-    num_kv_heads=num_kv_heads,
-    head_dim=head_dim,
-    has_qk_norms=family.has_qk_norms,
-    has_qkv_biases=family.has_qkv_biases,
-    norm_eps=_pick(rng, 1e-6, 1e-5),
-    rotary=rotary.RotaryConfig(
-      head_dim=head_dim, base=_pick(rng, 1e3, 1e4, 1e6), scaling=scaling, **scaled
+    layers=layer_kinds.uniform(
+      LayerConfig(
+        attention=Grouped(
+          num_heads=num_kv_heads * group,
+          num_kv_heads=num_kv_heads,
+          head_dim=head_dim,
+          has_qk_norms=family.has_qk_norms,
+          has_qkv_biases=family.has_qkv_biases,
+          rotary=rotary.RotaryConfig(
+            head_dim=head_dim, base=_pick(rng, 1e3, 1e4, 1e6), scaling=scaling, **scaled
+          ),
+        ),
+        feed_forward=Gated(
+          intermediate_size=slabs * int(rng.integers(max(1, 6 // slabs), 2 + 90 // slabs))
+        ),
+      ),
+      _pick(rng, 1, 2, 2, 3, 4),
     ),
+    norm_eps=_pick(rng, 1e-6, 1e-5),
     is_tied=bool(rng.integers(2)),
     max_model_len=128,
   )
   rank = _pick(rng, 0, 0, 0, 1, 2, 3, 4, 5)
-  smallest = min(config.hidden_size, config.num_heads * head_dim, config.intermediate_size)
+  smallest = min(
+    config.hidden_size,
+    config.layers[0].attention.num_heads * head_dim,
+    config.layers[0].feed_forward.intermediate_size,
+  )
   targets = tuple(name for name in lora.TARGETS if rng.random() < 0.7) or lora.TARGETS
   tiles = -(-int(rng.integers(MAX_TOKENS - 1, 161)) // numerics.row_tile)
   return Model(

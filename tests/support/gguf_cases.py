@@ -17,7 +17,8 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
 
-from seerjax import numerics as numerics_lib
+from seerjax import layer_kinds, numerics as numerics_lib
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
   huggingface,
@@ -38,25 +39,26 @@ TEMPLATE = (
 QWEN3 = model_config.TransformerConfig(
   vocab_size=TOKENS,
   hidden_size=32,
-  intermediate_size=64,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=16,
-  has_qk_norms=True,
-  rotary=rotary.RotaryConfig(head_dim=16, base=1e6),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        has_qk_norms=True,
+        rotary=rotary.RotaryConfig(head_dim=16, base=1e6),
+      ),
+      feed_forward=Gated(intermediate_size=64),
+    ),
+    2,
+  ),
   max_model_len=128,
 )
-LLAMA = dataclasses.replace(
-  QWEN3,
-  has_qk_norms=False,
-  head_dim=8,
-  norm_eps=1e-5,
-  rotary=rotary.RotaryConfig(head_dim=8, base=5e5),
+LLAMA = QWEN3.changed(
+  has_qk_norms=False, head_dim=8, norm_eps=1e-5, rotary=rotary.RotaryConfig(head_dim=8, base=5e5)
 )
-QWEN2 = dataclasses.replace(LLAMA, has_qkv_biases=True, norm_eps=1e-6, is_tied=False)
-LLAMA3 = dataclasses.replace(
-  LLAMA,
+QWEN2 = LLAMA.changed(has_qkv_biases=True, norm_eps=1e-6, is_tied=False)
+LLAMA3 = LLAMA.changed(
   head_dim=32,
   rotary=rotary.RotaryConfig(
     head_dim=32, base=5e5, scaling="llama3", factor=32.0, original_context=8192
@@ -67,24 +69,22 @@ CONFIGS = {
   "qwen2": QWEN2,
   "qwen3": QWEN3,
   "llama, scaled as Llama 3": LLAMA3,
-  "llama, scaled otherwise": dataclasses.replace(
-    LLAMA3,
+  "llama, scaled otherwise": LLAMA3.changed(
     rotary=dataclasses.replace(
-      LLAMA3.rotary,
+      LLAMA3.layers[0].attention.rotary,
       factor=4.0,
       original_context=512,
       low_frequency_factor=2.0,
       high_frequency_factor=16.0,
-    ),
+    )
   ),
-  "qwen2, linear": dataclasses.replace(
-    QWEN2, rotary=rotary.RotaryConfig(head_dim=8, scaling="linear", factor=4.0)
+  "qwen2, linear": QWEN2.changed(
+    rotary=rotary.RotaryConfig(head_dim=8, scaling="linear", factor=4.0)
   ),
-  "qwen3, yarn": dataclasses.replace(
-    QWEN3,
+  "qwen3, yarn": QWEN3.changed(
     rotary=rotary.RotaryConfig(
       head_dim=16, base=1e6, scaling="yarn", factor=4.0, original_context=32, beta_fast=16.0
-    ),
+    )
   ),
 }
 
@@ -285,8 +285,12 @@ def parts(
 ) -> tuple[dict[str, bytes], dict[str, Record]]:
   """Returns entries and records of a whole small Llama file with a tokenizer of 300 tokens."""
   rng = np.random.default_rng(5)
-  d, inner, q = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
-  kv = config.num_kv_heads * config.head_dim
+  d, inner, q = (
+    config.hidden_size,
+    config.layers[0].feed_forward.intermediate_size,
+    config.layers[0].attention.num_heads * config.layers[0].attention.head_dim,
+  )
+  kv = config.layers[0].attention.num_kv_heads * config.layers[0].attention.head_dim
 
   def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd.weight", (config.vocab_size, d)
@@ -313,10 +317,10 @@ def parts(
     "llama.context_length": value("u32", config.max_model_len),
     "llama.embedding_length": value("u32", d),
     "llama.feed_forward_length": value("u32", inner),
-    "llama.attention.head_count": value("u32", config.num_heads),
-    "llama.attention.head_count_kv": value("u32", config.num_kv_heads),
+    "llama.attention.head_count": value("u32", config.layers[0].attention.num_heads),
+    "llama.attention.head_count_kv": value("u32", config.layers[0].attention.num_kv_heads),
     "llama.attention.layer_norm_rms_epsilon": value("f32", config.norm_eps),
-    "llama.rope.freq_base": value("f32", config.rotary.base),
+    "llama.rope.freq_base": value("f32", config.layers[0].attention.rotary.base),
     "llama.vocab_size": value("u32", config.vocab_size),
     "tokenizer.ggml.model": value("str", "gpt2"),
     "tokenizer.ggml.pre": value("str", "gpt-2"),

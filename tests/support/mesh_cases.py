@@ -14,7 +14,8 @@ import made_rollouts
 import numpy as np
 import trainers
 
-from seerjax import numerics as numerics_lib, parallel, types
+from seerjax import layer_kinds, numerics as numerics_lib, parallel, types
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, lora, parameters
 from seerjax.models.decoder import decide
 from seerjax.ops import rotary, sampling
@@ -77,18 +78,28 @@ def draw(rng: np.random.Generator, backend: Any, *, max_layers: int = 2) -> Case
   config = model_config.TransformerConfig(
     vocab_size=slabs * (1 + 2 * int(rng.integers(2, 5))),
     hidden_size=int(rng.integers(5, 41)),
-    intermediate_size=slabs * int(rng.integers(1, 8)),
-    num_layers=int(rng.integers(1, 1 + max_layers)),
-    num_heads=heads * pick(1, 2, 3),
-    num_kv_heads=heads,
-    head_dim=head_dim,
-    has_qk_norms=bool(rng.integers(2)),
-    has_qkv_biases=bool(rng.integers(2)),
-    rotary=rotary.RotaryConfig(head_dim=head_dim),
+    layers=layer_kinds.uniform(
+      LayerConfig(
+        attention=Grouped(
+          num_heads=heads * pick(1, 2, 3),
+          num_kv_heads=heads,
+          head_dim=head_dim,
+          has_qk_norms=bool(rng.integers(2)),
+          has_qkv_biases=bool(rng.integers(2)),
+          rotary=rotary.RotaryConfig(head_dim=head_dim),
+        ),
+        feed_forward=Gated(intermediate_size=slabs * int(rng.integers(1, 8))),
+      ),
+      int(rng.integers(1, 1 + max_layers)),
+    ),
     is_tied=bool(rng.integers(2)),
     max_model_len=64,
   )
-  smallest = min(config.hidden_size, config.num_heads * head_dim, config.intermediate_size)
+  smallest = min(
+    config.hidden_size,
+    config.layers[0].attention.num_heads * head_dim,
+    config.layers[0].feed_forward.intermediate_size,
+  )
   return Case(
     config,
     numerics,

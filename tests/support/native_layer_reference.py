@@ -125,11 +125,11 @@ def _turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
   return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def attention_inputs(config: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
+def attention_inputs(shape: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
   """Returns queries, keys and values."""
   x, cos, sin = rows
-  n, c, group = x.shape[0], config.head_dim, config.group
-  normed = _normed(x, weights["attention_norm"], config.norm_eps, dtype)
+  n, c, group = x.shape[0], shape.kind.attention.head_dim, shape.kind.attention.group
+  normed = _normed(x, weights["attention_norm"], shape.norm_eps, dtype)
   low = _shared_low(weights, "qkv", normed, dtype)
   outputs = []
   for slab in range(weights["qkv"].shape[0]):
@@ -139,18 +139,18 @@ def attention_inputs(config: Any, dtype: str, weights: Weights, rows: Any) -> tu
     turned = []
     for part, name in ((q, "query_norm"), (k, "key_norm")):
       if name in weights:
-        part = _normed(part, weights[name], config.norm_eps, dtype)
+        part = _normed(part, weights[name], shape.norm_eps, dtype)
       turned.append(reference.rounded(_turned(part, cos, sin), dtype))
     outputs.append((turned[0].reshape(n, own, group, c), turned[1], v))
   return tuple(np.concatenate(parts, axis=1) for parts in zip(*outputs, strict=True))
 
 
 def attention_inputs_gradient(
-  config: Any, dtype: str, weights: Weights, rows: Any, given: tuple
+  shape: Any, dtype: str, weights: Weights, rows: Any, given: tuple
 ) -> tuple[Weights, np.ndarray]:
   """Returns (weight gradients before rounding, gradient of the rows)."""
   x, cos, sin = rows
-  n, c, eps = x.shape[0], config.head_dim, config.norm_eps
+  n, c, eps = x.shape[0], shape.kind.attention.head_dim, shape.norm_eps
   normed = _normed(x, weights["attention_norm"], eps, dtype)
   low = _shared_low(weights, "qkv", normed, dtype)
   slabs = weights["qkv"].shape[0]
@@ -179,18 +179,18 @@ def attention_inputs_gradient(
   return gradient, back
 
 
-def after_attention(config: Any, dtype: str, weights: Weights, rows: Any) -> np.ndarray:
+def after_attention(shape: Any, dtype: str, weights: Weights, rows: Any) -> np.ndarray:
   """Returns the hidden rows."""
-  x, inner, *_ = _until_down(config, dtype, weights, rows)
+  x, inner, *_ = _until_down(shape, dtype, weights, rows)
   return reference.rounded(x + _contracted(weights, "down", inner, dtype)[0], dtype)
 
 
-def _until_down(config: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
+def _until_down(shape: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
   x, mixed = rows
   parts = np.split(mixed.reshape(x.shape[0], -1), weights["out"].shape[0], axis=1)
   projected, out_low = _contracted(weights, "out", parts, dtype)
   x = reference.rounded(x + projected, dtype)
-  normed = _normed(x, weights["mlp_norm"], config.norm_eps, dtype)
+  normed = _normed(x, weights["mlp_norm"], shape.norm_eps, dtype)
   low, inner, gates = _shared_low(weights, "gate_up", normed, dtype), [], []
   for slab in range(weights["gate_up"].shape[0]):
     gate, up = np.split(_columns(weights, "gate_up", slab, normed, low), 2, axis=1)
@@ -200,10 +200,10 @@ def _until_down(config: Any, dtype: str, weights: Weights, rows: Any) -> tuple:
 
 
 def after_attention_gradient(
-  config: Any, dtype: str, weights: Weights, rows: Any, given: np.ndarray
+  shape: Any, dtype: str, weights: Weights, rows: Any, given: np.ndarray
 ) -> tuple[Weights, tuple[np.ndarray, np.ndarray]]:
   """Returns (weight gradients before rounding, gradients of both row inputs)."""
-  x, inner, gates, normed, parts, out_low = _until_down(config, dtype, weights, rows)
+  x, inner, gates, normed, parts, out_low = _until_down(shape, dtype, weights, rows)
   _, down_low = _contracted(weights, "down", inner, dtype)
   of_inner, gradient = _contracted_gradient(weights, "down", inner, down_low, given, dtype)
   columns = []
@@ -213,7 +213,7 @@ def after_attention_gradient(
     of_gate = part * up * (sigmoid + silu * (f32(1) - sigmoid))
     columns.append(np.concatenate([of_gate, part * silu], axis=1))
   back, more = _columns_gradient(weights, "gate_up", normed, columns, dtype)
-  back, of_scale = _norm_gradient(x, weights["mlp_norm"], config.norm_eps, dtype, back)
+  back, of_scale = _norm_gradient(x, weights["mlp_norm"], shape.norm_eps, dtype, back)
   of_x = reference.rounded(back + given, dtype)
   of_mixed, last = _contracted_gradient(weights, "out", parts, out_low, of_x, dtype)
   gradient |= more | last | {"mlp_norm": _row_sum(of_scale)}

@@ -33,7 +33,7 @@ from seerjax.types import Problem, Verdict
 
 NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
 # A model with nano's vocabulary.
-MODEL = dataclasses.replace(tiny_model.SMALLEST, vocab_size=512, num_layers=1)
+MODEL = tiny_model.SMALLEST.changed(vocab_size=512, num_layers=1)
 # The resolved form of the numerics in CONFIG.
 NUMERICS = decide(MODEL, tiny_model.ONE_SLAB).numerics
 CONFIG = RunConfig(

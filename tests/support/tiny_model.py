@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from seerjax import numerics as numerics_lib, parallel
+from seerjax import layer_kinds, numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
+from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
   flax_module,
@@ -28,13 +29,19 @@ from seerjax.types import SamplingParams
 CONFIG = model_config.TransformerConfig(
   vocab_size=64,
   hidden_size=32,
-  intermediate_size=32,
-  num_layers=2,
-  num_heads=16,
-  num_kv_heads=8,
-  head_dim=8,
-  has_qk_norms=True,
-  rotary=rotary.RotaryConfig(head_dim=8),
+  layers=layer_kinds.uniform(
+    LayerConfig(
+      attention=Grouped(
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=8,
+        has_qk_norms=True,
+        rotary=rotary.RotaryConfig(head_dim=8),
+      ),
+      feed_forward=Gated(intermediate_size=32),
+    ),
+    2,
+  ),
 )
 # Single steps and one page layout, for unit tests that inspect them; whole runs use the default.
 NUMERICS = numerics_lib.NumericsConfig(
@@ -56,8 +63,7 @@ BACKENDS = {
 }
 
 # Sizes that are not powers of two, where permitted.
-ODD = dataclasses.replace(
-  CONFIG,
+ODD = CONFIG.changed(
   vocab_size=48,
   hidden_size=24,
   head_dim=6,
@@ -66,8 +72,8 @@ ODD = dataclasses.replace(
 )
 
 # The smallest possible decoder, in one slab, with numerics of one slab.
-SMALLEST = dataclasses.replace(
-  CONFIG, vocab_size=32, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
+SMALLEST = CONFIG.changed(
+  vocab_size=32, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
 )
 ONE_SLAB = numerics_lib.NumericsConfig(
   row_tile=8, query_tile=4, slot_tile=2, kv_split=16, reduction_shards=1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 
 import jax
@@ -16,8 +15,7 @@ from seerjax.run import presets as run_presets
 
 def write_model(directory: pathlib.Path) -> str:
   """Writes a random model of two layers with nano's vocabulary; returns its directory."""
-  model = dataclasses.replace(
-    tiny_model.CONFIG,
+  model = tiny_model.CONFIG.changed(
     vocab_size=512,
     hidden_size=64,
     intermediate_size=128,

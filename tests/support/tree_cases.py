@@ -121,7 +121,7 @@ def _drawn_model(rng: np.random.Generator, shards: int, backend: str) -> Model:
   )
   # Scanned layers, now and then.
   layers = 9 if rng.random() < 0.2 else model.config.num_layers
-  config = dataclasses.replace(model.config, num_layers=layers)
+  config = model.config.changed(num_layers=layers)
   return dataclasses.replace(model, config=config, numerics=numerics)
 
 

@@ -16,7 +16,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.models import flax_module, parameters
 from seerjax.trainer import distill
 
-SHAPE = dataclasses.replace(tiny_model.SMALLEST, num_layers=1)
+SHAPE = tiny_model.SMALLEST.changed(num_layers=1)
 CONFIG = distill.DistillConfig(num_tokens=96, tokens_per_batch=24, lengths=(6, 12))
 
 

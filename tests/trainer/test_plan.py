@@ -49,7 +49,7 @@ def layout_of(rows=2048, sequences=4, context=1024):
   ],
 )  # fmt: skip
 def test_activations_are_about_what_xla_says(changes, dtype, remat, measured):
-  model = dataclasses.replace(QWEN3, **changes)
+  model = QWEN3.changed(**changes)
   numerics = dataclasses.replace(NUMERICS, compute_dtype=dtype)
   sizes = (decide(model, numerics), layout_of(), 32, remat)
   found = (plan.activation_bytes(*sizes) + plan.scratch_bytes(*sizes)) / plan.MIB
@@ -67,9 +67,9 @@ def test_activations_are_about_what_xla_says(changes, dtype, remat, measured):
   ],
 )
 def test_a_native_plan_covers_the_measured_peak_of_a_real_model(dtype, remat, measured):
-  model = dataclasses.replace(
-    presets.get("llama-3.2-1b"), vocab_size=49_152, hidden_size=576, intermediate_size=1536,
-    num_layers=30, num_heads=9, num_kv_heads=3,
+  model = presets.get("llama-3.2-1b").changed(
+    vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+    num_kv_heads=3,
   )  # fmt: skip
   numerics = numerics_lib.NumericsConfig(backend="native", compute_dtype=dtype)
   decoder = decide(model, numerics)
@@ -100,7 +100,16 @@ def test_a_plan_counts_what_learns_and_what_runs():
   assert (found.masters, found.weights, found.sums) == (4 * count, 2 * count, 3 * 4 * count)
   assert 8 * count <= found.moments < 8 * count + 64
   assert found.kept == found.masters + found.moments + found.weights
-  assert found.scratch == 2 * 2 * layout.num_pages * 8 * model.num_kv_heads * model.head_dim * 2
+  assert (
+    found.scratch
+    == 2
+    * 2
+    * layout.num_pages
+    * 8
+    * model.layers[0].attention.num_kv_heads
+    * model.layers[0].attention.head_dim
+    * 2
+  )
   again = dataclasses.replace(trainer, remat="layer").plan(weights, layout, 20)
   assert again.activations < found.activations and again.scratch * 2 == found.scratch
   away = dataclasses.replace(trainer, remat="layer_offloaded").plan(weights, layout, 20)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 
 import jax
@@ -174,7 +173,7 @@ def test_an_optimiser_with_a_norm_of_its_own_has_the_bits_of_one_device_too(seed
 @pytest.mark.thorough
 def test_a_checkpoint_goes_on_on_another_mesh_to_the_same_bits(tmp_path, seed):
   rng = np.random.default_rng(seed)
-  case = mesh_cases.Case(dataclasses.replace(tiny_model.CONFIG, num_layers=1), tiny_model.NUMERICS)
+  case = mesh_cases.Case(tiny_model.CONFIG.changed(num_layers=1), tiny_model.NUMERICS)
   master, gradients = drawn(rng, case)
   optimizer = step.make_optimizer(mesh_cases.OPTIMIZER)
   expected, *_ = updated(case, (1, 1), optimizer, master, gradients)

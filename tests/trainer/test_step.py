@@ -231,7 +231,7 @@ def test_layers_in_a_row_that_are_computed_again_have_the_same_gradients(config,
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_in_a_loop_that_are_computed_again_score_with_the_same_bits(dtype):
-  deep = dataclasses.replace(presets.get("nano"), num_layers=parameters.UNROLLED_LAYERS + 1)
+  deep = presets.get("nano").changed(num_layers=parameters.UNROLLED_LAYERS + 1)
   numerics = NumericsConfig(
     query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8, compute_dtype=dtype
   )

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.native import head_backward, head_forward
-from seerjax.backends.protocol import Backend, Stage
+from seerjax.backends.protocol import Backend, HeadStage
 from seerjax.ops import sampling
 from seerjax.types import TokenScores
 
 
 def head(
-  tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array
+  tiled: Backend, stage: HeadStage, weights: Any, rows: Any, num_rows: Array
 ) -> tuple[Array, TokenScores]:
   """See `protocol.Backend.head`.
 
@@ -30,11 +30,11 @@ def head(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _head(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array):
+def _head(tiled: Backend, stage: HeadStage, weights: Any, rows: Any, num_rows: Array):
   return _head_forward(tiled, stage, weights, rows, num_rows)[0]
 
 
-def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_rows: Array):
+def _head_forward(tiled: Backend, stage: HeadStage, weights: Any, rows: Any, num_rows: Array):
   hidden, forced, parameters, *others = rows
   is_special = sampling.is_special(parameters)
   none = jnp.zeros(forced.shape, jnp.float32)
@@ -51,7 +51,7 @@ def _head_forward(tiled: Backend, stage: Stage, weights: Any, rows: Any, num_row
   return (scored.tokens, scores), (weights, rows, num_rows, scored)
 
 
-def _head_backward(tiled: Backend, stage: Stage, residuals: Any, cotangent: Any):
+def _head_backward(tiled: Backend, stage: HeadStage, residuals: Any, cotangent: Any):
   """Returns the gradient of given tokens' scores: to the final norm, the table, the hidden rows."""
   weights, rows, num_rows, scored = residuals
   _, wanted = cotangent

@@ -45,7 +45,7 @@ from seerjax.backends.native.numbers import (
   zero_row,
 )
 from seerjax.backends.native.pointers import float_of, floats, fma, integers
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import HeadStage
 from seerjax.ops import tiles
 from seerjax.types import TokenScores
 
@@ -293,7 +293,12 @@ _THROUGH_NORM = ffi.Handler("seerjax_head_norm_gradient", _one, _through_norm)
 
 
 def gradient(
-  stage: Stage, weights: Any, rows: Any, num_rows: Array, scored: Scored, cotangent: TokenScores
+  stage: HeadStage,
+  weights: Any,
+  rows: Any,
+  num_rows: Array,
+  scored: Scored,
+  cotangent: TokenScores,
 ) -> tuple[Array, Array, Array]:
   """Returns the gradient of the tokens' scores.
 

@@ -28,7 +28,7 @@ from seerjax.array_typing import Array
 from seerjax.backends.native import ffi, noise, norms, products, threads, vectors
 from seerjax.backends.native.numbers import exp, f32, inlined, jit, log, read_row
 from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, integers, unsigned
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import HeadStage
 from seerjax.types import TokenScores
 
 # Ids of a chunk; a slab's last chunk may have fewer. It determines bits.
@@ -291,12 +291,12 @@ def sizes_of(num_rows: Array, second: Any) -> Array:
   return jnp.stack([jnp.asarray(value, jnp.int32) for value in (num_rows, second)])
 
 
-def first_slab(stage: Stage, table: Array) -> Any:
+def first_slab(stage: HeadStage, table: Array) -> Any:
   """Returns the index of this device's first slab."""
   return 0 if stage.axis is None else lax.axis_index(stage.axis) * table.shape[0]
 
 
-def eps_bits(stage: Stage) -> np.int32:
+def eps_bits(stage: HeadStage) -> np.int32:
   """Returns the bits of the final norm's eps, as handlers read it."""
   return np.float32(stage.shape.norm_eps).view(np.int32)
 
@@ -311,7 +311,9 @@ def panels_size(count: int, d: int, chunk: int) -> int:
   return (products.PANEL if count <= ROWS else -(-chunk // products.PANEL) * products.PANEL) * d
 
 
-def prepared_rows(stage: Stage, weights: Any, rows: Any, num_rows: Array) -> tuple[Array, Array]:
+def prepared_rows(
+  stage: HeadStage, weights: Any, rows: Any, num_rows: Array
+) -> tuple[Array, Array]:
   """Returns the final norm f32[n, d] of the valid rows, and the keys u32[n, 2] of their noise."""
   hidden, _, _, seeds, positions, _ = rows
   count, d = hidden.shape
@@ -327,7 +329,7 @@ def prepared_rows(stage: Stage, weights: Any, rows: Any, num_rows: Array) -> tup
   return normed, keys
 
 
-def scored_rows(stage: Stage, weights: Any, rows: Any, num_rows: Array) -> Scored:
+def scored_rows(stage: HeadStage, weights: Any, rows: Any, num_rows: Array) -> Scored:
   """Runs the head on rows without a bias, a filter or a grammar."""
   _, forced, parameters, *_ = rows
   table = weights["head"]

@@ -445,7 +445,11 @@ def f32_of(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def input_operands(
-  stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None = None
+  stage: Stage,
+  weights: Params,
+  rows: Any,
+  num_rows: Array,
+  chosen: RowAdapters | None = None,
 ) -> list[Array]:
   """Returns the operands of `attention_inputs`."""
   x, cos, sin = rows
@@ -469,7 +473,11 @@ def input_operands(
 
 
 def after_operands(
-  stage: Stage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None = None
+  stage: Stage,
+  weights: Params,
+  rows: Any,
+  num_rows: Array,
+  chosen: RowAdapters | None = None,
 ) -> list[Array]:
   """Returns the operands of `after_attention`."""
   x, mixed = rows

@@ -319,7 +319,7 @@ def adapted_attention_inputs(
     num_rows: i32[]; rows from there on are zero.
     chosen: the rows' adapters; without a gradient.
   """
-  x, c, group = rows[0], stage.shape.head_dim, stage.shape.group
+  x, c, group = rows[0], stage.shape.kind.attention.head_dim, stage.shape.kind.attention.group
   operands = input_operands(stage, weights, rows, num_rows, chosen)
   (n, d), (_, slabs, _, columns) = x.shape, operands[QKV].shape
   rank = operands[QKV_A].shape[3]

@@ -51,7 +51,7 @@ def attention_inputs_gradient(
   stage: Stage, weights: Params, rows: Any, num_rows: Array, cotangent: Any
 ) -> tuple[Params, Any]:
   """Returns the gradients of `layers.attention_inputs` to the weights and the rows."""
-  x, c = rows[0], stage.shape.head_dim
+  x, c = rows[0], stage.shape.kind.attention.head_dim
   operands = input_operands(stage, weights, rows, num_rows)
   (n, d), (_, slabs, _, columns) = x.shape, operands[QKV].shape
   rank, size = operands[QKV_A].shape[3], min(n, CHUNK_ROWS)

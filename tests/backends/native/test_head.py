@@ -14,7 +14,7 @@ import pytest
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends.native import head, head_backward, head_forward
-from seerjax.backends.protocol import Stage
+from seerjax.backends.protocol import HeadStage
 from seerjax.backends.tiled import Tiled
 from seerjax.models import head as definition
 from seerjax.ops import sampling
@@ -33,8 +33,6 @@ class Shape(NamedTuple):
   """The model sizes that a head reads."""
 
   vocab_size: int
-  head_dim: int = 8
-  group: int = 1
   norm_eps: float = 1e-6
 
 
@@ -64,7 +62,7 @@ def problem(shape, dtype):
 
 def stage_of(weights, axis=None):
   slabs, width, _ = weights["head"].shape
-  return Stage(Shape(slabs * width), axis, definition.score_rows, definition.given_rows)
+  return HeadStage(Shape(slabs * width), axis, definition.score_rows, definition.given_rows)
 
 
 def tiled_of(weights, dtype="float32"):

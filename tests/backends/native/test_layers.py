@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -22,8 +21,8 @@ from seerjax.ops import rotary, tiles
 
 f32 = np.float32
 # No size is a multiple of a vector's; biases and norms of heads in one, adapters in the other.
-PLAIN = dataclasses.replace(tiny_model.ODD, intermediate_size=40, has_qkv_biases=True)
-ADAPTED = dataclasses.replace(tiny_model.ODD, has_qk_norms=False)
+PLAIN = tiny_model.ODD.changed(intermediate_size=40, has_qkv_biases=True)
+ADAPTED = tiny_model.ODD.changed(has_qk_norms=False)
 CASES = ((PLAIN, 8, ()), (ADAPTED, 2, lora.TARGETS), (PLAIN, 1, ("out", "gate_up")))
 DTYPES = ("float32", "bfloat16")
 RANK, SCALE = 3, f32(1.5)
@@ -48,13 +47,15 @@ def rows_of(config, numerics, count, seed=1):
   rng = np.random.default_rng(seed)
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(f32)).astype(numerics.dtype)
   x = draw(count, config.hidden_size)
-  mixed = draw(count, config.num_kv_heads, config.group, config.head_dim)
-  cos, sin = rotary.table_rows(jnp.arange(count, dtype=jnp.int32), config.rotary)
+  kind = config.layers[0].attention
+  mixed = draw(count, kind.num_kv_heads, kind.group, kind.head_dim)
+  cos, sin = rotary.table_rows(jnp.arange(count, dtype=jnp.int32), kind.rotary)
   return (x, cos, sin), (x, mixed)
 
 
 def stages_of(config, axis=None):
-  return Stage(config, axis, attention.input_rows), Stage(config, axis, mlp.output_rows)
+  shape = config.layer_shape(0)
+  return Stage(shape, axis, attention.input_rows), Stage(shape, axis, mlp.output_rows)
 
 
 @functools.cache
@@ -84,8 +85,8 @@ def test_a_layer_is_its_chains_and_agrees_with_xla(case, dtype):
   live = jax.tree.map(lambda leaf: leaf[:5], (of_inputs, of_outputs))
   plain, (first, second) = wide(weights), wide(live)
   expected = (
-    *layer_reference.attention_inputs(config, dtype, plain, first),
-    layer_reference.after_attention(config, dtype, plain, second),
+    *layer_reference.attention_inputs(config.layer_shape(0), dtype, plain, first),
+    layer_reference.after_attention(config.layer_shape(0), dtype, plain, second),
   )
   by_xla = (
     *tiled.attention_inputs(inputs, weights, of_inputs, count),
@@ -150,10 +151,10 @@ def test_a_gradient_is_its_chains_and_agrees_with_xla(case, dtype):
   cut = jax.tree.map(lambda leaf: leaf[:live], (of_inputs, of_outputs, given))
   plain, (first, second, wanted) = wide(weights), wide(cut)
   of_weights, of_x = layer_reference.attention_inputs_gradient(
-    config, dtype, plain, first, wanted[:3]
+    config.layer_shape(0), dtype, plain, first, wanted[:3]
   )
   others, of_rows = layer_reference.after_attention_gradient(
-    config, dtype, plain, second, wanted[3]
+    config.layer_shape(0), dtype, plain, second, wanted[3]
   )
   for expected, (got, _), (other, _) in zip((of_weights, others), found, by_xla, strict=True):
     for name, leaf, here in leaves_of(expected, got):

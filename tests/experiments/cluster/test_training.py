@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -23,9 +22,7 @@ from seerjax.types import Rollout
 
 ROOT = pathlib.Path(__file__).parents[3]
 # One head per possible device, and nano's vocabulary.
-MODEL = dataclasses.replace(
-  tiny_model.SMALLEST, vocab_size=512, num_layers=1, num_heads=8, num_kv_heads=8
-)
+MODEL = tiny_model.SMALLEST.changed(vocab_size=512, num_layers=1, num_heads=8, num_kv_heads=8)
 # With these settings, starting processes and compiling dominate a cell's cost.
 SMALL = (
   "--config.task=small_run:Vowels", "--config.num_steps=4", "--config.checkpoint_every=2",

@@ -11,9 +11,7 @@ import tiny_model
 from experiments.learning import pretrain_nano
 from seerjax.models import huggingface, tokenizer
 
-MODEL = dataclasses.replace(
-  tiny_model.CONFIG, vocab_size=512, hidden_size=16, num_heads=2, num_kv_heads=2
-)
+MODEL = tiny_model.CONFIG.changed(vocab_size=512, hidden_size=16, num_heads=2, num_kv_heads=2)
 # One batch of the least size.
 CONFIG = pretrain_nano.PretrainConfig(num_tokens=384, tokens_per_batch=384)
 
@@ -90,7 +88,7 @@ def test_a_smaller_model_that_does_not_grow_to_the_shape_is_refused(tmp_path):
 @pytest.mark.thorough
 def test_a_grown_model_carries_on_where_the_small_one_stood(tmp_path):
   pretrain_nano.pretrain(CONFIG, MODEL, "", tmp_path / "small")
-  large = dataclasses.replace(MODEL, hidden_size=32, num_layers=3)
+  large = MODEL.changed(hidden_size=32, num_layers=3)
   config = dataclasses.replace(CONFIG, learning_rate=1e-12)  # Stays where it starts.
   small = str(tmp_path / "small" / "model")
   pretrain_nano.pretrain(config, large, "", tmp_path / "large", grow_from=small)

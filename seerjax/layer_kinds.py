@@ -1,0 +1,144 @@
+"""Kinds of a decoder's layers, as data: a layer is an attention and a feed-forward part.
+
+    LayerConfig = attention: Grouped + feed_forward: Gated
+
+Layers of one model may differ. A kind is a frozen record, so that every difference between layers
+is a field, and equal layers are equal records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from seerjax import fields
+from seerjax.ops import rotary as rotary_lib
+
+_SIZE = fields.at_least(1, "check config.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grouped:
+  """Attention in which groups of query heads share key/value heads.
+
+  Attributes:
+    num_heads: query heads.
+    num_kv_heads: key/value heads; `num_heads / num_kv_heads` queries share one.
+    head_dim: c, features of a head.
+    has_qk_norms: an RMS norm on every head's queries and keys, before the rotation (Qwen3).
+    has_qkv_biases: biases on queries, keys and values (Qwen2.5).
+    rotary: rotary embedding of queries and keys.
+  """
+
+  num_heads: int
+  num_kv_heads: int
+  head_dim: int
+  has_qk_norms: bool = False
+  has_qkv_biases: bool = False
+  rotary: rotary_lib.RotaryConfig
+
+  def __post_init__(self):
+    fields.check(self, num_heads=_SIZE, num_kv_heads=_SIZE)
+    if self.num_heads % self.num_kv_heads:
+      raise ValueError(
+        f"Grouped.num_heads: got {self.num_heads} query heads for {self.num_kv_heads}"
+        " key/value heads, expected a multiple; check config.json."
+      )
+    if self.rotary.head_dim != self.head_dim:
+      raise ValueError(
+        f"Grouped.rotary.head_dim: got {self.rotary.head_dim}, expected"
+        f" head_dim={self.head_dim}; make them equal."
+      )
+
+  @property
+  def group(self) -> int:
+    """Number of query heads per key/value head."""
+    return self.num_heads // self.num_kv_heads
+
+  @property
+  def sharded(self) -> dict[str, int]:
+    """Sizes, by field, that the number of slabs must divide."""
+    return {"num_kv_heads": self.num_kv_heads}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gated:
+  """A gated MLP: activation(x @ gate) * (x @ up) @ down.
+
+  Attributes:
+    intermediate_size: features inside the MLP.
+    activation: function of the gate.
+  """
+
+  intermediate_size: int
+  activation: Literal["silu"] = "silu"
+
+  def __post_init__(self):
+    fields.check(self, intermediate_size=_SIZE)
+
+  @property
+  def sharded(self) -> dict[str, int]:
+    """Sizes, by field, that the number of slabs must divide."""
+    return {"intermediate_size": self.intermediate_size}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+  """The kind of one layer.
+
+  Attributes:
+    attention: kind of the attention.
+    feed_forward: kind of the part after attention.
+    norm_placement: "pre" normalises the input of attention and of the feed-forward part.
+  """
+
+  attention: Grouped
+  feed_forward: Gated
+  norm_placement: Literal["pre"] = "pre"
+
+  def __post_init__(self):
+    fields.check(self)
+
+  @property
+  def sharded(self) -> dict[str, int]:
+    """Sizes, by field, that the number of slabs must divide."""
+    return self.attention.sharded | self.feed_forward.sharded
+
+  def changed(self, **changes: Any) -> LayerConfig:
+    """Returns the kind with some fields changed, its own and those of its parts."""
+    parts: dict[str, Any] = {}
+    for name in ("attention", "feed_forward"):
+      part = changes.get(name, vars(self)[name])
+      known = {field.name for field in dataclasses.fields(part)}
+      of_part = {field: changes.pop(field) for field in known & set(changes)}
+      parts[name] = dataclasses.replace(part, **of_part)
+    return dataclasses.replace(self, **(changes | parts))
+
+
+def uniform(layer: LayerConfig, num_layers: int) -> tuple[LayerConfig, ...]:
+  """Returns the layers of a model in which all are of one kind."""
+  return (layer,) * num_layers
+
+
+def difference(layers: tuple[LayerConfig, ...]) -> str:
+  """Returns the first difference of a layer from the first one, for messages; "" if there is none.
+
+  An example is "layer 3 has intermediate_size=64, layer 0 has intermediate_size=32".
+  """
+  index = next((i for i, layer in enumerate(layers) if layer != layers[0]), None)
+  if index is None:
+    return ""
+  own, first = _flat(layers[index]), _flat(layers[0])
+  names = [name for name in own | first if own.get(name) != first.get(name)]
+  described = lambda values: ", ".join(f"{name}={values.get(name)}" for name in names)
+  return f"layer {index} has {described(own)}, layer 0 has {described(first)}"
+
+
+def _flat(layer: LayerConfig) -> dict[str, Any]:
+  parts = (layer.attention, layer.feed_forward)
+  kinds: dict[str, Any] = {"kinds": tuple(type(part).__name__ for part in parts)}
+  return (
+    kinds
+    | {name: value for part in parts for name, value in vars(part).items()}
+    | {"norm_placement": layer.norm_placement}
+  )
