@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any, Literal
 
 from seerjax import fields
-from seerjax.ops import rotary as rotary_lib
+from seerjax.ops import attention as attention_lib, rotary as rotary_lib
 
 _SIZE = fields.at_least(1, "check config.json")
 
@@ -27,6 +27,10 @@ class Grouped:
     head_dim: c, features of a head.
     has_qk_norms: an RMS norm on every head's queries and keys, before the rotation (Qwen3).
     has_qkv_biases: biases on queries, keys and values (Qwen2.5).
+    window: positions that a row sees, its own included; None for all before it.
+    soft_cap: scores s become soft_cap * tanh(s / soft_cap); None for none.
+    scale: factor on scores; None is 1 / sqrt(head_dim).
+    has_sinks: a learned score per query head that takes weight from the keys.
     rotary: rotary embedding of queries and keys.
   """
 
@@ -35,6 +39,10 @@ class Grouped:
   head_dim: int
   has_qk_norms: bool = False
   has_qkv_biases: bool = False
+  window: int | None = None
+  soft_cap: float | None = None
+  scale: float | None = None
+  has_sinks: bool = False
   rotary: rotary_lib.RotaryConfig
 
   def __post_init__(self):
@@ -49,6 +57,12 @@ class Grouped:
         f"Grouped.rotary.head_dim: got {self.rotary.head_dim}, expected"
         f" head_dim={self.head_dim}; make them equal."
       )
+    assert self.rule  # Checks its fields.
+
+  @property
+  def rule(self) -> attention_lib.AttentionRule:
+    """Rule of the attention."""
+    return attention_lib.AttentionRule(window=self.window, soft_cap=self.soft_cap, scale=self.scale)
 
   @property
   def group(self) -> int:
@@ -67,11 +81,11 @@ class Gated:
 
   Attributes:
     intermediate_size: features inside the MLP.
-    activation: function of the gate.
+    activation: function of the gate; "gelu_tanh" is gelu in its tanh form.
   """
 
   intermediate_size: int
-  activation: Literal["silu"] = "silu"
+  activation: Literal["silu", "gelu_tanh"] = "silu"
 
   def __post_init__(self):
     fields.check(self, intermediate_size=_SIZE)
@@ -89,12 +103,13 @@ class LayerConfig:
   Attributes:
     attention: kind of the attention.
     feed_forward: kind of the part after attention.
-    norm_placement: "pre" normalises the input of attention and of the feed-forward part.
+    norm_placement: "pre" normalises the input of attention and of the feed-forward part,
+      "pre_and_post" also their outputs, before they are added to the residual stream.
   """
 
   attention: Grouped
   feed_forward: Gated
-  norm_placement: Literal["pre"] = "pre"
+  norm_placement: Literal["pre", "pre_and_post"] = "pre"
 
   def __post_init__(self):
     fields.check(self)

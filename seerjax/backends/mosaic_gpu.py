@@ -37,7 +37,7 @@ from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.protocol import Definition, HeadStage, LayerShape, Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.backends.traits import Traits
-from seerjax.ops import attention, rotary, sampling, tiles
+from seerjax.ops import attention, norms, rotary, sampling, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 # Keys that the kernel multiplies at a time, at most a split.
@@ -95,8 +95,11 @@ class MosaicGpu(Tiled):
     partials = self.map_slabs(lambda _, slab: self.dot(*slab), (), (x, w), one, axis)
     return parallel.sum_slabs(partials, axis).astype(x.dtype)
 
-  def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
+  def rms_norm_rows(
+    self, x: Array, scale: Array, eps: float, weights: norms.Weights = "w"
+  ) -> Array:
     """Works like the tiled one, but rounds only once, at the end."""
+    assert weights == "w", f"got {weights!r}; `backends.choice` refuses it"
     flat = x.reshape(-1, x.shape[-1])
     normed = rms_norm.rms_norm(flat, scale, eps=eps, interpret=self.numerics.is_interpreted)
     return normed.reshape(x.shape)

@@ -19,7 +19,7 @@ from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.traits import Traits
 from seerjax.layer_kinds import LayerConfig
-from seerjax.ops import attention, rotary, tiles
+from seerjax.ops import attention, norms, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
 # `(operations, shape, axis, weights, rows, one) -> outputs`, for the rows of one tile.
@@ -34,6 +34,10 @@ class Shape(Protocol):
   def vocab_size(self) -> int: ...
   @property
   def norm_eps(self) -> float: ...
+  @property
+  def norm_weights(self) -> norms.Weights: ...
+  @property
+  def logit_soft_cap(self) -> float | None: ...
 
 
 @runtime_checkable
@@ -44,6 +48,8 @@ class FullShape(Shape, Protocol):
   def hidden_size(self) -> int: ...
   @property
   def layers(self) -> tuple[LayerConfig, ...]: ...
+  @property
+  def embedding_scale(self) -> float | None: ...
 
 
 class LayerShape(NamedTuple):
@@ -52,10 +58,12 @@ class LayerShape(NamedTuple):
   Attributes:
     kind: kind of the layer.
     norm_eps: epsilon of its norms.
+    norm_weights: what they multiply by.
   """
 
   kind: LayerConfig
   norm_eps: float
+  norm_weights: norms.Weights
 
 
 class Stage(NamedTuple):
@@ -132,8 +140,10 @@ class Operations(Protocol):
     """Returns f[r, n, e] @ f[r, e, d] (local slabs), added in the fixed tree, f[n, d] like x."""
     ...
 
-  def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
-    """Normalises the last axis: f[..., d] -> f[..., d]."""
+  def rms_norm_rows(
+    self, x: Array, scale: Array, eps: float, weights: norms.Weights = "w"
+  ) -> Array:
+    """Normalises the last axis: f[..., d] -> f[..., d]; the factor is `scale`, or 1 + `scale`."""
     ...
 
 

@@ -59,8 +59,10 @@ class Tiled:
   def contract(self, x: Array, w: Any, one: Array, axis: str | None) -> Array:
     return linear.contract(x, w, one, axis)
 
-  def rms_norm_rows(self, x: Array, scale: Array, eps: float) -> Array:
-    return norms.rms_norm_rows(x, scale, eps)
+  def rms_norm_rows(
+    self, x: Array, scale: Array, eps: float, weights: norms.Weights = "w"
+  ) -> Array:
+    return norms.rms_norm_rows(x, scale, eps, weights)
 
   def turns(
     self, config: rotary.RotaryConfig, positions: Array, num_rows: Array

@@ -26,7 +26,8 @@ def input_rows(
   x, cos, sin = rows
   kind = shape.kind.attention
   num_rows, c, group = x.shape[0], kind.head_dim, kind.group
-  normed = operations.rms_norm_rows(x, weights["attention_norm"], shape.norm_eps)
+  norm = lambda x, scale: operations.rms_norm_rows(x, scale, shape.norm_eps, shape.norm_weights)
+  normed = norm(x, weights["attention_norm"])
 
   def slab(shared, weights):
     # Norms and rotation of the heads are inside the slab: outside, the number of local heads would
@@ -43,8 +44,7 @@ def input_rows(
     first_key, first_value = num_kv_heads * group, num_kv_heads * (group + 1)
     q, k, v = heads[:, :first_key], heads[:, first_key:first_value], heads[:, first_value:]
     if head_norms:
-      q = operations.rms_norm_rows(q, head_norms["query_norm"], shape.norm_eps)
-      k = operations.rms_norm_rows(k, head_norms["key_norm"], shape.norm_eps)
+      q, k = norm(q, head_norms["query_norm"]), norm(k, head_norms["key_norm"])
     q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
     return q.reshape(num_rows, num_kv_heads, group, c), k, v
 

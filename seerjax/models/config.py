@@ -9,6 +9,7 @@ from typing import Any
 from seerjax import fields, layer_kinds, numerics as numerics_lib
 from seerjax.backends.protocol import LayerShape
 from seerjax.layer_kinds import LayerConfig
+from seerjax.ops import norms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,9 @@ class TransformerConfig:
     hidden_size: d, features of a hidden row.
     layers: kind of each layer; `layer_kinds.uniform` makes equal ones.
     norm_eps: epsilon of every RMS norm.
+    norm_weights: what every RMS norm multiplies by, in terms of its weights.
+    embedding_scale: factor on embeddings, rounded to the compute dtype; None for none.
+    logit_soft_cap: logits z become cap * tanh(z / cap), before anything else; None for none.
     is_tied: the head reads the embedding table.
     max_model_len: positions the model was made for; longer prompts are refused.
   """
@@ -28,6 +32,9 @@ class TransformerConfig:
   hidden_size: int
   layers: tuple[LayerConfig, ...]
   norm_eps: float = 1e-6
+  norm_weights: norms.Weights = "w"
+  embedding_scale: float | None = None
+  logit_soft_cap: float | None = None
   is_tied: bool = True
   max_model_len: int = 4096
 
@@ -37,6 +44,8 @@ class TransformerConfig:
       self, vocab_size=size, hidden_size=size, max_model_len=size,
       layers=fields.Rule("at least 1 layer", bool, "check config.json"),
       norm_eps=fields.Rule("0 < norm_eps < 1", lambda eps: 0 < eps < 1, "1e-6 is usual"),
+      embedding_scale=fields.or_none(fields.positive("write None for no scale")),
+      logit_soft_cap=fields.or_none(fields.positive("write None for no cap")),
     )  # fmt: skip
 
   def __hash__(self) -> int:
@@ -82,7 +91,7 @@ class TransformerConfig:
 
   def layer_shape(self, index: int) -> LayerShape:
     """Returns what the stages of a layer need."""
-    return LayerShape(self.layers[index], self.norm_eps)
+    return LayerShape(self.layers[index], self.norm_eps, self.norm_weights)
 
   def changed(self, *, num_layers: int | None = None, **changes: Any) -> TransformerConfig:
     """Returns the config with some fields changed; fields of a layer change in every layer.

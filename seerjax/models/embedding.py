@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from seerjax.array_typing import Array, Float, Int
+from seerjax.backends.protocol import Backend
 
 
 def rows_of(
@@ -30,6 +31,14 @@ def rows_of(
     axis: mesh axis of the table's rows, None on one device.
   """
   return table[tokens] if axis is None else _looked_up(axis, table.shape[0], table, tokens)
+
+
+def scaled(
+  x: Float[Array, "n d"], scale: float, num_rows: Array, backend: Backend
+) -> Float[Array, "n d"]:
+  """Returns the rows times `scale`, which is rounded to their dtype first, as Gemma does."""
+  times = lambda _, x, __: x * jnp.asarray(scale, x.dtype)
+  return backend.map_rows(times, (), x, num_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

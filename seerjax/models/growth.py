@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from seerjax.backends import layer_support
 from seerjax.models import parameters
 from seerjax.models.config import TransformerConfig
 from seerjax.ops import rotary
@@ -33,6 +34,11 @@ def check(small: TransformerConfig, large: TransformerConfig) -> None:
   Raises:
     ValueError: naming the field, both values, and what would work.
   """
+  if found := layer_support.only_tiled(small) or layer_support.only_tiled(large):
+    raise NotImplementedError(
+      f"growth: {found}, expected a model without; grow a model of the families that start from"
+      " presets."
+    )
   olds, news = _flat(small), _flat(large)
   for field in (
     "vocab_size",

@@ -34,12 +34,25 @@ def logits_rows(
   one: Array,
 ) -> Float[Array, "n v"]:
   """Final norm and vocabulary product: f[n, d] -> f32[n, v]. Use it on the rows of one tile."""
-  normed = operations.rms_norm_rows(hidden, weights["final_norm"], shape.norm_eps)
+  normed = _normed(operations, shape, weights, hidden)
   slabs = weights["head"]  # f[r, v / r, d]
-  slab = lambda x, rows: operations.dot_rows(x, rows)
+  slab = lambda x, rows: _capped(shape, operations.dot_rows(x, rows))
   parts = operations.map_slabs(slab, normed, slabs, one, axis)
   parts = parallel.gather_slabs(parts, axis)
   return jnp.swapaxes(parts, 0, 1).reshape(hidden.shape[0], -1)
+
+
+def _normed(operations: Operations, shape: Shape, weights: Params, hidden: Array) -> Array:
+  scale = weights["final_norm"]
+  return operations.rms_norm_rows(hidden, scale, shape.norm_eps, shape.norm_weights)
+
+
+def _capped(shape: Shape, logits: Float[Array, "n v"]) -> Float[Array, "n v"]:
+  """Returns f32 logits under the model's soft cap; everything after the head sees these."""
+  if shape.logit_soft_cap is None:
+    return logits
+  cap = jnp.float32(shape.logit_soft_cap)
+  return cap * jnp.tanh(logits / cap)
 
 
 def sample_and_score(
@@ -223,7 +236,7 @@ def _given_scores(
 
   def by_slab(rows):
     hidden, tokens, parameters = rows
-    normed = operations.rms_norm_rows(hidden, weights["final_norm"], shape.norm_eps)
+    normed = _normed(operations, shape, weights, hidden)
     slabs = weights["head"]
     local, width, _ = slabs.shape
     start = 0 if axis is None else lax.axis_index(axis) * jnp.int32(local)
@@ -233,7 +246,7 @@ def _given_scores(
     def logits_of(shared, slab, first):
       normed, words = shared
       restored = lambda word, leaf: lax.bitcast_convert_type(word, leaf.dtype)
-      raw = operations.dot_rows(normed, slab)
+      raw = _capped(shape, operations.dot_rows(normed, slab))
       return raw, sampling.scaled_rows(raw, jax.tree.map(restored, words, parameters), first)
 
     firsts = (start + jnp.arange(local, dtype=jnp.int32)) * jnp.int32(width)

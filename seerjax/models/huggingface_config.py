@@ -13,6 +13,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from seerjax import fields as fields_lib, layer_kinds
+from seerjax.backends import layer_support
 from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, tokenizer_files
 from seerjax.ops import rotary
@@ -113,6 +114,11 @@ def family_of(config: model_config.TransformerConfig) -> str:
   Raises:
     ValueError: if there is none.
   """
+  if found := layer_support.only_tiled(config):
+    raise ValueError(
+      f"TransformerConfig: {found}, expected one of {tuple(FAMILIES)}; transformers has no"
+      " config.json for this model."
+    )
   kind = config.only_kind("config.json").attention
   adds = (kind.has_qk_norms, kind.has_qkv_biases)
   for name, family in FAMILIES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from seerjax.models.parameters import Params
 from seerjax.ops import tiles
 
 # Functions of a gate, by `layer_kinds.Gated.activation`.
-ACTIVATIONS = {"silu": jax.nn.silu}
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def output_rows(
@@ -39,11 +40,15 @@ def output_rows(
       one,
       axis,
     )
-    x = x + lora.adapted_sum(operations, partials, low, weights["out_lora"], x.dtype, axis)
+    out = lora.adapted_sum(operations, partials, low, weights["out_lora"], x.dtype, axis)
   else:
-    x = x + operations.contract(by_slab, weights["out"], one, axis)
-  normed = operations.rms_norm_rows(x, weights["mlp_norm"], shape.norm_eps)
-  return x + _mlp(operations, shape.kind.feed_forward, axis, weights, normed, one)
+    out = operations.contract(by_slab, weights["out"], one, axis)
+  norm = lambda x, scale: operations.rms_norm_rows(x, scale, shape.norm_eps, shape.norm_weights)
+  has_post_norms = shape.kind.norm_placement == "pre_and_post"
+  x = x + (norm(out, weights["attention_out_norm"]) if has_post_norms else out)
+  normed = norm(x, weights["mlp_norm"])
+  inner = _mlp(operations, shape.kind.feed_forward, axis, weights, normed, one)
+  return x + (norm(inner, weights["mlp_out_norm"]) if has_post_norms else inner)
 
 
 def _mlp(

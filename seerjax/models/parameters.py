@@ -21,6 +21,8 @@ from seerjax.layer_kinds import Gated, Grouped
 from seerjax.models.config import TransformerConfig, slabs_for
 
 Params = dict[str, Any]
+# Norms of outputs, in layers that have them.
+POST_NORMS = ("attention_out_norm", "mlp_out_norm")
 
 # Maximum layers that a program repeats; compile time and program size grow with each.
 UNROLLED_LAYERS = 8
@@ -32,7 +34,9 @@ def shapes(config: TransformerConfig, reduction_shards: int) -> Params:
   params = {
     "embed": _f32(config.vocab_size, d),
     "layers": [
-      _attention_shapes(layer.attention, d, r) | _feed_forward_shapes(layer.feed_forward, d, r)
+      _attention_shapes(layer.attention, d, r)
+      | _feed_forward_shapes(layer.feed_forward, d, r)
+      | ({name: _f32(d) for name in POST_NORMS} if layer.norm_placement == "pre_and_post" else {})
       for layer in config.layers
     ],
     "final_norm": _f32(d),
@@ -58,6 +62,8 @@ def _attention_shapes(kind: Grouped, d: int, r: int) -> Params:
     shapes["qkv_bias"] = _f32(r, q_columns + 2 * kv_columns)
   if kind.has_qk_norms:
     shapes |= {"query_norm": _f32(c), "key_norm": _f32(c)}
+  if kind.has_sinks:
+    shapes["sinks"] = _f32(r, kind.num_heads // r)
   return shapes
 
 
@@ -73,7 +79,7 @@ def _feed_forward_shapes(kind: Gated, d: int, r: int) -> Params:
 def init(
   key: PRNGKeyArray, config: TransformerConfig, numerics: numerics_lib.NumericsConfig
 ) -> Params:
-  """Returns f32 master weights: normal with deviation 0.02, norms at one, biases at zero.
+  """Returns f32 master weights: normal with deviation 0.02, norms' factors one, biases zero.
 
   Args:
     key: key of `numerics.key`; consumed.
@@ -90,9 +96,9 @@ def init(
 
   def leaf(index: int, path, shape) -> Array:
     name = path[-1].key
-    if name.endswith("norm"):
+    if name.endswith("norm") and config.norm_weights == "w":
       return jnp.ones(shape.shape, shape.dtype)
-    if name == "qkv_bias":
+    if name.endswith("norm") or name in ("qkv_bias", "sinks"):
       return jnp.zeros(shape.shape, shape.dtype)
     scale = 0.02 * (residual_scale if name in ("out", "down") else 1.0)
     with numerics_lib.pinned_randomness():
@@ -170,7 +176,7 @@ def specs_of(params: Params) -> Params:
 
 def have_slabs(params: Params) -> Params:
   """Returns a tree of bools like `specs_of`: True where the array has a slab dimension."""
-  slabs = ("qkv", "qkv_bias", "out", "gate_up", "down", "head")
+  slabs = ("qkv", "qkv_bias", "sinks", "out", "gate_up", "down", "head")
   slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
 
   def is_slab(path, _):

@@ -97,7 +97,9 @@ def forward(
   rotaries = dict.fromkeys(kind.attention.rotary for kind in config.layers)
   turns = {own: backend.turns(own, batch.positions, batch.num_rows) for own in rotaries}
   page_size = kv_layout.page_size_of(pages, decoder)
-  segment_rows = attention.segment_rows(batch, numerics, page_size)
+  windows = dict.fromkeys(kind.attention.window for kind in config.layers)
+  rows_of = lambda window: attention.segment_rows(batch, numerics, page_size, window)
+  segment_rows = {window: rows_of(window) for window in windows}
   chosen = None
   if "adapters" in params:
     assert adapters is not None and not is_scratch, "adapters by row are for batches of engines"
@@ -113,7 +115,8 @@ def forward(
     cos, sin = turns[shape.kind.attention.rotary]
     inputs = Stage(shape, decoder.axis, model_attention.input_rows)
     outputs = Stage(shape, decoder.axis, mlp.output_rows)
-    rows, own_batch, copies = segment_rows, batch, key_copies
+    own_kind = shape.kind.attention
+    rows, own_batch, copies = segment_rows[own_kind.window], batch, key_copies
     if is_pool:
       own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
       own_slots = lambda slots: own_page(slots // page_size) * page_size + slots % page_size
@@ -128,11 +131,13 @@ def forward(
     if copies is not None:
       why = "key copies, expected one of a forward without them; pass no key_copies"
       new = [_without_gradient(values, why) for values in new]
+    # Sinks f[r, k g / r] of local slabs, by local head.
+    sinks = weights["sinks"].reshape(q.shape[1:3]) if own_kind.has_sinks else None
     if is_scratch:
-      mixed = backend.attend_own(q, own, tuple(new), batch, rows)
+      mixed = backend.attend_own(q, own, tuple(new), batch, rows, own_kind.rule, sinks)
     else:
       own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows, copies)
-      mixed = backend.attend(q, own, own_batch, rows)
+      mixed = backend.attend(q, own, own_batch, rows, own_kind.rule, sinks)
     rest = (x, mixed), batch.num_rows, own_adapters
     return backend.after_attention(outputs, weights, *rest), own
 
@@ -143,6 +148,8 @@ def forward(
     return run(x, weights, tuple(leaf + zero for leaf in own))
 
   x = embedding.rows_of(params["embed"], batch.tokens, decoder.axis)
+  if config.embedding_scale is not None:
+    x = embedding.scaled(x, config.embedding_scale, batch.num_rows, backend)
   if not (is_scratch or config.shares_kv_shape):
     params = parameters.unstacked(params)  # Each layer has pages of its own shape.
   if is_scratch:

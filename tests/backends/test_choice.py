@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import jax
 import pytest
+import tiny_model
 
 from seerjax import numerics as numerics_lib
 from seerjax.backends import choice
@@ -41,6 +43,45 @@ def test_where_handlers_cannot_run_it_is_tiled_and_one_line_says_why(no_compiler
 def test_native_by_name_is_refused_where_it_cannot_run(no_compiler):
   with pytest.raises(ValueError, match="got 'native', but JAX_DISABLE_JIT is set; expected a mach"):
     choice.decided(NumericsConfig(backend="native"))
+
+
+def shape_with(**changes):
+  return tiny_model.CONFIG.changed(**changes)
+
+
+def test_a_model_that_only_tiles_compute_is_tiled_and_one_line_says_why(caplog):
+  choice._say_once.cache_clear()
+  asked = NumericsConfig(row_tile=4)
+  with caplog.at_level(logging.WARNING):
+    for _ in range(2):
+      assert choice.decided(asked, shape_with(window=7)).backend == "tiled"
+  lines = [record.getMessage() for record in caplog.records if "backend" in record.msg]
+  assert lines == [
+    "NumericsConfig.backend='auto' is 'tiled' here: layer 0 has window=7, which only 'tiled'"
+    " computes."
+  ]
+  assert choice.decided(asked, tiny_model.CONFIG).backend == "native"
+
+
+@pytest.mark.parametrize("backend", ["native", "pallas_interpreted"])
+@pytest.mark.parametrize(
+  ("changes", "found"),
+  [
+    (dict(window=7), "layer 0 has window=7"),
+    (dict(soft_cap=2.0), "layer 0 has soft_cap=2.0"),
+    (dict(scale=0.5), "layer 0 has scale=0.5"),
+    (dict(has_sinks=True), "layer 0 has has_sinks=True"),
+    (dict(activation="gelu_tanh"), "layer 0 has activation='gelu_tanh'"),
+    (dict(norm_placement="pre_and_post"), "layer 0 has norm_placement='pre_and_post'"),
+    (dict(norm_weights="1 + w"), "the model has norm_weights='1 + w'"),
+    (dict(embedding_scale=2.0), "the model has embedding_scale=2.0"),
+    (dict(logit_soft_cap=2.0), "the model has logit_soft_cap=2.0"),
+  ],
+)
+def test_backends_are_refused_by_name_for_what_they_do_not_compute(backend, changes, found):
+  numerics = NumericsConfig(backend=backend, compute_dtype="bfloat16", reduction_shards=8)
+  with pytest.raises(ValueError, match=f"got '{backend}', but {re.escape(found)}, which only"):
+    choice.decided(numerics, shape_with(**changes))
 
 
 def test_a_backend_has_the_numerics_that_were_decided():

@@ -81,8 +81,8 @@ class Wrapping:
   def contract(self, x, w, one, axis):
     return self._inner.contract(x, w, one, axis)
 
-  def rms_norm_rows(self, x, scale, eps):
-    return self._inner.rms_norm_rows(x, scale, eps)
+  def rms_norm_rows(self, *arguments):
+    return self._inner.rms_norm_rows(*arguments)
 
   def turns(self, *arguments):
     return self._inner.turns(*arguments)
@@ -99,9 +99,9 @@ class Wrapping:
     self.calls["attend"] += 1
     return self._inner.attend(q, turned(pages), *arguments)
 
-  def attend_own(self, q, pages, values, batch, rows):
+  def attend_own(self, q, pages, values, batch, *arguments):
     pages = self.write_pages(pages, values, batch.slots, batch.num_rows)
-    return self.attend(q, pages, batch, rows)
+    return self.attend(q, pages, batch, *arguments)
 
   def after_attention(self, *arguments):
     self.calls["after_attention"] += 1

@@ -31,7 +31,7 @@ from seerjax.models.decoder import decide
 
 BLOCKS = 26  # Models of the long run.
 # First number of fresh cases, beyond the long run's.
-FRESH, ENVIRONMENT, TWINS = ((BLOCKS + place) * OF_A_MODEL for place in range(3))
+FRESH, ENVIRONMENT, TWINS, RULES = ((BLOCKS + place) * OF_A_MODEL for place in range(4))
 
 
 @pytest.mark.few(1)
@@ -43,6 +43,17 @@ def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
     model_cases.run_case(drawn_models.implemented(case, backend), events, trains=False)
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   tell_events(f"a fresh model, {backend}", events, expected)
+
+
+@pytest.mark.thorough
+def test_no_model_with_windows_and_sinks_changes_a_bit(seed, tell_events):
+  events = collections.Counter()
+  numbers = range(RULES, RULES + OF_A_MACHINE)
+  cases = [drawn_models.with_rules(drawn_models.draw(seed, number)) for number in numbers]
+  for case in cases:
+    model_cases.run_case(case, events, trains=case is cases[0])
+  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  tell_events("a fresh model with windows", events, expected)
 
 
 @pytest.mark.long

@@ -168,3 +168,11 @@ def test_shapes_between_which_there_is_no_growth_are_refused(changes, message):
 def test_noise_out_of_range_is_refused(noise):
   with pytest.raises(ValueError, match=r"growth.noise: got .*, expected 0 <= noise < 1"):
     growth.grow({}, SMALL, LARGE, noise=noise)
+
+
+def test_a_model_that_only_tiles_compute_does_not_grow():
+  small = SMALL.changed(window=7)
+  with pytest.raises(
+    NotImplementedError, match="growth: layer 0 has window=7, expected a model wi"
+  ):
+    growth.check(small, small)

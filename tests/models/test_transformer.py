@@ -51,7 +51,14 @@ def logits_of(config, numerics, tokens):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_logits_and_gradients_are_the_definitions(family):
-  config = FAMILIES[family]
+  assert_definition(FAMILIES[family])
+
+
+def test_those_of_windows_sinks_caps_and_other_norms_are_too():
+  assert_definition(tiny_model.RULES)
+
+
+def assert_definition(config):
   params, tokens = params_of(config, NUMERICS), tokens_of(1, LENGTH)[0]
   weights = jnp.asarray(np.random.default_rng(5).standard_normal((LENGTH, 48)), jnp.float32)
 
@@ -248,6 +255,40 @@ def test_gradients_of_scores_are_the_definitions(count, is_filtered):
   np.testing.assert_allclose(found, expected, rtol=1e-4)
   for one, other in zip(slopes, expected_slopes, strict=True):
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_a_cap_comes_before_biases_temperature_and_raw_scores():
+  """Raw log-probabilities are those of capped logits; so are gradients, slab by slab."""
+  config, count = tiny_model.RULES, 6
+  params = params_of(config, NUMERICS)
+  rng = np.random.default_rng(0)
+  hidden = jnp.asarray(3 * rng.standard_normal((count, config.hidden_size)), jnp.float32)
+  tokens = jnp.asarray(rng.integers(0, config.vocab_size, count), jnp.int32)
+  requests = [SamplingParams(temperature=0.5, logit_bias=((3, 2.0),))] * count
+  rows = jax.tree.map(jnp.asarray, sampling.sampling_rows(requests))
+  positions = jnp.arange(count, dtype=jnp.int32)
+
+  def ours(hidden):
+    arguments = tokens, rows, jnp.zeros(count, jnp.uint32), positions, jnp.int32(count)
+    decoder = decide(config, NUMERICS)
+    key = jax.random.key(0)
+    scores = head.sample_and_score(params, hidden, *arguments, key, decoder=decoder)[1]
+    return jnp.sum(scores.logprob + 2 * scores.raw_logprob), scores
+
+  def definition(hidden):
+    normed = norms.rms_norm_reference(hidden, 1 + params["final_norm"], eps=config.norm_eps)
+    logits = jnp.matmul(normed, params["embed"].T, precision="highest")
+    logits = 4.0 * jnp.tanh(logits / 4.0)
+    processed = (logits.at[:, 3].add(2.0)) / 0.5
+    picked = jnp.arange(count), tokens
+    logp, raw = jax.nn.log_softmax(processed)[picked], jax.nn.log_softmax(logits)[picked]
+    return jnp.sum(logp + 2 * raw), (logp, raw)
+
+  (_, scores), slope = jax.jit(jax.value_and_grad(ours, has_aux=True))(hidden)
+  (_, (logp, raw)), expected = jax.value_and_grad(definition, has_aux=True)(hidden)
+  np.testing.assert_allclose(scores.logprob, logp, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(scores.raw_logprob, raw, rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(slope, expected, rtol=1e-3, atol=1e-4)
 
 
 def scored_forward(params, pages, batch, rows, *, config, numerics, axis=None):

@@ -94,3 +94,22 @@ def test_a_row_of_zeros_stays_zero_with_a_finite_gradient():
   gradient = jax.grad(lambda x: jnp.sum(norm(x, jnp.ones(13))))(jnp.zeros((2, 13)))
   assert bool(jnp.isfinite(gradient).all())
   np.testing.assert_array_equal(norm(jnp.zeros((2, 13)), jnp.ones(13)), np.zeros((2, 13)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_are_added_to_one_scale_in_float32(dtype):
+  x, scale = inputs(5, dtype=dtype)
+  found = norms.rms_norm_rows(x, scale - 1, 1e-3, "1 + w")
+  assert found.dtype == dtype
+  exact = 1 + (scale - 1).astype(jnp.float32)
+  expected = norms.rms_norm_reference(x.astype(jnp.float32), exact, eps=1e-3)
+  # One rounding alone.
+  tolerance = 2**-8 if dtype == "bfloat16" else 1e-6
+  np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=tolerance, atol=1e-6)
+
+
+def test_a_weight_of_zero_may_keep_a_row():
+  x = jnp.asarray([[3.0, 4.0]])
+  found = norms.rms_norm_rows(x, jnp.zeros(2), 0.0, "1 + w")
+  np.testing.assert_allclose(found, [[3 / 12.5**0.5, 4 / 12.5**0.5]], rtol=1e-6)
+  assert not norms.rms_norm_rows(x, jnp.zeros(2), 0.0).any()

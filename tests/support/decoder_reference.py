@@ -17,36 +17,49 @@ def logits(params, tokens, config):
   params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
   matmul = functools.partial(jnp.matmul, precision="highest")
 
-  def norm(x, scale):
+  def norm(x, weights):
+    scale = 1 + weights if config.norm_weights == "1 + w" else weights
     flat = norms.rms_norm_reference(x.reshape(-1, x.shape[-1]), scale, eps=config.norm_eps)
     return flat.reshape(x.shape)
 
+  def capped(values, cap):
+    return values if cap is None else cap * jnp.tanh(values / cap)
+
   x = params["embed"][tokens]
-  for layer, kind in zip(params["layers"], (kind.attention for kind in config.layers)):
-    c, group = kind.head_dim, kind.num_heads // kind.num_kv_heads
+  if config.embedding_scale is not None:
+    x = x * config.embedding_scale
+  for kind, layer in zip(config.layers, params["layers"], strict=True):
+    own, c = kind.attention, kind.attention.head_dim
+    group = own.num_heads // own.num_kv_heads
     angles = jnp.arange(length)[:, None].astype(jnp.float32)
-    angles = angles * jnp.asarray(rotary.frequencies(kind.rotary)[0])[None, :]
+    angles = angles * jnp.asarray(rotary.frequencies(own.rotary)[0])[None, :]
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     normed = norm(x, layer["attention_norm"])
     parts = []
     for index, slab in enumerate(layer["qkv"]):
       qkv = matmul(normed, slab)
-      if kind.has_qkv_biases:
+      if own.has_qkv_biases:
         qkv = qkv + layer["qkv_bias"][index][None]
       heads = qkv.reshape(length, -1, c)
       kv = heads.shape[1] // (group + 2)
       parts.append((heads[:, : kv * group], heads[:, kv * group : -kv], heads[:, -kv:]))
     q, k, v = (jnp.concatenate(part, axis=1) for part in zip(*parts))
-    if kind.has_qk_norms:
+    if own.has_qk_norms:
       q, k = norm(q, layer["query_norm"]), norm(k, layer["key_norm"])
     q, k = rotary.rotate_rows(q, cos, sin), rotary.rotate_rows(k, cos, sin)
-    mixed = attention.attention_reference(q.reshape(length, -1, group, c), k, v)
-    x = x + matmul(mixed.reshape(length, -1), layer["out"].reshape(-1, d))
+    sinks = layer["sinks"].reshape(-1, group) if own.has_sinks else None
+    mixed = attention.attention_reference(
+      q.reshape(length, -1, group, c), k, v, rule=own.rule, sinks=sinks
+    )
+    out = matmul(mixed.reshape(length, -1), layer["out"].reshape(-1, d))
+    has_post_norms = kind.norm_placement == "pre_and_post"
+    x = x + (norm(out, layer["attention_out_norm"]) if has_post_norms else out)
     normed = norm(x, layer["mlp_norm"])
     down = jnp.zeros_like(x)
     for gate_up, slab in zip(layer["gate_up"], layer["down"]):
       gate, up = jnp.split(matmul(normed, gate_up), 2, axis=-1)
-      down = down + matmul(jax.nn.silu(gate) * up, slab)
-    x = x + down
+      inner = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[kind.feed_forward.activation](gate)
+      down = down + matmul(inner * up, slab)
+    x = x + (norm(down, layer["mlp_out_norm"]) if has_post_norms else down)
   table = params["head"].reshape(-1, d) if "head" in params else params["embed"]
-  return matmul(norm(x, params["final_norm"]), table.T)
+  return capped(matmul(norm(x, params["final_norm"]), table.T), config.logit_soft_cap)

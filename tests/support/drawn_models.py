@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax import layer_kinds, numerics as numerics_lib, parallel
+from seerjax.backends import layer_support
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.kv import page_moves
@@ -77,7 +78,7 @@ class Model:
     scaling = "" if kind.rotary.scaling == "none" else f", {kind.rotary.scaling}"
     adapter = f", rank {self.rank} alpha {self.alpha} on {self.targets}" if self.rank else ""
     return (
-      f"{huggingface_config.family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
+      f"{family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
       f" {inner}, {c.num_layers} layer(s), {kind.num_heads}/{kind.num_kv_heads} heads of"
       f" {kind.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
       f" {self.deviation}, weights {self.directory or self.weights_seed}{adapter};"
@@ -162,6 +163,44 @@ class Case:
   def rng(self, what: int) -> np.random.Generator:
     """Returns a generator that yields the same numbers for the same `what`."""
     return np.random.default_rng((self.seed, self.number, 3 + what))
+
+
+def family_of(config: model_config.TransformerConfig) -> str:
+  """Returns the family of a model, or what of it no family of ours has."""
+  return layer_support.only_tiled(config) or huggingface_config.family_of(config)
+
+
+def with_rules(case: Case) -> Case:
+  """Returns the case with windows, sinks, caps and norms of all placements in its model.
+
+  They are drawn once per model, layer by layer where layers may differ.
+  """
+  rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 6))
+  model, config = case.model, case.model.config
+  own = dict(
+    norm_placement=_pick(rng, "pre", "pre_and_post"), activation=_pick(rng, "silu", "gelu_tanh")
+  )
+  layers = tuple(
+    layer.changed(
+      window=_pick(rng, None, int(rng.integers(1, MAX_TOKENS))),
+      soft_cap=_pick(rng, None, 1.0, 5.0),
+      scale=_pick(rng, None, 0.2),
+      has_sinks=bool(rng.integers(2)),
+      **own,
+    )
+    for layer in config.layers
+  )
+  # At least one layer has a window, whatever was drawn.
+  layers = (layers[0].changed(window=int(rng.integers(1, 24))), *layers[1:])
+  config = dataclasses.replace(
+    config,
+    layers=layers,
+    norm_weights=_pick(rng, "w", "1 + w"),
+    embedding_scale=_pick(rng, None, config.hidden_size**0.5),
+    logit_soft_cap=_pick(rng, None, 3.0, 30.0),
+  )
+  model = dataclasses.replace(model, config=config)
+  return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 
 
 def _pick(rng: np.random.Generator, *choices: Any) -> Any:
@@ -457,10 +496,11 @@ def params_of(model: Model) -> parameters.Params:
   if model.directory:
     return loading.load_model(model.directory, model.numerics).params
   rng = np.random.default_rng(model.weights_seed)
+  has_ones = model.config.norm_weights == "w"
 
   def leaf(path, shape):
     noise = model.deviation * rng.standard_normal(shape.shape)
-    return jnp.asarray((noise + ("norm" in path[-1].key)).astype(np.float32))
+    return jnp.asarray((noise + (has_ones and "norm" in path[-1].key)).astype(np.float32))
 
   layout = parameters.shapes(model.config, model.numerics.reduction_shards)
   master = jax.tree_util.tree_map_with_path(leaf, layout)

@@ -30,7 +30,6 @@ from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.kv.disk_store import DiskStore
 from seerjax.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
-from seerjax.models import huggingface_config
 from seerjax.models.decoder import decide
 from seerjax.ops import sampling as sampling_lib
 from seerjax.speculation import suffix_drafter, suffix_tree
@@ -331,7 +330,7 @@ def count_request(request: Request, events: collections.Counter[str]) -> None:
 
 def count_case(case: Case, events: collections.Counter[str]) -> None:
   events["cases"] += 1
-  events[huggingface_config.family_of(case.model.config)] += 1
+  events[drawn_models.family_of(case.model.config)] += 1
   events[case.model.numerics.compute_dtype] += 1
   events["suffix drafts"] += case.suffix_paths == 1
   events["suffix trees"] += case.suffix_paths > 1

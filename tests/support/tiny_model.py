@@ -71,6 +71,26 @@ ODD = CONFIG.changed(
   max_model_len=64,
 )
 
+# A windowed layer and a full one, with rotary embeddings of their own, and all that has a rule.
+RULES = dataclasses.replace(
+  ODD,
+  layers=tuple(
+    ODD.layers[0].changed(
+      rotary=rotary.RotaryConfig(head_dim=6, base=base),
+      window=window,
+      soft_cap=soft_cap,
+      scale=0.3,
+      has_sinks=has_sinks,
+      activation="gelu_tanh",
+      norm_placement="pre_and_post",
+    )
+    for base, window, soft_cap, has_sinks in ((100.0, 7, 2.0, True), (1e4, None, None, False))
+  ),
+  norm_weights="1 + w",
+  embedding_scale=24**0.5,
+  logit_soft_cap=4.0,
+)
+
 # The smallest possible decoder, in one slab, with numerics of one slab.
 SMALLEST = CONFIG.changed(
   vocab_size=32, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1
@@ -93,10 +113,11 @@ def random_master(
 ) -> parameters.Params:
   """f32 weights large enough that every part matters, norms around one; compiles nothing."""
   rng = np.random.default_rng(3)
+  has_ones = config.norm_weights == "w"
 
   def leaf(path, shape):
     noise = 0.15 * rng.standard_normal(shape.shape)
-    return jnp.asarray((noise + ("norm" in path[-1].key)).astype(np.float32))
+    return jnp.asarray((noise + (has_ones and "norm" in path[-1].key)).astype(np.float32))
 
   layout = parameters.shapes(config, numerics.reduction_shards)
   return jax.tree_util.tree_map_with_path(leaf, layout)

@@ -1,0 +1,30 @@
+"""Names what of a model the tiled backend alone computes: rules of attention, other norms, caps."""
+
+from __future__ import annotations
+
+from seerjax.backends.protocol import FullShape
+
+
+def only_tiled(shape: FullShape | None) -> str:
+  """Returns the first such property of a model, for messages; "" if there is none."""
+  if shape is None:
+    return ""
+  for name, value, usual in (
+    ("norm_weights", shape.norm_weights, "w"),
+    ("embedding_scale", shape.embedding_scale, None),
+    ("logit_soft_cap", shape.logit_soft_cap, None),
+  ):
+    if value != usual:
+      return f"the model has {name}={value!r}"
+  for index, layer in enumerate(shape.layers):
+    for name, value, usual in (
+      ("window", layer.attention.window, None),
+      ("soft_cap", layer.attention.soft_cap, None),
+      ("scale", layer.attention.scale, None),
+      ("has_sinks", layer.attention.has_sinks, False),
+      ("activation", layer.feed_forward.activation, "silu"),
+      ("norm_placement", layer.norm_placement, "pre"),
+    ):
+      if value != usual:
+        return f"layer {index} has {name}={value!r}"
+  return ""
