@@ -107,7 +107,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     raise fields.refuse("attention.key_length", "an even number", "download it again")
   family = huggingface_config.FAMILIES[architecture]
   vocab_size, intermediate_size = _vocab_size(file, fields), fields.whole("feed_forward_length")
-  num_layers = fields.whole("block_count")
+  num_layers = fields.layers("block_count")
   attention = Grouped(
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,

@@ -42,6 +42,8 @@ FAMILIES = {
 # Larger than any size of a published model, vocabularies and contexts included; products of two
 # sizes stay within 64 bits.
 MAX_SIZE = 2**30
+# More layers than any published model has; a model holds a record of each.
+MAX_LAYERS = 2048
 
 # Allowed fields and values of each kind of scaling. None: any value; else the values without
 # effect.
@@ -88,7 +90,7 @@ def read(path: pathlib.Path) -> model_config.TransformerConfig:
   head_dim = fields.whole("head_dim", default_head_dim)
   max_model_len = fields.whole("max_position_embeddings")
   vocab_size, intermediate_size = fields.whole("vocab_size"), fields.whole("intermediate_size")
-  num_layers = fields.whole("num_hidden_layers")
+  num_layers = fields.layers("num_hidden_layers")
   attention = Grouped(
     num_heads=num_heads,
     num_kv_heads=fields.whole("num_key_value_heads", num_heads),
@@ -356,6 +358,17 @@ class Fields:
       raise self.refuse(field, "a whole number of at least 1", "correct the file")
     if value > MAX_SIZE:
       raise self.refuse(field, f"at most {MAX_SIZE}", "correct the file")
+    return value
+
+  def layers(self, field: str) -> int:
+    """Returns a number of layers, from 1 to `MAX_LAYERS`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    value = self.whole(field)
+    if value > MAX_LAYERS:
+      raise self.refuse(field, f"at most {MAX_LAYERS}", "correct the file")
     return value
 
   def number(self, field: str, default: float | None = None) -> float:
