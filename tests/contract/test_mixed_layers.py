@@ -1,7 +1,7 @@
 """Layers of different kinds keep the contract: engine, trainer, schedules, loops over periods.
 
-Models are drawn with other heads, widths, MLPs and rotations in each layer. Deep models whose
-layers have equal shapes run in a loop over periods of kinds, the others in a row.
+Models are drawn with other heads, widths, MLPs and rotations in each layer. Deep models with
+layers of equal shapes run in a loop over periods of kinds, the others in a row.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def test_a_loop_over_periods_says_what_layers_in_a_row_say(period, name):
   assert gap_to_the_trainer(config, expected, loop, numerics) == 0.0
   assert gap_to_the_trainer(config, expected, row, numerics) == 0.0
   assert reference_gap(config, numerics) < 1e-3
-  # The twin: equal layers of the first kind, whose weights have the same shapes.
+  # The twin: equal layers of the first kind; their weights have the same shapes.
   equal = model_of([config.layers[0]] * config.num_layers)
   assert not all(map(tiny_model.same, answers(equal, loop, numerics), expected))
 
