@@ -19,7 +19,7 @@ import numpy as np
 
 from seerjax import fields as fields_lib, layer_kinds
 from seerjax.layer_kinds import Gated, Grouped, LayerConfig
-from seerjax.models import config as model_config, gguf_file, huggingface_config
+from seerjax.models import config as model_config, config_fields, gguf_file, huggingface_config
 from seerjax.ops import rotary
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -83,7 +83,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     for key, value in file.metadata.items()
     if key.startswith(prefix)
   }
-  fields = huggingface_config.Fields(file.path, values, prefix)
+  fields = config_fields.Fields(file.path, values, prefix)
   _refuse_unsupported(fields)
   hidden_size, num_heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
   num_kv_heads = fields.whole("attention.head_count_kv", num_heads)
@@ -176,7 +176,7 @@ def rope_factors(turn: rotary.RotaryConfig) -> np.ndarray | None:
   return plain / scaled
 
 
-def _refuse_unsupported(fields: huggingface_config.Fields) -> None:
+def _refuse_unsupported(fields: config_fields.Fields) -> None:
   for key, value in fields.values.items():
     allowed = KEYS.get(key, ())
     is_number = isinstance(value, bool | int | float)
@@ -188,7 +188,7 @@ def _refuse_unsupported(fields: huggingface_config.Fields) -> None:
       )
 
 
-def _vocab_size(file: gguf_file.File, fields: huggingface_config.Fields) -> int:
+def _vocab_size(file: gguf_file.File, fields: config_fields.Fields) -> int:
   """Returns the number of rows of the embedding, on which tokens and metadata must agree."""
   tokens = file.metadata.get("tokenizer.ggml.tokens")
   counts = {"tokenizer.ggml.tokens": len(tokens)} if isinstance(tokens, list) else {}
@@ -208,7 +208,7 @@ def _vocab_size(file: gguf_file.File, fields: huggingface_config.Fields) -> int:
 
 
 def _rotary(
-  file: gguf_file.File, fields: huggingface_config.Fields, head_dim: int, max_model_len: int
+  file: gguf_file.File, fields: config_fields.Fields, head_dim: int, max_model_len: int
 ) -> rotary.RotaryConfig:
   base = fields.number("rope.freq_base", 10_000.0)
   kind = fields.get("rope.scaling.type")

@@ -27,6 +27,7 @@ import safetensors.numpy
 from seerjax import host_memory, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
+  config_fields,
   gguf_config,
   gguf_file,
   gguf_tensors,
@@ -285,7 +286,7 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
       f"{directory}: got neither {WEIGHTS_FILE} nor {INDEX_FILE}, expected the weights; check the"
       " path, or download them."
     )
-  weight_map = huggingface_config.read_object(path).get("weight_map")
+  weight_map = config_fields.read_object(path).get("weight_map")
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(
       f"{path}: weight_map: got {type(weight_map).__name__}, expected an object of tensor names and"

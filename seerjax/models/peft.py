@@ -29,7 +29,7 @@ import safetensors
 import safetensors.numpy
 
 from seerjax import fields, numerics as numerics_lib
-from seerjax.models import config as model_config, huggingface, huggingface_config, lora, parameters
+from seerjax.models import config as model_config, config_fields, huggingface, lora, parameters
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -185,7 +185,7 @@ def load(
         f"{file}: got no such file, expected a PEFT adapter; check the path, and save it as"
         " safetensors."
       )
-  settings = huggingface_config.read_object(directory / CONFIG_FILE)
+  settings = config_fields.read_object(directory / CONFIG_FILE)
   _check_plain(directory / CONFIG_FILE, settings)
   tensors = _tensors(path)
   adapter: lora.Adapter = {"layers": [{} for _ in range(config.num_layers)]}
