@@ -26,6 +26,8 @@ class TransformerConfig:
     logit_soft_cap: logits z become cap * tanh(z / cap), before anything else; None for none.
     is_tied: the head reads the embedding table.
     max_model_len: positions the model was made for; longer prompts are refused.
+    family: family as which the model is saved (`models.families`): the one it was
+      read from; "" is the first that can describe it. Shapes of other families may be equal.
   """
 
   vocab_size: int
@@ -37,6 +39,7 @@ class TransformerConfig:
   logit_soft_cap: float | None = None
   is_tied: bool = True
   max_model_len: int = 4096
+  family: str = dataclasses.field(default="", compare=False)
 
   def __post_init__(self):
     size = fields.at_least(1, "check config.json")

@@ -19,13 +19,16 @@ import numpy as np
 
 from seerjax import fields as fields_lib, layer_kinds
 from seerjax.layer_kinds import Gated, Grouped, LayerConfig
-from seerjax.models import config as model_config, config_fields, gguf_file, huggingface_config
+from seerjax.models import config as model_config, config_fields, families, gguf_file
 from seerjax.ops import rotary
 
 ROPE_FACTORS = "rope_freqs.weight"
 HEAD = "output.weight"
 EMBEDDING = "token_embd.weight"
-ARCHITECTURES = tuple(huggingface_config.FAMILIES)
+# The first family with a form in GGUF files, by architecture.
+ARCHITECTURES = {
+  family.gguf.architecture: family for family in reversed(families.FAMILIES) if family.gguf
+}
 # Original context of a model with llama3 scaling, if the file does not have it.
 LLAMA3_CONTEXT = 8192
 # The program that wrote the factors computed powers in float32.
@@ -75,7 +78,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
   if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
     raise NotImplementedError(
       f"{file.path}: general.architecture: got {fields_lib.shown(architecture)}, expected one of"
-      f" {ARCHITECTURES}; other architectures are not built yet."
+      f" {tuple(ARCHITECTURES)}; other architectures are not built yet."
     )
   prefix = f"{architecture}."
   values = {
@@ -105,16 +108,15 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     raise fields.refuse("attention.layer_norm_rms_epsilon", "less than 1", "download it again")
   if head_dim % 2:
     raise fields.refuse("attention.key_length", "an even number", "download it again")
-  family = huggingface_config.FAMILIES[architecture]
+  family = ARCHITECTURES[architecture]
   vocab_size, intermediate_size = _vocab_size(file, fields), fields.whole("feed_forward_length")
   num_layers = fields.layers("block_count")
   attention = Grouped(
     num_heads=num_heads,
     num_kv_heads=num_kv_heads,
     head_dim=head_dim,
-    has_qk_norms=family.has_qk_norms,
-    has_qkv_biases=family.has_qkv_biases,
     rotary=_rotary(file, fields, head_dim, max_model_len),
+    **family.attention,
   )
   layer = LayerConfig(attention=attention, feed_forward=Gated(intermediate_size=intermediate_size))
   return model_config.TransformerConfig(
@@ -124,7 +126,24 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     norm_eps=epsilon,
     is_tied=HEAD not in file.tensors,
     max_model_len=max_model_len,
+    family=family.model_type,
   )
+
+
+def form_of(config: model_config.TransformerConfig) -> families.Gguf:
+  """Returns the form in GGUF files of the family of a configuration.
+
+  Raises:
+    NotImplementedError: if the family has none.
+    ValueError: if no model family has this configuration.
+  """
+  family = families.of(config)
+  if family.gguf is None:
+    raise NotImplementedError(
+      f"GGUF: got a model of family {family.model_type!r}, expected one of {tuple(ARCHITECTURES)};"
+      " save a Hugging Face directory instead."
+    )
+  return family.gguf
 
 
 def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | float]:
@@ -134,7 +153,7 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
     NotImplementedError: for a rotary scaling that GGUF cannot describe.
     ValueError: if no model family has this configuration.
   """
-  family, kind = huggingface_config.family_of(config), config.only_kind("GGUF")
+  family, kind = form_of(config).architecture, config.only_kind("GGUF")
   turn = kind.attention.rotary
   values: dict[str, str | int | float] = {
     "vocab_size": config.vocab_size,

@@ -14,7 +14,13 @@ import re
 from absl import logging
 import numpy as np
 
-from seerjax.models import config as model_config, gguf_config, gguf_file, huggingface_config
+from seerjax.models import (
+  config as model_config,
+  families,
+  gguf_config,
+  gguf_file,
+  huggingface_layout,
+)
 
 WHOLE = {
   "model.embed_tokens": "token_embd",
@@ -78,7 +84,8 @@ def hugging_face_name(name: str) -> str:
 
 def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
   """Returns the number of heads of a tensor with reordered rows (Hugging Face name), else 0."""
-  if huggingface_config.family_of(config) != "llama":
+  form = families.of(config).gguf
+  if form is None or not form.turns_heads:
     return 0
   kind = config.only_kind("GGUF").attention
   if name.endswith("self_attn.q_proj.weight"):
@@ -133,6 +140,10 @@ class Checkpoint:
         f"{head.shape[0] * head.shape[-1]:,}",
       )  # fmt: skip
 
+  def plan(self) -> huggingface_layout.Plan:
+    """Returns the tensors of every parameter, by their Hugging Face names."""
+    return huggingface_layout.plan(self.config)
+
   def shown(self, name: str) -> str:
     """Returns the name of a tensor in the file."""
     return gguf_name(name)
@@ -175,4 +186,4 @@ class Checkpoint:
     return put_back(tensor, heads) if heads else tensor
 
   def _key(self, key: str) -> str:
-    return f"{huggingface_config.family_of(self.config)}.{key}"
+    return f"{gguf_config.form_of(self.config).architecture}.{key}"

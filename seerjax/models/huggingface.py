@@ -28,6 +28,7 @@ from seerjax import host_memory, numerics as numerics_lib
 from seerjax.models import (
   config as model_config,
   config_fields,
+  families,
   gguf_config,
   gguf_file,
   gguf_tensors,
@@ -52,10 +53,12 @@ IGNORED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load_config(path: str | os.PathLike[str]) -> model_config.TransformerConfig:
+def load_config(path: str | os.PathLike[str], family: str = "") -> model_config.TransformerConfig:
   """Returns the shape of the model in a directory or GGUF file.
 
-  config.json may have the spellings of transformers 4 or 5.
+  Args:
+    path: the directory, whose config.json may have the spellings of transformers 4 or 5, or file.
+    family: "my_module:FAMILY" for a family outside this package (`models.families`).
 
   Raises:
     FileNotFoundError: if there is no config.json, or no such file.
@@ -63,8 +66,17 @@ def load_config(path: str | os.PathLike[str]) -> model_config.TransformerConfig:
     ValueError: naming the field that is missing, malformed or not supported.
   """
   if gguf_file.is_named(path):
+    _refuse_family(path, family)
     return gguf_config.read(gguf_file.File(path))
-  return huggingface_config.read(pathlib.Path(path) / CONFIG_FILE)
+  return huggingface_config.read(pathlib.Path(path) / CONFIG_FILE, family)
+
+
+def _refuse_family(path: str | os.PathLike[str], family: str) -> None:
+  if family:
+    raise ValueError(
+      f"{path}: got family {family!r} for a GGUF file, expected none because its metadata name the"
+      " architecture; pass a directory, or no family."
+    )
 
 
 # Reading weights.
@@ -76,6 +88,7 @@ def load(
   dtype: Any = jnp.float32,
   *,
   allow_int8: bool = False,
+  family: str = "",
 ) -> tuple[parameters.Params, model_config.TransformerConfig]:
   """Reads a model directory or GGUF file into our layout, tensor by tensor from mapped files.
 
@@ -85,6 +98,7 @@ def load(
     dtype: dtype of the parameters; bfloat16 and float16 checkpoints convert to float32 exactly.
     allow_int8: whether weights may be "int8" as written by `save`. A draft model's may, since
       drafts change no bit of a response.
+    family: as for `load_config`.
 
   Returns:
     (master weights, the model's configuration). Peak memory beyond the result: one parameter.
@@ -97,9 +111,10 @@ def load(
   path = pathlib.Path(path)
   with contextlib.ExitStack() as stack:
     if gguf_file.is_named(path):
+      _refuse_family(path, family)
       checkpoint = gguf_tensors.Checkpoint(path)
     else:
-      checkpoint = _Checkpoint(path, stack)
+      checkpoint = _Checkpoint(path, stack, family)
     config = checkpoint.config
     slabs = model_config.slabs_for(config, numerics)
     found = {name for name in checkpoint.names if not IGNORED.fullmatch(name)}
@@ -108,7 +123,7 @@ def load(
         f"{checkpoint.layers_field}: got {config.num_layers}, expected at most {len(found)}, the"
         " number of tensors; the files do not belong together."
       )
-    plan = huggingface_layout.plan(config)
+    plan = checkpoint.plan()
     expected = {name: shape for _, leaf in plan for name, shape in leaf.tensors}
     scales = {name + SCALE for name in expected} & found
     if scales and not allow_int8:
@@ -129,7 +144,7 @@ def load(
     if unexpected := found - set(expected):
       raise ValueError(
         f"{path}: got the tensors {_names(map(checkpoint.shown, unexpected))}, expected none of"
-        f" them in a model of family {huggingface_config.family_of(config)!r} with"
+        f" them in a model of family {families.of(config).model_type!r} with"
         f" {config.num_layers} layers; check {checkpoint.described_by}."
       )
     for name, shape in expected.items():
@@ -169,8 +184,8 @@ class _Checkpoint:
 
   described_by = CONFIG_FILE
 
-  def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack):
-    self.config = load_config(directory)
+  def __init__(self, directory: pathlib.Path, stack: contextlib.ExitStack, family: str):
+    self.config = load_config(directory, family)
     self.layers_field = f"{directory / CONFIG_FILE}: num_hidden_layers"
     self.file_of: dict[str, str] = {}
     self._files: dict[str, Any] = {}
@@ -204,6 +219,10 @@ class _Checkpoint:
         )
     self.path = directory
     self.names = self.file_of.keys()
+
+  def plan(self) -> huggingface_layout.Plan:
+    """Returns the checkpoint's tensors of every parameter."""
+    return families.of(self.config).tensors(self.config)
 
   def shown(self, name: str) -> str:
     """Returns the name of a tensor in the files."""
@@ -369,7 +388,7 @@ def save(
   # The config names the dtype into which INT8 is read, so other programs fail on the INT8 files.
   described = huggingface_config.to_object(config, "float32" if dtype == INT8 else dtype, eos_ids)
   directory.parent.mkdir(parents=True, exist_ok=True)
-  plan = huggingface_layout.plan(config)
+  plan = families.of(config).tensors(config)
   sizes = {
     name: size
     for _, leaf in plan

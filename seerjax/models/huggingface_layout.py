@@ -10,7 +10,7 @@ lm_head [v, d]                   <->  head     f32[r, v / r, d]
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -31,10 +31,14 @@ class Leaf(NamedTuple):
   tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def plan(config: model_config.TransformerConfig) -> list[tuple[tuple[Any, ...], Leaf]]:
+# (path in `Params`, its `Leaf`) of every parameter.
+Plan: TypeAlias = list[tuple[tuple[Any, ...], Leaf]]
+
+
+def plan(config: model_config.TransformerConfig) -> Plan:
   """Returns (path in `Params`, its `Leaf`) of every parameter, in the checkpoint's order."""
   d = config.hidden_size
-  found: list[tuple[tuple[Any, ...], Leaf]] = [
+  found: Plan = [
     (("embed",), Leaf("plain", (("model.embed_tokens.weight", (config.vocab_size, d)),)))
   ]
   for index, kind in enumerate(config.layers):
@@ -88,7 +92,7 @@ def from_slabs(kind: str, part: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
 
 
 def tensors(
-  params: parameters.Params, plan: list[tuple[tuple[Any, ...], Leaf]], dtype: np.dtype
+  params: parameters.Params, plan: Plan, dtype: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yields (name, values) of every tensor of the checkpoint, in the order of `plan`."""
   for path, leaf in plan:

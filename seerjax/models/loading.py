@@ -80,14 +80,14 @@ def path_of(name_or_path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def load_masters(
-  path: str | os.PathLike[str], numerics: numerics_lib.NumericsConfig
+  path: str | os.PathLike[str], numerics: numerics_lib.NumericsConfig, family: str = ""
 ) -> tuple[parameters.Params, decoder_lib.Decoder]:
   """Returns the f32 master weights of a directory or file, and the model as it was decided.
 
   Numerics that cannot run here are refused before any weight is read. Raises as `load_model`.
   """
-  decoder = decoder_lib.decide(huggingface.load_config(path), numerics)
-  masters, _ = huggingface.load(path, decoder.numerics)
+  decoder = decoder_lib.decide(huggingface.load_config(path, family), numerics)
+  masters, _ = huggingface.load(path, decoder.numerics, family=family)
   return masters, decoder
 
 
@@ -95,6 +95,8 @@ def load_masters(
 def load_model(
   name_or_path: str | os.PathLike[str] = "nano",
   numerics: numerics_lib.NumericsConfig | None = None,
+  *,
+  family: str = "",
 ) -> Model:
   """Returns a model with its weights, tokenizer and numerics.
 
@@ -104,6 +106,8 @@ def load_model(
       downloaded into the Hub's cache.
     numerics: the numerics configuration; None is float32 with the backend for this machine
       ("auto") and the largest number of slabs that the model allows.
+    family: "my_module:FAMILY" for a directory of a family outside this package
+      (`models.families.Family`); "" takes the `model_type` of config.json.
 
   Raises:
     FileNotFoundError: if there is no such directory or file, or the Hub does not have it.
@@ -115,7 +119,7 @@ def load_model(
   if numerics is None:
     numerics = numerics_lib.NumericsConfig()
   path = path_of(name_or_path)
-  masters, decoder = load_masters(path, numerics)
+  masters, decoder = load_masters(path, numerics, family)
   return Model(
     config=decoder.shape,
     params=parameters.compute_params(masters, decoder.numerics),

@@ -83,7 +83,7 @@ def test_defaults_of_missing_fields(path):
   edit_config(path, model_type="llama", architectures=..., hidden_size=24)
   assert huggingface_config.read(path).layers[0].attention.head_dim == 6
   edit_config(path, model_type=..., architectures=["Qwen2ForCausalLM"])
-  assert huggingface_config.family_of(huggingface_config.read(path)) == "qwen2"
+  assert huggingface_config.read(path).family == "qwen2"
 
 
 def test_a_shape_of_no_family_is_refused():

@@ -88,6 +88,20 @@ CASES = {
       rms_norm_eps=1e-5,
     ),
   ),
+  "mistral": (
+    "Mistral",
+    2,
+    dict(
+      hidden_size=36,
+      num_attention_heads=6,
+      num_key_value_heads=2,
+      head_dim=10,
+      tie_word_embeddings=False,
+      rope_parameters=PLAIN,
+      sliding_window=None,
+      rms_norm_eps=1e-5,
+    ),
+  ),
   "llama-tied": (
     "Llama",
     1,

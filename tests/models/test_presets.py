@@ -26,6 +26,9 @@ PARAMETERS = {
   "llama-3.2-1b": 1_235_814_400,
   "llama-3.2-3b": 3_212_749_824,
   "llama-3.1-8b": 8_030_261_248,
+  "mistral-7b-v0.3": 7_248_023_552,
+  "mistral-nemo-base-2407": 12_247_782_400,
+  "mistral-small-24b-base-2501": 23_572_403_200,
 }
 
 OURS = {"nano", "nano-gpu", "nano-draft", "nano-10m"}

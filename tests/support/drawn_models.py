@@ -27,8 +27,8 @@ from seerjax.kv import page_moves
 from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
+  families,
   huggingface,
-  huggingface_config,
   loading,
   lora,
   parameters,
@@ -167,7 +167,7 @@ class Case:
 
 def family_of(config: model_config.TransformerConfig) -> str:
   """Returns the family of a model, or what of it no family of ours has."""
-  return layer_support.only_tiled(config) or huggingface_config.family_of(config)
+  return layer_support.only_tiled(config) or families.of(config).model_type
 
 
 def with_rules(case: Case) -> Case:
@@ -228,7 +228,7 @@ def draw_model(rng: np.random.Generator) -> Model:
     compute_dtype=_pick(rng, "float32", "float32", "bfloat16"),
     backend="tiled",
   )
-  family = huggingface_config.FAMILIES[_pick(rng, *huggingface_config.FAMILIES)]
+  family = _pick(rng, *families.FAMILIES)
   config = model_config.TransformerConfig(
     # Odd numbers of columns per slab.
     vocab_size=slabs * (1 + 2 * int(rng.integers(10 // slabs, 50 // slabs))),
@@ -239,11 +239,10 @@ def draw_model(rng: np.random.Generator) -> Model:
           num_heads=num_kv_heads * group,
           num_kv_heads=num_kv_heads,
           head_dim=head_dim,
-          has_qk_norms=family.has_qk_norms,
-          has_qkv_biases=family.has_qkv_biases,
           rotary=rotary.RotaryConfig(
             head_dim=head_dim, base=_pick(rng, 1e3, 1e4, 1e6), scaling=scaling, **scaled
           ),
+          **family.attention,
         ),
         feed_forward=Gated(
           intermediate_size=slabs * int(rng.integers(max(1, 6 // slabs), 2 + 90 // slabs))

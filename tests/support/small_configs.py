@@ -25,10 +25,11 @@ LLAMA = QWEN3.changed(
     head_dim=4, base=1000.0, scaling="llama3", factor=8.0, original_context=16
   ),
 )
+MISTRAL = LLAMA.changed(rotary=QWEN3.layers[0].attention.rotary, family="mistral")
 YARN = QWEN3.changed(
   rotary=rotary.RotaryConfig(
     head_dim=4, base=1e6, scaling="yarn", factor=4.0, original_context=16, attention_factor=1.25
   )
 )
 LINEAR = QWEN3.changed(rotary=rotary.RotaryConfig(head_dim=4, scaling="linear", factor=2.0))
-CONFIGS = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA, yarn=YARN, linear=LINEAR)
+CONFIGS = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA, mistral=MISTRAL, yarn=YARN, linear=LINEAR)

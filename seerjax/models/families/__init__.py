@@ -1,0 +1,68 @@
+"""Families of models, one file each, and the one list of them.
+
+A family outside this package is a `Family` of a module of your own, by "my_module:FAMILY".
+"""
+
+from __future__ import annotations
+
+from seerjax.backends import layer_support
+from seerjax.models.config import TransformerConfig
+from seerjax.models.families import llama, mistral, qwen3, qwen25
+from seerjax.models.families.base import Family as Family, Gguf as Gguf
+from seerjax.tasks import loading
+
+# Where several describe a shape, the first one is meant.
+FAMILIES: tuple[Family, ...] = (qwen3.FAMILY, qwen25.FAMILY, llama.FAMILY, mistral.FAMILY)
+
+
+def names() -> tuple[str, ...]:
+  """Returns the `model_type` of every family."""
+  return tuple(family.model_type for family in FAMILIES)
+
+
+def named(name: str) -> Family:
+  """Returns the family of a `model_type`, or the one that "my_module:FAMILY" names.
+
+  Raises:
+    ValueError: if there is none.
+  """
+  for family in FAMILIES:
+    if family.model_type == name:
+      return family
+  if ":" not in name:
+    raise ValueError(
+      f"family: got {name!r}, expected one of {names()}, or a Family of a module of your own, such"
+      " as 'my_module:FAMILY'; check the name."
+    )
+  found = loading.imported(
+    name, caller="family", example="my_module:FAMILY", expected="a Family of models.families"
+  )
+  if not isinstance(found, Family):
+    raise ValueError(
+      f"family: got {type(found).__name__} from {name!r}, expected a Family of models.families;"
+      " name another attribute."
+    )
+  return found
+
+
+def of(config: TransformerConfig) -> Family:
+  """Returns the family as which a model is saved: its own, or the first that describes it.
+
+  Raises:
+    ValueError: if no family describes the shape.
+  """
+  own = (named(config.family),) if config.family else ()
+  for family in (*own, *FAMILIES):
+    if family.describes(config):
+      return family
+  if found := layer_support.only_tiled(config):
+    raise ValueError(
+      f"TransformerConfig: {found}, expected one of {names()}; transformers has no config.json for"
+      " this model."
+    )
+  kind = config.only_kind("config.json").attention
+  raise ValueError(
+    f"TransformerConfig: got has_qk_norms={kind.has_qk_norms} and"
+    f" has_qkv_biases={kind.has_qkv_biases}, expected the combination of one of {names()};"
+    " transformers has no config.json for this model."
+  )
