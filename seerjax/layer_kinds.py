@@ -1,6 +1,6 @@
 """Kinds of a decoder's layers, as data: a layer is an attention and a feed-forward part.
 
-    LayerConfig = attention: Grouped + feed_forward: Gated
+    LayerConfig = attention: Grouped + feed_forward: Gated or Experts
 
 Layers of one model may differ. A kind is a frozen record, so that every difference between layers
 is a field, and equal layers are equal records.
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from seerjax import fields
 from seerjax.ops import attention as attention_lib, rotary as rotary_lib
+from seerjax.ops.routing import RoutingConfig
 
 _SIZE = fields.at_least(1, "check config.json")
 
@@ -95,6 +96,53 @@ class Gated:
     """Sizes, by field, that the number of slabs must divide."""
     return {"intermediate_size": self.intermediate_size}
 
+  @property
+  def row_features(self) -> int:
+    """Features inside the MLP that one row computes."""
+    return self.intermediate_size
+
+  @property
+  def all_features(self) -> int:
+    """Features inside the MLP that the weights have."""
+    return self.intermediate_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+  """A mixture of gated MLPs: each row runs some of them, its experts, and adds them by weight.
+
+  Attributes:
+    routing: rule by which rows choose experts.
+    expert_size: features inside one expert.
+    shared_size: features inside a gated MLP that every row runs too; 0 for none.
+    activation: function of the gates.
+  """
+
+  routing: RoutingConfig
+  expert_size: int
+  shared_size: int = 0
+  activation: Literal["silu"] = "silu"
+
+  def __post_init__(self):
+    shared = fields.at_least(0, "0 is a layer without one")
+    fields.check(self, expert_size=_SIZE, shared_size=shared)
+
+  @property
+  def sharded(self) -> dict[str, int]:
+    """Sizes, by field, that the number of slabs must divide; a slab has whole experts."""
+    shared = {"shared_size": self.shared_size} if self.shared_size else {}
+    return {"num_experts": self.routing.num_experts} | shared
+
+  @property
+  def row_features(self) -> int:
+    """Features inside the MLPs that one row computes."""
+    return self.routing.num_chosen * self.expert_size + self.shared_size
+
+  @property
+  def all_features(self) -> int:
+    """Features inside the MLPs that the weights have."""
+    return self.routing.num_experts * self.expert_size + self.shared_size
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
@@ -108,7 +156,7 @@ class LayerConfig:
   """
 
   attention: Grouped
-  feed_forward: Gated
+  feed_forward: Gated | Experts
   norm_placement: Literal["pre", "pre_and_post"] = "pre"
 
   def __post_init__(self):
@@ -118,6 +166,23 @@ class LayerConfig:
   def sharded(self) -> dict[str, int]:
     """Sizes, by field, that the number of slabs must divide."""
     return self.attention.sharded | self.feed_forward.sharded
+
+  def gated(self, what: str) -> Gated:
+    """Returns the part after attention of a layer without experts.
+
+    Args:
+      what: the feature that needs one, for the message.
+
+    Raises:
+      NotImplementedError: for a layer with experts.
+    """
+    if isinstance(self.feed_forward, Gated):
+      return self.feed_forward
+    count = self.feed_forward.routing.num_experts
+    raise NotImplementedError(
+      f"{what}: got a layer of num_experts={count}, expected a gated MLP in every layer; use a"
+      " model without experts."
+    )
 
   def changed(self, **changes: Any) -> LayerConfig:
     """Returns the kind with some fields changed, its own and those of its parts."""

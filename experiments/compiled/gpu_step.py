@@ -286,7 +286,7 @@ def peers(num_rows: int) -> Sequence[tuple[roofline.Work, int]]:
     num_rows,
     CONTEXT,
     hidden=config.hidden_size,
-    intermediate=kind.feed_forward.intermediate_size,
+    intermediate=kind.gated("gpu_step").intermediate_size,
     heads=kind.attention.num_heads,
     kv_heads=kind.attention.num_kv_heads,
     head_dim=kind.attention.head_dim,

@@ -312,7 +312,7 @@ def bytes_per_step(directory: pathlib.Path, dtype: str) -> int:
   kind = config.only_kind("bytes_per_step")
   own = kind.attention
   attention = config.hidden_size * own.head_dim * 2 * (own.num_heads + own.num_kv_heads)
-  mlp = 3 * config.hidden_size * kind.feed_forward.intermediate_size
+  mlp = 3 * config.hidden_size * kind.feed_forward.row_features
   table = config.vocab_size * config.hidden_size
   return width * (config.num_layers * (attention + mlp) + table)
 

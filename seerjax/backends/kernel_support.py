@@ -13,7 +13,7 @@ from pallas_kernels import attention, gpu, matmul, rms_norm, token_logprobs
 from seerjax import numerics as numerics_lib
 from seerjax.backends.mosaic_gpu import KEY_BLOCK
 from seerjax.backends.protocol import FullShape
-from seerjax.layer_kinds import LayerConfig
+from seerjax.layer_kinds import Experts, LayerConfig
 
 # A kernel's name, and a function that returns the reason against it, or None.
 Question: TypeAlias = tuple[str, Callable[[], str | None]]
@@ -75,6 +75,9 @@ def _questions_of_layer(
   for rows, features in norms:
     x, scale = _bf16(rows, features), _bf16(features)
     yield "rms_norm", functools.partial(rms_norm.is_supported, x, scale, interpret=interpret)
+  if isinstance(kind.feed_forward, Experts):
+    yield "experts", lambda: "there is no kernel of them yet"
+    return
   yield from _products(numerics, hidden, kind)
   pages = _bf16(own.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
   q = _bf16(ROWS, own.num_kv_heads, own.group, c)
@@ -108,7 +111,7 @@ def _products(
     return functools.partial(matmul.is_supported, *operands, interpret=interpret, **fields)
 
   r, d, c = numerics.reduction_shards, hidden, kind.attention.head_dim
-  inner, queries = kind.feed_forward.intermediate_size // r, kind.attention.num_heads * c // r
+  inner, queries = kind.gated("kernels").intermediate_size // r, kind.attention.num_heads * c // r
   qkv = queries + 2 * kind.attention.num_kv_heads * c // r
   x, stream = _bf16(ROWS, d), _bf16(ROWS, d)
   if any(size % matmul.MULTIPLE for size in (d, qkv, queries, inner)):

@@ -1,8 +1,9 @@
-"""Names what of a model the tiled backend alone computes: rules of attention, other norms, caps."""
+"""Names what of a model only the tiled backend computes: attention rules, norms, caps, experts."""
 
 from __future__ import annotations
 
 from seerjax.backends.protocol import FullShape
+from seerjax.layer_kinds import Experts
 
 
 def only_tiled(shape: FullShape | None) -> str:
@@ -17,12 +18,14 @@ def only_tiled(shape: FullShape | None) -> str:
     if value != usual:
       return f"the model has {name}={value!r}"
   for index, layer in enumerate(shape.layers):
+    part = layer.feed_forward
     for name, value, usual in (
+      ("num_experts", part.routing.num_experts if isinstance(part, Experts) else None, None),
       ("window", layer.attention.window, None),
       ("soft_cap", layer.attention.soft_cap, None),
       ("scale", layer.attention.scale, None),
       ("has_sinks", layer.attention.has_sinks, False),
-      ("activation", layer.feed_forward.activation, "silu"),
+      ("activation", part.activation, "silu"),
       ("norm_placement", layer.norm_placement, "pre"),
     ):
       if value != usual:

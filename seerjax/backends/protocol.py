@@ -231,8 +231,10 @@ class Backend(Operations, Protocol):
     rows: Any,
     num_rows: Array,
     adapters: RowAdapters | None = None,
-  ) -> Array:
+  ) -> Any:
     """Maps hidden rows f[n, d] and attention outputs f[n, k, g, c] to hidden rows f[n, d].
+
+    For a layer with experts, it maps them to the inputs of the experts (`models.experts`).
 
     `adapters` as in `attention_inputs`.
     """

@@ -127,7 +127,7 @@ class Tiled:
     rows: Any,
     num_rows: Array,
     adapters: RowAdapters | None = None,
-  ) -> Array:
+  ) -> Any:
     return self._adapted(stage, weights, rows, num_rows, adapters)
 
   def head(

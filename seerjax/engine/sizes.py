@@ -235,7 +235,7 @@ def derived_buckets(
     more than `max_num_seqs` full contexts can fill; the last one has a row for each sequence.
   """
   model = decoder.shape
-  inner = max(kind.feed_forward.intermediate_size for kind in model.layers)
+  inner = max(kind.feed_forward.row_features for kind in model.layers)
   features = MLP_ARRAYS * inner + HIDDEN_ARRAYS * model.hidden_size
   if decoder.backend.traits.holds_all_logits:
     features += LOGITS_ARRAYS * model.vocab_size

@@ -17,6 +17,7 @@ import jax
 from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.backends import choice
 from seerjax.backends.protocol import Backend
+from seerjax.layer_kinds import Experts
 from seerjax.models import parameters
 from seerjax.models.config import TransformerConfig, slabs_for
 
@@ -114,6 +115,8 @@ def numerics_for(
   "auto" becomes the backend for this machine, 0 rows of a tile become the platform's
   default, and 0 slabs become the largest number that the model allows. Raises as `decide`.
   """
+  if any(isinstance(layer.feed_forward, Experts) for layer in shape.layers):
+    asked = numerics_lib.with_expert_tile(asked)
   slabs = slabs_for(shape, asked)
   if not asked.reduction_shards:
     asked = dataclasses.replace(asked, reduction_shards=slabs)

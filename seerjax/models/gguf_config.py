@@ -160,7 +160,7 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
     "context_length": config.max_model_len,
     "embedding_length": config.hidden_size,
     "block_count": config.num_layers,
-    "feed_forward_length": kind.feed_forward.intermediate_size,
+    "feed_forward_length": kind.gated("GGUF").intermediate_size,
     "attention.head_count": kind.attention.num_heads,
     "attention.head_count_kv": kind.attention.num_kv_heads,
     "attention.key_length": kind.attention.head_dim,

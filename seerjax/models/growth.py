@@ -90,7 +90,7 @@ def _flat(config: TransformerConfig) -> dict[str, Any]:
   return (
     vars(config)
     | vars(kind.attention)
-    | vars(kind.feed_forward)
+    | vars(kind.gated("growth"))
     | {"num_layers": config.num_layers}
   )
 
@@ -122,7 +122,7 @@ def grow(
   if not 0 <= noise < 1:
     raise ValueError(f"growth.noise: got {noise}, expected 0 <= noise < 1; 0.1 is usual.")
   shards = masters["layers"][0]["qkv"].shape[0]
-  inner = large.layers[0].feed_forward.intermediate_size
+  inner = large.layers[0].gated("growth").intermediate_size
   if inner % shards:
     raise ValueError(
       f"growth.intermediate_size: got {inner} for weights in {shards} slabs,"
@@ -203,7 +203,7 @@ def _layer(
   values = np.arange(queries * c).reshape(queries, c)
   values = np.tile(np.tile(values, factor), (more, 1)).reshape(-1)
   inner = old["down"].shape[1]
-  units = _copies(inner, large.layers[0].feed_forward.intermediate_size // r)
+  units = _copies(inner, large.layers[0].gated("growth").intermediate_size // r)
   gate_up = old["gate_up"].reshape(r, d, 2, inner)[..., units].reshape(r, d, -1)
   new = {
     "attention_norm": np.tile(old["attention_norm"], width),

@@ -42,7 +42,7 @@ def plan(config: model_config.TransformerConfig) -> Plan:
     (("embed",), Leaf("plain", (("model.embed_tokens.weight", (config.vocab_size, d)),)))
   ]
   for index, kind in enumerate(config.layers):
-    c, inner = kind.attention.head_dim, kind.feed_forward.intermediate_size
+    c, inner = kind.attention.head_dim, kind.gated("checkpoint").intermediate_size
     q_size, kv_size = kind.attention.num_heads * c, kind.attention.num_kv_heads * c
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -114,7 +114,7 @@ def check_layout(params: parameters.Params, config: model_config.TransformerConf
     ValueError: naming the first path that differs.
   """
   layers = params.get("layers", [])
-  shards = layers[0]["down"].shape[0] if layers and "down" in layers[0] else 1
+  shards = layers[0]["out"].shape[0] if layers and "out" in layers[0] else 1
   flat_expected = jax.tree_util.tree_flatten_with_path(parameters.shapes(config, shards))[0]
   flat_found = jax.tree_util.tree_flatten_with_path(params)[0]
   expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in flat_expected}

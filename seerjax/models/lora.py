@@ -42,6 +42,8 @@ Adapter = dict[str, Any]
 TARGETS = ("qkv", "out", "gate_up", "down")
 # Targets with output columns in slabs; the others have their contraction in slabs.
 COLUMN_TARGETS = ("qkv", "gate_up")
+# Targets of layers without experts; experts have no adapters yet.
+MLP_TARGETS = ("gate_up", "down")
 
 
 def shapes(
@@ -61,10 +63,16 @@ def shapes(
       f"lora targets: got {tuple(targets)}, expected at least one of {TARGETS}, each once; all four"
       " are usual."
     )
+  inner = [
+    kind.gated(f"lora targets {name!r}").intermediate_size
+    for name in targets
+    if name in MLP_TARGETS
+    for kind in config.layers
+  ]
   smallest = min(
     config.hidden_size,
     *(kind.attention.num_heads * kind.attention.head_dim for kind in config.layers),
-    *(kind.feed_forward.intermediate_size for kind in config.layers),
+    *inner,
   )
   if not 1 <= rank <= smallest:
     raise ValueError(

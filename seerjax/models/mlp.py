@@ -1,4 +1,7 @@
-"""The part of a layer after attention: the output projection and the gated MLP."""
+"""The part of a layer after attention: the output projection and the gated MLP.
+
+`models.experts` has the part of a layer with experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import jax.numpy as jnp
 from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.protocol import LayerShape, Operations
-from seerjax.layer_kinds import Gated
+from seerjax.layer_kinds import Experts, Gated
 from seerjax.models import lora
 from seerjax.models.parameters import Params
 from seerjax.ops import tiles
@@ -29,6 +32,21 @@ def output_rows(
   one: Array,
 ) -> Array:
   """Adds output projection and gated MLP to the residual stream: f[n, d] -> f[n, d]."""
+  x = projected_rows(operations, shape, axis, weights, rows, one)
+  normed = normed_rows(operations, shape, weights["mlp_norm"], x)
+  inner = gated_rows(operations, shape.kind.feed_forward, axis, weights, normed, one)
+  return x + normed_output(operations, shape, weights, "mlp_out_norm", inner)
+
+
+def projected_rows(
+  operations: Operations,
+  shape: LayerShape,
+  axis: str | None,
+  weights: Params,
+  rows: Any,
+  one: Array,
+) -> Array:
+  """Adds the output projection of attention to the residual stream: f[n, d] -> f[n, d]."""
   x, mixed = rows
   num_rows, num_slabs = x.shape[0], tiles.num_slabs(weights["out"])
   by_slab = jnp.swapaxes(mixed.reshape(num_rows, num_slabs, -1), 0, 1)
@@ -43,17 +61,25 @@ def output_rows(
     out = lora.adapted_sum(operations, partials, low, weights["out_lora"], x.dtype, axis)
   else:
     out = operations.contract(by_slab, weights["out"], one, axis)
-  norm = lambda x, scale: operations.rms_norm_rows(x, scale, shape.norm_eps, shape.norm_weights)
+  return x + normed_output(operations, shape, weights, "attention_out_norm", out)
+
+
+def normed_rows(operations: Operations, shape: LayerShape, scale: Array, x: Array) -> Array:
+  """Normalises rows f[n, d] as the layer does."""
+  return operations.rms_norm_rows(x, scale, shape.norm_eps, shape.norm_weights)
+
+
+def normed_output(
+  operations: Operations, shape: LayerShape, weights: Params, name: str, out: Array
+) -> Array:
+  """Normalises what a part adds to the residual stream, in layers that do."""
   has_post_norms = shape.kind.norm_placement == "pre_and_post"
-  x = x + (norm(out, weights["attention_out_norm"]) if has_post_norms else out)
-  normed = norm(x, weights["mlp_norm"])
-  inner = _mlp(operations, shape.kind.feed_forward, axis, weights, normed, one)
-  return x + (norm(inner, weights["mlp_out_norm"]) if has_post_norms else inner)
+  return normed_rows(operations, shape, weights[name], out) if has_post_norms else out
 
 
-def _mlp(
+def gated_rows(
   operations: Operations,
-  kind: Gated,
+  kind: Gated | Experts,
   axis: str | None,
   weights: Params,
   x: Array,

@@ -17,8 +17,9 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
-from seerjax.layer_kinds import Gated, Grouped
+from seerjax.layer_kinds import Experts, Gated, Grouped
 from seerjax.models.config import TransformerConfig, slabs_for
+from seerjax.ops import moe
 
 Params = dict[str, Any]
 # Norms of outputs, in layers that have them.
@@ -67,10 +68,26 @@ def _attention_shapes(kind: Grouped, d: int, r: int) -> Params:
   return shapes
 
 
-def _feed_forward_shapes(kind: Gated, d: int, r: int) -> Params:
-  inner = kind.intermediate_size // r
-  return {
+def _feed_forward_shapes(kind: Gated | Experts, d: int, r: int) -> Params:
+  if isinstance(kind, Gated):
+    return {"mlp_norm": _f32(d), **_gated_shapes(kind.intermediate_size // r, d, r)}
+  count, inner = kind.routing.num_experts, kind.expert_size
+  own = moe.experts_per_slab(count, r)
+  shapes = {
     "mlp_norm": _f32(d),
+    "router": _f32(d, count),
+    "expert_gate_up": _f32(r, own, d, 2 * inner),  # Columns: gate, up of the expert.
+    "expert_down": _f32(r, own, inner, d),
+  }
+  if kind.routing.has_bias:
+    shapes["router_bias"] = _f32(count)
+  if kind.routing.has_correction_bias:
+    shapes["router_correction_bias"] = _f32(count)
+  return shapes | (_gated_shapes(kind.shared_size // r, d, r) if kind.shared_size else {})
+
+
+def _gated_shapes(inner: int, d: int, r: int) -> Params:
+  return {
     "gate_up": _f32(r, d, 2 * inner),  # Columns: gate, up of the slab.
     "down": _f32(r, inner, d),
   }
@@ -98,9 +115,9 @@ def init(
     name = path[-1].key
     if name.endswith("norm") and config.norm_weights == "w":
       return jnp.ones(shape.shape, shape.dtype)
-    if name.endswith("norm") or name in ("qkv_bias", "sinks"):
+    if name.endswith(("norm", "bias")) or name == "sinks":
       return jnp.zeros(shape.shape, shape.dtype)
-    scale = 0.02 * (residual_scale if name in ("out", "down") else 1.0)
+    scale = 0.02 * (residual_scale if name in ("out", "down", "expert_down") else 1.0)
     with numerics_lib.pinned_randomness():
       noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
     return jnp.float32(scale) * noise
@@ -177,6 +194,7 @@ def specs_of(params: Params) -> Params:
 def have_slabs(params: Params) -> Params:
   """Returns a tree of bools like `specs_of`: True where the array has a slab dimension."""
   slabs = ("qkv", "qkv_bias", "sinks", "out", "gate_up", "down", "head")
+  slabs += ("expert_gate_up", "expert_down")
   slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
 
   def is_slab(path, _):

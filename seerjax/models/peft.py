@@ -228,7 +228,7 @@ def load(
 def _widths(target: str, config: model_config.TransformerConfig, index: int) -> dict[str, int]:
   """Returns the number of outputs of each PEFT module of a layer's target."""
   attention = config.layers[index].attention
-  d, inner = config.hidden_size, config.layers[index].feed_forward.intermediate_size
+  d, inner = config.hidden_size, config.layers[index].feed_forward.row_features
   queries = attention.num_heads * attention.head_dim
   keys = attention.num_kv_heads * attention.head_dim
   widths = {"qkv": (queries, keys, keys), "out": (d,), "gate_up": (inner, inner), "down": (d,)}
@@ -241,7 +241,7 @@ def _inputs(target: str, config: model_config.TransformerConfig, index: int) -> 
   kind = config.layers[index]
   if target == "out":
     return kind.attention.num_heads * kind.attention.head_dim
-  return kind.feed_forward.intermediate_size
+  return kind.gated("peft").intermediate_size
 
 
 def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:

@@ -24,10 +24,12 @@ import jax.numpy as jnp
 
 from seerjax.array_typing import Array, Float, Int
 from seerjax.backends.protocol import Backend, Stage
+from seerjax.layer_kinds import Experts
 from seerjax.models import (
   adapters as adapters_lib,
   attention as model_attention,
   embedding,
+  experts,
   kv_layout,
   mlp,
   parameters,
@@ -45,6 +47,8 @@ HOST_MEMORY, LAYER_INPUT = "pinned_host", "layer_input"
 
 # A layer's products over slabs, which hold most of its weights.
 SLABS = ("qkv", "out", "gate_up", "down")
+# Of a layer's experts, only those that a row has chosen are read.
+EXPERTS = ("expert_gate_up", "expert_down")
 
 
 def forward(
@@ -139,6 +143,8 @@ def forward(
       own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows, copies)
       mixed = backend.attend(q, own, own_batch, rows, own_kind.rule, sinks)
     rest = (x, mixed), batch.num_rows, own_adapters
+    if isinstance(shape.kind.feed_forward, Experts):
+      return experts.after_attention(backend, shape, decoder.axis, weights, *rest), own
     return backend.after_attention(outputs, weights, *rest), own
 
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int, place: int):
@@ -271,6 +277,7 @@ def _with_pool(
     layers = params["layers"]
     is_read = lambda leaf: decoder.backend.traits.reads_layers or leaf.shape[1] > 1
     names = [name for name in SLABS if name in layers and is_read(layers[name])]
+    names += [name for name in EXPERTS if name in layers]
     rest = {name: leaf for name, leaf in layers.items() if name not in names}
 
     def body(carry: Any, turn: Any) -> tuple[Any, None]:

@@ -129,7 +129,7 @@ def activation_bytes(
 
   def of_layer(kind: LayerConfig) -> tuple[float, float, float]:
     """Returns the bytes while the layer runs, those of its weights in a loop, and those kept."""
-    own, inner = kind.attention, kind.feed_forward.intermediate_size // tensor_parallel_size
+    own, inner = kind.attention, kind.feed_forward.all_features // tensor_parallel_size
     queries, keys = (
       heads * own.head_dim // tensor_parallel_size for heads in (own.num_heads, own.num_kv_heads)
     )

@@ -7,7 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from seerjax.ops import attention, norms, rotary
+from seerjax.layer_kinds import Experts
+from seerjax.models import experts
+from seerjax.ops import attention, moe, norms, rotary, routing
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -56,7 +58,13 @@ def logits(params, tokens, config):
     x = x + (norm(out, layer["attention_out_norm"]) if has_post_norms else out)
     normed = norm(x, layer["mlp_norm"])
     down = jnp.zeros_like(x)
-    for gate_up, slab in zip(layer["gate_up"], layer["down"]):
+    if isinstance(kind.feed_forward, Experts):
+      rule = kind.feed_forward.routing
+      chosen = routing.route_reference(normed, experts.router_of(layer), rule)
+      ids = jnp.broadcast_to(jnp.arange(rule.num_experts, dtype=jnp.int32), chosen.shape)
+      slabs = {short: layer[name] for name, short in experts.SLABS.items()}
+      down = moe.experts_reference(normed, ids, chosen, slabs)
+    for gate_up, slab in zip(layer.get("gate_up", ()), layer.get("down", ())):
       gate, up = jnp.split(matmul(normed, gate_up), 2, axis=-1)
       inner = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}[kind.feed_forward.activation](gate)
       down = down + matmul(inner * up, slab)

@@ -149,7 +149,7 @@ def write_equal_layers(config: TransformerConfig) -> dict[str, Any]:
     "head_dim": kind.attention.head_dim,
     "hidden_act": "silu",
     "hidden_size": config.hidden_size,
-    "intermediate_size": kind.feed_forward.intermediate_size,
+    "intermediate_size": kind.gated("config.json").intermediate_size,
     "max_position_embeddings": config.max_model_len,
     "num_attention_heads": kind.attention.num_heads,
     "num_hidden_layers": config.num_layers,
@@ -164,6 +164,8 @@ def write_equal_layers(config: TransformerConfig) -> dict[str, Any]:
 def has_equal_layers(config: TransformerConfig, attention: Mapping[str, bool]) -> bool:
   """Returns whether all layers are equal, with these fields of `Grouped` and the others plain."""
   kind = config.layers[0]
+  if not isinstance(kind.feed_forward, Gated):
+    return False
   plain = Grouped(
     num_heads=kind.attention.num_heads,
     num_kv_heads=kind.attention.num_kv_heads,
