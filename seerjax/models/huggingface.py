@@ -57,7 +57,7 @@ def load_config(path: str | os.PathLike[str], family: str = "") -> model_config.
   """Returns the shape of the model in a directory or GGUF file.
 
   Args:
-    path: the directory, whose config.json may have the spellings of transformers 4 or 5, or file.
+    path: a directory, with a config.json in the spelling of transformers 4 or 5, or a file.
     family: "my_module:FAMILY" for a family outside this package (`models.families`).
 
   Raises:

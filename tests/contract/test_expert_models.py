@@ -212,7 +212,8 @@ def asked(**changes):
      NUMERICS["f32"]),
    "reduction_shards: got 2, expected a divisor of num_experts=5", "use reduction_shards=1"),
   (asked(backend="native"),
-   "NumericsConfig.backend: got 'native', but layer 0 has num_experts=6, which only 'tiled' computes"),
+   "NumericsConfig.backend: got 'native', but layer 0 has num_experts=6, which only 'tiled'"
+   " computes"),
   (NotImplementedError, lambda: lora.shapes(MIXED, NUMERICS["f32"], 2),
    "lora targets 'gate_up': got a layer of num_experts=6, expected a gated MLP in every layer"),
   (NotImplementedError, lambda: growth.check(DEEP, DEEP), "growth: layer 0 has num_experts=6"),
