@@ -322,7 +322,7 @@ def _alone(
   """Returns the forward pass for the depth of `params`, a sequence's batch, and empty pages."""
   page_size = min(PAGE_SIZE, numerics.kv_split)
   batch, num_pages = whole_batch(tokens, numerics, page_size)
-  model = dataclasses.replace(model, num_layers=len(params["layers"]))
+  model = dataclasses.replace(model, layers=model.layers[: len(params["layers"])])
   pages = kv_layout.empty_pages(decide(model, numerics), num_pages=num_pages, page_size=page_size)
   return _forward(model, numerics), batch, pages
 
