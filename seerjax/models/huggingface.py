@@ -158,25 +158,9 @@ def load(
       for key in leaf_path[:-1]:
         owner, shape = owner[key], shape[key]
       shape = shape[leaf_path[-1]].shape
-      parts = (
-        huggingface_layout.to_slabs(leaf.kind, checkpoint.read(name, tensor_shape), slabs)
-        for name, tensor_shape in leaf.tensors
-      )
-      owner[leaf_path[-1]] = jnp.asarray(_side_by_side(parts, len(leaf.tensors), shape, dtype))
+      values = huggingface_layout.assembled(leaf, checkpoint.read, shape, dtype)
+      owner[leaf_path[-1]] = jnp.asarray(values)
   return params, config
-
-
-def _side_by_side(
-  parts: Iterator[np.ndarray], count: int, shape: tuple[int, ...], dtype: Any
-) -> np.ndarray:
-  """Concatenates parts along the last axis; a single part is not copied unless necessary."""
-  if count == 1:
-    return np.ascontiguousarray(next(parts).astype(dtype, copy=False))
-  whole, first = np.empty(shape, dtype), 0
-  for part in parts:
-    whole[..., first : first + part.shape[-1]] = part
-    first += part.shape[-1]
-  return whole
 
 
 class _Checkpoint:
@@ -222,7 +206,8 @@ class _Checkpoint:
 
   def plan(self) -> huggingface_layout.Plan:
     """Returns the checkpoint's tensors of every parameter."""
-    return families.of(self.config).tensors(self.config)
+    plan = families.of(self.config).tensors(self.config)
+    return huggingface_layout.as_stored(plan, self.names)
 
   def shown(self, name: str) -> str:
     """Returns the name of a tensor in the files."""

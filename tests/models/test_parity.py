@@ -38,6 +38,8 @@ SIZES = dict(
   hidden_act="silu",
 )
 
+# More experts than slabs, in every layer or every second one; torch wants multiples of 4 as sizes.
+EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12)
 # Heads 6 over 2 with features 10 and a hidden size that is not their product, among others.
 CASES = {
   "qwen3-tied": (
@@ -100,6 +102,34 @@ CASES = {
       rope_parameters=PLAIN,
       sliding_window=None,
       rms_norm_eps=1e-5,
+    ),
+  ),
+  "qwen3_moe": (
+    "Qwen3Moe",
+    2,
+    dict(
+      hidden_size=36,
+      num_attention_heads=6,
+      num_key_value_heads=2,
+      head_dim=10,
+      tie_word_embeddings=True,
+      rope_parameters=PLAIN,
+      norm_topk_prob=True,
+      **EXPERTS,
+    ),
+  ),
+  "qwen3_moe-dense": (
+    "Qwen3Moe",
+    1,
+    dict(
+      hidden_size=24,
+      num_attention_heads=4,
+      num_key_value_heads=2,
+      head_dim=8,
+      tie_word_embeddings=False,
+      rope_parameters=PLAIN,
+      decoder_sparse_step=2,
+      **EXPERTS,
     ),
   ),
   "llama-tied": (

@@ -19,6 +19,8 @@ PARAMETERS = {
   "qwen3-8b": 8_190_735_360,
   "qwen3-14b": 14_768_307_200,
   "qwen3-32b": 32_762_123_264,
+  "qwen3-30b-a3b": 30_532_122_624,
+  "qwen3-235b-a22b": 235_093_634_560,
   "qwen2.5-0.5b": 494_032_768,
   "qwen2.5-1.5b": 1_543_714_304,
   "qwen2.5-3b": 3_085_938_688,
@@ -55,13 +57,15 @@ def test_every_preset_but_ours_has_a_published_count():
 @pytest.mark.parametrize("name", presets.CONFIGS)
 def test_every_preset_divides_into_its_slabs(name):
   shards = presets.REDUCTION_SHARDS[name]
-  numerics = numerics_lib.NumericsConfig(reduction_shards=shards, backend="tiled", row_tile=16)
+  numerics = numerics_lib.NumericsConfig(
+    reduction_shards=shards, backend="tiled", row_tile=16, expert_tile=8
+  )
   assert decide(presets.get(name), numerics).numerics == numerics
   assert shards == (
     2
     if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
     else 4
-    if name in ("qwen2.5-7b", "nano-draft")
+    if name in ("qwen2.5-7b", "nano-draft", "qwen3-30b-a3b", "qwen3-235b-a22b")
     else 8
   )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tiny_model
 
+from seerjax.layer_kinds import Experts
 from seerjax.ops import rotary
+from seerjax.ops.routing import RoutingConfig
 
 QWEN3 = tiny_model.CONFIG.changed(
   vocab_size=12,
@@ -32,4 +34,17 @@ YARN = QWEN3.changed(
   )
 )
 LINEAR = QWEN3.changed(rotary=rotary.RotaryConfig(head_dim=4, scaling="linear", factor=2.0))
-CONFIGS = dict(qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA, mistral=MISTRAL, yarn=YARN, linear=LINEAR)
+QWEN3_MOE = QWEN3.changed(
+  layers=(
+    QWEN3.layers[0].changed(
+      feed_forward=Experts(
+        routing=RoutingConfig(num_experts=4, num_chosen=2, is_renormalised=True), expert_size=3
+      )
+    ),
+    QWEN3.layers[1],
+  )
+)
+CONFIGS = dict(
+  qwen3_moe=QWEN3_MOE, qwen3=QWEN3, qwen2=QWEN2, llama=LLAMA, mistral=MISTRAL, yarn=YARN,
+  linear=LINEAR,
+)  # fmt: skip

@@ -6,13 +6,20 @@ A family outside this package is a `Family` of a module of your own, by "my_modu
 from __future__ import annotations
 
 from seerjax.backends import layer_support
+from seerjax.layer_kinds import Experts, Gated
 from seerjax.models.config import TransformerConfig
-from seerjax.models.families import llama, mistral, qwen3, qwen25
+from seerjax.models.families import llama, mistral, qwen3, qwen3_moe, qwen25
 from seerjax.models.families.base import Family as Family, Gguf as Gguf
 from seerjax.tasks import loading
 
 # Where several describe a shape, the first one is meant.
-FAMILIES: tuple[Family, ...] = (qwen3.FAMILY, qwen25.FAMILY, llama.FAMILY, mistral.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+  qwen3.FAMILY,
+  qwen25.FAMILY,
+  llama.FAMILY,
+  mistral.FAMILY,
+  qwen3_moe.FAMILY,
+)
 
 
 def names() -> tuple[str, ...]:
@@ -49,20 +56,26 @@ def of(config: TransformerConfig) -> Family:
   """Returns the family as which a model is saved: its own, or the first that describes it.
 
   Raises:
+    NotImplementedError: if layers differ in more than their experts, and no family has such ones.
     ValueError: if no family describes the shape.
   """
   own = (named(config.family),) if config.family else ()
   for family in (*own, *FAMILIES):
     if family.describes(config):
       return family
-  if found := layer_support.only_tiled(config):
+  kinds = dict.fromkeys(layer.feed_forward for layer in config.layers)
+  has_experts = any(isinstance(kind, Experts) for kind in kinds)
+  # Layers with and without experts may alternate, so the rest is compared.
+  rest = config.changed(feed_forward=Gated(intermediate_size=1)) if has_experts else config
+  if found := layer_support.only_tiled(rest):
     raise ValueError(
       f"TransformerConfig: {found}, expected one of {names()}; transformers has no config.json for"
       " this model."
     )
-  kind = config.only_kind("config.json").attention
+  kind = rest.only_kind("config.json").attention
+  parts = f" with {' and '.join(map(str, kinds))}" if has_experts else ""
   raise ValueError(
     f"TransformerConfig: got has_qk_norms={kind.has_qk_norms} and"
-    f" has_qkv_biases={kind.has_qkv_biases}, expected the combination of one of {names()};"
+    f" has_qkv_biases={kind.has_qkv_biases}{parts}, expected the combination of one of {names()};"
     " transformers has no config.json for this model."
   )

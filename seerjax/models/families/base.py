@@ -9,13 +9,13 @@ model never runs as something other than its file describes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
 from seerjax import layer_kinds
 from seerjax.backends import layer_support
-from seerjax.layer_kinds import Gated, Grouped, LayerConfig
+from seerjax.layer_kinds import Experts, Gated, Grouped, LayerConfig
 from seerjax.models import huggingface_layout, rope_fields
 from seerjax.models.config import TransformerConfig
 from seerjax.models.config_fields import Fields
@@ -114,11 +114,22 @@ def read_equal_layers(
   Raises:
     ValueError: naming the field that is missing or malformed.
   """
+  gated = Gated(intermediate_size=fields.whole("intermediate_size"))
+  parts = [gated] * fields.layers("num_hidden_layers")
+  return read_equal_attention(fields, attention, parts, head_dim=head_dim)
+
+
+def read_equal_attention(
+  fields: Fields,
+  attention: Mapping[str, bool],
+  feed_forwards: Sequence[Gated | Experts],
+  *,
+  head_dim: int = 0,
+) -> TransformerConfig:
+  """Works like `read_equal_layers`, given the part after attention of every layer."""
   hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
   head_dim = fields.whole("head_dim", head_dim or max(hidden_size // num_heads, 1))
   max_model_len = fields.whole("max_position_embeddings")
-  vocab_size, intermediate_size = fields.whole("vocab_size"), fields.whole("intermediate_size")
-  num_layers = fields.layers("num_hidden_layers")
   grouped = Grouped(
     num_heads=num_heads,
     num_kv_heads=fields.whole("num_key_value_heads", num_heads),
@@ -126,11 +137,10 @@ def read_equal_layers(
     rotary=rope_fields.read(fields, head_dim, max_model_len),
     **attention,
   )
-  layer = LayerConfig(attention=grouped, feed_forward=Gated(intermediate_size=intermediate_size))
   return TransformerConfig(
-    vocab_size=vocab_size,
+    vocab_size=fields.whole("vocab_size"),
     hidden_size=hidden_size,
-    layers=layer_kinds.uniform(layer, num_layers),
+    layers=tuple(LayerConfig(attention=grouped, feed_forward=part) for part in feed_forwards),
     norm_eps=fields.number("rms_norm_eps", 1e-6),
     is_tied=fields.flag("tie_word_embeddings"),
     max_model_len=max_model_len,
@@ -143,19 +153,24 @@ def write_equal_layers(config: TransformerConfig) -> dict[str, Any]:
   Raises:
     NotImplementedError: if layers differ.
   """
-  kind = config.only_kind("config.json")
+  inner = config.only_kind("config.json").gated("config.json").intermediate_size
+  return write_equal_attention(config) | {"intermediate_size": inner}
+
+
+def write_equal_attention(config: TransformerConfig) -> dict[str, Any]:
+  """Works like `write_equal_layers`, without the fields of the parts after attention."""
+  kind = config.layers[0].attention
   return {
     "attention_dropout": 0.0,
-    "head_dim": kind.attention.head_dim,
+    "head_dim": kind.head_dim,
     "hidden_act": "silu",
     "hidden_size": config.hidden_size,
-    "intermediate_size": kind.gated("config.json").intermediate_size,
     "max_position_embeddings": config.max_model_len,
-    "num_attention_heads": kind.attention.num_heads,
+    "num_attention_heads": kind.num_heads,
     "num_hidden_layers": config.num_layers,
-    "num_key_value_heads": kind.attention.num_kv_heads,
+    "num_key_value_heads": kind.num_kv_heads,
     "rms_norm_eps": config.norm_eps,
-    **rope_fields.written(kind.attention.rotary),
+    **rope_fields.written(kind.rotary),
     "tie_word_embeddings": config.is_tied,
     "vocab_size": config.vocab_size,
   }
