@@ -42,7 +42,8 @@ def configure(directory, **changes):
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# Adapters of experts are refused (tests/contract/test_expert_models.py).
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3_moe"])
 def test_an_adapter_comes_back_as_it_was_in_any_number_of_slabs(name, tmp_path):
   config = CONFIGS[name]
   peft.save(tmp_path / "2", random_adapter(config), config, scale=0.5)
