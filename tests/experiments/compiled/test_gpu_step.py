@@ -59,7 +59,7 @@ def test_a_deep_step_that_compiles_for_long_is_refused():
   deep = step(36, 1, 1, lowering_seconds=100.0, compile_seconds=81.0)
   (sentence,) = gpu_step.complaints([deep])
   assert sentence.endswith("36 layers: got 181 CPU seconds, expected at most 180")
-  assert gpu_step.complaints([deep.changed(num_layers=8)]) == []
+  assert gpu_step.complaints([dataclasses.replace(deep, num_layers=8)]) == []
 
 
 def test_kernels_of_steps_are_refused_as_those_of_cases():
