@@ -17,7 +17,7 @@ from seerjax.backends.native import head, head_backward, head_forward
 from seerjax.backends.protocol import HeadStage
 from seerjax.backends.tiled import Tiled
 from seerjax.models import head as definition
-from seerjax.ops import sampling
+from seerjax.ops import norms, sampling
 from seerjax.types import SamplingParams, TokenScores
 
 NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
@@ -34,6 +34,8 @@ class Shape(NamedTuple):
 
   vocab_size: int
   norm_eps: float = 1e-6
+  norm_weights: norms.Weights = "w"
+  logit_soft_cap: float | None = None
 
 
 def problem(shape, dtype):
