@@ -45,6 +45,17 @@ class Leaf(NamedTuple):
   stacked: tuple[str, tuple[int, ...]] | None = None
 
 
+# Names of a layer's norms by `LayerConfig.norm_placement`.
+NORMS: dict[str, dict[str, str]] = {
+  "pre": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+  "pre_and_post": {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+  },
+}
+
 # (path in `Params`, its `Leaf`) of every parameter.
 Plan: TypeAlias = list[tuple[tuple[Any, ...], Leaf]]
 
@@ -60,16 +71,16 @@ def plan(config: model_config.TransformerConfig) -> Plan:
     (("embed",), Leaf("plain", (("model.embed_tokens.weight", (config.vocab_size, d)),)))
   ]
   for index, kind in enumerate(config.layers):
-    c = kind.attention.head_dim
+    c, norms = kind.attention.head_dim, NORMS[kind.norm_placement]
     q_size, kv_size = kind.attention.num_heads * c, kind.attention.num_kv_heads * c
     prefix = f"model.layers.{index}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     heads = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
     leaves = {
-      "attention_norm": Leaf("plain", ((prefix + "input_layernorm.weight", (d,)),)),
+      "attention_norm": Leaf("plain", ((f"{prefix}{norms['attention_norm']}.weight", (d,)),)),
       "qkv": Leaf("columns", tuple((f"{attention}{n}.weight", (size, d)) for n, size in heads)),
       "out": Leaf("rows", ((attention + "o_proj.weight", (d, q_size)),)),
-      "mlp_norm": Leaf("plain", ((prefix + "post_attention_layernorm.weight", (d,)),)),
+      "mlp_norm": Leaf("plain", ((f"{prefix}{norms['mlp_norm']}.weight", (d,)),)),
     }
     if isinstance(kind.feed_forward, Experts):
       leaves |= _of_experts(kind.feed_forward, mlp, d)
@@ -85,6 +96,9 @@ def plan(config: model_config.TransformerConfig) -> Plan:
     if kind.attention.has_qk_norms:
       leaves["query_norm"] = Leaf("plain", ((attention + "q_norm.weight", (c,)),))
       leaves["key_norm"] = Leaf("plain", ((attention + "k_norm.weight", (c,)),))
+    for name in parameters.POST_NORMS:
+      if name in norms:
+        leaves[name] = Leaf("plain", ((f"{prefix}{norms[name]}.weight", (d,)),))
     found.extend((("layers", index, name), leaf) for name, leaf in leaves.items())
   found.append((("final_norm",), Leaf("plain", (("model.norm.weight", (d,)),))))
   if not config.is_tied:

@@ -51,7 +51,7 @@ def read(fields: Fields, head_dim: int, max_model_len: int) -> rotary.RotaryConf
     if not isinstance(value, dict):
       raise fields.refuse(name, "an object", "correct the file")
     rope = Fields(fields.path, value, f"{name}.")
-    found.append((name, _scaled(fields, rope, head_dim, max_model_len)))
+    found.append((name, read_one(fields, rope, head_dim, max_model_len)))
   if not found:
     return rotary.RotaryConfig(head_dim=head_dim, base=fields.number("rope_theta", 10_000.0))
   if len(found) == 2 and found[0][1] != found[1][1]:
@@ -61,7 +61,10 @@ def read(fields: Fields, head_dim: int, max_model_len: int) -> rotary.RotaryConf
   return found[0][1]
 
 
-def _scaled(fields: Fields, rope: Fields, head_dim: int, max_model_len: int) -> rotary.RotaryConfig:
+def read_one(
+  fields: Fields, rope: Fields, head_dim: int, max_model_len: int
+) -> rotary.RotaryConfig:
+  """Reads one object `rope` with a kind of scaling; `fields` may have a `rope_theta` as well."""
   kind_field = "rope_type" if "rope_type" in rope.values else "type"
   kind = rope.get(kind_field)
   scaling = "none" if kind in (None, "default") else kind
@@ -112,8 +115,8 @@ def _scaled(fields: Fields, rope: Fields, head_dim: int, max_model_len: int) -> 
   )
 
 
-def written(turn: rotary.RotaryConfig) -> dict[str, Any]:
-  """Returns the fields for an embedding, which both transformers 4 and 5 read."""
+def scaling_of(turn: rotary.RotaryConfig) -> dict[str, Any]:
+  """Returns the fields of an embedding's scaling; empty if there is none."""
   scaling: dict[str, Any] = {}
   if turn.scaling != "none":
     scaling |= {"rope_type": turn.scaling, "factor": turn.factor}
@@ -126,6 +129,12 @@ def written(turn: rotary.RotaryConfig) -> dict[str, Any]:
     scaling |= {"beta_fast": turn.beta_fast, "beta_slow": turn.beta_slow}
     if turn.attention_factor is not None:
       scaling["attention_factor"] = turn.attention_factor
+  return scaling
+
+
+def written(turn: rotary.RotaryConfig) -> dict[str, Any]:
+  """Returns the fields for an embedding, which both transformers 4 and 5 read."""
+  scaling = scaling_of(turn)
   return {
     "rope_parameters": {"rope_type": "default", "rope_theta": turn.base} | scaling,
     "rope_scaling": scaling or None,

@@ -144,6 +144,28 @@ CASES = {
       rope_parameters=dict(rope_type="linear", rope_theta=900.0, factor=2.0),
     ),
   ),
+  # A window within a split of 32 positions, and a scale that is not that of the heads.
+  "gemma3-tied": (
+    "Gemma3",
+    1,
+    dict(
+      hidden_size=36,
+      num_hidden_layers=3,
+      num_attention_heads=6,
+      num_key_value_heads=2,
+      head_dim=10,
+      hidden_activation="gelu_pytorch_tanh",
+      tie_word_embeddings=True,
+      sliding_window=23,
+      layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+      query_pre_attn_scalar=17,
+      final_logit_softcapping=5.0,
+      rope_parameters=dict(
+        sliding_attention=PLAIN,
+        full_attention=dict(rope_type="linear", rope_theta=9000.0, factor=8.0),
+      ),
+    ),
+  ),
 }
 LENGTH = 72
 
@@ -153,7 +175,8 @@ def theirs(name):
   """Returns a transformers model with weights large enough that every part matters."""
   family, _, sizes = CASES[name]
   fields = SIZES | sizes | {"rope_parameters": dict(sizes["rope_parameters"])}
-  config = getattr(transformers, f"{family}Config")(**fields)
+  config_of = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+  config = getattr(transformers, config_of)(**fields)
   torch.manual_seed(0)
   model = getattr(transformers, f"{family}ForCausalLM")(config).eval().float()
   with torch.no_grad():

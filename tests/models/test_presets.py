@@ -28,6 +28,8 @@ PARAMETERS = {
   "llama-3.2-1b": 1_235_814_400,
   "llama-3.2-3b": 3_212_749_824,
   "llama-3.1-8b": 8_030_261_248,
+  "gemma-3-270m": 268_098_176,
+  "gemma-3-1b": 999_885_952,
   "mistral-7b-v0.3": 7_248_023_552,
   "mistral-nemo-base-2407": 12_247_782_400,
   "mistral-small-24b-base-2501": 23_572_403_200,
@@ -66,6 +68,8 @@ def test_every_preset_divides_into_its_slabs(name):
     if name in ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b")
     else 4
     if name in ("qwen2.5-7b", "nano-draft", "qwen3-30b-a3b", "qwen3-235b-a22b")
+    else 1
+    if name.startswith("gemma-3")
     else 8
   )
 

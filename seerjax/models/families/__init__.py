@@ -8,7 +8,7 @@ from __future__ import annotations
 from seerjax.backends import layer_support
 from seerjax.layer_kinds import Experts, Gated
 from seerjax.models.config import TransformerConfig
-from seerjax.models.families import llama, mistral, qwen3, qwen3_moe, qwen25
+from seerjax.models.families import gemma3, llama, mistral, qwen3, qwen3_moe, qwen25
 from seerjax.models.families.base import Family as Family, Gguf as Gguf
 from seerjax.tasks import loading
 
@@ -19,6 +19,7 @@ FAMILIES: tuple[Family, ...] = (
   llama.FAMILY,
   mistral.FAMILY,
   qwen3_moe.FAMILY,
+  gemma3.FAMILY,
 )
 
 
