@@ -8,6 +8,7 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 import functools
 from typing import Any
 
@@ -24,6 +25,11 @@ from seerjax.ops import moe
 Params = dict[str, Any]
 # Norms of outputs, in layers that have them.
 POST_NORMS = ("attention_out_norm", "mlp_out_norm")
+# Weights that no compute dtype rounds: a correction bias decides between close scores, and moves in
+# steps that bfloat16 cannot express.
+FLOAT32 = ("router_correction_bias",)
+# The weights of routers.
+ROUTERS = ("router", "router_bias", "router_correction_bias")
 
 # Maximum layers that a program repeats; compile time and program size grow with each.
 UNROLLED_LAYERS = 8
@@ -130,13 +136,34 @@ def init(
 def compute_params(master: Params, numerics: numerics_lib.NumericsConfig) -> Params:
   """Returns the weights that engine and trainer both use: the masters, rounded once.
 
+  Those named in `FLOAT32` are not rounded.
+
   More than `UNROLLED_LAYERS` layers of equal shapes are `stacked`, except for kernel backends: a
   kernel's operand is a whole array, so slicing a layer would copy its weights in every step.
   """
-  params = jax.tree.map(lambda leaf: leaf.astype(numerics.dtype), master)
+  round_to = lambda leaf, dtype: leaf.astype(dtype)
+  params = jax.tree.map(round_to, master, dtypes(master, numerics.dtype))
   layers = params["layers"]
   is_stacked = len(layers) > UNROLLED_LAYERS and not numerics.uses_kernels
   return stacked(params) if is_stacked and _have_equal_shapes(layers) else params
+
+
+def dtypes(params: Params, dtype: Any) -> Params:
+  """Returns the dtype of each weight in a model that computes in `dtype`."""
+  is_kept = are_named(params, FLOAT32)
+  return jax.tree.map(lambda is_kept: jnp.dtype(jnp.float32 if is_kept else dtype), is_kept)
+
+
+def rounded_shapes(shapes: Params, dtype: Any) -> Params:
+  """Returns the shapes of weights in a model that computes in `dtype`."""
+  of = lambda leaf, dtype: jax.ShapeDtypeStruct(leaf.shape, dtype)
+  return jax.tree.map(of, shapes, dtypes(shapes, dtype))
+
+
+def are_named(params: Any, names: Collection[str]) -> Any:
+  """Returns a tree of bools: True where a weight has one of the names."""
+  is_one = lambda path, _: _names(path)[-1:] in [(name,) for name in names]
+  return jax.tree_util.tree_map_with_path(is_one, params)
 
 
 def _have_equal_shapes(layers: list[Params]) -> bool:

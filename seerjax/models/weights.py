@@ -31,7 +31,8 @@ def check(
   Args:
     params: params of `transformer.forward`; adapters as `lora.attach` puts them.
     decoder: the model; its number of slabs decides the layout.
-    dtype: dtype of every weight; an adapter's scale is always float32.
+    dtype: dtype of the weights; those of `parameters.FLOAT32` and an adapter's scale are always
+      float32.
     what: the argument, for the message.
 
   Raises:
@@ -39,8 +40,8 @@ def check(
   """
   expected = parameters.shapes(decoder.shape, decoder.numerics.reduction_shards)
   dtype = jnp.dtype(dtype)
-  wanted = _described(expected, dtype)
-  found = _described(_one_by_one(params), None)
+  wanted = _described(parameters.rounded_shapes(expected, dtype))
+  found = _described(_one_by_one(params))
   for path, value in found.items():
     names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
     if len(names) == 3 and names[1] in ADAPTED:
@@ -72,11 +73,11 @@ def _one_by_one(params: Any) -> Any:
   return {**params, "layers": parts}
 
 
-def _described(tree: Any, dtype: Any) -> dict[Any, Any]:
+def _described(tree: Any) -> dict[Any, Any]:
   """Returns (shape, dtype) by path; the type's name for a leaf that is not an array."""
   leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
   return {
-    path: (tuple(leaf.shape), jnp.dtype(leaf.dtype if dtype is None else dtype))
+    path: (tuple(leaf.shape), jnp.dtype(leaf.dtype))
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else type(leaf).__name__
     for path, leaf in leaves
   }  # fmt: skip

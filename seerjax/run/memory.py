@@ -71,9 +71,8 @@ def memory_plan(programs: Programs) -> MemoryPlan:
   """
   config, decoder = programs.config, programs.decoder
   model, trainer, mesh = decoder.shape, programs.trainer, programs.trainer.mesh
-  dtype = config.numerics.dtype
   masters = parameters.shapes(model, config.numerics.reduction_shards)
-  plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), masters)
+  plain = parameters.rounded_shapes(masters, config.numerics.dtype)
   weights = policy_lib.running_shapes(config.weights, model)
   layout = programs_lib.layout(config.engine, config.trainer, decoder)
   learning = trainer.plan(weights, layout, _most_micro_batches(config))

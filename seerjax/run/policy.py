@@ -200,7 +200,7 @@ def running_shapes(
   """Returns shapes and dtypes of `running_weights` without computing anything."""
   numerics = weights.numerics
   masters = parameters.shapes(model, model_config.slabs_for(model, numerics))
-  found = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, numerics.dtype), masters)
+  found = parameters.rounded_shapes(masters, numerics.dtype)
   if not weights.lora_rank:
     return found
   adapter = lora.shapes(model, numerics, weights.lora_rank)

@@ -94,6 +94,8 @@ class OptimizerConfig:
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """Returns the optax chain: clipping, Adam, weight decay, learning rate.
 
+  A router's correction bias stays as it is: it has no gradient, and decay would move it.
+
   Raises:
     ValueError: if the learning rate is 0, which only a run can replace.
   """
@@ -108,10 +110,34 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return config.learning_rate * jnp.minimum((jnp.asarray(count) + 1) / config.warmup_steps, 1.0)
 
   learning_rate = warming if config.warmup_steps else config.learning_rate
-  return optax.chain(
-    clip_by_norm(config.max_gradient_norm),
-    optax.adamw(learning_rate, config.b1, config.b2, weight_decay=config.weight_decay),
+  return keeping(
+    optax.chain(
+      clip_by_norm(config.max_gradient_norm),
+      optax.adamw(learning_rate, config.b1, config.b2, weight_decay=config.weight_decay),
+    ),
+    parameters.FLOAT32,
   )
+
+
+def keeping(
+  optimizer: optax.GradientTransformation, names: Collection[str]
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the optimiser, except that weights with one of the names keep their bits.
+
+  Its state is that of `optimizer`, so checkpoints of both have the same leaves.
+  """
+  optimizer = optax.with_extra_args_support(optimizer)
+
+  def update(
+    updates: Any, state: Any, params: Any = None, **others: Any
+  ) -> tuple[Any, optax.OptState]:
+    is_kept = parameters.are_named(updates, names)
+    updates, state = optimizer.update(updates, state, params, **others)
+    # Adding -0 keeps the bits of every number, where 0 would turn -0 into 0.
+    stay = lambda leaf, is_kept: jnp.full_like(leaf, -0.0) if is_kept else leaf
+    return jax.tree.map(stay, updates, is_kept), state
+
+  return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:

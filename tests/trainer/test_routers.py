@@ -1,0 +1,98 @@
+"""Weights of routers in training: which are rounded, decayed and updated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import refusals
+import tiny_model
+import trainers
+
+from seerjax.layer_kinds import Experts
+from seerjax.models import parameters, weights
+from seerjax.models.decoder import decide
+from seerjax.ops.routing import RoutingConfig
+from seerjax.trainer import shards, step
+
+NUMERICS = dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1, expert_tile=2)
+ROUTING = RoutingConfig(num_experts=5, num_chosen=2, scoring="sigmoid", has_correction_bias=True)
+DENSE = tiny_model.SMALLEST.layers[0]
+MODEL = dataclasses.replace(
+  tiny_model.SMALLEST,
+  layers=(DENSE, DENSE.changed(feed_forward=Experts(routing=ROUTING, expert_size=3))),
+)
+BIAS = "router_correction_bias"
+
+
+def master(bias=None):
+  """f32 masters whose correction bias bfloat16 cannot express."""
+  params = tiny_model.random_master(MODEL, NUMERICS)
+  own = 1 + 1e-4 * np.arange(5) if bias is None else bias
+  layer = {**params["layers"][1], BIAS: jnp.asarray(own, jnp.float32)}
+  return {**params, "layers": [params["layers"][0], layer]}
+
+
+def named(tree, names):
+  """Pairs of (whether a leaf has one of the names, its bits)."""
+  flags, leaves = jax.tree.leaves(parameters.are_named(tree, names)), jax.tree.leaves(tree)
+  return [(is_one, np.asarray(leaf).tobytes()) for is_one, leaf in zip(flags, leaves, strict=True)]
+
+
+def test_a_correction_bias_is_not_rounded_and_all_else_is():
+  masters = master()
+  params = parameters.compute_params(masters, NUMERICS)
+  found, expected = (tree["layers"][1][BIAS] for tree in (params, masters))
+  assert found.dtype == jnp.float32 and found.tobytes() == expected.tobytes()
+  dtypes = [leaf.dtype.name for leaf in jax.tree.leaves(params)]
+  assert sorted(set(dtypes)) == ["bfloat16", "float32"] and dtypes.count("float32") == 1
+  decoder = decide(MODEL, NUMERICS)
+  weights.check(params, decoder, dtype=jnp.bfloat16, what="params")
+  rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+  with pytest.raises(ValueError, match=rf"{BIAS}.*got bfloat16\[5\], expected float32\[5\]"):
+    weights.check(rounded, decoder, dtype=jnp.bfloat16, what="params")
+
+
+def updated(optimizer, params, count=3):
+  """Weights after some updates by a gradient of everything, and the optimiser's state."""
+  state = optimizer.init(params)
+  for index in range(count):
+    gradient = jax.tree.map(lambda leaf, i=index: jnp.sin(leaf * 7 + i), params)
+    updates, state = optimizer.update(gradient, state, params)
+    params = optax.apply_updates(params, updates)
+  return params, state
+
+
+@pytest.mark.standard_promotion
+def test_updates_are_adamws_and_a_correction_bias_keeps_its_bits():
+  config = step.OptimizerConfig(learning_rate=0.02, weight_decay=0.3)
+  usual = optax.chain(
+    step.clip_by_norm(config.max_gradient_norm),
+    optax.adamw(0.02, config.b1, config.b2, weight_decay=0.3),
+  )
+  first = master([0.25, -0.0, 0.0, 3e-39, -7.0])
+  own = step.make_optimizer(config)
+  (found, state), (expected, usual_state) = (updated(one, first) for one in (own, usual))
+  # A checkpoint of one is a checkpoint of the other.
+  assert jax.tree.structure(state) == jax.tree.structure(usual_state)
+  for (is_bias, bits), (_, decayed), (_, before) in zip(
+    *(named(tree, (BIAS,)) for tree in (found, expected, first)), strict=True
+  ):
+    assert bits == (before if is_bias else decayed) and decayed != before
+  # Devices still share masters and moments.
+  shapes = parameters.shapes(MODEL, 1)
+  assert shards.is_elementwise(optax.with_extra_args_support(own), shapes)
+
+
+@refusals.table(
+  (lambda: trainers.make(
+     decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16
+   ).init(master([0, 0, np.nan, 0, 0])),
+   "Trainer.init: params", "['layers'][1]['router_correction_bias']"),
+)  # fmt: skip
+def test_refusals(row):
+  refusals.check(row)
