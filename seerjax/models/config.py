@@ -8,8 +8,9 @@ from typing import Any
 
 from seerjax import fields, layer_kinds, numerics as numerics_lib
 from seerjax.backends.protocol import LayerShape
-from seerjax.layer_kinds import LayerConfig
+from seerjax.layer_kinds import Experts, LayerConfig
 from seerjax.ops import norms
+from seerjax.ops.routing import RoutingConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,12 @@ class TransformerConfig:
   def shares_kv_shape(self) -> bool:
     """Whether the keys and values of all layers have one shape."""
     return len({(at.attention.num_kv_heads, at.attention.head_dim) for at in self.layers}) == 1
+
+  @property
+  def routings(self) -> dict[int, RoutingConfig]:
+    """Rule of the router of each layer with experts, by the layer's index."""
+    parts = [layer.feed_forward for layer in self.layers]
+    return {i: part.routing for i, part in enumerate(parts) if isinstance(part, Experts)}
 
   def only_kind(self, what: str) -> LayerConfig:
     """Returns the kind of all layers.

@@ -312,7 +312,8 @@ def for_model(
   """Returns the settings with nothing left open that depends on the model, and the decoder.
 
   Raises:
-    ValueError: if completions could exceed the model's context.
+    ValueError: if completions could exceed the model's context, or a setting is for models with
+      experts only.
   """
   if config.max_tokens >= model.max_model_len:
     raise ValueError(
@@ -323,6 +324,11 @@ def for_model(
       " model of a longer context."
     )
   trainer, optimizer = config.trainer, config.optimizer
+  if optimizer.freezes_routers and not model.routings:
+    raise ValueError(
+      "OptimizerConfig.freezes_routers: got True for a model without experts, expected False; leave"
+      " it out, or take a model with experts."
+    )
   if not optimizer.learning_rate:
     rate = learning_rates.usual(learning_rates.num_parameters(model), is_lora=config.lora_rank > 0)
     optimizer = dataclasses.replace(optimizer, learning_rate=rate)

@@ -65,6 +65,8 @@ class OptimizerConfig:
     b2: decay of the mean square.
     weight_decay: decoupled decay per step, multiplied by the learning rate.
     max_gradient_norm: global norm above which the gradient is scaled down.
+    freezes_routers: whether the routers of a model with experts keep their weights. Their gradient
+      still counts in the norm.
   """
 
   learning_rate: float = 0.0
@@ -73,6 +75,7 @@ class OptimizerConfig:
   b2: float = 0.95
   weight_decay: float = 0.0
   max_gradient_norm: float = 1.0
+  freezes_routers: bool = False
 
   def __post_init__(self):
     fields.check(
@@ -115,7 +118,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
       clip_by_norm(config.max_gradient_norm),
       optax.adamw(learning_rate, config.b1, config.b2, weight_decay=config.weight_decay),
     ),
-    parameters.FLOAT32,
+    parameters.ROUTERS if config.freezes_routers else parameters.FLOAT32,
   )
 
 

@@ -17,6 +17,7 @@ from seerjax.layer_kinds import Experts
 from seerjax.models import parameters, weights
 from seerjax.models.decoder import decide
 from seerjax.ops.routing import RoutingConfig
+from seerjax.run import config as run_config
 from seerjax.trainer import shards, step
 
 NUMERICS = dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1, expert_tile=2)
@@ -30,7 +31,7 @@ BIAS = "router_correction_bias"
 
 
 def master(bias=None):
-  """f32 masters whose correction bias bfloat16 cannot express."""
+  """f32 masters with a correction bias that bfloat16 cannot express."""
   params = tiny_model.random_master(MODEL, NUMERICS)
   own = 1 + 1e-4 * np.arange(5) if bias is None else bias
   layer = {**params["layers"][1], BIAS: jnp.asarray(own, jnp.float32)}
@@ -57,13 +58,19 @@ def test_a_correction_bias_is_not_rounded_and_all_else_is():
     weights.check(rounded, decoder, dtype=jnp.bfloat16, what="params")
 
 
-def updated(optimizer, params, count=3):
+def updated(optimizer, params, count=2):
   """Weights after some updates by a gradient of everything, and the optimiser's state."""
+  gradient = jax.tree.map(lambda leaf: np.sin(7 * np.asarray(leaf) + 1), params)
+
+  @jax.jit
+  def update(params, state):
+    # The optimiser gets the norm from the trainer.
+    updates, state = optimizer.update(gradient, state, params, gradient_norm=jnp.float32(3))
+    return optax.apply_updates(params, updates), state
+
   state = optimizer.init(params)
-  for index in range(count):
-    gradient = jax.tree.map(lambda leaf, i=index: jnp.sin(leaf * 7 + i), params)
-    updates, state = optimizer.update(gradient, state, params)
-    params = optax.apply_updates(params, updates)
+  for _ in range(count):
+    params, state = update(params, state)
   return params, state
 
 
@@ -88,7 +95,28 @@ def test_updates_are_adamws_and_a_correction_bias_keeps_its_bits():
   assert shards.is_elementwise(optax.with_extra_args_support(own), shapes)
 
 
+@pytest.mark.standard_promotion
+def test_frozen_routers_keep_their_bits_and_all_others_move_as_before():
+  config = step.OptimizerConfig(learning_rate=0.02, weight_decay=0.1)
+  frozen = step.make_optimizer(dataclasses.replace(config, freezes_routers=True))
+  found, free = (updated(one, master())[0] for one in (frozen, step.make_optimizer(config)))
+  count = 0
+  for (is_router, bits), (_, moved), (_, before) in zip(
+    *(named(tree, parameters.ROUTERS) for tree in (found, free, master())), strict=True
+  ):
+    assert bits == (before if is_router else moved)
+    count += is_router
+  assert count == 2
+
+
+def decided(model, **changes):
+  config = run_config.RunConfig(optimizer=step.OptimizerConfig(**changes)).shared
+  return lambda: run_config.for_model(dataclasses.replace(config, max_tokens=8), model)
+
+
 @refusals.table(
+  (decided(tiny_model.SMALLEST, freezes_routers=True),
+   "OptimizerConfig.freezes_routers: got True for a model without experts, expected False; leave"),
   (lambda: trainers.make(
      decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16
    ).init(master([0, 0, np.nan, 0, 0])),
