@@ -2,33 +2,48 @@
 
     seerjax check --config.task=my_module:MyTask             or a reward, with --config.task_path
     seerjax check --config.problem=path/to/my_problem.py
-    seerjax check --config.model=DIRECTORY
+    seerjax check --config.model=DIRECTORY [--config.text=FILE] [--config.python=PYTHON]
 
-Several at once are checked one after the other; with a model, a task's prompts are counted in its
-tokens, otherwise in nano's. It samples, so it may miss a mistake. Exit status: 0 without errors,
-2 with one.
+A model is read, run and measured: its needs on this machine, equal bits in every batch and in the
+trainer, its perplexity on a text, and its logits and greedy tokens compared with those of
+`transformers` if this Python or another one has it. Several at once are checked one after the
+other; with a model, a task's prompts are counted in its tokens, otherwise in nano's. It samples, so
+it may miss a mistake. Exit status: 0 without errors, 2 with one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 import dataclasses
+import pathlib
 import sys
 from typing import Any
 
 from absl import flags, logging
 
-from seerjax import fields, numerics as numerics_lib
-from seerjax.commands import flags as flags_lib, problems
+from seerjax import fields, numerics as numerics_lib, parallel
+from seerjax.commands import flags as flags_lib, problems, train
 from seerjax.discovery import problem_check
 from seerjax.discovery.problem_check import Finding
-from seerjax.models import huggingface, loading, tokenizer as tokenizer_lib
+from seerjax.engine import engine as engine_lib, sizes
+from seerjax.models import families, loading, tokenizer as tokenizer_lib
+from seerjax.models.loading import Model
 from seerjax.models.tokenizer import Tokenizer
 from seerjax.rollout import groups
-from seerjax.run import command_line, learning_rates
+from seerjax.rollout.groups import RolloutConfig
+from seerjax.run import (
+  command_line,
+  learning_rates,
+  parity,
+  policy as policy_lib,
+  programs as programs_lib,
+  self_test,
+)
+from seerjax.run.config import RunConfig
 from seerjax.tasks import loading as tasks_loading
 from seerjax.types import Task
 
+SELF_TEST_CONTEXT = 128  # Positions of a sequence of the self-test.
 SPLITS = ("train", "heldout")
 TEXTS = ("", " ", "42", "\\boxed{42}", "</think>", "0" * 5000, "\ud83d\ude00 \x00", "[[[[((((")
 
@@ -43,6 +58,8 @@ class CheckConfig:
     task_options: options of the task's generator, as in `RunConfig`.
     problem: name of a problem, as in `DiscoverConfig`.
     model: name, directory or file of a model.
+    text: text file on which the model's perplexity is computed.
+    python: Python interpreter that has transformers and torch; empty is this one, if it has them.
     seed: determines which problems, starts and texts are tried.
     num_problems: problems of each split that are tried.
   """
@@ -52,6 +69,8 @@ class CheckConfig:
   task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
   problem: str = ""
   model: str = ""
+  text: str = ""
+  python: str = ""
   seed: int = 0
   num_problems: int = 100
 
@@ -105,22 +124,23 @@ def check_task(task: Task, tokenizer: Tokenizer, config: CheckConfig) -> Iterato
 
 
 def check_model(name: str) -> Iterator[str]:
-  """Yields the findings about a model, weights included.
+  """Yields the findings about a model's files, weights included.
 
   Raises:
     FileNotFoundError: if there is no such model.
     ValueError: naming the fault in its files.
   """
-  path = loading.path_of(name)
-  numerics = numerics_lib.NumericsConfig()
-  _, shape = huggingface.load(path, numerics)
-  tokenizer = tokenizer_lib.load(path)
+  model = loading.load_model(name)
+  shape, tokenizer = model.config, model.tokenizer
+  assert tokenizer is not None, "a model directory has a tokenizer"
   heads = shape.layers[0].attention
   yield (
     f"model {name}: {learning_rates.num_parameters(shape) / 1e6:,.1f} M parameters in"
     f" {shape.num_layers} layers, {heads.num_heads} heads ({heads.num_kv_heads} of keys and"
-    f" values), a vocabulary of {shape.vocab_size:,}, a context of {shape.max_model_len:,}"
+    f" values), a vocabulary of {shape.vocab_size:,}, a context of {shape.max_model_len:,}; it is"
+    f" saved as {families.of(shape).model_type}"
   )
+  yield needs(model)
   yield (
     f"tokenizer: {tokenizer.vocab_size:,} ids, ends at {list(tokenizer.eos_ids)},"
     f" {'a' if tokenizer.chat_template else 'no'} chat template"
@@ -135,7 +155,66 @@ def check_model(name: str) -> Iterator[str]:
       "warning: got no end-of-text token, expected one, because answers would run to max_tokens;"
       " add eos_token_id to generation_config.json."
     )
-  yield f"model {name}: no errors"
+
+
+def needs(model: Model) -> str:
+  """Returns the memory, devices and batch of a model on this machine, as one line."""
+  decoder, mib = model.decoder, 2**20
+  count = learning_rates.num_parameters(model.config)
+  page = engine_lib.EngineConfig().page_size
+  context = model.config.max_model_len
+  config = engine_lib.EngineConfig(max_model_len=context)
+  free = sizes.free_bytes(parallel.make_mesh())
+  fitted = sizes.fitted(config, decoder, free_bytes=free)
+  slabs = model.numerics.reduction_shards
+  devices = [str(one) for one in range(1, slabs + 1) if slabs % one == 0]
+  return (
+    f"needs: {4 * count / mib:,.0f} MiB of weights in float32, {2 * count / mib:,.0f} in bfloat16;"
+    f" {sizes.page_bytes(decoder, page_size=page) // page:,} bytes of keys and values a token in"
+    f" {model.numerics.compute_dtype}; devices: {', '.join(devices)}; here an engine runs"
+    f" {fitted.max_num_seqs} sequences at once, with pages for"
+    f" {sizes.most_tokens(fitted.num_pages, fitted.page_size):,} tokens"
+  )
+
+
+def check_numbers(name: str, text: str, python: str) -> Iterator[str]:
+  """Yields what running a model finds: equal bits, perplexity, agreement with `transformers`.
+
+  Args:
+    name: name, directory or file of a model.
+    text: a text file, or "".
+    python: interpreter that has transformers and torch; "" is this one, if it has them.
+
+  Raises:
+    FileNotFoundError: if there is no such model or text.
+    ValueError: if its samples have unequal bits, the text is too short, or transformers failed.
+  """
+  path = loading.path_of(name)
+  numerics = numerics_lib.NumericsConfig()
+  config = RunConfig(
+    model=str(path),
+    numerics=numerics,
+    rollout=RolloutConfig(max_tokens=self_test.MODEL_TOKENS),
+    engine=engine_lib.EngineConfig(max_model_len=SELF_TEST_CONTEXT),
+  )
+  policy = policy_lib.load_policy(config.model, numerics)
+  programs = programs_lib.make_programs(config.shared, policy.model)
+  found: list[str] = []
+  train.check_model(policy, programs, say=found.append)
+  yield from found
+  model = loading.load_model(name, numerics)
+  if text:
+    value, count = parity.perplexity(model, pathlib.Path(text).read_text())
+    yield f"perplexity of {text}: {value:.2f} over {count:,} tokens"
+  if path.is_file():
+    yield "transformers: left out, since it does not read GGUF files as we do; export a directory"
+  elif python or parity.has_transformers():
+    yield f"transformers: {parity.compare(model, path, python)}"
+  else:
+    yield (
+      "transformers: left out, since this Python lacks it or torch; pass --config.python=PYTHON of"
+      " one that has both"
+    )
 
 
 def report_problem(name: str, findings: list[Finding]) -> tuple[list[str], bool]:
@@ -159,8 +238,12 @@ def main(argv: list[str]) -> None:
         " --config.task=NAME, --config.problem=NAME or --config.model=DIRECTORY."
       )
     if config.model:
-      for line in check_model(config.model):
-        print(line, flush=True)
+      for lines in (
+        check_model(config.model), check_numbers(config.model, config.text, config.python),
+      ):  # fmt: skip
+        for line in lines:
+          print(line, flush=True)
+      print(f"model {config.model}: no errors", flush=True)
     if config.task:
       task = tasks_loading.load(
         config.task, path=config.task_path or None, options=config.task_options

@@ -11,7 +11,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 import math
 from typing import Any
 
@@ -87,9 +87,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     if key.startswith(prefix)
   }
   fields = config_fields.Fields(file.path, values, prefix)
-  family = ARCHITECTURES[architecture]
-  assert family.gguf is not None
-  _refuse_unsupported(fields, {**KEYS, **family.gguf.keys})
+  _refuse_unsupported(fields)
   hidden_size, num_heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
   num_kv_heads = fields.whole("attention.head_count_kv", num_heads)
   if num_heads % num_kv_heads:
@@ -110,6 +108,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     raise fields.refuse("attention.layer_norm_rms_epsilon", "less than 1", "download it again")
   if head_dim % 2:
     raise fields.refuse("attention.key_length", "an even number", "download it again")
+  family = ARCHITECTURES[architecture]
   vocab_size, intermediate_size = _vocab_size(file, fields), fields.whole("feed_forward_length")
   num_layers = fields.layers("block_count")
   attention = Grouped(
@@ -120,7 +119,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     **family.attention,
   )
   layer = LayerConfig(attention=attention, feed_forward=Gated(intermediate_size=intermediate_size))
-  config = model_config.TransformerConfig(
+  return model_config.TransformerConfig(
     vocab_size=vocab_size,
     hidden_size=hidden_size,
     layers=layer_kinds.uniform(layer, num_layers),
@@ -129,7 +128,6 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     max_model_len=max_model_len,
     family=family.model_type,
   )
-  return family.gguf.completed(fields, config) if family.gguf.completed else config
 
 
 def form_of(config: model_config.TransformerConfig) -> families.Gguf:
@@ -148,28 +146,14 @@ def form_of(config: model_config.TransformerConfig) -> families.Gguf:
   return family.gguf
 
 
-def divided(
-  config: model_config.TransformerConfig,
-) -> tuple[LayerConfig, dict[str, str | int | float]]:
-  """Returns the kind of layer that usual keys describe, and the family's further keys.
-
-  Raises:
-    NotImplementedError: for a shape that GGUF cannot describe.
-    ValueError: if no model family has this configuration.
-  """
-  form = form_of(config)
-  plain, further = form.divided(config) if form.divided else (config, {})
-  return plain.only_kind("GGUF"), further
-
-
 def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | float]:
   """Returns the keys of the architecture for a configuration.
 
   Raises:
-    NotImplementedError: for a shape or a rotary scaling that GGUF cannot describe.
+    NotImplementedError: for a rotary scaling that GGUF cannot describe.
     ValueError: if no model family has this configuration.
   """
-  family, (kind, further) = form_of(config).architecture, divided(config)
+  family, kind = form_of(config).architecture, config.only_kind("GGUF")
   turn = kind.attention.rotary
   values: dict[str, str | int | float] = {
     "vocab_size": config.vocab_size,
@@ -199,7 +183,6 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
       "rope.scaling.yarn_beta_fast": float(turn.beta_fast),
       "rope.scaling.yarn_beta_slow": float(turn.beta_slow),
     }
-  values |= further
   return {"general.architecture": family, **{f"{family}.{k}": v for k, v in values.items()}}
 
 
@@ -212,11 +195,9 @@ def rope_factors(turn: rotary.RotaryConfig) -> np.ndarray | None:
   return plain / scaled
 
 
-def _refuse_unsupported(
-  fields: config_fields.Fields, keys: Mapping[str, tuple[Any, ...] | None]
-) -> None:
+def _refuse_unsupported(fields: config_fields.Fields) -> None:
   for key, value in fields.values.items():
-    allowed = keys.get(key, ())
+    allowed = KEYS.get(key, ())
     is_number = isinstance(value, bool | int | float)
     if allowed is not None and not (is_number and value in allowed):
       expected = f"{allowed[-1]}, or no such key" if allowed else "no such key"

@@ -14,7 +14,7 @@ import tiny_problem
 from seerjax.commands import check
 from seerjax.commands.check import CheckConfig
 from seerjax.discovery.problem_check import Finding
-from seerjax.models import loading, tokenizer as tokenizer_lib
+from seerjax.models import huggingface, loading, tokenizer as tokenizer_lib
 from seerjax.tasks import word_problems
 from seerjax.types import Problem, Verdict
 
@@ -112,8 +112,13 @@ def test_what_would_break_a_run_is_refused(nano, task, message):
 def test_a_model_has_its_numbers(tiny: str):
   first, second, last = check.check_model(tiny)
   assert "M parameters in 2 layers, 8 heads (2 of keys and values)" in first
-  assert second.startswith("tokenizer: 512 ids, ends at [")
-  assert last == f"model {tiny}: no errors"
+  assert "it is saved as qwen3" in first
+  shape = huggingface.load_config(tiny)
+  per_token = sum(
+    2 * 4 * one.attention.num_kv_heads * one.attention.head_dim for one in shape.layers
+  )
+  assert f"; {per_token:,} bytes of keys and values a token in float32; devices: 1, 2; " in second
+  assert last.startswith("tokenizer: 512 ids, ends at [")
 
 
 def test_a_model_without_a_template_is_warned_of(tiny: str, tmp_path):
@@ -122,6 +127,15 @@ def test_a_model_without_a_template_is_warned_of(tiny: str, tmp_path):
       (tmp_path / path.name).write_bytes(path.read_bytes())
   lines = list(check.check_model(str(tmp_path)))
   assert any(line.startswith("warning: got no chat template, expected one") for line in lines)
+
+
+def test_a_model_is_run_and_measured(tiny: str, tmp_path):
+  text = tmp_path / "text.txt"
+  text.write_text("7 plus 12 is 19. " * 20)
+  bits, perplexity, beside = check.check_numbers(tiny, str(text), "")
+  assert bits.startswith("model of this run: rows are invariant: 0 of ")
+  assert perplexity.startswith(f"perplexity of {text}: ")
+  assert beside.startswith("transformers: ")
 
 
 def test_findings_of_a_problem_are_counted():

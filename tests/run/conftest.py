@@ -7,6 +7,9 @@ import shutil
 
 import pytest
 import small_run
+from tiny_runs import tiny
+
+__all__ = ["stopped", "stopped_copy", "tiny", "whole"]
 
 
 @pytest.fixture(scope="module")
