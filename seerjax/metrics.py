@@ -1,11 +1,11 @@
 """Writes a run's metrics, and masked reductions to compute them.
 
 The metrics of a step are one flat dict of scalars named `room/thing` ("train/loss",
-"rollout/reward_mean"). The writer sends each dict to three places:
+"rollout/reward_mean"), and of arrays of counts. The writer sends each dict to three places:
 
-  metrics.jsonl   one JSON object per line; reports and resumes read this file
-  the console     one line per step, or a progress bar on a terminal
-  tensorboard/    TensorBoard events
+  metrics.jsonl   one JSON object per line, with counts as lists; reports and resumes read this file
+  the console     one line per step, or a progress bar on a terminal; scalars only
+  tensorboard/    TensorBoard events; scalars only
 
 Only process 0 writes. On other processes the same calls do nothing, so callers need no condition.
 
@@ -322,15 +322,16 @@ class Writer:
     """Size in bytes of the complete lines of metrics.jsonl."""
     return self._offset
 
-  def write(self, step: int, scalars: Mapping[str, Scalar]) -> None:
+  def write(self, step: int, values: Mapping[str, Scalar | np.ndarray]) -> None:
     """Appends the metrics of one step.
 
     Args:
       step: step number, at least that of the previous call.
-      scalars: values by `room/thing`, each a number or an array of shape ().
+      values: values by `room/thing`, each a number, an array of shape (), or a numpy array of
+        counts, i[n].
 
     Raises:
-      ValueError: for a decreasing step, a malformed name, or a value that is not a scalar.
+      ValueError: for a decreasing step, a malformed name, or a value that is neither.
       OSError: if the disk is full; the file then ends with its last complete line, and the same
         step may be written again.
     """
@@ -339,14 +340,20 @@ class Writer:
         f"metrics.write: got step {step} after step {self._last_step}, expected non-decreasing"
         " steps; open the writer with resume_step to drop later steps."
       )
-    for name in scalars:
+    scalars, counts = {}, {}
+    for name, value in values.items():
+      is_counts = isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu"
+      (counts if is_counts else scalars)[name] = value
+    for name in values:
       if not NAME.fullmatch(name):
         raise ValueError(
           f"metrics.write: got the name {name!r}, expected room/thing in lower case, such as"
           " 'train/loss'; rename it."
         )
-    line = {"step": int(step)} | {name: encode(scalars[name]) for name in sorted(scalars)}
-    numbers = {name: decode_number(value) for name, value in line.items() if name != "step"}
+    texts = {name: encode(value) for name, value in scalars.items()}
+    numbers = {name: decode_number(texts[name]) for name in sorted(texts)}
+    lists = {name: value.tolist() for name, value in counts.items()}
+    line = {"step": int(step)} | dict(sorted((texts | lists).items()))
     for name, value in numbers.items():
       if isinstance(value, str) or value is None or isinstance(value, (dict, list)):
         raise ValueError(

@@ -360,7 +360,7 @@ def learn(
     olds[index] = batch.behaviour_logprobs if is_old else scores.logprob
     if index == 0:
       first_gradient = gradient
-      numbers |= {f"train/{name}": float(value) for name, value in means.items()}
+      numbers |= summary.of_gradient("train/", means)
   numbers |= summary.of_gaps(first_scores, batches)
   for index, batch in enumerate(batches):
     gradient = first_gradient
@@ -368,7 +368,7 @@ def learn(
       params = policy_lib.running_weights(config.weights, state.params, base)
       counts = losses.denominators(batch)
       gradient, means, _ = trainer.gradient(params, batch, counts, olds[index], references[index])
-      numbers |= {f"train/later_{name}": float(value) for name, value in means.items()}
+      numbers |= summary.of_gradient("train/later_", means)
     else:
       before_update()
     state, norms = trainer.update(state, gradient)

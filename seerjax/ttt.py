@@ -59,11 +59,15 @@ from seerjax.run import (
   policy as policy_lib,
   programs as programs_lib,
   progress as progress_lib,
+  summary,
 )
 from seerjax.run.policy import Policy, WeightsConfig
 from seerjax.run.programs import Programs
-from seerjax.trainer import entropic, losses, step as step_lib
+from seerjax.trainer import entropic, losses, routes, step as step_lib
 from seerjax.types import TrainState
+
+# Metrics of the gradient that are recorded, or how their names begin.
+SHOWN_MEANS = ("entropy", *routes.METRICS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,13 +281,14 @@ def learn(
       )
   params = policy_lib.running_weights(weights, state.params, base)
   gradient, means, scores = trainer.gradient(params, batch, losses.denominators(batch), None)
+  shown = {name: means[name] for name in means if name.startswith(SHOWN_MEANS)}
   gap = step_lib.rollout_gap(scores, batch)
   before_update()
   state, norms = trainer.update(state, gradient)
   return state, numbers | {
     "rollout_train/kl": gap["kl"],
     "rollout_train/max_abs_logprob_gap": gap["max_abs_logprob_gap"],
-    "train/entropy": float(means["entropy"]),
+    **summary.of_gradient("train/", shown),
     "train/grad_norm": float(norms["grad_norm"]),
     "train/seconds": time.monotonic() - begin,
   }

@@ -86,6 +86,17 @@ def test_lines_are_sorted_strict_json(tmp_path):
   }
 
 
+def test_counts_are_lists_in_the_file_alone(tmp_path):
+  with metrics.Writer(tmp_path, tensorboard=True, console="off") as writer:
+    writer.write(1, {"train/tokens": np.asarray([3, 0, 5]), "train/loss": 0.5})
+    for wrong in (np.asarray([0.5]), np.zeros((1, 1), int), [3]):
+      with pytest.raises(ValueError, match=r"metrics\.(encode|write): got .*, expected "):
+        writer.write(2, {"train/tokens": wrong})
+  line = (tmp_path / "metrics.jsonl").read_text()
+  assert line == '{"step": 1, "train/loss": 0.5, "train/tokens": [3, 0, 5]}\n'
+  assert metrics.read(tmp_path / "metrics.jsonl")[0]["train/tokens"] == [3, 0, 5]
+
+
 def test_non_finite_numbers_are_words_and_warned_of_once(tmp_path, caplog):
   logger = logging.get_absl_logger()
   logger.addHandler(caplog.handler)

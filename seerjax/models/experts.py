@@ -9,6 +9,7 @@ A backend runs the first pass as it runs other definitions; `ops.moe` and the la
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -25,6 +26,10 @@ from seerjax.ops import moe, routing
 # Weights that only the second pass reads.
 SLABS = {"expert_gate_up": "gate_up", "expert_down": "down"}
 
+# `(backend, rule, weights of the layer, normed rows f[n, d], ids i32[n, e], num_rows)` -> what it
+# keeps of a layer's choices.
+Watch = Callable[[Backend, routing.RoutingConfig, Params, Array, Array, Array], Any]
+
 
 def after_attention(
   backend: Backend,
@@ -34,8 +39,11 @@ def after_attention(
   rows: Any,
   num_rows: Array,
   adapters: RowAdapters | None = None,
-) -> Array:
+  watch: Watch | None = None,
+) -> tuple[Array, Any]:
   """Maps hidden rows f[n, d] and attention outputs f[n, k, g, c] to hidden rows f[n, d].
+
+  Returns them and what `watch` keeps, () without it.
 
   Args:
     backend: backend of the passes over rows.
@@ -45,7 +53,10 @@ def after_attention(
     rows: (hidden rows, attention outputs).
     num_rows: i32[], rows that are computed.
     adapters: as in `Backend.after_attention`.
+    watch: sees the layer's choices; it changes no bit of the rows.
   """
+  kind = shape.kind.feed_forward
+  assert isinstance(kind, Experts)
   of_rows = {name: leaf for name, leaf in weights.items() if name not in SLABS}
   stage = Stage(shape, axis, routed_rows)
   x, normed, ids, chosen, *shared = backend.after_attention(
@@ -55,7 +66,10 @@ def after_attention(
   mixed = moe.experts(normed, ids, chosen, slabs, num_rows, axis, backend.numerics)
   scales = {name: weights[name] for name in ("mlp_out_norm",) if name in weights}
   add = functools.partial(_added_rows, backend, shape)
-  return backend.map_rows(add, scales, (x, mixed, *shared), num_rows)
+  out = backend.map_rows(add, scales, (x, mixed, *shared), num_rows)
+  if watch is None:
+    return out, ()
+  return out, watch(backend, kind.routing, weights, normed, ids, num_rows)
 
 
 def router_of(weights: Params) -> routing.Router:

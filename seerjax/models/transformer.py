@@ -88,6 +88,39 @@ def forward(
     ValueError: for stacked layers with pages of single ones, or key copies with scratch pages,
       which nothing reads afterwards.
   """
+  x, pages, _ = _run(params, batch, pages, decoder, remat, key_copies, adapters)
+  return x, pages
+
+
+def watched(
+  params: Params,
+  batch: TokenBatch,
+  pages: kv_layout.ScratchPages,
+  *,
+  decoder: Decoder,
+  remat: Remat = "none",
+  watch: experts.Watch | None = None,
+) -> tuple[Float[Array, "n d"], tuple[Any, ...]]:
+  """Works like `forward` on scratch pages, and lets `watch` see the choices of experts.
+
+  Returns:
+    (hidden rows f[n, d] before the final norm, what `watch` keeps of each layer with experts).
+  """
+  x, _, kept = _run(params, batch, pages, decoder, remat, watch=watch)
+  return x, kept
+
+
+def _run(
+  params: Params,
+  batch: TokenBatch,
+  pages: kv_layout.Pages | kv_layout.ScratchPages,
+  decoder: Decoder,
+  remat: Remat,
+  key_copies: KeyCopies | None = None,
+  adapters: Array | None = None,
+  watch: experts.Watch | None = None,
+) -> tuple[Array, kv_layout.Pages, tuple[Any, ...]]:
+  """Implements `forward` and `watched`."""
   config, numerics, backend = decoder.shape, decoder.numerics, decoder.backend
   num_rows = batch.tokens.shape[0]
   batch = _whole_tiles(batch, backend)
@@ -144,8 +177,9 @@ def forward(
       mixed = backend.attend(q, own, own_batch, rows, own_kind.rule, sinks)
     rest = (x, mixed), batch.num_rows, own_adapters
     if isinstance(shape.kind.feed_forward, Experts):
-      return experts.after_attention(backend, shape, decoder.axis, weights, *rest), own
-    return backend.after_attention(outputs, weights, *rest), own
+      x, kept = experts.after_attention(backend, shape, decoder.axis, weights, *rest, watch)
+      return x, own, kept
+    return backend.after_attention(outputs, weights, *rest), own, ()
 
   def again(x: Array, weights: Params, own: kv_layout.LayerPages, index: int, place: int):
     # A gradient's pages are all zero; they are materialised only when the layer runs.
@@ -158,8 +192,9 @@ def forward(
     x = embedding.scaled(x, config.embedding_scale, batch.num_rows, backend)
   if not (is_scratch or config.shares_kv_shape):
     params = parameters.unstacked(params)  # Each layer has pages of its own shape.
+  kept = ()
   if is_scratch:
-    x, pages = _with_scratch(decoder, remat, pages, layer, x, params), ()
+    (x, kept), pages = _with_scratch(decoder, remat, pages, layer, x, params), ()
   elif is_pool:
     x, pages = _with_pool(decoder, layer, x, params, pages[0])
   elif parameters.is_stacked(params):
@@ -171,10 +206,10 @@ def forward(
     run_layer = layer if remat == "none" else again
     new_pages = []
     for index, (weights, own) in enumerate(zip(params["layers"], pages, strict=True)):
-      x, own = run_layer(x, weights, own, index, index)
+      x, own, _ = run_layer(x, weights, own, index, index)
       new_pages.append(own)
     pages = tuple(new_pages)
-  return x[:num_rows], pages
+  return x[:num_rows], pages, kept
 
 
 def _computed_again(layer: Any, remat: Remat) -> Any:
@@ -215,8 +250,8 @@ def _with_scratch(
   layer: Any,
   x: Array,
   params: Params,
-) -> Array:
-  """Runs `layer` once per layer, each time on fresh pages."""
+) -> tuple[Array, tuple[Any, ...]]:
+  """Runs `layer` once per layer, each time on fresh pages; also returns what was watched."""
   kv_layout.check_page_size(pages.page_size, decoder.numerics)
   tensor_parallel_size = 1 if decoder.axis is None else lax.axis_size(decoder.axis)
   dtype, period = decoder.numerics.dtype, decoder.shape.period
@@ -226,26 +261,34 @@ def _with_scratch(
       return tiles.late_zeros(shape, dtype, lax.stop_gradient(x))
     return jnp.zeros(shape, dtype)
 
-  def run(x: Array, weights: Params, place: int) -> Array:
+  def run(x: Array, weights: Params, place: int) -> tuple[Array, Any]:
     shapes = kv_layout.scratch_of_layer(decoder, pages, tensor_parallel_size, place)
 
-    def body(x: Array, weights: Params) -> Array:
+    def body(x: Array, weights: Params) -> tuple[Array, Any]:
       fresh = {shape: zeros(shape, x) for shape in shapes}  # Arrays of one shape share zeros.
-      return layer(x, weights, tuple(fresh[shape] for shape in shapes), 0, place)[0]
+      x, _, kept = layer(x, weights, tuple(fresh[shape] for shape in shapes), 0, place)
+      return x, kept
 
     return (body if remat == "none" else _computed_again(body, remat))(x, weights)
 
   if parameters.is_stacked(params):
 
-    def turn(x: Array, weights: Params) -> tuple[Array, None]:
+    def turn(x: Array, weights: Params) -> tuple[Array, list[Any]]:
+      kept = []
       for place in range(period):
-        x = run(x, _of_place(weights, place, period), place)
-      return x, None
+        x, own = run(x, _of_place(weights, place, period), place)
+        kept.append(own)
+      return x, kept
 
-    return lax.scan(turn, x, _by_period(params["layers"], period))[0]
+    x, kept = lax.scan(turn, x, _by_period(params["layers"], period))
+    num_turns = decoder.shape.num_layers // period
+    turns = [jax.tree.map(lambda leaf, i=i: leaf[i], kept) for i in range(num_turns)]
+    return x, tuple(own for turn in turns for own in turn if jax.tree.leaves(own))
+  kept = []
   for place, weights in enumerate(params["layers"]):
-    x = run(x, weights, place)
-  return x
+    x, own = run(x, weights, place)
+    kept.append(own)
+  return x, tuple(own for own in kept if jax.tree.leaves(own))
 
 
 def _by_period(stacked: Params, period: int) -> Params:
@@ -286,14 +329,14 @@ def _with_pool(
         index = number if period == 1 else number * period + place
         slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
         own_weights = _of_place(weights, place, period) | slabs
-        carry = layer(carry[0], own_weights, carry[1], index, place)
+        carry = layer(carry[0], own_weights, carry[1], index, place)[:2]
       return carry, None
 
     numbers = jnp.arange(num_layers // period, dtype=jnp.int32)
     (x, own), _ = lax.scan(body, (x, own), (_by_period(rest, period), numbers))
   else:
     for index, weights in enumerate(params["layers"]):
-      x, own = layer(x, weights, own, index, index)
+      x, own, _ = layer(x, weights, own, index, index)
   pool = tuple(leaf.reshape(shape) for leaf, shape in zip(own, shapes, strict=True))
   x = _without_gradient(
     x,

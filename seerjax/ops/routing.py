@@ -144,10 +144,7 @@ def route_rows(
   x: Float[Array, "n d"], router: Router, config: RoutingConfig
 ) -> tuple[Int[Array, "n e"], Float[Array, "n e"]]:
   """Returns ids i32[n, e], ascending, and weights f32[n, e]. Use it on the rows of one tile."""
-  logits = linear.dot(x.astype(router.weight.dtype), router.weight)
-  if router.bias is not None:
-    logits = logits + router.bias.astype(jnp.float32)[None, :]
-  scores = logits
+  logits = scores = _logits(x, router)
   if config.scoring == "softmax":
     scores = jax.nn.softmax(logits, axis=-1)
   elif config.scoring == "sigmoid":
@@ -159,6 +156,27 @@ def route_rows(
   if config.is_renormalised:
     weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.float32(SMALLEST_SUM))
   return ids, weights * jnp.float32(config.scale)
+
+
+def probabilities_rows(
+  x: Float[Array, "n d"], router: Router, config: RoutingConfig
+) -> tuple[Float[Array, "n E"], Float[Array, "n"]]:
+  """Returns each row's distribution over all experts, and its entropy in nats, without gradient.
+
+  Sigmoids are divided by their sum, as DeepSeek-V3 does. Use it on the rows of one tile.
+  """
+  logits = _logits(x, router)
+  if config.scoring == "sigmoid":
+    scores = jax.nn.sigmoid(logits)
+    found = scores / (jnp.sum(scores, axis=-1, keepdims=True) + jnp.float32(SMALLEST_SUM))
+  else:
+    found = jax.nn.softmax(logits, axis=-1)
+  return found, jnp.sum(jax.scipy.special.entr(lax.stop_gradient(found)), axis=-1)
+
+
+def _logits(x: Array, router: Router) -> Array:
+  logits = linear.dot(x.astype(router.weight.dtype), router.weight)
+  return logits if router.bias is None else logits + router.bias.astype(jnp.float32)[None, :]
 
 
 def _choice(scores: Array, correction_bias: Array | None, config: RoutingConfig) -> Array:

@@ -30,6 +30,7 @@ class Run:
   Attributes:
     name: name of the directory.
     curves: (steps, values) by metric name.
+    counts: lists of counts by metric name and step.
     summary: the summary; empty if there is none.
     config: the settings; empty if there are none.
     fingerprints: fingerprints of the journal's epochs, or the one in the config.
@@ -40,6 +41,7 @@ class Run:
 
   name: str
   curves: dict[str, Points]
+  counts: dict[str, dict[int, list[int]]]
   summary: dict[str, Any]
   config: dict[str, Any]
   fingerprints: tuple[dict[str, str], ...]
@@ -63,9 +65,12 @@ def load(run_dir: str | os.PathLike) -> Run:
     )
   lines = metrics.read(path / metrics.FILE_NAME) if (path / metrics.FILE_NAME).is_file() else []
   curves: dict[str, tuple[list, list]] = {}
+  counts: dict[str, dict[int, list[int]]] = {}
   for line in lines:
     for name, value in line.items():
-      if name != "step":
+      if isinstance(value, list):
+        counts.setdefault(name, {})[line["step"]] = value
+      elif name != "step":
         steps, values = curves.setdefault(name, ([], []))
         steps.append(line["step"])
         values.append(float(value))
@@ -94,6 +99,7 @@ def load(run_dir: str | os.PathLike) -> Run:
       name: (np.asarray(steps, float), np.asarray(values, float))
       for name, (steps, values) in curves.items()
     },
+    counts=counts,
     summary=read_json(path / "summary.json"),
     config={name: value for name, value in config.items() if name != "fingerprint"},
     fingerprints=fingerprints,

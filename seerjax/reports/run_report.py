@@ -65,6 +65,23 @@ CHARTS = (
 )
 
 
+EXPERT_CHARTS = (
+  Chart(
+    title="Load-balancing loss",
+    names=("train/load_balancing_loss",),
+    note="mean over layers, 1 if all experts are used alike",
+  ),
+  Chart(title="Router entropy", names=("train/router_entropy",), note="nats per token, mean"),
+  Chart(
+    title="Busiest expert",
+    names=("train/busiest_expert",),
+    note="its share of a layer's choices",
+    is_percent=True,
+  ),
+)
+EXPERT_TOKENS = "train/expert_tokens."
+
+
 def headline(run: Run) -> str:
   """Returns the head of the page: name of the run, and the most important numbers."""
   summary = run.summary
@@ -150,6 +167,42 @@ def curves_section(run: Run) -> str:
   charts = "".join(line_chart(chart, run) for chart in (*CHARTS, *charts_of(run)))
   title = f"Learning{learning_sentence(run)}"
   return f'<h2>{escape(title)}</h2><div class="grid3">{charts}</div>' if charts else ""
+
+
+def experts_section(run: Run) -> str:
+  """Returns the section on how alike experts are used: curves, and the tokens of each layer."""
+  layers = {
+    int(name.removeprefix(EXPERT_TOKENS)): by_step
+    for name, by_step in run.counts.items()
+    if name.startswith(EXPERT_TOKENS)
+  }
+  if not layers:
+    return ""
+  steps = sorted({step for by_step in layers.values() for step in by_step})
+  steps = list(dict.fromkeys((steps[0], steps[-1])))
+
+  def cells(counts: list[int] | None) -> str:
+    if not counts:
+      return "<td></td>" * 4
+    least, middle, most = np.quantile(counts, (0, 0.5, 1))
+    return f"<td>{most:.0f}</td><td>{middle:.0f}</td><td>{least:.0f}</td><td>{counts.count(0)}</td>"
+
+  rows = [
+    f"<tr><td>{layer}</td>{''.join(cells(by_step.get(step)) for step in steps)}</tr>"
+    for layer, by_step in sorted(layers.items())
+  ]
+  head = "".join(f'<th colspan="4">step {step}</th>' for step in steps)
+  columns = "<th>most</th><th>median</th><th>least</th><th>unused</th>" * len(steps)
+  unused = sum(by_step.get(steps[-1], []).count(0) for by_step in layers.values())
+  count = sum(len(by_step.get(steps[-1], [])) for by_step in layers.values())
+  charts = "".join(line_chart(chart, run) for chart in EXPERT_CHARTS)
+  return (
+    f"<h2>Experts: {unused} of {count} without a token at step {steps[-1]}</h2>"
+    f'<div class="grid3">{charts}</div><figure class="center"><div class="scroll">'
+    f'<table class="numbers"><tr><th></th>{head}</tr><tr><th>layer</th>{columns}</tr>'
+    f'{"".join(rows)}</table></div><p class="note">tokens of the loss that an expert got, over the'
+    " experts of a layer</p></figure>"
+  )
 
 
 def learning_sentence(run: Run) -> str:
@@ -305,7 +358,7 @@ def transcript(entry: journal.Entry) -> str:
 
 def details_section(run: Run, charts: Sequence[Chart] = CHARTS) -> str:
   """Returns the section with summary, settings, numerics, and metrics that no chart shows."""
-  shown = (*CONTRACT_CHARTS, *charts, *charts_of(run))
+  shown = (*CONTRACT_CHARTS, *charts, *charts_of(run), *EXPERT_CHARTS)
   drawn = {name for chart in shown for name in chart.names}
   others = {
     name: f"{number(float(v[0]))} → {number(float(v[-1]))}  (min {number(float(np.nanmin(v)))},"
@@ -337,6 +390,7 @@ SECTIONS: tuple[Callable[[Run], str], ...] = (
   headline,
   contract_section,
   curves_section,
+  experts_section,
   lengths_section,
   rollout_section,
   drafts_section,

@@ -32,6 +32,17 @@ def of_rollouts(groups: Sequence[RolloutGroup]) -> dict[str, float]:
   } | {f"rollout/{name}": mean for name, mean in part_means([r.verdict for r in rollouts]).items()}
 
 
+def of_gradient(start: str, means: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the metrics of `Trainer.gradient` with names that begin with `start`.
+
+  Scalars become floats; counts of tokens by expert stay arrays, i[n].
+  """
+  return {
+    start + name: value if isinstance(value, np.ndarray) and value.ndim else float(value)
+    for name, value in means.items()
+  }
+
+
 def of_gaps(scores: Sequence[TokenScores], batches: Sequence[TrainBatch]) -> dict[str, float]:
   """Returns the metrics of a step's gaps between engine and trainer.
 

@@ -32,6 +32,7 @@ import optax
 from seerjax import agreement, fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array
 from seerjax.models import (
+  experts,
   head,
   kv_layout,
   lora,
@@ -46,6 +47,7 @@ from seerjax.trainer import (
   losses,
   packing,
   plan as plan_lib,
+  routes as routes_lib,
   shards as shards_lib,
   state as state_lib,
 )
@@ -317,14 +319,17 @@ class Trainer:
     On one instance there is no axis i. `sums` is donated.
     """
 
+    has_experts = bool(self.decoder.shape.routings)
+
     def loss(trained, frozen, micro: MicroBatch, denominators):
-      tokens, scores = score(
+      tokens, scores, routes = watched_score(
         lora.combine(trained, frozen),
         micro.batch,
         decoder=self.decoder.for_rows(is_plain=is_plain),
         num_pages=self.num_pages,
         page_size=self.page_size,
         remat=self.remat,
+        watch=routes_lib.watch_of(micro.batch.loss_mask) if has_experts else None,
       )
       if not parallel.BARRIERS_HOLD:
         scores = parallel.rounded(scores)  # Prevents fusion with mesh-dependent operations.
@@ -339,7 +344,7 @@ class Trainer:
         old_logprobs=old,
         reference_logprobs=micro.reference_logprobs,
       )
-      return value, (value, metrics, tokens, scores)
+      return value, (value, metrics, tokens, scores, routes)
 
     def one(params, micro, denominators, sums):
       trained, frozen = lora.partition(params)
@@ -388,11 +393,27 @@ class Trainer:
         page_size=self.page_size,
       )
 
+    return self._forward_program(one)
+
+  @functools.cached_property
+  def _route(self):
+    """(params, TrainBatch [i, ...]) -> `Routes` of each layer with experts; no head."""
+
+    def one(params, batch):
+      pages = kv_layout.ScratchPages(self.num_pages, self.page_size)
+      watch = routes_lib.watch_of(batch.loss_mask)
+      decoder = self.decoder
+      return transformer.watched(params, batch.tokens, pages, decoder=decoder, watch=watch)[1]
+
+    return self._forward_program(one)
+
+  def _forward_program(self, one: Callable[..., Any]):
+    """Returns a function of (params, TrainBatch [i, ...]), compiled for the mesh."""
     function = _traced_once(one)
     if self.mesh.size == 1:
       return jax.jit(function)
 
-    def results(*found):
+    def results(found):
       return parallel.to_all_processes(found, self.mesh)
 
     def spread(params, batch):
@@ -530,8 +551,8 @@ class Trainer:
         required if `LossConfig.kl_coefficient` is not 0.
 
     Returns:
-      (f32 gradient of the trained weights, stacked if `params` are, {"loss": ...} and summarised
-      loss metrics, scores f32[m, n]).
+      (f32 gradient of the trained weights, stacked if `params` are, {"loss": ...} with summarised
+      loss metrics and, for a model with experts, those of `routes.summarise`, scores f32[m, n]).
 
     Raises:
       ValueError: if the loss needs `reference_logprobs` and they are None, or weights do not match
@@ -555,7 +576,7 @@ class Trainer:
     )
     total, mismatches, of_gradient = gathering.TreeSum(), 0, None
     values: list[Any] = [None] * num_micro
-    metrics, scores = list(values), list(values)
+    metrics, scores, routes = list(values), list(values), list(values)
     all_runs = runs(num_micro)
     program = self._plain_gradient if self._is_plain(batch) else self._gradient
     for first in range(0, len(all_runs), width):
@@ -567,7 +588,9 @@ class Trainer:
         sums, out = program(params, part, denominators, sums)
         out = jax.device_get(out)
         for row, index in enumerate(indices):
-          values[index], metrics[index], tokens, scores[index] = self._of_instance(out, row)
+          (values[index], metrics[index], tokens, scores[index], routes[index]) = self._of_instance(
+            out, row
+          )
           mismatches += int(np.sum(tokens != batch.targets[index]))
       if of_gradient is None:
         of_gradient = self._gradient_specs(lora.partition(params)[0])
@@ -583,6 +606,8 @@ class Trainer:
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
     summary = {name: jnp.asarray(value) for name, value in losses.summarise(loss_metrics).items()}
     summary["loss"] = parallel.tree_sum_list([jnp.asarray(value) for value in values])
+    if self.decoder.shape.routings:
+      summary |= routes_lib.summarise(self._by_layer(routes), int(np.sum(batch.loss_mask)))
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *scores)
     return total.total(), summary, stacked
 
@@ -633,16 +658,38 @@ class Trainer:
       f32[m, n]; bit for bit the scores that `gradient` returns for the same weights.
     """
     params = self._placed(params, "Trainer.scores: params")
+    program = self._plain_score if self._is_plain(batch) else self._score
+    parts = [scores for _, scores in self._of_micro_batches(program, params, batch)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+
+  def routes(self, params: parameters.Params, batch: TrainBatch) -> dict[int, routes_lib.Routes]:
+    """Returns how the loss rows of a whole batch use the experts, by a forward pass alone.
+
+    Args:
+      params: weights in compute dtype.
+      batch: result of `packing.pack`, m micro-batches.
+
+    Returns:
+      i64 sums by the index of each layer with experts; their metrics are those of `gradient`.
+    """
+    params = self._placed(params, "Trainer.routes: params")
+    return self._by_layer(self._of_micro_batches(self._route, params, batch))
+
+  def _by_layer(self, parts: Sequence[Any]) -> dict[int, routes_lib.Routes]:
+    """Returns the sums of all micro-batches by the layer's index."""
+    return dict(zip(self.decoder.shape.routings, routes_lib.added(parts), strict=True))
+
+  def _of_micro_batches(self, program: Any, params: parameters.Params, batch: TrainBatch) -> Any:
+    """Returns the results of a `_forward_program` for each micro-batch, on the host."""
     num_micro = batch.targets.shape[0]
     width = self.mesh.shape[parallel.INSTANCE_AXIS]
     seen = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
-    program = self._plain_score if self._is_plain(batch) else self._score
     parts = []
     for first in range(0, num_micro, width):
       indices = range(first, min(first + width, num_micro))
-      _, scores = jax.device_get(program(params, self._taken(seen, indices)))
-      parts += [self._of_instance(scores, row) for row in range(len(indices))]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+      found = jax.device_get(program(params, self._taken(seen, indices)))
+      parts += [self._of_instance(found, row) for row in range(len(indices))]
+    return parts
 
   def update(self, state: TrainState, gradient: Any) -> tuple[TrainState, dict[str, Array]]:
     """Applies one gradient; returns the new state and the norms of gradient and update.
@@ -681,10 +728,27 @@ def score(
   The tokens are the targets again; they are returned so that the head has the same outputs as in
   the engine. For `remat` see `transformer.forward`.
   """
+  tokens, scores, _ = watched_score(
+    params, batch, decoder=decoder, num_pages=num_pages, page_size=page_size, remat=remat
+  )
+  return tokens, scores
+
+
+def watched_score(
+  params: parameters.Params,
+  batch: TrainBatch,
+  *,
+  decoder: Decoder,
+  num_pages: int,
+  page_size: int,
+  remat: transformer.Remat = "none",
+  watch: experts.Watch | None = None,
+) -> tuple[Array, TokenScores, tuple[Any, ...]]:
+  """Works like `score`, and also returns what `watch` keeps of each layer with experts."""
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
-  hidden, _ = transformer.forward(params, rows, pages, decoder=decoder, remat=remat)
-  return head.sample_and_score(
+  hidden, kept = transformer.watched(params, rows, pages, decoder=decoder, remat=remat, watch=watch)
+  tokens, scores = head.sample_and_score(
     params,
     hidden,
     batch.targets,
@@ -695,6 +759,7 @@ def score(
     numerics_lib.key(0),  # Nothing is sampled here.
     decoder=decoder,
   )
+  return tokens, scores, kept
 
 
 def rollout_gap(scores: TokenScores, batch: TrainBatch) -> dict[str, float]:

@@ -257,3 +257,16 @@ def test_parts_of_the_reward_and_further_sets_are_drawn(tmp_path):
   assert "0.125 → 0.25" in text and "gain 0.05 to 0.2 (95 %)" in text
   others = text.partition("Other metrics")[2]
   assert "rollout/part/" not in others and "heldout_hard/" not in others
+
+
+def test_tokens_of_experts_are_a_table_of_layers(tmp_path):
+  with metrics.Writer(tmp_path, console="off", tensorboard=False) as writer:
+    for step, counts in ((1, [3, 3, 2]), (2, [8, 0, 0]), (3, [0, 1, 7])):
+      numbers = {"train/load_balancing_loss": 1.0, "train/expert_tokens.11": np.asarray(counts)}
+      writer.write(step, numbers | {"train/expert_tokens.2": np.asarray([4, 4])})
+  text = Tags(run_report.render(tmp_path).read_text()).text
+  assert "Experts: 1 of 5 without a token at step 3" in text
+  assert "Load-balancing loss" in text
+  whole = (tmp_path / "report.html").read_text()
+  row = lambda *cells: f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+  assert row(2, 4, 4, 4, 0, 4, 4, 4, 0) + row(11, 3, 3, 2, 0, 7, 1, 0, 1) in whole

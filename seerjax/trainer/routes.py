@@ -1,0 +1,140 @@
+"""Use of the experts of each layer by a batch: exact sums, and metrics from them.
+
+Only rows of the loss count. Every sum is one of integers, so neither the division into
+micro-batches nor the number of devices changes a bit of a metric. Probabilities and entropies are
+rounded to multiples of 2^-30 and 2^-27, and summed as three digits of ten bits each:
+
+    p = 2^-30 (a + 2^10 b + 2^20 c)      sums of a, of b and of c are below 2^31 for 2^20 rows
+
+With f_e the share of choices that expert e got, and P_e its mean probability, the load-balancing
+loss of a layer with E experts is E sum_e f_e P_e: 1 if all are used alike, at most E.
+
+Source: Fedus et al. 2021 (Switch Transformers), https://arxiv.org/abs/2101.03961.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax.array_typing import Array
+from seerjax.backends.protocol import Backend
+from seerjax.models import experts
+from seerjax.models.parameters import Params
+from seerjax.ops import routing, tiles
+
+DIGIT_BITS, NUM_DIGITS = 10, 3
+# Bits behind the point: probabilities are at most 1, and entropies below 8 nats (2,980 experts).
+PROBABILITY_BITS, ENTROPY_BITS = 30, 27
+MOST_ROWS = 2**20
+# Metrics of `summarise`, or how their names begin.
+METRICS = (
+  "dead_experts",
+  "busiest_expert",
+  "router_entropy",
+  "load_balancing_loss",
+  "expert_tokens",
+)
+
+
+class Routes(NamedTuple):
+  """Sums over the loss rows of one layer.
+
+  Attributes:
+    counts: i32[E], rows that chose each expert.
+    probabilities: i32[3, E], digits of the sums of the router's probabilities.
+    entropy: i32[3], digits of the sum of the router's entropies.
+  """
+
+  counts: Any
+  probabilities: Any
+  entropy: Any
+
+
+def watch_of(loss_mask: Array) -> experts.Watch:
+  """Returns what sees the rows of a micro-batch with a loss mask bool[n], and keeps `Routes`."""
+  assert loss_mask.shape[0] <= MOST_ROWS, f"got {loss_mask.shape[0]} rows, expected 2^20 at most"
+
+  def watch(
+    backend: Backend,
+    rule: routing.RoutingConfig,
+    weights: Params,
+    normed: Array,
+    ids: Array,
+    num_rows: Array,
+  ) -> Routes:
+    mask = tiles.padded(loss_mask, ids.shape[0])
+    rows = lambda router, x, _: routing.probabilities_rows(x, router, rule)
+    given = lax.stop_gradient((experts.router_of(weights), normed))
+    probabilities, entropy = backend.map_rows(rows, *given, num_rows)
+    return Routes(
+      counts=jnp.sum(chosen(ids, rule.num_experts) & mask[:, None], axis=0, dtype=jnp.int32),
+      probabilities=digit_sums(probabilities, mask[:, None], PROBABILITY_BITS),
+      entropy=digit_sums(entropy, mask, ENTROPY_BITS),
+    )
+
+  return watch
+
+
+def chosen(ids: Array, num_experts: int) -> Array:
+  """Returns bool[n, E]: the experts that each row chose, by ids i32[n, e]."""
+  every = jnp.arange(num_experts, dtype=jnp.int32)
+  return jnp.any(ids[:, :, None] == every[None, None, :], axis=1)
+
+
+def digit_sums(values: Array, mask: Array, bits: int) -> Array:
+  """Returns i32[3, ...], the digits' sums over rows of f32[n, ...] >= 0, below 2^(30 - bits)."""
+  whole = jnp.round(jnp.where(mask, values, 0.0) * jnp.float32(2**bits)).astype(jnp.int32)
+  digits = [
+    whole & (2**DIGIT_BITS - 1),
+    (whole >> DIGIT_BITS) & (2**DIGIT_BITS - 1),
+    whole >> (2 * DIGIT_BITS),
+  ]
+  return jnp.stack([jnp.sum(digit, axis=0, dtype=jnp.int32) for digit in digits])
+
+
+def added(micro_batches: Sequence[Sequence[Routes]]) -> list[Routes]:
+  """Returns the i64 sums of each layer over all micro-batches."""
+  add = lambda *leaves: np.sum(np.stack(leaves), axis=0, dtype=np.int64)
+  return [jax.tree.map(add, *of_layer) for of_layer in zip(*micro_batches, strict=True)]
+
+
+def value_of(digits: np.ndarray, bits: int) -> np.ndarray:
+  """Returns the f64 sums from those of their digits, i64[3, ...]."""
+  whole = sum(digits[place] << (DIGIT_BITS * place) for place in range(NUM_DIGITS))
+  return np.asarray(np.asarray(whole, np.float64) / 2**bits)
+
+
+def balance_loss(routes: Routes, num_tokens: int) -> float:
+  """Returns the load-balancing loss of one layer; see the module."""
+  shares = routes.counts / np.maximum(np.sum(routes.counts), 1)
+  means = value_of(routes.probabilities, PROBABILITY_BITS) / max(num_tokens, 1)
+  return float(len(shares) * np.dot(shares, means))
+
+
+def summarise(of_layers: dict[int, Routes], num_tokens: int) -> dict[str, Any]:
+  """Returns the metrics of a batch, by name.
+
+  Args:
+    of_layers: sums over the batch, by the layer's index.
+    num_tokens: rows of the loss.
+
+  Returns:
+    "dead_experts", experts of all layers that no row chose; "busiest_expert", the largest share of
+    a layer's choices that went to one expert; "router_entropy" in nats and "load_balancing_loss",
+    means over layers; and "expert_tokens.LAYER", i64[E], rows that chose each expert.
+  """
+  layers = list(of_layers.values())
+  counts = [one.counts for one in layers]
+  entropies = [value_of(one.entropy, ENTROPY_BITS) / max(num_tokens, 1) for one in layers]
+  return {
+    "dead_experts": float(sum(np.sum(own == 0) for own in counts)),
+    "busiest_expert": float(max(np.max(own) / max(np.sum(own), 1) for own in counts)),
+    "router_entropy": float(np.mean(entropies)),
+    "load_balancing_loss": float(np.mean([balance_loss(one, num_tokens) for one in layers])),
+  } | {f"expert_tokens.{index}": one.counts for index, one in of_layers.items()}
