@@ -33,6 +33,7 @@ import rich.progress
 from experiments import measure
 from experiments.learning import nano_corpus
 from seerjax import checkpoint, numerics as numerics_lib
+from seerjax.layer_kinds import Experts
 from seerjax.models import (
   config as model_config,
   flax_module,
@@ -127,10 +128,12 @@ def batches(
 
 
 def numerics_for(length: int) -> numerics_lib.NumericsConfig:
-  """Returns the numerics of plain XLA with one segment per row."""
+  """Returns the numerics of plain XLA with one segment per row, and large tiles of experts."""
   tile = 1 << (length - 1).bit_length()
   return numerics_lib.with_row_tile(
-    numerics_lib.NumericsConfig(backend="untiled", query_tile=tile, kv_split=64, reduction_shards=1)
+    numerics_lib.NumericsConfig(
+      backend="untiled", expert_tile=64, query_tile=tile, kv_split=64, reduction_shards=1
+    )
   )
 
 
@@ -226,7 +229,9 @@ def pretrain(
     params, model = huggingface.load(start, numerics)
   elif grow_from:
     params, small = huggingface.load(loading.path_of(grow_from), numerics)
-    params = growth.grow(params, small, model, seed=config.seed)
+    has_experts = isinstance(model.layers[0].feed_forward, Experts)
+    grow = growth.upcycle if has_experts else growth.grow
+    params = grow(params, small, model, seed=config.seed)
   else:
     params = parameters.init(numerics_lib.key(config.seed), model, numerics)
   opt_state, first = optimizer.init(params), 0
@@ -298,7 +303,7 @@ if __name__ == "__main__":
   flags.DEFINE_enum(
     "preset",
     "nano",
-    ["nano", "nano-10m", "nano-gpu"],
+    ["nano", "nano-10m", "nano-gpu", "nano-moe"],
     "Preset of the model's shape, unless --start sets it.",
   )
   flags.DEFINE_string("start", "", "Model directory to continue from, with a new schedule.")

@@ -11,7 +11,8 @@ it randomises the new features of queries and keys, which changes logits a littl
 
 Sources: Net2Net, Chen et al. 2015, https://arxiv.org/abs/1511.05641; bert2BERT, Chen et al. 2021,
 https://arxiv.org/abs/2110.07143; layers that start as zero: LLaMA Pro, Wu et al. 2024,
-https://arxiv.org/abs/2401.02415.
+https://arxiv.org/abs/2401.02415. A model with experts starts from a dense one (`upcycle`) by parts
+of its MLP: Zhu et al. 2024, https://arxiv.org/abs/2406.16554.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from seerjax.backends import layer_support
+from seerjax.layer_kinds import Experts
 from seerjax.models import parameters
 from seerjax.models.config import TransformerConfig
 from seerjax.ops import rotary
@@ -141,6 +143,67 @@ def grow(
   else:
     grown["final_norm"] = np.tile(masters["final_norm"], copies)
     grown["head"] = _divided(np.asarray(masters["head"]), features, 2, noise, draw)
+  return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), grown)
+
+
+def upcycle(
+  masters: parameters.Params,
+  small: TransformerConfig,
+  large: TransformerConfig,
+  *,
+  seed: int = 0,
+) -> parameters.Params:
+  """Returns f32 master weights of a model with experts, each of them a part of the dense MLP.
+
+  Expert e has the MLP's units from e * expert_size on, cyclically, and its output is multiplied by
+  the number of parts: where a row chooses experts evenly, the expected sum is the dense output. The
+  router is random. Such a model computes something near the dense one and has to be trained.
+
+  Args:
+    masters: weights of the dense model, with unstacked layers, in one slab.
+    small: shape of the dense model.
+    large: shape of the result, which differs in its feed-forward parts alone.
+    seed: seed of the routers.
+
+  Raises:
+    ValueError: for other shapes, or experts that do not divide the MLP.
+  """
+  dense = small.layers[0].gated("growth")
+  kind = large.layers[0].feed_forward
+  if not isinstance(kind, Experts) or large.changed(feed_forward=dense, family="") != small.changed(
+    feed_forward=dense, family=""
+  ):
+    raise ValueError(
+      f"growth: got {large}, expected the shape {small} with experts in every layer; change its"
+      " feed_forward alone."
+    )
+  inner, size, count = dense.intermediate_size, kind.expert_size, kind.routing.num_experts
+  if kind.shared_size or inner % size or (count * size) % inner:
+    raise ValueError(
+      f"growth.expert_size: got {count} experts of {size} units and a shared MLP of"
+      f" {kind.shared_size}, expected parts that cover an MLP of {inner} units equally often, and"
+      " none shared; change expert_size."
+    )
+  if masters["layers"][0]["down"].shape[0] != 1:
+    raise ValueError(
+      "growth: got weights in several slabs, expected one; load them with reduction_shards=1."
+    )
+  units = np.arange(count * size) % inner
+  draw = np.random.default_rng(seed)
+  routers = parameters.shapes(large, 1)["layers"]
+  layers = []
+  for layer, shape in zip(masters["layers"], routers, strict=True):
+    old = {name: np.asarray(leaf) for name, leaf in layer.items()}
+    d = old["down"].shape[-1]
+    gate_up = old["gate_up"].reshape(1, d, 2, inner)[..., units].reshape(1, d, 2, count, size)
+    down = old["down"][:, units].reshape(1, count, size, d) * np.float32(inner // size)
+    new = {name: leaf for name, leaf in old.items() if name not in ("gate_up", "down")} | {
+      "expert_gate_up": gate_up.transpose(0, 3, 1, 2, 4).reshape(1, count, d, 2 * size),
+      "expert_down": down,
+      "router": 0.02 * draw.standard_normal(shape["router"].shape),
+    }
+    layers.append(new)
+  grown = {**masters, "layers": layers}
   return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), grown)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 import types
 
 from seerjax import layer_kinds
-from seerjax.layer_kinds import Gated, Grouped, LayerConfig
+from seerjax.layer_kinds import Experts, Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, families
 from seerjax.models.config import TransformerConfig
 from seerjax.ops import rotary
+from seerjax.ops.routing import RoutingConfig
 
 
 def nano() -> TransformerConfig:
@@ -75,12 +76,19 @@ def nano_gpu() -> TransformerConfig:
   )
 
 
+def nano_moe() -> TransformerConfig:
+  """Returns the shape of nano with 32 experts in each layer, of which a row runs 4."""
+  routing = RoutingConfig(num_experts=32, num_chosen=4, is_renormalised=True)
+  return nano().changed(feed_forward=Experts(routing=routing, expert_size=48))
+
+
 CONFIGS: Mapping[str, TransformerConfig] = types.MappingProxyType(
   {
     "nano": nano(),
     "nano-draft": nano_draft(),
     "nano-10m": nano_10m(),
     "nano-gpu": nano_gpu(),
+    "nano-moe": nano_moe(),
     **{name: size for family in families.FAMILIES for name, size in family.sizes.items()},
   }
 )
