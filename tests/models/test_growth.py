@@ -12,8 +12,10 @@ import pytest
 import tiny_model
 
 from seerjax import numerics as numerics_lib
+from seerjax.layer_kinds import Experts
 from seerjax.models import growth, parameters
 from seerjax.ops import rotary
+from seerjax.ops.routing import RoutingConfig
 
 # Odd wherever a size may be: 3 features of a value, no power of two, heads that share keys.
 SMALL = tiny_model.SMALLEST.changed(
@@ -176,3 +178,39 @@ def test_a_model_that_only_tiles_compute_does_not_grow():
     NotImplementedError, match="growth: layer 0 has window=7, expected a model wi"
   ):
     growth.check(small, small)
+
+
+def with_experts(num_experts: int, expert_size: int, num_chosen: int):
+  """Returns SMALL with experts, whose MLP has 10 units."""
+  routing = RoutingConfig(num_experts=num_experts, num_chosen=num_chosen, is_renormalised=True)
+  return SMALL.changed(feed_forward=Experts(routing=routing, expert_size=expert_size))
+
+
+@pytest.mark.parametrize(("num_experts", "size"), [(5, 2), (4, 5)])
+def test_experts_that_are_all_chosen_alike_compute_the_dense_mlp(num_experts, size):
+  """Two copies of two halves, or five parts: with equal weights the sum is the dense output."""
+  large = with_experts(num_experts, size, num_experts)
+  params = weights(SMALL)
+  grown = growth.upcycle(params, SMALL, large)
+  assert jax.tree.map(jnp.shape, grown) == jax.tree.map(
+    lambda leaf: leaf.shape, parameters.shapes(large, 1)
+  )
+  alike = [{**layer, "router": jnp.zeros_like(layer["router"])} for layer in grown["layers"]]
+  expected = logits(params, SMALL)
+  np.testing.assert_allclose(logits({**grown, "layers": alike}, large), expected, atol=1e-4)
+  # The drawn routers do not weigh experts alike.
+  assert np.abs(logits(grown, large) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+  ("large", "message"),
+  [
+    (with_experts(4, 3, 2), r"got 4 experts of 3 units and a shared MLP of 0, expected"),
+    (with_experts(3, 5, 2), r"got 3 experts of 5 units"),
+    (with_experts(2, 5, 2).changed(num_heads=4), "expected the shape .* with experts"),
+    (LARGE, "in every layer; change its feed_forward alone"),
+  ],
+)  # fmt: skip
+def test_parts_that_do_not_cover_the_mlp_are_refused(large, message):
+  with pytest.raises(ValueError, match=message):
+    growth.upcycle(weights(SMALL), SMALL, large)
