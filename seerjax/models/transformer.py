@@ -15,6 +15,7 @@ layer's pages are ever sliced out. Layers of different shapes are always unrolle
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
 from typing import Any, Literal
 
@@ -95,19 +96,18 @@ def forward(
 def watched(
   params: Params,
   batch: TokenBatch,
-  pages: kv_layout.ScratchPages,
+  pages: kv_layout.Pages | kv_layout.ScratchPages,
   *,
   decoder: Decoder,
   remat: Remat = "none",
   watch: experts.Watch | None = None,
-) -> tuple[Float[Array, "n d"], tuple[Any, ...]]:
-  """Works like `forward` on scratch pages, and lets `watch` see the choices of experts.
+) -> tuple[Float[Array, "n d"], kv_layout.Pages, tuple[Any, ...]]:
+  """Works like `forward`, and lets `watch` see the choices of experts.
 
   Returns:
-    (hidden rows f[n, d] before the final norm, what `watch` keeps of each layer with experts).
+    (hidden rows and pages as `forward`, what `watch` keeps of each layer with experts).
   """
-  x, _, kept = _run(params, batch, pages, decoder, remat, watch=watch)
-  return x, kept
+  return _run(params, batch, pages, decoder, remat, watch=watch)
 
 
 def _run(
@@ -192,11 +192,10 @@ def _run(
     x = embedding.scaled(x, config.embedding_scale, batch.num_rows, backend)
   if not (is_scratch or config.shares_kv_shape):
     params = parameters.unstacked(params)  # Each layer has pages of its own shape.
-  kept = ()
   if is_scratch:
     (x, kept), pages = _with_scratch(decoder, remat, pages, layer, x, params), ()
   elif is_pool:
-    x, pages = _with_pool(decoder, layer, x, params, pages[0])
+    x, pages, kept = _with_pool(decoder, layer, x, params, pages[0])
   elif parameters.is_stacked(params):
     raise ValueError(
       f"forward: got stacked layers and a pair of pages for each of {len(pages)}, expected one pool"
@@ -204,12 +203,13 @@ def _run(
     )
   else:
     run_layer = layer if remat == "none" else again
-    new_pages = []
+    new_pages, kept = [], []
     for index, (weights, own) in enumerate(zip(params["layers"], pages, strict=True)):
-      x, own, _ = run_layer(x, weights, own, index, index)
+      x, own, seen = run_layer(x, weights, own, index, index)
       new_pages.append(own)
+      kept.append(seen)
     pages = tuple(new_pages)
-  return x[:num_rows], pages, kept
+  return x[:num_rows], pages, tuple(own for own in kept if jax.tree.leaves(own))
 
 
 def _computed_again(layer: Any, remat: Remat) -> Any:
@@ -250,8 +250,8 @@ def _with_scratch(
   layer: Any,
   x: Array,
   params: Params,
-) -> tuple[Array, tuple[Any, ...]]:
-  """Runs `layer` once per layer, each time on fresh pages; also returns what was watched."""
+) -> tuple[Array, Sequence[Any]]:
+  """Runs `layer` once per layer, each time on fresh pages; also returns what each layer keeps."""
   kv_layout.check_page_size(pages.page_size, decoder.numerics)
   tensor_parallel_size = 1 if decoder.axis is None else lax.axis_size(decoder.axis)
   dtype, period = decoder.numerics.dtype, decoder.shape.period
@@ -281,14 +281,18 @@ def _with_scratch(
       return x, kept
 
     x, kept = lax.scan(turn, x, _by_period(params["layers"], period))
-    num_turns = decoder.shape.num_layers // period
-    turns = [jax.tree.map(lambda leaf, i=i: leaf[i], kept) for i in range(num_turns)]
-    return x, tuple(own for turn in turns for own in turn if jax.tree.leaves(own))
+    return x, _by_layer(kept, decoder.shape.num_layers // period)
   kept = []
   for place, weights in enumerate(params["layers"]):
     x, own = run(x, weights, place)
     kept.append(own)
-  return x, tuple(own for own in kept if jax.tree.leaves(own))
+  return x, kept
+
+
+def _by_layer(kept: list[Any], num_turns: int) -> list[Any]:
+  """Returns what each layer keeps, from what the turns of a loop stacked for each place."""
+  turns = [jax.tree.map(lambda leaf, i=i: leaf[i], kept) for i in range(num_turns)]
+  return [own for turn in turns for own in turn]
 
 
 def _by_period(stacked: Params, period: int) -> Params:
@@ -309,8 +313,11 @@ def _with_pool(
   x: Array,
   params: Params,
   pool: kv_layout.LayerPages,
-) -> tuple[Array, kv_layout.Pages]:
-  """Runs `layer` once per layer on one pool of pages f[k, m, l, ...], updated in place."""
+) -> tuple[Array, kv_layout.Pages, Sequence[Any]]:
+  """Runs `layer` once per layer on one pool of pages f[k, m, l, ...], updated in place.
+
+  Also returns what each layer keeps.
+  """
   shapes = [leaf.shape for leaf in pool]
   count, num_layers, period = shapes[0][2], decoder.shape.num_layers, decoder.shape.period
   assert count == num_layers, f"got pages of {count} layers of {num_layers}"
@@ -323,27 +330,31 @@ def _with_pool(
     names += [name for name in EXPERTS if name in layers]
     rest = {name: leaf for name, leaf in layers.items() if name not in names}
 
-    def body(carry: Any, turn: Any) -> tuple[Any, None]:
-      weights, number = turn
+    def body(carry: Any, turn: Any) -> tuple[Any, list[Any]]:
+      (weights, number), kept = turn, []
       for place in range(period):
         index = number if period == 1 else number * period + place
         slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
         own_weights = _of_place(weights, place, period) | slabs
-        carry = layer(carry[0], own_weights, carry[1], index, place)[:2]
-      return carry, None
+        *carry, seen = layer(carry[0], own_weights, carry[1], index, place)
+        kept.append(seen)
+      return tuple(carry), kept
 
     numbers = jnp.arange(num_layers // period, dtype=jnp.int32)
-    (x, own), _ = lax.scan(body, (x, own), (_by_period(rest, period), numbers))
+    (x, own), kept = lax.scan(body, (x, own), (_by_period(rest, period), numbers))
+    kept = _by_layer(kept, num_layers // period)
   else:
+    kept = []
     for index, weights in enumerate(params["layers"]):
-      x, own, _ = layer(x, weights, own, index, index)
+      x, own, seen = layer(x, weights, own, index, index)
+      kept.append(seen)
   pool = tuple(leaf.reshape(shape) for leaf, shape in zip(own, shapes, strict=True))
   x = _without_gradient(
     x,
     "pages that all layers share, expected one through ScratchPages (each layer would have kept all"
     " pages); pass ScratchPages",
   )
-  return x, (pool,)
+  return x, (pool,), kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -403,7 +403,7 @@ class Trainer:
       pages = kv_layout.ScratchPages(self.num_pages, self.page_size)
       watch = routes_lib.watch_of(batch.loss_mask)
       decoder = self.decoder
-      return transformer.watched(params, batch.tokens, pages, decoder=decoder, watch=watch)[1]
+      return transformer.watched(params, batch.tokens, pages, decoder=decoder, watch=watch)[2]
 
     return self._forward_program(one)
 
@@ -747,7 +747,9 @@ def watched_score(
   """Works like `score`, and also returns what `watch` keeps of each layer with experts."""
   rows = batch.tokens
   pages = kv_layout.ScratchPages(num_pages, page_size)
-  hidden, kept = transformer.watched(params, rows, pages, decoder=decoder, remat=remat, watch=watch)
+  hidden, _, kept = transformer.watched(
+    params, rows, pages, decoder=decoder, remat=remat, watch=watch
+  )
   tokens, scores = head.sample_and_score(
     params,
     hidden,
