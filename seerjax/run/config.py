@@ -329,6 +329,14 @@ def for_model(
       "OptimizerConfig.freezes_routers: got True for a model without experts, expected False; leave"
       " it out, or take a model with experts."
     )
+  if optimizer.router_bias_speed:
+    has_bias = any(rule.has_correction_bias for rule in model.routings.values())
+    if config.lora_rank or not has_bias:
+      why = f"lora_rank={config.lora_rank}" if has_bias else "a model without correction biases"
+      raise ValueError(
+        f"OptimizerConfig.router_bias_speed: got {optimizer.router_bias_speed:g} and {why},"
+        " expected 0, as no correction bias is trained; leave it out."
+      )
   if not optimizer.learning_rate:
     rate = learning_rates.usual(learning_rates.num_parameters(model), is_lora=config.lora_rank > 0)
     optimizer = dataclasses.replace(optimizer, learning_rate=rate)

@@ -76,6 +76,7 @@ def make_programs(
     config.engine.page_size,
     config.trainer.remat,
     loss,
+    moves_router_biases=optimizer is None and config.optimizer.router_bias_speed > 0,
   )
   runner = runner_lib.Runner(decoder, sampling, len(config.engine.batch_size_buckets))
   made_for = (

@@ -9,7 +9,8 @@ rounded to multiples of 2^-30 and 2^-27, and summed as three digits of ten bits 
 With f_e the share of choices that expert e got, and P_e its mean probability, the load-balancing
 loss of a layer with E experts is E sum_e f_e P_e: 1 if all are used alike, at most E.
 
-Source: Fedus et al. 2021 (Switch Transformers), https://arxiv.org/abs/2101.03961.
+Sources: Fedus et al. 2021 (Switch Transformers), https://arxiv.org/abs/2101.03961; Wang et al. 2024
+(moving the biases), https://arxiv.org/abs/2408.15664.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from seerjax import parallel
 from seerjax.array_typing import Array
 from seerjax.backends.protocol import Backend
 from seerjax.models import experts
@@ -32,6 +34,7 @@ DIGIT_BITS, NUM_DIGITS = 10, 3
 # Bits behind the point: probabilities are at most 1, and entropies below 8 nats (2,980 experts).
 PROBABILITY_BITS, ENTROPY_BITS = 30, 27
 MOST_ROWS = 2**20
+BIAS = "router_correction_bias"
 # Metrics of `summarise`, or how their names begin.
 METRICS = (
   "dead_experts",
@@ -115,6 +118,32 @@ def balance_loss(routes: Routes, num_tokens: int) -> float:
   shares = routes.counts / np.maximum(np.sum(routes.counts), 1)
   means = value_of(routes.probabilities, PROBABILITY_BITS) / max(num_tokens, 1)
   return float(len(shares) * np.dot(shares, means))
+
+
+def directions(counts: np.ndarray) -> np.ndarray:
+  """Returns f32[E]: 1 for experts with more tokens than the mean, -1 with fewer, else 0."""
+  return np.sign(len(counts) * counts - np.sum(counts)).astype(np.float32)
+
+
+def with_directions(gradient: Any, of_layers: dict[int, Routes]) -> Any:
+  """Returns a gradient with `directions` at the correction biases, layers listed or stacked."""
+
+  def put(leaf: Array, own: np.ndarray) -> Array:
+    place = leaf.sharding
+    is_spread = isinstance(place, jax.sharding.NamedSharding)
+    return parallel.put(own, place) if is_spread else jax.device_put(own, place)
+
+  layers = gradient["layers"]
+  if isinstance(layers, dict):
+    own = np.stack([directions(one.counts) for one in of_layers.values()])
+    return {**gradient, "layers": {**layers, BIAS: put(layers[BIAS], own)}}
+  changed = [
+    {**layer, BIAS: put(layer[BIAS], directions(of_layers[index].counts))}
+    if BIAS in layer
+    else layer
+    for index, layer in enumerate(layers)
+  ]
+  return {**gradient, "layers": changed}
 
 
 def summarise(of_layers: dict[int, Routes], num_tokens: int) -> dict[str, Any]:

@@ -69,6 +69,8 @@ class OptimizerConfig:
     max_gradient_norm: global norm above which the gradient is scaled down.
     freezes_routers: whether the routers of a model with experts keep their weights. Their gradient
       still counts in the norm.
+    router_bias_speed: how far each update moves the correction bias of a router: down for experts
+      with more tokens than the mean, up for those with fewer (DeepSeek-V3). 0 keeps the biases.
   """
 
   learning_rate: float = 0.0
@@ -78,6 +80,7 @@ class OptimizerConfig:
   weight_decay: float = 0.0
   max_gradient_norm: float = 1.0
   freezes_routers: bool = False
+  router_bias_speed: float = 0.0
 
   def __post_init__(self):
     fields.check(
@@ -93,13 +96,21 @@ class OptimizerConfig:
       b2=fields.Rule("0 <= b2 < 1", lambda value: 0 <= value < 1, "0.95 is usual"),
       weight_decay=fields.at_least(0, "0 is off"),
       max_gradient_norm=fields.positive("1.0 is usual, inf never clips"),
+      router_bias_speed=fields.at_least(0, "0.001 is usual, 0 is off"),
     )
+    if self.freezes_routers and self.router_bias_speed:
+      raise ValueError(
+        f"OptimizerConfig.router_bias_speed: got {self.router_bias_speed:g} with"
+        " freezes_routers=True, expected 0, as a frozen router keeps its bias; set one of them."
+      )
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
   """Returns the optax chain: clipping, Adam, weight decay, learning rate.
 
-  A router's correction bias stays as it is: it has no gradient, and decay would move it.
+  A router's correction bias has no gradient, and decay would move it: it stays as it is, or with
+  `router_bias_speed` moves against its entry in the gradient, which `Trainer.moves_router_biases`
+  makes -1, 0 or 1.
 
   Raises:
     ValueError: if the learning rate is 0, which only a run can replace.
@@ -121,28 +132,42 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
       optax.adamw(learning_rate, config.b1, config.b2, weight_decay=config.weight_decay),
     ),
     parameters.ROUTERS if config.freezes_routers else parameters.FLOAT32,
+    config.router_bias_speed,
   )
 
 
 def keeping(
-  optimizer: optax.GradientTransformation, names: Collection[str]
+  optimizer: optax.GradientTransformation, names: Collection[str], bias_speed: float = 0.0
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the optimiser, except that weights with one of the names keep their bits.
 
-  Its state is that of `optimizer`, so checkpoints of both have the same leaves.
+  With `bias_speed`, correction biases move by the negative of it times their gradient. The state is
+  that of `optimizer`, so checkpoints of both have the same leaves.
   """
   optimizer = optax.with_extra_args_support(optimizer)
 
   def update(
     updates: Any, state: Any, params: Any = None, **others: Any
   ) -> tuple[Any, optax.OptState]:
-    is_kept = parameters.are_named(updates, names)
-    updates, state = optimizer.update(updates, state, params, **others)
-    # Adding -0 keeps the bits of every number, where 0 would turn -0 into 0.
-    stay = lambda leaf, is_kept: jnp.full_like(leaf, -0.0) if is_kept else leaf
-    return jax.tree.map(stay, updates, is_kept), state
+    given, is_kept = updates, parameters.are_named(updates, names)
+    is_moved = parameters.are_named(updates, parameters.FLOAT32 if bias_speed else ())
+    updates, state = optimizer.update(_without(given, is_moved), state, params, **others)
+
+    def chosen(leaf: Any, own: Any, is_kept: bool, is_moved: bool) -> Array:
+      if is_moved:
+        return -bias_speed * own
+      # Adding -0 keeps the bits of every number, where 0 would turn -0 into 0.
+      return jnp.full_like(leaf, -0.0) if is_kept else leaf
+
+    return jax.tree.map(chosen, updates, given, is_kept, is_moved), state
 
   return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _without(gradient: Any, is_left_out: Any) -> Any:
+  """Returns the gradient with zeros where a tree of bools says so."""
+  zero = lambda leaf, is_out: jnp.zeros_like(leaf) if is_out else leaf
+  return jax.tree.map(zero, gradient, is_left_out)
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
@@ -254,6 +279,9 @@ class Trainer:
     remat: activations kept for the backward pass ("none" recomputes nothing); see
       `transformer.forward`.
     policy_loss: loss of one micro-batch, like `losses.policy_loss`.
+    moves_router_biases: whether the gradient has, at the correction bias of each expert, 1 if the
+      batch gave it more tokens than the mean, and -1 if fewer, for an optimiser with
+      `OptimizerConfig.router_bias_speed`. The norm leaves these numbers out.
   """
 
   decoder: Decoder
@@ -264,6 +292,7 @@ class Trainer:
   page_size: int
   remat: transformer.Remat = "none"
   policy_loss: PolicyLoss = losses.policy_loss
+  moves_router_biases: bool = False
 
   def __post_init__(self):
     fields.check(self)
@@ -497,7 +526,10 @@ class Trainer:
     def update(state: TrainState, gradient: Any, of_params: Any = None):
       mesh = None if of_params is None else self.mesh
       gradient = parameters.unstacked(gradient)
-      norm = shards_lib.norm(gradient, of_params, mesh)
+      is_direction = parameters.are_named(
+        gradient, parameters.FLOAT32 if self.moves_router_biases else ()
+      )
+      norm = shards_lib.norm(_without(gradient, is_direction), of_params, mesh)
 
       def applied(gradient: Any, state: TrainState, norm: Array) -> Any:
         updates, opt_state = optimizer.update(
@@ -606,10 +638,14 @@ class Trainer:
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
     summary = {name: jnp.asarray(value) for name, value in losses.summarise(loss_metrics).items()}
     summary["loss"] = parallel.tree_sum_list([jnp.asarray(value) for value in values])
+    gradient = total.total()
     if self.decoder.shape.routings:
-      summary |= routes_lib.summarise(self._by_layer(routes), int(np.sum(batch.loss_mask)))
+      of_layers = self._by_layer(routes)
+      summary |= routes_lib.summarise(of_layers, int(np.sum(batch.loss_mask)))
+      if self.moves_router_biases:
+        gradient = routes_lib.with_directions(gradient, of_layers)
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *scores)
-    return total.total(), summary, stacked
+    return gradient, summary, stacked
 
   def plan(
     self, params: parameters.Params, layout: packing.Layout, num_micro_batches: int

@@ -18,7 +18,7 @@ from seerjax.models import parameters, weights
 from seerjax.models.decoder import decide
 from seerjax.ops.routing import RoutingConfig
 from seerjax.run import config as run_config
-from seerjax.trainer import shards, step
+from seerjax.trainer import routes, shards, step
 
 NUMERICS = dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1, expert_tile=2)
 ROUTING = RoutingConfig(num_experts=5, num_chosen=2, scoring="sigmoid", has_correction_bias=True)
@@ -109,14 +109,53 @@ def test_frozen_routers_keep_their_bits_and_all_others_move_as_before():
   assert count == 2
 
 
-def decided(model, **changes):
-  config = run_config.RunConfig(optimizer=step.OptimizerConfig(**changes)).shared
+def test_directions_are_those_of_counts_from_their_mean():
+  found = routes.directions(np.asarray([5, 3, 3, 1]))
+  assert found.tolist() == [1, 0, 0, -1] and found.dtype == np.float32
+  assert routes.directions(np.asarray([2**40, 2**40 + 1])).tolist() == [-1, 1]
+
+
+@pytest.mark.standard_promotion
+def test_a_correction_bias_moves_against_the_tokens_of_its_experts():
+  config = step.OptimizerConfig(learning_rate=0.02, weight_decay=0.1, router_bias_speed=0.125)
+  trainer = dataclasses.replace(
+    trainers.make(
+      optimizer=step.make_optimizer(config),
+      decoder=decide(MODEL, NUMERICS),
+      page_size=8,
+      rows_per_micro_batch=16,
+    ),
+    moves_router_biases=True,
+  )
+  first = master(5 * [0.5])
+  counts = routes.Routes(np.asarray([4, 0, 2, 2, 2]), None, None)
+  gradient = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.25), first)
+  gradient = routes.with_directions(gradient, {1: counts})
+  state, norms = trainer.update(trainer.init(first), gradient)
+  assert state.params["layers"][1][BIAS].tolist() == [0.375, 0.625, 0.5, 0.5, 0.5]
+  # Neither the norm nor the moments see the directions.
+  others = sum(leaf.size for leaf in jax.tree.leaves(first)) - 5
+  np.testing.assert_allclose(norms["grad_norm"], 0.25 * others**0.5, rtol=1e-5)
+  mean = state.opt_state[1][0].mu["layers"][1]
+  assert not np.any(mean[BIAS]) and np.all(mean["router"])
+
+
+def decided(model, lora_rank=0, **changes):
+  optimizer = step.OptimizerConfig(**changes)
+  config = run_config.RunConfig(optimizer=optimizer, lora_rank=lora_rank).shared
   return lambda: run_config.for_model(dataclasses.replace(config, max_tokens=8), model)
 
 
 @refusals.table(
   (decided(tiny_model.SMALLEST, freezes_routers=True),
    "OptimizerConfig.freezes_routers: got True for a model without experts, expected False; leave"),
+  (decided(tiny_model.SMALLEST, router_bias_speed=0.001),
+   "OptimizerConfig.router_bias_speed: got 0.001 and a model without correction biases, expected",
+   "leave it out"),
+  (decided(MODEL, lora_rank=2, router_bias_speed=0.001),
+   "router_bias_speed: got 0.001 and lora_rank=2, expected 0, as no correction bias is trained"),
+  (lambda: step.OptimizerConfig(freezes_routers=True, router_bias_speed=0.001),
+   "OptimizerConfig.router_bias_speed: got 0.001 with freezes_routers=True, expected 0, as a"),
   (lambda: trainers.make(
      decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16
    ).init(master([0, 0, np.nan, 0, 0])),
