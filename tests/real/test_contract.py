@@ -24,6 +24,8 @@ DTYPES = ("float32", "bfloat16")
 OF_A_BLOCK = drawn_models.OF_A_MACHINE  # Schedules, which share an engine's programs.
 BLOCKS = 12  # In both dtypes, on one instance and on two.
 ANOTHER_PROCESS, TWIN, DAILY = ((BLOCKS + place) * OF_A_BLOCK for place in range(3))
+GEMMA_BLOCKS = (BLOCKS + 3, BLOCKS + 4)  # On two instances and on one.
+GEMMA_WINDOW = 20  # Of the cases' 48 positions; the published window of 512 would hide none.
 SHORT_CHUNK = 2
 EVENTS = (
   "chunks",
@@ -39,10 +41,8 @@ EVENTS = (
 )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, tell_events):
-  model = drawn_models.pretrained(str(smollm2), DTYPES[block // 2 % 2])
+def run_block(model, block, seed, tell_events):
+  """Runs a block's schedules, and further ones until each kind of event occurred."""
   events = collections.Counter()
   names = EVENTS + (("several instances", "pages migrated") if block % 2 else ())
   for place in range(4 * OF_A_BLOCK):
@@ -54,6 +54,29 @@ def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, t
     model_cases.run_case(drawn_models.draw_of(model, seed, number), events)
   assert events["cases"] >= OF_A_BLOCK
   tell_events(f"block {block}", events, names)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_schedule_changes_a_bit_of_a_pretrained_model(block, smollm2, seed, tell_events):
+  model = drawn_models.pretrained(str(smollm2), DTYPES[block // 2 % 2])
+  run_block(model, block, seed, tell_events)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "block"), zip(DTYPES, GEMMA_BLOCKS, strict=True))
+def test_no_schedule_changes_a_bit_of_windowed_layers(dtype, block, gemma3, seed, tell_events):
+  run_block(windowed(str(gemma3), dtype), block, seed, tell_events)
+
+
+def windowed(directory: str, dtype: str) -> drawn_models.Model:
+  """Returns Gemma 3 with shorter windows, which reach every case; its weights are the published."""
+  model = drawn_models.pretrained(directory, dtype, "tiled")
+  layers = tuple(
+    layer if layer.attention.window is None else layer.changed(window=GEMMA_WINDOW)
+    for layer in model.config.layers
+  )
+  return dataclasses.replace(model, config=model.config.changed(layers=layers))
 
 
 @pytest.mark.real
