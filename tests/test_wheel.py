@@ -58,7 +58,7 @@ def test_the_wheel_holds_every_module_and_the_type_marks(wheel_names, source):
 
 
 def test_the_wheel_holds_the_models(wheel_names, source):
-  for name in ("nano", "nano_draft", "nano_sleep"):
+  for name in ("nano", "nano_draft", "nano_moe", "nano_sleep"):
     files = [p for p in (source / "seerjax" / "models" / name).rglob("*") if p.is_file()]
     expected = {p.relative_to(source).as_posix() for p in files}
     assert expected and expected <= wheel_names

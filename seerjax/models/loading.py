@@ -23,8 +23,11 @@ from seerjax.models import (
 # The models in the package: nano, its draft model, and a model trained for sleep-time compute.
 NANO = pathlib.Path(__file__).parent / "nano"
 NANO_DRAFT = pathlib.Path(__file__).parent / "nano_draft"
+NANO_MOE = pathlib.Path(__file__).parent / "nano_moe"
 NANO_SLEEP = pathlib.Path(__file__).parent / "nano_sleep"
-SHIPPED = types.MappingProxyType({"nano": NANO, "nano-draft": NANO_DRAFT, "nano-sleep": NANO_SLEEP})
+SHIPPED = types.MappingProxyType(
+  {"nano": NANO, "nano-draft": NANO_DRAFT, "nano-moe": NANO_MOE, "nano-sleep": NANO_SLEEP}
+)
 
 # Our shapes without shipped weights, with the arguments of the command that trains them.
 RECIPES = types.MappingProxyType(
@@ -101,9 +104,9 @@ def load_model(
   """Returns a model with its weights, tokenizer and numerics.
 
   Args:
-    name_or_path: "nano" or "nano-sleep" (in the package), a Hugging Face directory, a GGUF file
-      (the first one if there are several), or a Hub id such as "Qwen/Qwen3-0.6B", which is
-      downloaded into the Hub's cache.
+    name_or_path: "nano", "nano-moe" or "nano-sleep" (in the package), a Hugging Face directory, a
+      GGUF file (the first one if there are several), or a Hub id such as "Qwen/Qwen3-0.6B", which
+      is downloaded into the Hub's cache.
     numerics: the numerics configuration; None is float32 with the backend for this machine
       ("auto") and the largest number of slabs that the model allows.
     family: "my_module:FAMILY" for a directory of a family outside this package
