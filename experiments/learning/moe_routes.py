@@ -123,7 +123,7 @@ def whole_routes(params: parameters.Params, tokens: np.ndarray, decoder: Decoder
   return np.concatenate(parts, axis=1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def _whole_program(decoder: Decoder, pages: kv_layout.ScratchPages) -> Any:
   def run(params: parameters.Params, batch: TokenBatch) -> jax.Array:
     return jnp.stack(transformer.watched(params, batch, pages, decoder=decoder, watch=_ids)[2])
@@ -159,7 +159,7 @@ def decoded_routes(params: parameters.Params, tokens: np.ndarray, decoder: Decod
   return np.stack(parts, axis=2)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4)
 def _step_program(decoder: Decoder) -> Any:
   def run(
     params: parameters.Params, pages: kv_layout.Pages, batch: TokenBatch

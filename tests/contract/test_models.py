@@ -31,7 +31,10 @@ from seerjax.models.decoder import decide
 
 BLOCKS = 26  # Models of the long run.
 # First number of fresh cases, beyond the long run's.
-FRESH, ENVIRONMENT, TWINS, RULES = ((BLOCKS + place) * OF_A_MODEL for place in range(4))
+FRESH, ENVIRONMENT, TWINS, RULES, EXPERTS, KINDS = (
+  (BLOCKS + place) * OF_A_MODEL for place in range(6)
+)
+KIND_BLOCKS = 60  # Models of layer kinds drawn at random, in the long run.
 
 
 @pytest.mark.few(1)
@@ -54,6 +57,33 @@ def test_no_model_with_windows_and_sinks_changes_a_bit(seed, tell_events):
     model_cases.run_case(case, events, trains=case is cases[0])
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   tell_events("a fresh model with windows", events, expected)
+
+
+@pytest.mark.thorough
+def test_no_model_with_experts_changes_a_bit(seed, tell_events):
+  events = collections.Counter()
+  numbers = range(EXPERTS, EXPERTS + OF_A_MACHINE)
+  cases = [drawn_models.with_experts(drawn_models.draw(seed, number)) for number in numbers]
+  for case in cases:
+    model_cases.run_case(case, events, trains=case is cases[0])
+  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  tell_events("a fresh model with experts", events, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(KIND_BLOCKS))
+def test_no_model_of_drawn_kinds_changes_a_bit(block, seed, tell_events):
+  """Windows, sinks, caps, experts and shared MLPs together, eight schedules a model."""
+  events = collections.Counter()
+  first = KINDS + OF_A_MODEL * block
+  cases = [
+    drawn_models.with_rules(drawn_models.with_experts(drawn_models.draw(seed, first + place)))
+    for place in range(8)
+  ]
+  for case in cases:
+    model_cases.run_case(case, events)
+  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  tell_events(f"kinds, block {block}", events, expected)
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from seerjax.backends import layer_support
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.engine.engine import EngineConfig
 from seerjax.kv import page_moves
-from seerjax.layer_kinds import Gated, Grouped, LayerConfig
+from seerjax.layer_kinds import Experts, Gated, Grouped, LayerConfig
 from seerjax.models import (
   config as model_config,
   families,
@@ -36,6 +36,7 @@ from seerjax.models import (
 )
 from seerjax.models.decoder import decide
 from seerjax.ops import rotary
+from seerjax.ops.routing import RoutingConfig
 from seerjax.tasks import word_problems
 from seerjax.types import Completion, Request, SamplingParams
 
@@ -74,12 +75,13 @@ class Model:
 
   def __str__(self) -> str:
     c, n = self.config, self.numerics
-    kind, inner = c.layers[0].attention, c.layers[0].feed_forward.intermediate_size
+    kind = c.layers[0].attention
+    parts = ", ".join(str(part) for part in dict.fromkeys(one.feed_forward for one in c.layers))
     scaling = "" if kind.rotary.scaling == "none" else f", {kind.rotary.scaling}"
     adapter = f", rank {self.rank} alpha {self.alpha} on {self.targets}" if self.rank else ""
     return (
-      f"{family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, MLP"
-      f" {inner}, {c.num_layers} layer(s), {kind.num_heads}/{kind.num_kv_heads} heads of"
+      f"{family_of(c)} of vocabulary {c.vocab_size}, hidden {c.hidden_size}, {parts}"
+      f", {c.num_layers} layer(s), {kind.num_heads}/{kind.num_kv_heads} heads of"
       f" {kind.head_dim}{scaling}, {'tied' if c.is_tied else 'with a head'}, deviation"
       f" {self.deviation}, weights {self.directory or self.weights_seed}{adapter};"
       f" {n.backend} {n.compute_dtype}, tiles"
@@ -168,6 +170,54 @@ class Case:
 def family_of(config: model_config.TransformerConfig) -> str:
   """Returns the family of a model, or what of it no family of ours has."""
   return layer_support.only_tiled(config) or families.of(config).model_type
+
+
+def has_experts(config: model_config.TransformerConfig) -> bool:
+  """Returns whether a layer of a model has experts."""
+  return any(isinstance(layer.feed_forward, Experts) for layer in config.layers)
+
+
+def with_experts(case: Case) -> Case:
+  """Returns the case with experts in some of its model's layers, one kind drawn per model.
+
+  The first layer stays dense in half of the models with several layers.
+  """
+  rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 7))
+  model, config = case.model, case.model.config
+  slabs = model.numerics.reduction_shards
+  num_experts = slabs * _pick(rng, *(count for count in (1, 2, 3, 6) if slabs * count > 2), 8)
+  scoring = _pick(rng, "softmax", "softmax", "softmax_of_chosen", "sigmoid")
+  num_groups = _pick(rng, *(g for g in (1, 1, 2, 4) if num_experts % g == 0 and num_experts > g))
+  num_chosen = int(rng.integers(1, min(5, num_experts) + 1))
+  least = -(-num_chosen * num_groups // num_experts)
+  kind = Experts(
+    routing=RoutingConfig(
+      num_experts=num_experts,
+      num_chosen=num_chosen,
+      scoring=scoring,
+      is_renormalised=scoring != "softmax_of_chosen" and rng.random() < 0.5,
+      num_groups=num_groups,
+      num_chosen_groups=int(rng.integers(least, num_groups + 1)),
+      scale=_pick(rng, 1.0, 2.5),
+      has_bias=rng.random() < 0.3,
+      has_correction_bias=scoring == "sigmoid" and rng.random() < 0.7,
+    ),
+    expert_size=int(rng.integers(1, 33)),
+    shared_size=_pick(rng, 0, 0, slabs * int(rng.integers(1, 9))),
+  )
+  first = int(config.num_layers > 1 and rng.random() < 0.5)
+  layers = tuple(
+    layer.changed(feed_forward=kind) if index >= first else layer
+    for index, layer in enumerate(config.layers)
+  )
+  model = dataclasses.replace(
+    model,
+    config=dataclasses.replace(config, layers=layers),
+    numerics=dataclasses.replace(model.numerics, expert_tile=_pick(rng, 0, 2, 3, 8)),
+    # Layers with experts have no MLP for adapters.
+    targets=tuple(name for name in model.targets if name not in lora.MLP_TARGETS) or ("qkv",),
+  )
+  return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 
 
 def with_rules(case: Case) -> Case:
@@ -490,6 +540,11 @@ def draw_sampling(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
   )
 
 
+def has_ties(model: Model) -> bool:
+  """Returns whether the first two experts of each layer have equal scores in all rows."""
+  return has_experts(model.config) and model.weights_seed % 3 == 0
+
+
 @functools.lru_cache(maxsize=4)
 def params_of(model: Model) -> parameters.Params:
   """Returns weights in the compute dtype, with an adapter with a nonzero B."""
@@ -500,6 +555,8 @@ def params_of(model: Model) -> parameters.Params:
 
   def leaf(path, shape):
     noise = model.deviation * rng.standard_normal(shape.shape)
+    if path[-1].key.startswith("router") and has_ties(model):
+      noise[..., 1] = noise[..., 0]
     return jnp.asarray((noise + (has_ones and "norm" in path[-1].key)).astype(np.float32))
 
   layout = parameters.shapes(model.config, model.numerics.reduction_shards)

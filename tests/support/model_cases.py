@@ -26,10 +26,12 @@ import numpy as np
 import tiny_model
 import trainers
 
+from experiments.learning import moe_routes
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.kv.disk_store import DiskStore
 from seerjax.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
+from seerjax.layer_kinds import Experts
 from seerjax.models.decoder import decide
 from seerjax.ops import sampling as sampling_lib
 from seerjax.speculation import suffix_drafter, suffix_tree
@@ -38,6 +40,7 @@ from seerjax.types import Completion, Request, Rollout
 
 MAX_STEPS = 3000
 MAX_DISTURBED = 1000
+MOST_REQUESTS = 16  # Of a case; whole passes of eight sequences.
 MAX_IDLE = 100  # Consecutive steps without a new token.
 EVENTS = (
   "chunks",
@@ -291,6 +294,8 @@ def run_case(
           differing.append(f"{request}: got {found[name]}, expected {wanted}")
         count_request(request, events)
       assert not differing, f"{len(differing)} of {len(found)} requests differ: {differing[0]}"
+      if drawn_models.has_experts(case.model.config):
+        _count_routes(case.model, schedule.requests, found, events)
       if trains:
         _compare_with_trainer(case, schedule.requests, found, events)
     except Exception as error:
@@ -326,6 +331,40 @@ def count_request(request: Request, events: collections.Counter[str]) -> None:
   events["biased"] += bool(sampling.logit_bias)
   events["grammars"] += bool(sampling.allowed_token_ranges)
   events["penalised"] += sampling.has_penalties
+
+
+EXPERT_EVENTS = ("experts with no row", "experts with one row", "experts with all rows")
+
+
+def _count_routes(
+  model: Model,
+  requests: dict[str, Request],
+  found: dict[str, Completion],
+  events: collections.Counter[str],
+) -> None:
+  """Counts experts by how many tokens of a request chose them, and choices between equals."""
+  whole = [(*one.prompt, *found[name].tokens) for name, one in requests.items()]
+  tokens = np.zeros((MOST_REQUESTS, drawn_models.MAX_TOKENS), np.int32)
+  for place, one in enumerate(whole):
+    tokens[place, : len(one)] = one
+  ids = moe_routes.whole_routes(
+    drawn_models.params_of(model), tokens, decide(model.config, model.numerics)
+  )
+  num_experts = next(
+    layer.feed_forward.routing.num_experts
+    for layer in model.config.layers
+    if isinstance(layer.feed_forward, Experts)
+  )
+  for layer in ids:
+    for place, one in enumerate(whole):
+      counts = np.bincount(layer[place, : len(one)].ravel(), minlength=num_experts)
+      events["experts with no row"] += int((counts == 0).sum())
+      events["experts with one row"] += int((counts == 1).sum())
+      events["experts with all rows"] += int((counts == len(one)).sum())
+      if drawn_models.has_ties(model):
+        has = [(layer[place, : len(one)] == expert).any(axis=-1) for expert in (0, 1)]
+        events["choices between equals"] += int((has[0] != has[1]).sum())
+        assert not (has[1] & ~has[0]).any(), "of two equal experts the lower one is chosen first"
 
 
 def count_case(case: Case, events: collections.Counter[str]) -> None:
