@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import measure as measure_lib
-from seerjax import metrics, numerics as numerics_lib, rl
+from seerjax import metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib
 from seerjax.models import flax_module, kv_layout, parameters, transformer
 from seerjax.models.decoder import Decoder, decide
@@ -257,6 +257,7 @@ def draw(directories: dict[str, pathlib.Path], path: pathlib.Path) -> None:
 
 def main(args: flags.FlagValues) -> None:
   logging.set_verbosity(logging.WARNING)
+  parallel.start(parallel.SliceConfig(), num_devices=run_presets.main_job().data_parallel_size)
   workdir = pathlib.Path(args.workdir)
   directories = {backend: workdir / backend for backend in args.backends}
   for backend, directory in directories.items():

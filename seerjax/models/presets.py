@@ -77,7 +77,7 @@ def nano_gpu() -> TransformerConfig:
 
 
 def nano_moe() -> TransformerConfig:
-  """Returns the shape of nano with 32 experts in each layer, of which a row runs 4."""
+  """Returns the shape of nano with 32 experts in each layer; a row runs 4 of them."""
   routing = RoutingConfig(num_experts=32, num_chosen=4, is_renormalised=True)
   return nano().changed(feed_forward=Experts(routing=routing, expert_size=48))
 

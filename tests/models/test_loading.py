@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pathlib
 
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 
 from seerjax import NumericsConfig
-from seerjax.models import config as model_config, huggingface, loading, parameters
+from seerjax.models import (
+  config as model_config,
+  families,
+  huggingface,
+  loading,
+  parameters,
+  presets,
+)
 
 
 def test_nano_is_loaded_by_name_with_the_slabs_that_it_asks_for():
@@ -44,6 +52,16 @@ def test_what_is_no_model_is_refused(tmp_path: pathlib.Path):
 def test_a_shape_without_weights_names_their_recipe():
   with pytest.raises(FileNotFoundError, match=r"got 'nano-10m', .*pretrain_nano --preset=nano-10m"):
     loading.load_model("nano-10m")
+
+
+def test_the_model_with_experts_is_loaded_by_name_and_is_what_its_card_says():
+  directory = loading.path_of("nano-moe")
+  weights = (directory / "model.safetensors").read_bytes()
+  assert len(weights) <= 8_000_000
+  assert f"SHA-256 `{hashlib.sha256(weights).hexdigest()}`" in (directory / "README.md").read_text()
+  shape = dataclasses.replace(presets.get("nano-moe"), family="qwen3_moe")
+  assert huggingface.load_config(directory) == shape
+  assert families.of(shape).model_type == "qwen3_moe"
 
 
 def test_the_sleeper_is_loaded_by_name_and_is_what_its_card_says():

@@ -35,7 +35,7 @@ PARAMETERS = {
   "mistral-small-24b-base-2501": 23_572_403_200,
 }
 
-OURS = {"nano", "nano-gpu", "nano-draft", "nano-10m"}
+OURS = {"nano", "nano-gpu", "nano-draft", "nano-10m", "nano-moe"}
 
 
 def count(config: model_config.TransformerConfig, shards: int) -> int:
