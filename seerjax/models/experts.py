@@ -25,6 +25,8 @@ from seerjax.ops import moe, routing
 
 # Weights that only the second pass reads.
 SLABS = {"expert_gate_up": "gate_up", "expert_down": "down"}
+# Numbers of each expert, f32[E], that are for a watch and no weights.
+LOADS = "expert_loads"
 
 # `(backend, rule, weights of the layer, normed rows f[n, d], ids i32[n, e], num_rows)` -> what it
 # keeps of a layer's choices.
@@ -57,7 +59,7 @@ def after_attention(
   """
   kind = shape.kind.feed_forward
   assert isinstance(kind, Experts)
-  of_rows = {name: leaf for name, leaf in weights.items() if name not in SLABS}
+  of_rows = {name: leaf for name, leaf in weights.items() if name not in (*SLABS, LOADS)}
   stage = Stage(shape, axis, routed_rows)
   x, normed, ids, chosen, *shared = backend.after_attention(
     stage, of_rows, rows, num_rows, adapters

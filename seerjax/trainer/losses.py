@@ -43,6 +43,7 @@ from seerjax.types import TrainBatch
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 AGGREGATIONS = ("sequence_mean", "token_mean", "constant_length", "sequence_sum")
 KL_ESTIMATORS = ("k1", "k2", "k3")
+BALANCES = ("global", "per_sequence")
 
 # Log-ratios are clipped to this before `exp` (e^20 is 5e8): a token that was impossible under the
 # old policy then gives a huge ratio without gradient, instead of inf and a NaN gradient.
@@ -70,6 +71,11 @@ class LossConfig:
       behaviour_logprobs), tis_cap), without gradient, to correct for an engine with
       log-probabilities that differ from the trainer's. None is off; the tiled path needs no
       correction.
+    balance_coefficient: weight of the load-balancing loss (`trainer.routes`) of each layer with
+      experts, which the trainer adds; 0 is off, and changes nothing.
+    balance: one of `BALANCES`: the shares of choices in that loss are those of all loss rows of a
+      gradient, which takes a forward pass before it, or of each sequence; the loss is then the mean
+      over sequences.
   """
 
   algorithm: str = "grpo"
@@ -81,6 +87,8 @@ class LossConfig:
   kl_estimator: str = "k3"
   entropy_bonus: float = 0.0
   tis_cap: float | None = None
+  balance_coefficient: float = 0.0
+  balance: str = "global"
 
   def __post_init__(self):
     fields.check(
@@ -89,6 +97,8 @@ class LossConfig:
       algorithm=fields.one_of(ALGORITHMS, "'grpo' is usual"),
       aggregation=fields.one_of(AGGREGATIONS, "'token_mean' is usual"),
       kl_estimator=fields.one_of(KL_ESTIMATORS, "'k3' is usual"),
+      balance=fields.one_of(BALANCES, "'global' is usual"),
+      balance_coefficient=fields.at_least(0, "0.01 and less are usual, 0 is off"),
       clip_low=fields.between(0, 1, "0.2 is usual, 1 never clips"),
       clip_high=fields.at_least(0, "0.2 is usual, inf never clips"),
       kl_coefficient=fields.at_least(0, "0 is off"),
@@ -282,11 +292,11 @@ def policy_loss(
     old = jnp.where(mask, rows.behaviour_logprobs, 0.0)
   old = lax.stop_gradient(old)
 
-  lengths = _sequence_lengths(mask, sequence_index)
+  lengths = sequence_lengths(mask, sequence_index)
 
   log_ratio = logprobs - old
   if config.algorithm == "gspo":
-    log_ratio = _sequence_sums(log_ratio, sequence_index) / lengths
+    log_ratio = sequence_sums(log_ratio, sequence_index) / lengths
   ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
   low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
   is_low = mask & (advantages < 0.0) & (ratio < low)
@@ -415,7 +425,7 @@ def _row_weights(config: LossConfig, denominators: Denominators, lengths: Array)
 
 
 @jax.custom_vjp
-def _sequence_sums(values: Array, sequence_index: Array) -> Array:
+def sequence_sums(values: Array, sequence_index: Array) -> Array:
   """Returns, at each row, the sum of `values` over the rows of its sequence: f32[n].
 
   Computes a segmented running sum by a tree of fixed shape; every row then reads the entry at its
@@ -437,22 +447,22 @@ def _sequence_sums(values: Array, sequence_index: Array) -> Array:
   return running[last_row]
 
 
-def _sequence_sums_forward(values: Array, sequence_index: Array) -> tuple[Array, Array]:
-  return _sequence_sums(values, sequence_index), sequence_index
+def _sums_forward(values: Array, sequence_index: Array) -> tuple[Array, Array]:
+  return sequence_sums(values, sequence_index), sequence_index
 
 
-def _sequence_sums_backward(sequence_index: Array, cotangent: Array) -> tuple[Array, None]:
+def _sums_backward(sequence_index: Array, cotangent: Array) -> tuple[Array, None]:
   # "Of one sequence" is symmetric, so the map is its own transpose; written by hand, because
   # autodiff of the gather would scatter.
-  return _sequence_sums(cotangent, sequence_index), None
+  return sequence_sums(cotangent, sequence_index), None
 
 
-_sequence_sums.defvjp(_sequence_sums_forward, _sequence_sums_backward)
+sequence_sums.defvjp(_sums_forward, _sums_backward)
 
 
-def _sequence_lengths(mask: Array, sequence_index: Array) -> Array:
+def sequence_lengths(mask: Array, sequence_index: Array) -> Array:
   """Returns, at each row, the number of loss rows in its sequence, at least 1: f32[n]."""
-  return jnp.maximum(_sequence_sums(mask.astype(jnp.float32), sequence_index), 1.0)
+  return jnp.maximum(sequence_sums(mask.astype(jnp.float32), sequence_index), 1.0)
 
 
 def _masked_sum(values: Array, mask: Array) -> Array:

@@ -29,6 +29,7 @@ from seerjax.backends.protocol import Backend
 from seerjax.models import experts
 from seerjax.models.parameters import Params
 from seerjax.ops import routing, tiles
+from seerjax.trainer import losses
 
 DIGIT_BITS, NUM_DIGITS = 10, 3
 # Bits behind the point: probabilities are at most 1, and entropies below 8 nats (2,980 experts).
@@ -52,15 +53,57 @@ class Routes(NamedTuple):
     counts: i32[E], rows that chose each expert.
     probabilities: i32[3, E], digits of the sums of the router's probabilities.
     entropy: i32[3], digits of the sum of the router's entropies.
+    loss: f32[], share of the load-balancing loss, with its gradient; () without `Balance`.
   """
 
   counts: Any
   probabilities: Any
   entropy: Any
+  loss: Any = ()
 
 
-def watch_of(loss_mask: Array) -> experts.Watch:
-  """Returns what sees the rows of a micro-batch with a loss mask bool[n], and keeps `Routes`."""
+class Balance(NamedTuple):
+  """The load-balancing loss of a micro-batch.
+
+  Attributes:
+    config: its coefficient and form.
+    sequence_index: i32[n], as in `LossRows`.
+    denominators: counts of the whole batch.
+  """
+
+  config: losses.LossConfig
+  sequence_index: Array
+  denominators: losses.Denominators
+
+  def of_rows(
+    self, weights: Params, is_chosen: Array, mask: Array, rule: routing.RoutingConfig
+  ) -> tuple[Array, Array]:
+    """Returns loads f32[n, E], E times the shares of choices that concern a row, and f32[n].
+
+    The loss is the sum over loss rows of the second times the mean load under a row's
+    probabilities.
+    """
+    count = mask.shape[0]
+    if self.config.balance == "global":
+      each = self.config.balance_coefficient / jnp.maximum(self.denominators.num_tokens, 1.0)
+      loads = jnp.broadcast_to(weights[experts.LOADS], (count, rule.num_experts))
+      return loads, jnp.broadcast_to(each, (count,))
+    index = tiles.padded(self.sequence_index, count)
+    lengths = losses.sequence_lengths(mask, index)
+    # Sums of ones, which have no rounding.
+    of_all = jax.vmap(losses.sequence_sums, in_axes=(1, None), out_axes=1)
+    counts = of_all(is_chosen.astype(jnp.float32), index)
+    loads = counts * (rule.num_experts / rule.num_chosen) / lengths[:, None]
+    each = self.config.balance_coefficient / jnp.maximum(self.denominators.num_sequences, 1.0)
+    return loads, each / lengths
+
+
+def watch_of(loss_mask: Array, balance: Balance | None = None) -> experts.Watch:
+  """Returns what sees the rows of a micro-batch with a loss mask bool[n], and keeps `Routes`.
+
+  With `balance`, these have the load-balancing loss; if that is global, the weights of each layer
+  have loads (`with_loads`).
+  """
   assert loss_mask.shape[0] <= MOST_ROWS, f"got {loss_mask.shape[0]} rows, expected 2^20 at most"
 
   def watch(
@@ -71,14 +114,29 @@ def watch_of(loss_mask: Array) -> experts.Watch:
     ids: Array,
     num_rows: Array,
   ) -> Routes:
-    mask = tiles.padded(loss_mask, ids.shape[0])
-    rows = lambda router, x, _: routing.probabilities_rows(x, router, rule)
-    given = lax.stop_gradient((experts.router_of(weights), normed))
-    probabilities, entropy = backend.map_rows(rows, *given, num_rows)
+    mask, router = tiles.padded(loss_mask, ids.shape[0]), experts.router_of(weights)
+    is_chosen = chosen(ids, rule.num_experts) & mask[:, None]
+    loss: Any = ()
+    if balance is None:
+      rows = lambda router, x, _: routing.probabilities_rows(x, router, rule)
+      given = lax.stop_gradient((router, normed))
+      probabilities, entropy = backend.map_rows(rows, *given, num_rows)
+    else:
+      loads, each = lax.stop_gradient(balance.of_rows(weights, is_chosen, mask, rule))
+
+      def balanced_rows(router: routing.Router, own: tuple[Array, Array], _: Array) -> Any:
+        found, entropy = routing.probabilities_rows(own[0], router, rule)
+        return lax.stop_gradient(found), entropy, jnp.sum(found * own[1], axis=-1)
+
+      probabilities, entropy, means = backend.map_rows(
+        balanced_rows, router, (normed, loads), num_rows
+      )
+      loss = jnp.sum(jnp.where(mask, means * each, 0.0))
     return Routes(
-      counts=jnp.sum(chosen(ids, rule.num_experts) & mask[:, None], axis=0, dtype=jnp.int32),
+      counts=jnp.sum(is_chosen, axis=0, dtype=jnp.int32),
       probabilities=digit_sums(probabilities, mask[:, None], PROBABILITY_BITS),
       entropy=digit_sums(entropy, mask, ENTROPY_BITS),
+      loss=loss,
     )
 
   return watch
@@ -105,6 +163,24 @@ def added(micro_batches: Sequence[Sequence[Routes]]) -> list[Routes]:
   """Returns the i64 sums of each layer over all micro-batches."""
   add = lambda *leaves: np.sum(np.stack(leaves), axis=0, dtype=np.int64)
   return [jax.tree.map(add, *of_layer) for of_layer in zip(*micro_batches, strict=True)]
+
+
+def loads_of(routes: Routes) -> np.ndarray:
+  """Returns f32[E], E times the share of choices that each expert got."""
+  counts = routes.counts
+  return (len(counts) * counts / max(np.sum(counts), 1)).astype(np.float32)
+
+
+def with_loads(params: Params, loads: dict[int, Array]) -> Params:
+  """Returns weights with loads f32[E] in each layer with experts, listed or stacked."""
+  layers = params["layers"]
+  if isinstance(layers, dict):
+    return {**params, "layers": {**layers, experts.LOADS: jnp.stack(list(loads.values()))}}
+  changed = [
+    {**layer, experts.LOADS: loads[index]} if index in loads else layer
+    for index, layer in enumerate(layers)
+  ]
+  return {**params, "layers": changed}
 
 
 def value_of(digits: np.ndarray, bits: int) -> np.ndarray:

@@ -298,6 +298,11 @@ class Trainer:
     fields.check(self)
     object.__setattr__(self, "decoder", self.decoder.on(self.mesh))
     numerics = self.decoder.numerics
+    if self.loss.balance_coefficient and not self.decoder.shape.routings:
+      raise ValueError(
+        f"LossConfig.balance_coefficient: got {self.loss.balance_coefficient:g} for a model without"
+        " experts, expected 0; leave it out, or take a model with experts."
+      )
     check_remat(
       self.remat, {memory.kind for memory in self.mesh.devices.flat[0].addressable_memories()}
     )
@@ -343,22 +348,28 @@ class Trainer:
     return bool(self.decoder.backend.traits.waits_for_predicates and not is_special)
 
   def _gradient_program(self, *, is_plain: bool):
-    """(params, MicroBatch [i, ...], denominators, sums [i, ...]) -> sums, ([i, ...] of the rest).
+    """(params, MicroBatch [i, ...], whole, sums [i, ...]) -> sums, ([i, ...] of the rest).
 
-    On one instance there is no axis i. `sums` is donated.
+    On one instance there is no axis i. `whole` is (denominators, loads of experts by layer, () if
+    the loss reads none). `sums` is donated.
     """
 
     has_experts = bool(self.decoder.shape.routings)
 
-    def loss(trained, frozen, micro: MicroBatch, denominators):
+    def loss(trained, frozen, micro: MicroBatch, whole):
+      denominators, loads = whole
+      params, balance = lora.combine(trained, frozen), None
+      if self.loss.balance_coefficient:
+        balance = routes_lib.Balance(self.loss, micro.batch.sequence_index, denominators)
+        params = routes_lib.with_loads(params, loads) if loads else params
       tokens, scores, routes = watched_score(
-        lora.combine(trained, frozen),
+        params,
         micro.batch,
         decoder=self.decoder.for_rows(is_plain=is_plain),
         num_pages=self.num_pages,
         page_size=self.page_size,
         remat=self.remat,
-        watch=routes_lib.watch_of(micro.batch.loss_mask) if has_experts else None,
+        watch=routes_lib.watch_of(micro.batch.loss_mask, balance) if has_experts else None,
       )
       if not parallel.BARRIERS_HOLD:
         scores = parallel.rounded(scores)  # Prevents fusion with mesh-dependent operations.
@@ -373,11 +384,14 @@ class Trainer:
         old_logprobs=old,
         reference_logprobs=micro.reference_logprobs,
       )
+      if balance is not None:
+        value = value + sum(own.loss for own in routes)
+        routes = tuple(own._replace(loss=()) for own in routes)
       return value, (value, metrics, tokens, scores, routes)
 
-    def one(params, micro, denominators, sums):
+    def one(params, micro, whole, sums):
       trained, frozen = lora.partition(params)
-      gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, denominators)
+      gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, whole)
       is_live = micro.batch.tokens.num_rows > 0  # An instance may have no micro-batch.
 
       def add(total: Array, part: Array) -> Array:
@@ -394,11 +408,11 @@ class Trainer:
     def results(sums, aux):
       return sums, parallel.to_all_processes(aux, self.mesh)
 
-    def spread(params, micro, denominators, sums):
+    def spread(params, micro, whole, sums):
       specs = self._sum_specs(params)
       in_specs = (parameters.specs_of(params), BY_INSTANCE, jax.P(), specs)
       out_specs = (specs, parallel.spec_of_results(self.mesh))
-      return self._spread(function, results, in_specs, out_specs)(params, micro, denominators, sums)
+      return self._spread(function, results, in_specs, out_specs)(params, micro, whole, sums)
 
     return jax.jit(spread, donate_argnums=(3,))
 
@@ -609,6 +623,10 @@ class Trainer:
     total, mismatches, of_gradient = gathering.TreeSum(), 0, None
     values: list[Any] = [None] * num_micro
     metrics, scores, routes = list(values), list(values), list(values)
+    loads, before = (), None
+    if self.loss.balance_coefficient and self.loss.balance == "global":
+      before = self._by_layer(self._of_micro_batches(self._route, params, batch))
+      loads = {index: routes_lib.loads_of(one) for index, one in before.items()}
     all_runs = runs(num_micro)
     program = self._plain_gradient if self._is_plain(batch) else self._gradient
     for first in range(0, len(all_runs), width):
@@ -617,7 +635,7 @@ class Trainer:
       for place in range(len(wave[0])):
         indices = [run[place] for run in wave if place < len(run)]
         part = self._taken(micro, indices)
-        sums, out = program(params, part, denominators, sums)
+        sums, out = program(params, part, (denominators, loads), sums)
         out = jax.device_get(out)
         for row, index in enumerate(indices):
           (values[index], metrics[index], tokens, scores[index], routes[index]) = self._of_instance(
@@ -641,6 +659,9 @@ class Trainer:
     gradient = total.total()
     if self.decoder.shape.routings:
       of_layers = self._by_layer(routes)
+      for index, one in (before or {}).items():
+        is_same = np.array_equal(one.counts, of_layers[index].counts)
+        assert is_same, f"layer {index}: the gradient's rows chose other experts"
       summary |= routes_lib.summarise(of_layers, int(np.sum(batch.loss_mask)))
       if self.moves_router_biases:
         gradient = routes_lib.with_directions(gradient, of_layers)

@@ -196,12 +196,12 @@ def test_bits_under_jit_and_grad_are_repeatable():
     np.testing.assert_array_equal(first, second)
 
 
-def test_sequence_sums_and_their_transpose_agree_with_a_matrix():
+def testsequence_sums_and_their_transpose_agree_with_a_matrix():
   rng = np.random.default_rng(0)
   index = np.repeat([3, 7, 9, 2, -1], [1, 5, 16, 8, 3]).astype(np.int32)
   values, cotangent = rng.normal(size=(2, index.size)).astype(np.float32)
   matrix = (index[:, None] == index[None, :]).astype(np.float32)
-  out, pull = jax.vjp(lambda x: losses._sequence_sums(x, jnp.asarray(index)), jnp.asarray(values))
+  out, pull = jax.vjp(lambda x: losses.sequence_sums(x, jnp.asarray(index)), jnp.asarray(values))
   np.testing.assert_allclose(out, matrix @ values, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(
     pull(jnp.asarray(cotangent))[0], matrix @ cotangent, rtol=1e-5, atol=1e-5

@@ -18,7 +18,7 @@ from seerjax.models import parameters, weights
 from seerjax.models.decoder import decide
 from seerjax.ops.routing import RoutingConfig
 from seerjax.run import config as run_config
-from seerjax.trainer import routes, shards, step
+from seerjax.trainer import losses, routes, shards, step
 
 NUMERICS = dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1, expert_tile=2)
 ROUTING = RoutingConfig(num_experts=5, num_chosen=2, scoring="sigmoid", has_correction_bias=True)
@@ -154,6 +154,11 @@ def decided(model, lora_rank=0, **changes):
    "leave it out"),
   (decided(MODEL, lora_rank=2, router_bias_speed=0.001),
    "router_bias_speed: got 0.001 and lora_rank=2, expected 0, as no correction bias is trained"),
+  (lambda: trainers.make(
+     loss=losses.LossConfig(balance_coefficient=0.01), page_size=8, rows_per_micro_batch=16,
+     decoder=decide(tiny_model.SMALLEST, tiny_model.ONE_SLAB)),
+   "LossConfig.balance_coefficient: got 0.01 for a model without experts, expected 0; leave it"),
+  (lambda: losses.LossConfig(balance="local"), "LossConfig.balance: got 'local', expected "),
   (lambda: step.OptimizerConfig(freezes_routers=True, router_bias_speed=0.001),
    "OptimizerConfig.router_bias_speed: got 0.001 with freezes_routers=True, expected 0, as a"),
   (lambda: trainers.make(

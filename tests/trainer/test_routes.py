@@ -95,6 +95,92 @@ def test_sums_of_digits_are_those_of_whole_numbers():
     routes.watch_of(jnp.zeros(2**20 + 1, bool))
 
 
+# The load-balancing loss.
+
+
+def balance_of(form, index, coefficient=2.0, num_tokens=5.0, num_sequences=2.0):
+  config = losses.LossConfig(balance_coefficient=coefficient, balance=form)
+  counts = losses.Denominators(jnp.float32(num_sequences), jnp.float32(num_tokens))
+  return routes.Balance(config, jnp.asarray(index, jnp.int32), counts)
+
+
+def balance_reference(router, x, ids, mask, index, form, rule):
+  """Switch's loss in plain jnp, of a whole batch or as the mean over two sequences."""
+  logits = jnp.dot(x, router, precision="highest")
+  if rule.scoring == "sigmoid":
+    scores = jax.nn.sigmoid(logits)
+    p = scores / jnp.sum(scores, axis=-1, keepdims=True)
+  else:
+    p = jax.nn.softmax(logits)
+  total, parts = 0.0, [mask] if form == "global" else [mask & (index == i) for i in (0, 1)]
+  for part in parts:
+    share = np.bincount(ids[part].reshape(-1), minlength=rule.num_experts) / ids[part].size
+    mean = jnp.sum(jnp.where(part[:, None], p, 0), axis=0) / part.sum()
+    total += rule.num_experts * jnp.sum(jnp.asarray(share, jnp.float32) * mean)
+  return 2 * total / len(parts)
+
+
+@pytest.mark.parametrize("form", losses.BALANCES)
+@pytest.mark.standard_promotion
+def test_the_loss_and_its_gradient_are_those_of_the_formula(form):
+  rng = np.random.default_rng(1)
+  rule = SIGMOIDS if form == "global" else dataclasses.replace(SOFTMAX, num_experts=6, num_chosen=2)
+  x, router = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((8, 3), (3, 6)))
+  ids = np.stack([np.sort(rng.permutation(6)[:2]) for _ in range(8)])
+  index = np.asarray([0, 0, 0, 0, 1, 1, 1, -1])
+  mask = np.asarray([False, True, True, True, False, True, True, False])
+  watch = routes.watch_of(jnp.asarray(mask), balance_of(form, index))
+  loads = jnp.asarray(6 * np.bincount(ids[mask].reshape(-1), minlength=6) / 10, jnp.float32)
+
+  @jax.jit
+  def loss(router, x):
+    weights = {"router": router, "expert_loads": loads}
+    backend = decide(MODEL, NUMERICS).backend
+    return watch(backend, rule, weights, x, jnp.asarray(ids, jnp.int32), jnp.int32(8)).loss
+
+  expected = lambda router, x: balance_reference(router, x, ids, mask, index, form, rule)
+  np.testing.assert_allclose(loss(router, x), expected(router, x), rtol=1e-6)
+  found = jax.grad(loss, (0, 1))(router, x)
+  for own, other in zip(found, jax.grad(expected, (0, 1))(router, x), strict=True):
+    np.testing.assert_allclose(own, other, rtol=0, atol=1e-6)
+  assert not np.any(found[1][~mask])
+
+
+def test_the_loss_of_two_rows_by_hand():
+  watch = routes.watch_of(jnp.ones(2, bool), balance_of("per_sequence", [0, 0], 0.5, 2.0, 1.0))
+  rule, x = RoutingConfig(num_experts=2, num_chosen=1), jnp.log(jnp.asarray([[3.0, 1], [1, 1]]))
+  backend, ids = decide(MODEL, NUMERICS).backend, jnp.zeros((2, 1), jnp.int32)
+  found = watch(backend, rule, {"router": jnp.eye(2)}, x, ids, jnp.int32(2)).loss
+  # 0.5 * 2 * (1 * (3/4 + 1/2) / 2 + 0)
+  np.testing.assert_allclose(found, 0.625, rtol=1e-6)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", losses.BALANCES)
+def test_a_gradient_of_the_loss_is_its_change(form):
+  layout = layout_of()
+  batch = packing.pack(groups(), np.zeros((5, 2), np.float32), **layout)  # No other gradient.
+  config = losses.LossConfig(balance_coefficient=0.5, balance=form)
+  trainer = trainers.make(loss=config, optimizer=optax.sgd(1.0), **layout)
+  counts = losses.denominators(batch)
+  gradient, numbers, _ = trainer.gradient(params(), batch, counts, None)
+  assert 0.9 < numbers["loss"] < 4 and not np.any(gradient["layers"][0]["router_correction_bias"])
+  if form == "global":  # The metric is the mean of two layers.
+    np.testing.assert_allclose(numbers["loss"], numbers["load_balancing_loss"], rtol=1e-6)
+  squares = sum(float(np.sum(np.square(leaf))) for leaf in jax.tree.leaves(gradient))
+  rate = 1e-4 / squares**0.5
+  moved = [
+    jax.tree.map(lambda leaf, own, sign=sign: leaf + sign * rate * own, params(), gradient)
+    for sign in (1, -1)
+  ]
+  up, down = (trainer.gradient(one, batch, counts, None)[1] for one in moved)
+  for layer in (0, 1):  # Else the loss has a jump in between.
+    name = f"expert_tokens.{layer}"
+    assert np.array_equal(up[name], down[name])
+  change = (float(up["loss"]) - float(down["loss"])) / (2 * rate)
+  np.testing.assert_allclose(change, squares, rtol=0.05)
+
+
 # Divisions of a batch.
 
 
