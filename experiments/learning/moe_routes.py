@@ -5,6 +5,7 @@ layer, natively and tiled, so that KL and gap are exactly 0.0 in every step and 
 accuracy rises as nano's does. On plain XLA (the control) routes differ and KL is not 0.
 Command: bash launch/local.sh experiments.learning.moe_routes --workdir=runs/moe_routes
   one backend:           --backends=native
+  in bfloat16:           --compute_dtype=bfloat16 --workdir=runs/moe_routes_bf16
   continue after a kill: the same command; an unfinished run continues from its last checkpoint
 Hardware: 2 CPU cores, 10 to 20 minutes a run. Numbers: docs/results/moe.md
 
@@ -69,10 +70,10 @@ class Compared(NamedTuple):
   num_differing: int
 
 
-def config_of(model: str, backend: Any, num_steps: int) -> RunConfig:
+def config_of(model: str, backend: Any, compute_dtype: Any, num_steps: int) -> RunConfig:
   """Returns the main job with this model on this backend."""
   base = run_presets.main_job()
-  numerics = dataclasses.replace(base.numerics, backend=backend)
+  numerics = dataclasses.replace(base.numerics, backend=backend, compute_dtype=compute_dtype)
   return dataclasses.replace(base, model=model, numerics=numerics, num_steps=num_steps)
 
 
@@ -179,9 +180,9 @@ def compare(params: parameters.Params, answers: Answers, decoder: Decoder) -> Co
   return Compared(int(is_token.sum()) * len(decoded), int(differs.sum()))
 
 
-def run_one(model: str, backend: str, num_steps: int, directory: pathlib.Path) -> None:
+def run_one(config: RunConfig, directory: pathlib.Path) -> None:
   """Trains on one backend, and writes the routes that differ at each step to `ROUTES`."""
-  config = config_of(model, backend, num_steps)
+  model, backend = config.model, config.numerics.backend
   policy = policy_lib.load_policy(model, config.numerics)
   task = loading.load(config.task, path=None)
   decoder = decide(policy.model, config.numerics)
@@ -263,7 +264,7 @@ def main(args: flags.FlagValues) -> None:
   for backend, directory in directories.items():
     if not (directory / "summary.json").is_file():
       directory.mkdir(parents=True, exist_ok=True)
-      run_one(args.model, backend, args.steps, directory)
+      run_one(config_of(args.model, backend, args.compute_dtype, args.steps), directory)
   rows = [row_of(backend, directory) for backend, directory in directories.items()]
   measure_lib.say(measure_lib.table(HEAD, rows))
   draw(directories, workdir / "moe_routes.png")
@@ -273,5 +274,6 @@ if __name__ == "__main__":
   flags.DEFINE_string("workdir", "runs/moe_routes", "Output directory of the runs.")
   flags.DEFINE_string("model", "nano-moe", "Name or directory of a model with experts.")
   flags.DEFINE_multi_enum("backends", BACKENDS, BACKENDS, "Backends to train on.")
+  flags.DEFINE_enum("compute_dtype", "float32", numerics_lib.DTYPES, "Compute dtype of the runs.")
   flags.DEFINE_integer("steps", 20, "Steps of a run.", lower_bound=1)
   measure_lib.command(main)

@@ -114,7 +114,7 @@ class ForgetsDrafts(runner_lib.Runner):
 
 
 @pytest.mark.thorough
-def test_earlier_draft_tokens_that_do_not_count_are_noticed():
+def test_a_draft_whose_earlier_tokens_do_not_count_is_noticed():
   mesh = parallel.make_mesh(data_parallel_size=1)
   twin = ForgetsDrafts(decide(tiny_model.CONFIG, tiny_model.NATIVE), mesh, max_programs=64)
   found = drafted(runner=twin)

@@ -181,7 +181,7 @@ def test_a_model_that_only_tiles_compute_does_not_grow():
 
 
 def with_experts(num_experts: int, expert_size: int, num_chosen: int):
-  """Returns SMALL with experts, whose MLP has 10 units."""
+  """Returns SMALL with experts in place of its MLP of 10 units."""
   routing = RoutingConfig(num_experts=num_experts, num_chosen=num_chosen, is_renormalised=True)
   return SMALL.changed(feed_forward=Experts(routing=routing, expert_size=expert_size))
 

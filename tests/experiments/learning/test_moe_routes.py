@@ -37,5 +37,5 @@ def test_routes_of_decoding_are_those_of_whole_sequences():
 
 @pytest.mark.parametrize("backend", moe_routes.BACKENDS)
 def test_each_run_is_the_main_job_on_its_backend(backend):
-  config = moe_routes.config_of("nano-moe", backend, 3)
+  config = moe_routes.config_of("nano-moe", backend, "bfloat16", 3)
   assert (config.model, config.num_steps, config.numerics.backend) == ("nano-moe", 3, backend)
