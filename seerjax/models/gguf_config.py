@@ -11,7 +11,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 import math
 from typing import Any
 
@@ -87,7 +87,9 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     if key.startswith(prefix)
   }
   fields = config_fields.Fields(file.path, values, prefix)
-  _refuse_unsupported(fields)
+  family = ARCHITECTURES[architecture]
+  assert family.gguf is not None
+  _refuse_unsupported(fields, {**KEYS, **family.gguf.keys})
   hidden_size, num_heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
   num_kv_heads = fields.whole("attention.head_count_kv", num_heads)
   if num_heads % num_kv_heads:
@@ -108,7 +110,6 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     raise fields.refuse("attention.layer_norm_rms_epsilon", "less than 1", "download it again")
   if head_dim % 2:
     raise fields.refuse("attention.key_length", "an even number", "download it again")
-  family = ARCHITECTURES[architecture]
   vocab_size, intermediate_size = _vocab_size(file, fields), fields.whole("feed_forward_length")
   num_layers = fields.layers("block_count")
   attention = Grouped(
@@ -119,7 +120,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     **family.attention,
   )
   layer = LayerConfig(attention=attention, feed_forward=Gated(intermediate_size=intermediate_size))
-  return model_config.TransformerConfig(
+  config = model_config.TransformerConfig(
     vocab_size=vocab_size,
     hidden_size=hidden_size,
     layers=layer_kinds.uniform(layer, num_layers),
@@ -128,6 +129,7 @@ def read(file: gguf_file.File) -> model_config.TransformerConfig:
     max_model_len=max_model_len,
     family=family.model_type,
   )
+  return family.gguf.completed(fields, config) if family.gguf.completed else config
 
 
 def form_of(config: model_config.TransformerConfig) -> families.Gguf:
@@ -146,14 +148,28 @@ def form_of(config: model_config.TransformerConfig) -> families.Gguf:
   return family.gguf
 
 
+def divided(
+  config: model_config.TransformerConfig,
+) -> tuple[LayerConfig, dict[str, str | int | float]]:
+  """Returns the kind of layer that usual keys describe, and the family's further keys.
+
+  Raises:
+    NotImplementedError: for a shape that GGUF cannot describe.
+    ValueError: if no model family has this configuration.
+  """
+  form = form_of(config)
+  plain, further = form.divided(config) if form.divided else (config, {})
+  return plain.only_kind("GGUF"), further
+
+
 def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | float]:
   """Returns the keys of the architecture for a configuration.
 
   Raises:
-    NotImplementedError: for a rotary scaling that GGUF cannot describe.
+    NotImplementedError: for a shape or a rotary scaling that GGUF cannot describe.
     ValueError: if no model family has this configuration.
   """
-  family, kind = form_of(config).architecture, config.only_kind("GGUF")
+  family, (kind, further) = form_of(config).architecture, divided(config)
   turn = kind.attention.rotary
   values: dict[str, str | int | float] = {
     "vocab_size": config.vocab_size,
@@ -183,6 +199,7 @@ def metadata(config: model_config.TransformerConfig) -> dict[str, str | int | fl
       "rope.scaling.yarn_beta_fast": float(turn.beta_fast),
       "rope.scaling.yarn_beta_slow": float(turn.beta_slow),
     }
+  values |= further
   return {"general.architecture": family, **{f"{family}.{k}": v for k, v in values.items()}}
 
 
@@ -195,9 +212,11 @@ def rope_factors(turn: rotary.RotaryConfig) -> np.ndarray | None:
   return plain / scaled
 
 
-def _refuse_unsupported(fields: config_fields.Fields) -> None:
+def _refuse_unsupported(
+  fields: config_fields.Fields, keys: Mapping[str, tuple[Any, ...] | None]
+) -> None:
   for key, value in fields.values.items():
-    allowed = KEYS.get(key, ())
+    allowed = keys.get(key, ())
     is_number = isinstance(value, bool | int | float)
     if allowed is not None and not (is_number and value in allowed):
       expected = f"{allowed[-1]}, or no such key" if allowed else "no such key"

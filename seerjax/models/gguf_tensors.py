@@ -3,11 +3,13 @@
     model.layers.3.self_attn.q_proj.weight  <->  blk.3.attn_q.weight
 
 llama.cpp rotates neighbouring features of a Llama's queries and keys, (0, 1), (2, 3), ..., while we
-rotate feature j with j + c / 2, so the rows of these two matrices have another order.
+rotate feature j with j + c / 2, so the rows of these two matrices have another order. Where a model
+multiplies by 1 + w after a norm (Gemma), the file has 1 + w.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import pathlib
 import re
 
@@ -44,6 +46,7 @@ LAYER = {
 WIDTH, INNER = "embedding_length", "feed_forward_length"
 QUERIES, KEYS = "attention.head_count", "attention.head_count_kv"
 HEAD_WIDTH = "attention.key_length"
+NORM = "_norm.weight"
 SHAPED_BY = {
   "token_embd": ("vocab_size", WIDTH),
   "output": ("vocab_size", WIDTH),
@@ -59,27 +62,45 @@ SHAPED_BY = {
 }
 _HUGGING_FACE = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _GGUF = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_HUGGING_FACE_NAMES = {theirs: ours for ours, theirs in (WHOLE | LAYER).items()}
 
 
-def gguf_name(name: str) -> str:
-  """Returns the GGUF name of a Hugging Face tensor; an unknown name is returned unchanged."""
+def gguf_name(name: str, form: families.Gguf | None = None) -> str:
+  """Returns the GGUF name of a Hugging Face tensor; an unknown name is returned unchanged.
+
+  Args:
+    name: the tensor's name.
+    form: form of the model's family; None for the names that most families have.
+  """
   if found := _HUGGING_FACE.fullmatch(name):
     number, middle, kind = found.groups()
-    return f"blk.{number}.{LAYER[middle]}.{kind}" if middle in LAYER else name
+    theirs = _layer(form).get(middle)
+    return f"blk.{number}.{theirs}.{kind}" if theirs else name
   start, _, kind = name.rpartition(".")
   return f"{WHOLE[start]}.{kind}" if start in WHOLE else name
 
 
-def hugging_face_name(name: str) -> str:
-  """Returns the Hugging Face name of a GGUF tensor; an unknown name is returned unchanged."""
+def hugging_face_name(name: str, form: families.Gguf | None = None) -> str:
+  """Inverts `gguf_name`; an unknown name is returned unchanged."""
   if found := _GGUF.fullmatch(name):
     number, middle, kind = found.groups()
-    ours = _HUGGING_FACE_NAMES.get(middle)
-    return f"model.layers.{number}.{ours}.{kind}" if ours in LAYER else name
+    ours = _reverse(_layer(form)).get(middle)
+    return f"model.layers.{number}.{ours}.{kind}" if ours else name
   start, _, kind = name.rpartition(".")
-  ours = _HUGGING_FACE_NAMES.get(start)
-  return f"{ours}.{kind}" if ours in WHOLE else name
+  ours = _reverse(WHOLE).get(start)
+  return f"{ours}.{kind}" if ours else name
+
+
+def _layer(form: families.Gguf | None) -> Mapping[str, str]:
+  return LAYER if form is None else {**LAYER, **form.names}
+
+
+def _reverse(names: Mapping[str, str]) -> dict[str, str]:
+  return {theirs: ours for ours, theirs in names.items()}
+
+
+def norm_offset(name: str, form: families.Gguf) -> np.float32:
+  """Returns the number by which a file's tensor (GGUF name) exceeds ours."""
+  return np.float32(form.norm_offset if name.endswith(NORM) else 0.0)
 
 
 def turned_heads(name: str, config: model_config.TransformerConfig) -> int:
@@ -128,8 +149,10 @@ class Checkpoint:
     self._file = gguf_file.File(path)
     self.path = path
     self.config = gguf_config.read(self._file)
+    self._form = gguf_config.form_of(self.config)
     tensors = self._file.tensors
-    self.names = {hugging_face_name(name) for name in tensors} - {gguf_config.ROPE_FACTORS}
+    self.names = {hugging_face_name(name, self._form) for name in tensors}
+    self.names -= {gguf_config.ROPE_FACTORS}
     self.layers_field = f"{path}: {self._key('block_count')}"
     head, table = (tensors.get(name) for name in (gguf_config.HEAD, gguf_config.EMBEDDING))
     if head is not None and table is not None and head.kind != table.kind:
@@ -146,7 +169,7 @@ class Checkpoint:
 
   def shown(self, name: str) -> str:
     """Returns the name of a tensor in the file."""
-    return gguf_name(name)
+    return gguf_name(name, self._form)
 
   def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
     """Refuses a tensor with another shape in its record; no data is read.
@@ -154,7 +177,7 @@ class Checkpoint:
     Raises:
       ValueError: naming the tensor and the keys that determine its shape.
     """
-    theirs = gguf_name(name)
+    theirs = self.shown(name)
     found = self._file.tensors[theirs].shape
     if found != shape:
       part = theirs.rsplit(".", 2)[-2]
@@ -168,13 +191,13 @@ class Checkpoint:
       )
 
   def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Returns one tensor as f32, dequantised, with its rows in our order.
+    """Returns one tensor as f32, dequantised, with our norms and its rows in our order.
 
     Raises:
       ValueError: naming the tensor, for another shape, or for NaN and infinities.
     """
     self.check_shape(name, shape)
-    theirs = gguf_name(name)
+    theirs = self.shown(name)
     tensor = self._file.read(theirs)
     if not np.isfinite(tensor).all():
       count = int(tensor.size - np.isfinite(tensor).sum())
@@ -183,7 +206,10 @@ class Checkpoint:
         " expected finite weights; the file is corrupt, download it again."
       )
     heads = turned_heads(name, self.config)
-    return put_back(tensor, heads) if heads else tensor
+    if heads:
+      return put_back(tensor, heads)
+    offset = norm_offset(theirs, self._form)
+    return tensor - offset if offset else tensor
 
   def _key(self, key: str) -> str:
-    return f"{gguf_config.form_of(self.config).architecture}.{key}"
+    return f"{self._form.architecture}.{key}"

@@ -4,9 +4,9 @@
                                                              generation_config.json
     a tokenizer  -- metadata -->  tokenizer.ggml.*, tokenizer.chat_template
 
-Only byte-level byte-pair encoding is supported. The file has the name of a llama.cpp pre-tokenizer,
-which splits a text before it is encoded; each name here maps to the Hugging Face pre-tokenizer from
-which llama.cpp's was derived.
+Byte-level byte-pair encoding is read and written. Such a file has the name of a llama.cpp
+pre-tokenizer, which splits a text before it is encoded; each name here maps to the Hugging Face
+pre-tokenizer from which llama.cpp's was derived. SentencePiece vocabularies with scores are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import tokenizers.pre_tokenizers
 import tokenizers.processors
 
 from seerjax import fields as fields_lib
-from seerjax.models import gguf_file
+from seerjax.models import gguf_file, gguf_sentence_pieces
 
 PREFIX = "tokenizer.ggml."
 MODEL, PRE = PREFIX + "model", PREFIX + "pre"
@@ -35,9 +35,10 @@ TOKENS, TYPES, MERGES = PREFIX + "tokens", PREFIX + "token_type", PREFIX + "merg
 ADD_BOS, ADD_EOS = PREFIX + "add_bos_token", PREFIX + "add_eos_token"
 TEMPLATE = "tokenizer.chat_template"
 WHOLE = "tokenizer.huggingface.json"
-BYTE_PAIRS = "gpt2"
+SCORES, ADD_SPACE = PREFIX + "scores", PREFIX + "add_space_prefix"
+BYTE_PAIRS, SENTENCE_PIECES = "gpt2", "llama"
 # Kinds of tokens.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 ROLES = {
   "bos_token": PREFIX + "bos_token_id",
   "eos_token": PREFIX + "eos_token_id",
@@ -58,7 +59,7 @@ SAMPLING: Mapping[str, tuple[str, type]] = {
 # Control tokens that end a generation in a file without `EOT`; the same as llama.cpp's.
 END_TEXTS = (
   "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>",
-  "<｜end▁of▁sentence｜>",
+  "<｜end▁of▁sentence｜>", "<end_of_turn>",
 )  # fmt: skip
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -351,10 +352,10 @@ class _Metadata:
 def _tokens(found: _Metadata) -> tuple[list[str], list[int]]:
   """Returns the texts and kinds of all tokens."""
   model = found.text(MODEL)
-  if model != BYTE_PAIRS:
+  if model not in (BYTE_PAIRS, SENTENCE_PIECES):
     raise found.refuse(
       MODEL,
-      f"{BYTE_PAIRS!r}, byte-level byte-pair encoding",
+      f"{BYTE_PAIRS!r}, byte-level byte-pair encoding, or {SENTENCE_PIECES!r}, SentencePiece",
       "other tokenizers are not implemented",
       NotImplementedError,
     )
@@ -362,9 +363,11 @@ def _tokens(found: _Metadata) -> tuple[list[str], list[int]]:
   kinds = found.values.get(TYPES, np.full(len(tokens), NORMAL))
   if not isinstance(kinds, np.ndarray) or kinds.shape != (len(tokens),):
     raise found.refuse(TYPES, f"{len(tokens)} numbers, one per token", "download it again")
-  if odd := set(kinds.tolist()) - {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED}:
+  last = BYTE if model == SENTENCE_PIECES else UNUSED
+  if odd := set(kinds.tolist()) - {*range(NORMAL, last + 1)}:
     raise ValueError(
-      f"{found.path}: {TYPES}: got the kinds {sorted(odd)}, expected 1 to 5; download it again."
+      f"{found.path}: {TYPES}: got the kinds {sorted(odd)}, expected 1 to {last}; download it"
+      " again."
     )
   return tokens, kinds.tolist()
 
@@ -382,6 +385,26 @@ def _backend(
     )
   if (whole := found.text(WHOLE)) is not None:
     return _whole(found, whole, vocab)
+  if found.text(MODEL) == SENTENCE_PIECES:
+    backend, level, adds_bos = _sentence_pieces(found, vocab, kinds, roles), None, True
+    special = (CONTROL, UNKNOWN)
+  else:
+    backend, adds_bos = _byte_pairs(found, vocab)
+    level, special = tokenizers.processors.ByteLevel(trim_offsets=False), (CONTROL,)
+  for of_kind, add in (
+    (special, backend.add_special_tokens),
+    ((USER_DEFINED,), backend.add_tokens),
+  ):
+    chosen = [text for text, token_id in used if kinds[token_id] in of_kind]
+    is_special = of_kind == special
+    add([tokenizers.AddedToken(t, special=is_special, normalized=False) for t in chosen])
+  if (processor := _post_processor(found, adds_bos, level, vocab, roles)) is not None:
+    backend.post_processor = processor
+  return backend
+
+
+def _byte_pairs(found: _Metadata, vocab: dict[str, int]) -> tuple[tokenizers.Tokenizer, bool]:
+  """Returns a tokenizer of byte-level pairs, and whether its pre-tokenizer adds a bos token."""
   name = found.text(PRE)
   if name is None or name not in PRE_TOKENIZERS:
     raise found.refuse(
@@ -399,14 +422,36 @@ def _backend(
     backend.normalizer = tokenizers.normalizers.NFC()
   backend.pre_tokenizer = _pre_tokenizer(cut)
   backend.decoder = tokenizers.decoders.ByteLevel()
-  for kind, add in (
-    (CONTROL, backend.add_special_tokens),
-    (USER_DEFINED, backend.add_tokens),
+  return backend, cut.adds_bos
+
+
+def _sentence_pieces(
+  found: _Metadata, vocab: Mapping[str, int], kinds: list[int], roles: Mapping[str, str]
+) -> tokenizers.Tokenizer:
+  """Returns a tokenizer of SentencePiece's tokens, by their scores."""
+  if found.flag(ADD_SPACE, True):
+    raise found.refuse(
+      ADD_SPACE,
+      "false",
+      "a space before every text is not implemented: choose another file of this model",
+      NotImplementedError,
+    )
+  scores = found.values.get(SCORES)
+  if (
+    not isinstance(scores, np.ndarray)
+    or scores.shape != (len(kinds),)
+    or not np.isfinite(scores).all()
   ):
-    chosen = [text for text, token_id in used if kinds[token_id] == kind]
-    add([tokenizers.AddedToken(t, special=kind == CONTROL, normalized=False) for t in chosen])
-  backend.post_processor = _post_processor(found, cut, vocab, roles)
-  return backend
+    raise found.refuse(SCORES, f"{len(kinds)} numbers, one per token", "download it again")
+  for byte in range(256):
+    text = f"<0x{byte:02X}>"
+    if text not in vocab or kinds[vocab[text]] != BYTE:
+      raise ValueError(
+        f"{found.path}: {TOKENS}: got no token {text} of the kind {BYTE}, expected one for every"
+        " byte; download it again."
+      )
+  normal = {text: i for text, i in vocab.items() if kinds[i] == NORMAL}
+  return gguf_sentence_pieces.backend(vocab, normal, scores, roles.get("unk_token"))
 
 
 def _whole(found: _Metadata, whole: str, vocab: Mapping[str, int]) -> tokenizers.Tokenizer:
@@ -451,31 +496,34 @@ def _pre_tokenizer(cut: Cut) -> Any:
 
 
 def _post_processor(
-  found: _Metadata, cut: Cut, vocab: Mapping[str, int], roles: Mapping[str, str]
+  found: _Metadata, adds_bos: bool, level: Any, vocab: Mapping[str, int], roles: Mapping[str, str]
 ) -> Any:
-  """Returns the post-processor that adds the bos and eos tokens for which the file asks."""
+  """Returns the post-processor that adds the bos and eos tokens for which the file asks.
+
+  Args:
+    found: the metadata.
+    adds_bos: whether a text begins with the bos token if the file does not specify it.
+    level: the post-processor that comes first; None for none.
+    vocab: ids by text.
+    roles: special tokens by role.
+  """
   around = {
-    "bos_token": found.flag(ADD_BOS, cut.adds_bos and "bos_token" in roles),
+    "bos_token": found.flag(ADD_BOS, adds_bos and "bos_token" in roles),
     "eos_token": found.flag(ADD_EOS, False),
   }
   for role, key in (("bos_token", ADD_BOS), ("eos_token", ADD_EOS)):
     if around[role] and role not in roles:
       raise found.refuse(key, f"false without {ROLES[role]}", "download it again")
   added = {role: roles[role] for role, is_added in around.items() if is_added}
-  level = tokenizers.processors.ByteLevel(trim_offsets=False)
   if not added:
     return level
   template = [added.get("bos_token"), "$A", added.get("eos_token")]
-  return tokenizers.processors.Sequence(
-    [
-      level,
-      tokenizers.processors.TemplateProcessing(
-        single=[part for part in template if part],
-        pair=None,
-        special_tokens=[(token, vocab[token]) for token in dict.fromkeys(added.values())],
-      ),
-    ]
+  adding = tokenizers.processors.TemplateProcessing(
+    single=[part for part in template if part],
+    pair=None,
+    special_tokens=[(token, vocab[token]) for token in dict.fromkeys(added.values())],
   )
+  return tokenizers.processors.Sequence([level, adding]) if level is not None else adding
 
 
 def _flat(step: dict[str, Any] | None, inner: str) -> list[dict[str, Any]]:

@@ -81,7 +81,7 @@ def save(
   Raises:
     FileExistsError: if the file exists and may not be replaced.
     ImportError: if the `gguf` package is not installed.
-    NotImplementedError: for a rotary scaling or a tokenizer that GGUF cannot describe.
+    NotImplementedError: for a shape, a rotary scaling or a tokenizer that GGUF cannot describe.
     OSError: if the disk has too little free space, with both numbers.
     ValueError: if `params` is not in the layout of `config` or not finite, or for an unknown kind.
   """
@@ -117,9 +117,10 @@ def save(
     params, what="GGUF: params", remedy="export an earlier step, with finite weights"
   )
   plan = huggingface_layout.plan(config)
-  factors = gguf_config.rope_factors(config.only_kind("GGUF").attention.rotary)
+  form, (plain, _) = gguf_config.form_of(config), gguf_config.divided(config)
+  factors = gguf_config.rope_factors(plain.attention.rotary)
   written = [
-    _written(gguf_tensors.gguf_name(name), shape, kind, gguf)
+    _written(gguf_tensors.gguf_name(name, form), shape, kind, gguf)
     for _, leaf in plan
     for name, shape in leaf.tensors
   ]
@@ -190,9 +191,14 @@ def _data(
   factors: np.ndarray | None,
 ) -> Iterator[np.ndarray]:
   """Yields every tensor of the file as f32, in order."""
+  form = gguf_config.form_of(config)
   for name, tensor in huggingface_layout.tensors(params, plan, np.dtype(np.float32)):
     heads = gguf_tensors.turned_heads(name, config)
-    yield gguf_tensors.interleave(tensor, heads) if heads else tensor
+    offset = gguf_tensors.norm_offset(gguf_tensors.gguf_name(name, form), form)
+    if heads:
+      yield gguf_tensors.interleave(tensor, heads)
+    else:
+      yield tensor + offset if offset else tensor
   if factors is not None:
     yield factors.astype(np.float32)
 

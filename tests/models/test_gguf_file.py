@@ -376,7 +376,7 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "no architecture":
     (without("general.architecture"), NotImplementedError, ["general.architecture: got None"]),
   "another architecture":
-    (entry("general.architecture", "str", "gemma3"), NotImplementedError, ["'gemma3'", "'llama'"]),
+    (entry("general.architecture", "str", "gemma2"), NotImplementedError, ["'gemma2'", "'llama'"]),
   "an architecture that is no text":
     (entry("general.architecture", "u32", 3), NotImplementedError, ["general.architecture: got 3"]),
   "architectures": (
@@ -474,8 +474,8 @@ DAMAGE: dict[str, tuple[Any, type[Exception], list[str]]] = {
   "ids alone": (
     entry("tokenizer.ggml.model", "str", "no_vocab"), NotImplementedError, ["'no_vocab'", "'gpt2'"]
   ),
-  "SentencePiece":
-    (entry("tokenizer.ggml.model", "str", "llama"), NotImplementedError, ["tokenizer.ggml.model"]),
+  "another tokenizer":
+    (entry("tokenizer.ggml.model", "str", "bert"), NotImplementedError, ["'bert'", "'llama'"]),
   "no pre-tokenizer":
     (without("tokenizer.ggml.pre"), NotImplementedError, ["ggml.pre: got nothing", "'qwen2'"]),
   "another pre-tokenizer": (

@@ -25,6 +25,7 @@ from seerjax.models import (
   parameters,
   tokenizer as tokenizer_lib,
 )
+from seerjax.models.families import gemma3
 from seerjax.ops import rotary
 
 NUMERICS = tiny_model.ONE_SLAB
@@ -63,6 +64,25 @@ LLAMA3 = LLAMA.changed(
   rotary=rotary.RotaryConfig(
     head_dim=32, base=5e5, scaling="llama3", factor=32.0, original_context=8192
   ),
+)
+# Windows of 23 positions in two of three layers, with a rotary base of their own.
+GEMMA3 = dataclasses.replace(
+  QWEN3,
+  layers=tuple(
+    gemma3.layer(
+      num_heads=4,
+      num_kv_heads=2,
+      head_dim=16,
+      intermediate_size=64,
+      turn=rotary.RotaryConfig(head_dim=16, base=1e6 if window is None else 700.0),
+      window=window,
+      scale=None,
+    )
+    for window in (23, 23, None, 23)
+  ),
+  norm_weights="1 + w",
+  embedding_scale=32**0.5,
+  logit_soft_cap=3.0,
 )
 CONFIGS = {
   "llama": LLAMA,
@@ -214,6 +234,46 @@ def saved(
   """Writes a Hugging Face directory in float32, with a tokenizer."""
   huggingface.save(directory, weights(config), config, dtype="float32", tokenizer=tokenizer(form))
   return directory
+
+
+@functools.cache
+def sentence_pieces(num_tokens: int = 400) -> tuple[list[str], list[float], list[int]]:
+  """Tokens, scores and kinds of a SentencePiece vocabulary: special ones, bytes, then pieces.
+
+  Pieces join the most frequent neighbours of `TEXTS` first; most characters have no token.
+  """
+  backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=num_tokens - 262, limit_alphabet=60, show_progress=False
+  )
+  escaped = [text.replace(" ", "▁").replace("\n", "") for text in TEXTS * 3]
+  backend.train_from_iterator(escaped, trainer)
+  ids = backend.get_vocab()
+  # Joined pieces in the order in which they were found, then single characters.
+  pieces = sorted(ids, key=lambda text: (len(text) == 1, ids[text]))
+  tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "  ", "\n\n"]
+  tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+  kinds = [3, 3, 3, 2, 4, 4] + [6] * 256 + [1] * len(pieces)
+  scores = [0.0] * len(tokens) + [-float(rank) for rank in range(len(pieces))]
+  unused = num_tokens - len(tokens) - len(pieces)
+  tokens += pieces + [f"<unused{i}>" for i in range(unused)]
+  return tokens, scores + [0.0] * unused, kinds + [5] * unused
+
+
+def with_sentence_pieces(entries: dict[str, bytes]) -> dict[str, bytes]:
+  """Returns a file's entries with the tokenizer of `sentence_pieces`."""
+  tokens, scores, kinds = sentence_pieces()
+  left_out = ("tokenizer.ggml.pre", "tokenizer.ggml.merges", "tokenizer.ggml.add_bos_token")
+  return {key: content for key, content in entries.items() if key not in left_out} | {
+    "tokenizer.ggml.model": value("str", "llama"),
+    "tokenizer.ggml.tokens": value("list str", tokens),
+    "tokenizer.ggml.scores": value("list f32", scores),
+    "tokenizer.ggml.token_type": value("list i32", kinds),
+    "tokenizer.ggml.bos_token_id": value("u32", 2),
+    "tokenizer.ggml.eos_token_id": value("u32", 1),
+    "tokenizer.ggml.unknown_token_id": value("u32", 3),
+    "tokenizer.ggml.add_space_prefix": value("bool", 0),
+  }
 
 
 # Files made byte by byte.

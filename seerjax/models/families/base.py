@@ -31,10 +31,22 @@ class Gguf:
   Attributes:
     architecture: value of general.architecture, and the prefix of its keys.
     turns_heads: whether the rows of a head's queries and keys are interleaved.
+    norm_offset: number by which a file's norms exceed ours.
+    names: names of a layer's tensors that differ from `gguf_tensors.LAYER`, by Hugging Face's.
+    keys: further keys of the architecture, with allowed values as in `gguf_config.KEYS`.
+    completed: returns a shape, given the keys and the equal layers that the usual keys describe;
+      None for families of equal layers.
+    divided: inverts `completed`: returns the equal layers, and further keys; raises
+      NotImplementedError for a shape that no file describes.
   """
 
   architecture: str
   turns_heads: bool = False
+  norm_offset: float = 0.0
+  names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  keys: Mapping[str, tuple[Any, ...] | None] = dataclasses.field(default_factory=dict)
+  completed: Callable[[Fields, TransformerConfig], TransformerConfig] | None = None
+  divided: Callable[[TransformerConfig], tuple[TransformerConfig, dict[str, Any]]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

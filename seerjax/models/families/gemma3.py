@@ -13,7 +13,9 @@ Sizes: the config.json of each of google/gemma-3-* on the Hub.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 from seerjax.layer_kinds import Gated, Grouped, LayerConfig
@@ -27,6 +29,8 @@ ACTIVATION = "gelu_pytorch_tanh"
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Defaults of transformers, which its files leave out.
 HEAD_DIM, PATTERN, FULL_BASE, SLIDING_BASE = 256, 6, 1e6, 1e4
+# llama.cpp knows 27B, with another scale, by its number of layers.
+LAYERS_OF_27B = 62
 # Field and default of the rotary base of each type of layer, as transformers 4 spells them.
 BASES = {FULL: ("rope_theta", FULL_BASE), SLIDING: ("rope_local_base_freq", SLIDING_BASE)}
 
@@ -165,6 +169,84 @@ def written(config: TransformerConfig) -> dict[str, Any]:
   }
 
 
+def from_gguf(fields: Fields, plain: TransformerConfig) -> TransformerConfig:
+  """Returns the shape that a GGUF file describes, given that of its full layers.
+
+  The pattern of layers, the base of windowed ones and the scale of 27B are constants in llama.cpp.
+
+  Raises:
+    ValueError: naming the key that is malformed or not supported.
+  """
+  own = plain.layers[0].attention
+  if own.rotary.scaling not in ("none", "linear"):
+    raise fields.refuse(
+      "rope.scaling.type", "'none' or 'linear', and no tensor rope_freqs", base.UNSUPPORTED
+    )
+  window = None
+  if fields.get("attention.sliding_window") not in (None, 0):
+    window = fields.whole("attention.sliding_window")
+  pattern = fields.whole("attention.sliding_window_pattern", PATTERN)
+  sliding_base = fields.number("rope.freq_base_swa", SLIDING_BASE)
+  has_cap = fields.get("final_logit_softcapping") is not None
+  like = functools.partial(
+    layer,
+    num_heads=own.num_heads,
+    num_kv_heads=own.num_kv_heads,
+    head_dim=own.head_dim,
+    intermediate_size=plain.layers[0].gated("GGUF").intermediate_size,
+    scale=(plain.hidden_size / own.num_heads) ** -0.5
+    if plain.num_layers == LAYERS_OF_27B
+    else None,
+  )
+  full = like(turn=own.rotary, window=None)
+  sliding = full
+  if window is not None:
+    turn = rotary.RotaryConfig(head_dim=own.head_dim, base=sliding_base)
+    sliding = like(turn=turn, window=window)
+  return dataclasses.replace(
+    plain,
+    layers=tuple(sliding if (index + 1) % pattern else full for index in range(plain.num_layers)),
+    norm_weights="1 + w",
+    embedding_scale=plain.hidden_size**0.5,
+    logit_soft_cap=fields.number("final_logit_softcapping") if has_cap else None,
+  )
+
+
+def to_gguf(config: TransformerConfig) -> tuple[TransformerConfig, dict[str, Any]]:
+  """Inverts `from_gguf`: returns equal layers with what full ones have, and the further keys.
+
+  Raises:
+    NotImplementedError: for a shape that llama.cpp does not compute.
+  """
+  turns, windows = _by_type(config), [at.attention.window for at in config.layers]
+  own, window = config.layers[0].attention, next(filter(None, windows), None)
+  is_full = [found is None for found in windows]
+  pattern = is_full.index(True) + 1 if window is not None and any(is_full) else PATTERN
+  values: dict[str, Any] = {}
+  if window is not None:
+    values = {
+      "attention.sliding_window": window,
+      "attention.sliding_window_pattern": pattern,
+      "rope.freq_base_swa": float(turns[SLIDING].base),
+    }
+  if config.logit_soft_cap is not None:
+    values["final_logit_softcapping"] = float(config.logit_soft_cap)
+  kind = dataclasses.replace(own, window=None, scale=None, rotary=turns[FULL])
+  plain = config.changed(
+    layers=(LayerConfig(attention=kind, feed_forward=config.layers[0].gated("GGUF")),)
+    * config.num_layers
+  )
+  if turns[FULL].scaling not in ("none", "linear") or config != from_gguf(
+    Fields(pathlib.Path("GGUF"), values, "gemma3."), plain
+  ):
+    raise NotImplementedError(
+      f"GGUF: got scale={own.scale}, windows {windows} and scaling={turns[FULL].scaling!r} in full"
+      " layers, expected the scale of the heads, full attention in every n-th layer alone, and"
+      " 'none' or 'linear': llama.cpp computes no other; save a Hugging Face directory instead."
+    )
+  return plain, values
+
+
 def _scalar(scale: float) -> int:
   """Returns query_pre_attn_scalar of a scale; transformers requires a whole number."""
   return round(scale**-2)
@@ -291,6 +373,25 @@ FAMILY = base.Family(
   written=written,
   describes=describes,
   attention={"has_qk_norms": True},
+  gguf=base.Gguf(
+    architecture="gemma3",
+    norm_offset=1.0,
+    names={
+      "post_attention_layernorm": "post_attention_norm",
+      "pre_feedforward_layernorm": "ffn_norm",
+      "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    keys=dict.fromkeys(
+      (
+        "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "rope.freq_base_swa",
+        "final_logit_softcapping",
+      )
+    ),
+    completed=from_gguf,
+    divided=to_gguf,
+  ),
   sizes={
     "gemma-3-270m": _size(640, 2048, 18),
     "gemma-3-1b": _size(1152, 6912, 26),
