@@ -18,13 +18,14 @@ Sources: Qwen3, https://arxiv.org/abs/2505.09388; DeepSeek-V3, https://arxiv.org
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from seerjax import fields, numerics as numerics_lib
+from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, Float, Int
 from seerjax.ops import linear, tiles
 
@@ -144,18 +145,68 @@ def route_rows(
   x: Float[Array, "n d"], router: Router, config: RoutingConfig
 ) -> tuple[Int[Array, "n e"], Float[Array, "n e"]]:
   """Returns ids i32[n, e], ascending, and weights f32[n, e]. Use it on the rows of one tile."""
-  logits = scores = _logits(x, router)
-  if config.scoring == "softmax":
-    scores = jax.nn.softmax(logits, axis=-1)
-  elif config.scoring == "sigmoid":
-    scores = jax.nn.sigmoid(logits)
-  ids = _choice(lax.stop_gradient(scores), router.correction_bias, config)
-  weights = jnp.take_along_axis(scores, ids, axis=1, mode="promise_in_bounds")
-  if config.scoring == "softmax_of_chosen":
-    weights = jax.nn.softmax(weights, axis=-1)
+  # The gradient of x has a part from the experts, too: neither may be fused with their sum.
+  logits = parallel.rounded(_logits(parallel.rounded(x), router))
+  ids = _choice(lax.stop_gradient(_scores(logits, config)), router.correction_bias, config)
+  return ids, _weights(config, logits, ids)
+
+
+def _scores(logits: Array, config: RoutingConfig) -> Array:
+  of_all = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid}
+  return of_all[config.scoring](logits) if config.scoring in of_all else logits
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weights(config: RoutingConfig, logits: Array, ids: Array) -> Array:
+  """Returns f32[n, e], the weights of the chosen experts.
+
+  Its gradient is written out, since XLA fuses a product with the sum that reads it in some programs
+  and not in others.
+  """
+  weights = _of_chosen(config, logits, ids)
   if config.is_renormalised:
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.float32(SMALLEST_SUM))
-  return ids, weights * jnp.float32(config.scale)
+    weights = weights / _sum(weights)
+  return weights * jnp.float32(config.scale)
+
+
+def _of_chosen(config: RoutingConfig, logits: Array, ids: Array) -> Array:
+  """Returns f32[n, e], weights of the chosen experts, neither renormalised nor scaled."""
+  chosen = jnp.take_along_axis(_scores(logits, config), ids, axis=1, mode="promise_in_bounds")
+  return jax.nn.softmax(chosen, axis=-1) if config.scoring == "softmax_of_chosen" else chosen
+
+
+def _sum(weights: Array) -> Array:
+  return jnp.sum(weights, axis=-1, keepdims=True) + jnp.float32(SMALLEST_SUM)
+
+
+def _weights_forward(config: RoutingConfig, logits: Array, ids: Array) -> Any:
+  return _weights(config, logits, ids), (logits, ids)
+
+
+def _weights_backward(config: RoutingConfig, residuals: Any, cotangent: Array) -> Any:
+  logits, ids = residuals
+  apart = parallel.rounded
+  weights = apart(_of_chosen(config, logits, ids))
+  along = lambda parts: apart(jnp.sum(apart(parts * weights), axis=-1, keepdims=True))
+  parts = apart(cotangent * jnp.float32(config.scale))
+  if config.is_renormalised:
+    total = apart(_sum(weights))
+    parts = apart(parts / total) - apart(along(parts) / (total * total))
+  rows = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+  if config.scoring == "sigmoid":
+    others = jnp.zeros_like(logits)
+    chosen = parts * apart(weights * (1 - weights))
+  else:
+    mean = along(parts)
+    chosen = weights * apart(parts - mean)
+    others = jnp.zeros_like(logits)
+    if config.scoring == "softmax":  # It has every expert in its sum.
+      others = -_scores(logits, config) * mean
+  put = others.at[rows, ids].set(chosen, mode="promise_in_bounds", unique_indices=True)
+  return apart(put), None
+
+
+_weights.defvjp(_weights_forward, _weights_backward)
 
 
 def probabilities_rows(
