@@ -255,3 +255,22 @@ def test_no_division_of_a_batch_changes_a_metric(division):
   sums = trainer.routes(params(), batch)
   assert_same(routes.summarise(sums, int(np.sum(batch.loss_mask))), expected)
   assert_same(learnt(**division), expected)
+
+
+@functools.cache
+def gradient_on(data=1, model=1):
+  trainer, batch = divided(data=data, model=model)
+  return jax.device_get(trainer.gradient(params(), batch, losses.denominators(batch), None)[0])
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("mesh", [dict(data=2), dict(data=8), dict(model=2), dict(data=4, model=2)])
+def test_no_mesh_changes_a_bit_of_a_gradient(mesh):
+  assert_same(gradient_on(**mesh), gradient_on())
+  # A twin: other routers give another gradient.
+  trainer, batch = divided(**mesh)
+  layers = [{**layer, "router": 1.01 * layer["router"]} for layer in params()["layers"]]
+  other = trainer.gradient({**params(), "layers": layers}, batch, losses.denominators(batch), None)
+  pairs = zip(jax.tree.leaves(other[0]), jax.tree.leaves(gradient_on()), strict=True)
+  assert any(np.any(np.asarray(one) != two) for one, two in pairs)
