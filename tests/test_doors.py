@@ -1029,7 +1029,7 @@ ROWS = [
       "expected (100, 16) by config.json", "the two files do not belong together"),
   Row("another family",
       lambda d: d.weights(d.configured(model_type="gpt2", architectures=["GPT2"])),
-      "got ['GPT2']", "expected one of ['LlamaForCausalLM',", "other architectures are not impl"),
+      "got ['GPT2']", "expected one of ['Gemma3ForCausalLM', 'LlamaForCausalLM',", "other architectures are not impl"),
   Row("a width as text", lambda d: d.weights(d.configured(hidden_size="16")), "got '16'", *NO_SIZE),
   Row("no heads", lambda d: d.weights(d.configured(num_attention_heads=0)), "got 0", *NO_SIZE),
   Row("an odd head", lambda d: d.weights(d.configured(head_dim=7)),
