@@ -89,6 +89,8 @@ def _reason_against_kernels(
 ) -> str | None:
   if found := layer_support.only_tiled(shape):
     return f"{found}, which only 'tiled' computes"
+  if found := layer_support.beyond_dense(shape):
+    return f"{found}, which the kernels do not compute"
   # Imported here, as in `backend_of`.
   from seerjax.backends import kernel_support
 

@@ -1,4 +1,4 @@
-"""Names what of a model only the tiled backend computes: attention rules, norms, caps, experts."""
+"""Names what of a model only some backends compute: attention rules, norms, caps, experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from seerjax.layer_kinds import Experts
 
 
 def only_tiled(shape: FullShape | None) -> str:
-  """Returns the first such property of a model, for messages; "" if there is none."""
+  """Returns the first property that only the tiled backend computes, for messages; "" if none."""
   if shape is None:
     return ""
   for name, value, usual in (
@@ -18,16 +18,22 @@ def only_tiled(shape: FullShape | None) -> str:
     if value != usual:
       return f"the model has {name}={value!r}"
   for index, layer in enumerate(shape.layers):
-    part = layer.feed_forward
     for name, value, usual in (
-      ("num_experts", part.routing.num_experts if isinstance(part, Experts) else None, None),
       ("window", layer.attention.window, None),
       ("soft_cap", layer.attention.soft_cap, None),
       ("scale", layer.attention.scale, None),
       ("has_sinks", layer.attention.has_sinks, False),
-      ("activation", part.activation, "silu"),
+      ("activation", layer.feed_forward.activation, "silu"),
       ("norm_placement", layer.norm_placement, "pre"),
     ):
       if value != usual:
         return f"layer {index} has {name}={value!r}"
   return ""
+
+
+def beyond_dense(shape: FullShape | None) -> str:
+  """Returns the first layer with experts, or `only_tiled`, for messages; "" if there is neither."""
+  for index, layer in enumerate(() if shape is None else shape.layers):
+    if isinstance(layer.feed_forward, Experts):
+      return f"layer {index} has num_experts={layer.feed_forward.routing.num_experts!r}"
+  return only_tiled(shape)

@@ -16,12 +16,13 @@ from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
 from seerjax.backends.native import (
   attention as native_attention,
+  experts,
   head,
   layers,
   pages as native_pages,
   rotation,
 )
-from seerjax.backends.protocol import HeadStage, Stage
+from seerjax.backends.protocol import HeadStage, MixtureStage, Stage
 from seerjax.backends.tiled import Tiled
 from seerjax.backends.traits import Traits
 from seerjax.ops import attention, rotary
@@ -118,6 +119,16 @@ class NumbaCpu(Tiled):
     if adapters is None:
       return layers.after_attention(stage, weights, rows, num_rows)
     return layers.adapted_after_attention(stage, weights, rows, num_rows, adapters)
+
+  def mixture(
+    self,
+    stage: MixtureStage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> tuple[Array, Array, Array]:
+    return experts.after_attention(stage, self.numerics, weights, rows, num_rows, adapters)
 
   def head(
     self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array

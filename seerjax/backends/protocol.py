@@ -1,12 +1,12 @@
 """Protocol of the backends: five stages of the forward, and operations for their definitions.
 
-    attention_inputs -> write_pages -> attend -> after_attention        layer by layer
-    head                                                                once
+    attention_inputs -> write_pages -> attend -> after_attention or mixture     layer by layer
+    head                                                                        once
 
-A stage of rows has a definition (`models.attention`, `models.mlp`, `models.head`), written in terms
-of the backend's `Operations`. XLA's backends run the definition; a backend with a program of its
-own for a stage runs that, and keeps the contract: a row's bits depend on that row alone, and are
-the same under a gradient.
+A stage of rows has a definition (`models.attention`, `models.mlp`, `models.experts` and
+`models.head`), written in terms of the backend's `Operations`. XLA's backends run the definition; a
+backend with a program of its own for a stage runs that, and keeps the contract: a row's bits depend
+on that row alone, and are the same under a gradient.
 """
 
 from __future__ import annotations
@@ -78,6 +78,24 @@ class Stage(NamedTuple):
   shape: LayerShape
   axis: str | None
   rows: Definition
+
+
+class MixtureStage(NamedTuple):
+  """The part after attention of a layer with experts, in two definitions around `ops.moe`.
+
+  Attributes:
+    shape: shape of the layer.
+    axis: mesh axis of the slabs, None on one device.
+    routed: definition: (hidden rows, attention outputs) to (hidden rows, normed rows, ids, weights,
+      and the shared MLP's output, if there is one).
+    added: definition: (hidden rows, the experts' sum f32[n, d], the shared MLP's output) to hidden
+      rows.
+  """
+
+  shape: LayerShape
+  axis: str | None
+  routed: Definition
+  added: Definition
 
 
 class HeadStage(NamedTuple):
@@ -234,9 +252,21 @@ class Backend(Operations, Protocol):
   ) -> Any:
     """Maps hidden rows f[n, d] and attention outputs f[n, k, g, c] to hidden rows f[n, d].
 
-    For a layer with experts, it maps them to the inputs of the experts (`models.experts`).
-
     `adapters` as in `attention_inputs`.
+    """
+    ...
+
+  def mixture(
+    self,
+    stage: MixtureStage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> tuple[Array, Array, Array]:
+    """Does what `after_attention` does, for a layer with experts (`models.experts`).
+
+    Also returns the normed rows f[n, d] and their experts i32[n, e]; a gradient reaches the former.
     """
     ...
 

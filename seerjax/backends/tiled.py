@@ -10,10 +10,13 @@ from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends import adapters as adapters_lib
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.protocol import AnyStage, HeadStage, Stage
+from seerjax.backends.protocol import AnyStage, HeadStage, MixtureStage, Stage
 from seerjax.backends.traits import Traits
-from seerjax.ops import attention, linear, norms, rotary, tiles
+from seerjax.ops import attention, linear, moe, norms, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
+
+# Weights that only a row's experts have.
+EXPERTS = {"expert_gate_up": "gate_up", "expert_down": "down"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +132,23 @@ class Tiled:
     adapters: RowAdapters | None = None,
   ) -> Any:
     return self._adapted(stage, weights, rows, num_rows, adapters)
+
+  def mixture(
+    self,
+    stage: MixtureStage,
+    weights: Any,
+    rows: Any,
+    num_rows: Array,
+    adapters: RowAdapters | None = None,
+  ) -> tuple[Array, Array, Array]:
+    of_rows = {name: leaf for name, leaf in weights.items() if name not in EXPERTS}
+    routed = Stage(stage.shape, stage.axis, stage.routed)
+    x, normed, ids, chosen, *others = self._adapted(routed, of_rows, rows, num_rows, adapters)
+    slabs = {short: weights[name] for name, short in EXPERTS.items()}
+    mixed = moe.experts(normed, ids, chosen, slabs, num_rows, stage.axis, self.numerics)
+    scales = {name: weights[name] for name in ("mlp_out_norm",) if name in weights}
+    added = Stage(stage.shape, stage.axis, stage.added)
+    return self._defined(added, scales, (x, mixed, *others), num_rows), normed, ids
 
   def head(
     self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array

@@ -4,27 +4,24 @@
     experts   the chosen experts of each row                   in tiles of rows of one expert
     rows      the sum is added to the residual stream          in tiles of rows
 
-A backend runs the first pass as it runs other definitions; `ops.moe` and the last pass are XLA's.
+XLA's backends run these definitions, with `ops.moe` between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-import functools
 from typing import Any
 
 import jax.numpy as jnp
 
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.protocol import Backend, LayerShape, Operations, Stage
+from seerjax.backends.protocol import Backend, LayerShape, MixtureStage, Operations
 from seerjax.layer_kinds import Experts
 from seerjax.models import mlp
 from seerjax.models.parameters import Params
-from seerjax.ops import moe, routing
+from seerjax.ops import routing
 
-# Weights that only the second pass reads.
-SLABS = {"expert_gate_up": "gate_up", "expert_down": "down"}
 # Numbers of each expert, f32[E], that are for a watch and no weights.
 LOADS = "expert_loads"
 
@@ -59,25 +56,12 @@ def after_attention(
   """
   kind = shape.kind.feed_forward
   assert isinstance(kind, Experts)
-  of_rows = {name: leaf for name, leaf in weights.items() if name not in (*SLABS, LOADS)}
-  stage = Stage(shape, axis, routed_rows)
-  x, normed, ids, chosen, *shared = backend.after_attention(
-    stage, of_rows, rows, num_rows, adapters
-  )
-  slabs = {short: weights[name] for name, short in SLABS.items()}
-  mixed = moe.experts(normed, ids, chosen, slabs, num_rows, axis, backend.numerics)
-  scales = {name: weights[name] for name in ("mlp_out_norm",) if name in weights}
-  add = functools.partial(_added_rows, backend, shape)
-  out = backend.map_rows(add, scales, (x, mixed, *shared), num_rows)
+  of_layer = {name: leaf for name, leaf in weights.items() if name != LOADS}
+  stage = MixtureStage(shape, axis, routed_rows, added_rows)
+  out, normed, ids = backend.mixture(stage, of_layer, rows, num_rows, adapters)
   if watch is None:
     return out, ()
   return out, watch(backend, kind.routing, weights, normed, ids, num_rows)
-
-
-def router_of(weights: Params) -> routing.Router:
-  """Returns a layer's router."""
-  biases = (weights.get(name) for name in ("router_bias", "router_correction_bias"))
-  return routing.Router(weights["router"], *biases)
 
 
 def routed_rows(
@@ -93,16 +77,22 @@ def routed_rows(
   assert isinstance(kind, Experts)
   x = mlp.projected_rows(operations, shape, axis, weights, rows, one)
   normed = mlp.normed_rows(operations, shape, weights["mlp_norm"], x)
-  ids, chosen = routing.route_rows(normed, router_of(weights), kind.routing)
+  ids, chosen = routing.route_rows(normed, routing.router_of(weights), kind.routing)
   if not kind.shared_size:
     return x, normed, ids, chosen
   return x, normed, ids, chosen, mlp.gated_rows(operations, kind, axis, weights, normed, one)
 
 
-def _added_rows(
-  operations: Operations, shape: LayerShape, weights: Params, rows: tuple[Array, ...], one: Array
+def added_rows(
+  operations: Operations,
+  shape: LayerShape,
+  axis: str | None,
+  weights: Params,
+  rows: tuple[Array, ...],
+  one: Array,
 ) -> Array:
   """Adds the experts' sum f32[n, d], and the shared MLP's, to the residual stream."""
+  del axis, one
   x, mixed, *shared = rows
   for part in shared:
     mixed = mixed + part.astype(jnp.float32)

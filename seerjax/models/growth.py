@@ -36,7 +36,7 @@ def check(small: TransformerConfig, large: TransformerConfig) -> None:
   Raises:
     ValueError: naming the field, both values, and what would work.
   """
-  if found := layer_support.only_tiled(small) or layer_support.only_tiled(large):
+  if found := layer_support.beyond_dense(small) or layer_support.beyond_dense(large):
     raise NotImplementedError(
       f"growth: {found}, expected a model without; grow a model of the families that start from"
       " presets."

@@ -123,10 +123,33 @@ def experts(
     f32[n, d]. Gradients reach x, the weights and the slabs from the first `num_rows` rows.
   """
   num_rows = lax.optimization_barrier(num_rows)
-  count = x.shape[0]
-  tile = max(2, numerics_lib.with_expert_tile(numerics).expert_tile)
+  count, tile = x.shape[0], _tile_of(numerics)
   x, ids, weights = tiles.padded((x, ids, weights), tiles.whole(count, tile))
   return _experts(expert, tile, axis, x, ids, weights, slabs, num_rows)[:count]
+
+
+def gradient(
+  x: Float[Array, "n d"],
+  ids: Int[Array, "n e"],
+  weights: Float[Array, "n e"],
+  slabs: Any,
+  num_rows: Array,
+  axis: str | None,
+  numerics: numerics_lib.NumericsConfig,
+  cotangent: Float[Array, "n d"],
+) -> tuple[Float[Array, "n d"], Float[Array, "n e"], Any]:
+  """Returns the gradients of `experts` to x, the weights and the slabs, for a forward elsewhere."""
+  num_rows = lax.optimization_barrier(num_rows)
+  count, tile = x.shape[0], _tile_of(numerics)
+  whole = tiles.padded((x, ids, weights, cotangent), tiles.whole(count, tile))
+  *rows, cotangent = whole
+  found = _backward(gated_rows, tile, axis, (*rows, slabs, num_rows), cotangent)
+  of_x, _, of_weights, of_slabs, _ = found
+  return of_x[:count], of_weights[:count], of_slabs
+
+
+def _tile_of(numerics: numerics_lib.NumericsConfig) -> int:
+  return max(2, numerics_lib.with_expert_tile(numerics).expert_tile)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

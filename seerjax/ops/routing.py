@@ -116,6 +116,12 @@ class Router(NamedTuple):
   correction_bias: Array | None = None
 
 
+def router_of(weights: dict[str, Any]) -> Router:
+  """Returns the router among a layer's weights."""
+  biases = (weights.get(name) for name in ("router_bias", "router_correction_bias"))
+  return Router(weights["router"], *biases)
+
+
 def check(config: RoutingConfig, router: Router) -> None:
   """Refuses router weights that do not fit the rule, or are not finite.
 

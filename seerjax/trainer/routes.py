@@ -114,7 +114,7 @@ def watch_of(loss_mask: Array, balance: Balance | None = None) -> experts.Watch:
     ids: Array,
     num_rows: Array,
   ) -> Routes:
-    mask, router = tiles.padded(loss_mask, ids.shape[0]), experts.router_of(weights)
+    mask, router = tiles.padded(loss_mask, ids.shape[0]), routing.router_of(weights)
     is_chosen = chosen(ids, rule.num_experts) & mask[:, None]
     loss: Any = ()
     if balance is None:

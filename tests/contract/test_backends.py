@@ -107,6 +107,9 @@ class Wrapping:
     self.calls["after_attention"] += 1
     return self._inner.after_attention(*arguments)
 
+  def mixture(self, *arguments):
+    return self._inner.mixture(*arguments)
+
   def head(self, *arguments):
     self.calls["head"] += 1
     return self._inner.head(*arguments)

@@ -32,9 +32,13 @@ from seerjax.types import Request, SamplingParams
 
 PAGE_SIZE, CONTEXT = 8, 48
 NUMERICS = {
-  "f32": dataclasses.replace(tiny_model.NUMERICS, reduction_shards=2, expert_tile=2),
-  "bf16": dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=2, expert_tile=2),
+  f"{name} {backend}": dataclasses.replace(
+    numerics, reduction_shards=2, expert_tile=2, backend=backend
+  )
+  for name, numerics in (("f32", tiny_model.NUMERICS), ("bf16", tiny_model.BFLOAT16))
+  for backend in ("tiled", "native")
 }
+F32 = NUMERICS["f32 tiled"]
 QWEN3 = Experts(
   routing=RoutingConfig(num_experts=6, num_chosen=2, is_renormalised=True), expert_size=9
 )
@@ -123,8 +127,9 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("config", [MIXED, DEEP], ids=["mixed", "deep"])
-def test_layers_with_experts_compute_the_published_decoder(config):
-  numerics = NUMERICS["f32"]
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_layers_with_experts_compute_the_published_decoder(config, backend):
+  numerics = NUMERICS[f"f32 {backend}"]
   params = tiny_model.random_params(config, numerics)
   assert parameters.is_stacked(params) == (config is DEEP)
   tokens = tiny_model.random_tokens(config, 1, 21)
@@ -172,8 +177,10 @@ def test_a_mesh_changes_no_bit_of_a_model_with_experts(name):
 
 
 @pytest.mark.thorough
-def test_adapters_of_attention_train_beside_experts():
-  numerics = NUMERICS["f32"]
+@pytest.mark.few(1)
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_adapters_of_attention_train_beside_experts(backend):
+  numerics = NUMERICS[f"f32 {backend}"]
   params = tiny_model.random_params(MIXED, numerics)
   adapter = lora.init(jax.random.key(1), MIXED, numerics, rank=2, targets=("qkv", "out"))
   adapter = jax.tree.map(lambda leaf: leaf + 0.05, adapter)
@@ -187,21 +194,22 @@ def test_adapters_of_attention_train_beside_experts():
 
 
 def test_slabs_and_tiles_of_experts_are_decided():
-  decided = decide(MIXED, dataclasses.replace(NUMERICS["f32"], reduction_shards=0, expert_tile=0))
+  decided = decide(MIXED, dataclasses.replace(F32, reduction_shards=0, expert_tile=0))
   assert decided.numerics.reduction_shards == 2 and decided.numerics.expert_tile == 8
   assert "expert_tile" in decided.fingerprint()
-  dense = decide(model_of(None), NUMERICS["f32"].__class__(reduction_shards=2))
+  dense = decide(model_of(None), F32.__class__(reduction_shards=2))
   assert "expert_tile" not in dense.fingerprint()
 
 
-def test_auto_is_tiled_with_a_reason(caplog):
-  asked = dataclasses.replace(NUMERICS["f32"], backend="auto")
+def test_auto_is_native_without_a_reason_against(caplog):
+  asked = dataclasses.replace(F32, backend="auto")
   with caplog.at_level(logging.WARNING):
-    assert decide(MIXED, asked).numerics.backend == "tiled"
+    assert decide(MIXED, asked).numerics.backend == "native"
+  assert not caplog.records
 
 
 def asked(**changes):
-  return lambda: decide(MIXED, dataclasses.replace(NUMERICS["f32"], **changes))
+  return lambda: decide(MIXED, dataclasses.replace(F32, **changes))
 
 
 @refusals.table(
@@ -209,12 +217,15 @@ def asked(**changes):
    "use reduction_shards=2 for this model"),
   (lambda: decide(
      model_of(dataclasses.replace(QWEN3, routing=RoutingConfig(num_experts=5, num_chosen=2))),
-     NUMERICS["f32"]),
+     F32),
    "reduction_shards: got 2, expected a divisor of num_experts=5", "use reduction_shards=1"),
-  (asked(backend="native"),
-   "NumericsConfig.backend: got 'native', but layer 0 has num_experts=6, which only 'tiled'"
-   " computes"),
-  (NotImplementedError, lambda: lora.shapes(MIXED, NUMERICS["f32"], 2),
+  (lambda: decide(
+     MIXED.changed(window=5), dataclasses.replace(F32, backend="native")),
+   "NumericsConfig.backend: got 'native', but layer 0 has window=5, which only 'tiled' computes"),
+  (lambda: decide(
+     MIXED, dataclasses.replace(NUMERICS["bf16 tiled"], backend="pallas_interpreted")),
+   "layer 0 has num_experts=6, which the kernels do not compute"),
+  (NotImplementedError, lambda: lora.shapes(MIXED, F32, 2),
    "lora targets 'gate_up': got a layer of num_experts=6, expected a gated MLP in every layer"),
   (NotImplementedError, lambda: growth.check(DEEP, DEEP), "growth: layer 0 has num_experts=6"),
   (NotImplementedError, lambda: gguf_config.metadata(DEEP),

@@ -7,8 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from seerjax.backends.tiled import EXPERTS
 from seerjax.layer_kinds import Experts
-from seerjax.models import experts
 from seerjax.ops import attention, moe, norms, rotary, routing
 
 
@@ -60,9 +60,9 @@ def logits(params, tokens, config):
     down = jnp.zeros_like(x)
     if isinstance(kind.feed_forward, Experts):
       rule = kind.feed_forward.routing
-      chosen = routing.route_reference(normed, experts.router_of(layer), rule)
+      chosen = routing.route_reference(normed, routing.router_of(layer), rule)
       ids = jnp.broadcast_to(jnp.arange(rule.num_experts, dtype=jnp.int32), chosen.shape)
-      slabs = {short: layer[name] for name, short in experts.SLABS.items()}
+      slabs = {short: layer[name] for name, short in EXPERTS.items()}
       down = moe.experts_reference(normed, ids, chosen, slabs)
     for gate_up, slab in zip(layer.get("gate_up", ()), layer.get("down", ())):
       gate, up = jnp.split(matmul(normed, gate_up), 2, axis=-1)

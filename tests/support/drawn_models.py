@@ -170,7 +170,7 @@ class Case:
 
 def family_of(config: model_config.TransformerConfig) -> str:
   """Returns the family of a model, or what of it no family of ours has."""
-  return layer_support.only_tiled(config) or families.of(config).model_type
+  return layer_support.beyond_dense(config) or families.of(config).model_type
 
 
 def has_experts(config: model_config.TransformerConfig) -> bool:

@@ -68,7 +68,7 @@ def of(config: TransformerConfig) -> Family:
   has_experts = any(isinstance(kind, Experts) for kind in kinds)
   # Layers with and without experts may alternate, so the rest is compared.
   rest = config.changed(feed_forward=Gated(intermediate_size=1)) if has_experts else config
-  if found := layer_support.only_tiled(rest):
+  if found := layer_support.beyond_dense(rest):
     raise ValueError(
       f"TransformerConfig: {found}, expected one of {names()}; transformers has no config.json for"
       " this model."

@@ -202,7 +202,7 @@ def has_equal_layers(config: TransformerConfig, attention: Mapping[str, bool]) -
   )
   inner = kind.feed_forward.intermediate_size
   expected = LayerConfig(attention=plain, feed_forward=Gated(intermediate_size=inner))
-  is_plain = not layer_support.only_tiled(config)  # Scales and caps of the whole model, too.
+  is_plain = not layer_support.beyond_dense(config)  # Scales and caps of the whole model, too.
   return is_plain and all(layer == expected for layer in config.layers)
 
 

@@ -1,0 +1,512 @@
+"""The part of a layer after attention with a mixture of experts (`models.experts`).
+
+    layers.after_attention   output projection, residual               its MLP's weights are zero
+    layers.after_attention   the shared MLP, where there is one        its projection's are zero
+    mixture                  norm, router, experts, residual           one handler, in stages:
+
+        rows: norm, logits, choice | once: picks sorted by expert | expert, columns: gate, up,
+        product | slab, columns: down, weighted sums of rows | rows: slabs' sums, residual
+
+An expert's weights are read once for all of its rows. A row's experts of a slab are one chain in
+ascending id, and slabs are added in the tree, so a row's bits depend neither on the rows that share
+its experts, nor on threads or devices. With a mesh axis, the handler ends with the slabs' partial
+sums, which are gathered, and a second one adds them.
+
+The gradient is in `experts_gradient`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.array_typing import Array
+from seerjax.backends.adapters import RowAdapters
+from seerjax.backends.native import (
+  choices,
+  experts_gradient,
+  ffi,
+  layers,
+  norms,
+  products,
+  threads,
+  vectors,
+)
+from seerjax.backends.native.layer_parts import (
+  ONE,
+  WAITING,
+  ZERO,
+  Params,
+  add_row,
+  blocks,
+  f32_of,
+  gate,
+  gathered_rows,
+  layered,
+  live_rows,
+  merge,
+  read_rows,
+  scalar,
+  scratch,
+  scratch_of,
+  waiting,
+  write_rows,
+)
+from seerjax.backends.native.numbers import jit, read_row, round_row, zero_row
+from seerjax.backends.native.pointers import floats, integers
+from seerjax.backends.protocol import MixtureStage, Stage
+from seerjax.backends.tiled import EXPERTS
+from seerjax.layer_kinds import Experts
+from seerjax.ops import routing, tiles
+
+_numbers = lambda first, last: tuple(np.int64(number) for number in range(first, last + 1))
+# Operands, after the rows.
+_RESIDUAL, _SIZES, _SCALARS, _NORM, _ROUTER, _BIAS, _CORRECTION, _GATE_UP, _DOWN = _numbers(1, 9)
+# Entries of the sizes.
+_LAYER, _FIRST_EXPERT, _IS_SUMMED, _SCORING = _numbers(1, 4)
+_GROUPS, _CHOSEN_GROUPS, _IS_RENORMALISED, _CHOSEN = _numbers(5, 8)
+# Results, after the hidden rows. `_SORTED` has the place of each expert's first pick (one more than
+# experts), a cursor of each, the experts in use and their number, and the picks sorted by expert.
+_PARTIALS, _IDS, _WEIGHTS, _NORMED, _INNER, _SORTED, _SCRATCH = _numbers(1, 7)
+_STAGES = tuple(np.int64(stage) for stage in range(threads.STAGES))
+_NONE, _LANES = np.int64(-1), np.int64(vectors.LANES)
+# Rows of one expert that are multiplied together.
+_BLOCK = np.int64(64)
+# Rows of a piece of a stage of rows: many share a reading of the router.
+_FEW, _MANY = np.int64(4), np.int64(16)
+# Wanted pieces of a stage of products, and minimum columns of one.
+_PIECES, _PIECE_COLUMNS = np.int64(32), np.int64(96)
+# Cost of reading a weight from memory, in multiply-adds, that is, in rows.
+_READ_ROWS = 8
+# The last part with a mesh axis: operands after the rows, and rows of an item.
+_END_SIZES, _END_PARTIALS = _numbers(1, 2)
+_END_ROWS = products.BLOCK_ROWS
+
+
+@jit
+def _columns_of_piece(team, columns, others):
+  """Returns the columns of a piece of a stage with pieces of `others` things; all if alone."""
+  if team == 0:
+    return columns
+  parts = max((_PIECES + others - 1) // max(others, 1), 1)
+  least = max((columns + parts - 1) // parts, min(_PIECE_COLUMNS, columns))
+  return min((least + _LANES - 1) // _LANES * _LANES, columns)
+
+
+@jit
+def _rows_of_piece(live):
+  return _MANY if live > _BLOCK else _FEW
+
+
+@jit
+def _route(arguments, results, begin, rows, scale, logits):
+  """Norms rows, and chooses their experts; `logits` is scratch f32[rows + 6, experts]."""
+  d, count = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, _ROUTER, 1)
+  chosen = ffi.dimension(results, _IDS, 1)
+  is_bf16, eps = ffi.is_bfloat16(arguments, 0), scalar(arguments, _SCALARS, 0)
+  normed = ffi.address(results, _NORMED) + 4 * begin * d
+  read_rows(arguments, ZERO, begin, rows, d, normed)
+  for row in range(rows):
+    at = normed + 4 * row * d
+    norms.norm_row(at, scale, d, eps, is_bf16, at)
+  products.product(
+    normed, d, ONE, rows, ffi.address(arguments, _ROUTER), ffi.is_bfloat16(arguments, _ROUTER),
+    count, count, d, logits, count, ZERO,
+  )  # fmt: skip
+  has_bias = ffi.dimension(arguments, _BIAS, 0) > 0
+  has_correction = ffi.dimension(arguments, _CORRECTION, 0) > 0
+  bias = logits + 4 * rows * count
+  correction = bias + 4 * count
+  if has_bias:
+    read_rows(arguments, _BIAS, ZERO, ONE, count, bias)
+  if has_correction:
+    read_rows(arguments, _CORRECTION, ZERO, ONE, count, correction)
+  for row in range(rows):
+    own, place = logits + 4 * row * count, 4 * (begin + row) * chosen
+    if has_bias:
+      add_row(own, bias, count)
+    choices.choose(
+      own, correction, has_correction, ffi.integer(arguments, _SIZES, _SCORING), count, chosen,
+      ffi.integer(arguments, _SIZES, _GROUPS), ffi.integer(arguments, _SIZES, _CHOSEN_GROUPS),
+      ffi.integer(arguments, _SIZES, _IS_RENORMALISED) > 0, scalar(arguments, _SCALARS, 1),
+      correction + 4 * count, ffi.address(results, _IDS) + place,
+      ffi.address(results, _WEIGHTS) + place,
+    )  # fmt: skip
+
+
+@jit
+def _sort(arguments, results, live):
+  """Sorts the picks of this device's experts by expert, then by row."""
+  n, chosen = ffi.dimension(results, _IDS, 0), ffi.dimension(results, _IDS, 1)
+  count = ffi.dimension(arguments, _GATE_UP, 1) * ffi.dimension(arguments, _GATE_UP, 2)
+  before = ffi.integer(arguments, _SIZES, _FIRST_EXPERT)
+  ids, first = integers(ffi.address(results, _IDS)), integers(ffi.address(results, _SORTED))
+  cursor = integers(ffi.address(results, _SORTED) + 4 * (count + 1))
+  used = integers(ffi.address(results, _SORTED) + 4 * (2 * count + 1))
+  order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
+  for expert in range(count + 1):
+    first[expert] = np.int32(0)
+  for pick in range(live * chosen):
+    expert = np.int64(ids[pick]) - before
+    if expert >= 0 and expert < count:
+      first[expert + 1] = np.int32(first[expert + 1] + 1)
+  num_used = np.int64(0)
+  for expert in range(count):
+    if first[expert + 1] > 0:
+      used[num_used] = np.int32(expert)
+      num_used += 1
+    cursor[expert] = first[expert]
+    first[expert + 1] = np.int32(first[expert + 1] + first[expert])
+  used[count] = np.int32(num_used)
+  for pick in range(live * chosen):
+    expert = np.int64(ids[pick]) - before
+    if expert >= 0 and expert < count:
+      order[cursor[expert]] = np.int32(pick)
+      cursor[expert] = np.int32(cursor[expert] + 1)
+  for pick in range(live * chosen, n * chosen):
+    ids[pick] = np.int32(0)
+  d = ffi.dimension(results, _NORMED, 1)
+  zero_row(ffi.address(results, _NORMED) + 4 * live * d, False, (n - live) * d)
+
+
+@jit
+def _expert_at(arguments, operand, expert):
+  """Returns the address of one of this device's experts in f[l, r, own, a, b]."""
+  layers, slabs = ffi.dimension(arguments, operand, 0), ffi.dimension(arguments, operand, 1)
+  size = ffi.dimension(arguments, operand, 3) * ffi.dimension(arguments, operand, 4)
+  layer = min(ffi.integer(arguments, _SIZES, _LAYER), layers - 1)
+  width = 2 if ffi.is_bfloat16(arguments, operand) else 4
+  index = layer * slabs * ffi.dimension(arguments, operand, 2) + expert
+  return ffi.address(arguments, operand) + width * index * size
+
+
+@jit
+def _gate_up(arguments, results, expert, column, columns, gathered, parts):
+  """Computes `columns` of silu(x @ gate) * (x @ up) of an expert's rows."""
+  d, features = ffi.dimension(arguments, _GATE_UP, 3), ffi.dimension(arguments, _DOWN, 3)
+  count = ffi.dimension(arguments, _GATE_UP, 1) * ffi.dimension(arguments, _GATE_UP, 2)
+  chosen, is_bf16 = ffi.dimension(results, _IDS, 1), ffi.is_bfloat16(arguments, 0)
+  narrow = ffi.is_bfloat16(arguments, _GATE_UP)
+  weights = _expert_at(arguments, _GATE_UP, expert) + (2 if narrow else 4) * column
+  first = integers(ffi.address(results, _SORTED))
+  order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
+  end = np.int64(first[expert + 1])
+  for begin in range(np.int64(first[expert]), end, _BLOCK):
+    rows = min(_BLOCK, end - begin)
+    for row in range(rows):
+      source = ffi.address(results, _NORMED) + 4 * (np.int64(order[begin + row]) // chosen) * d
+      read_row(source, False, gathered + 4 * row * d, d)
+    for part in range(2):
+      products.product(
+        gathered, d, ONE, rows, weights + (2 if narrow else 4) * part * features, narrow,
+        2 * features, columns, d, parts + 4 * part * columns, 2 * columns, ZERO,
+      )  # fmt: skip
+    for row in range(rows):
+      at = parts + 8 * row * columns
+      to = ffi.address(results, _INNER) + 4 * ((begin + row) * features + column)
+      gate(at, at + 4 * columns, is_bf16, columns, to)
+
+
+@jit
+def _down(arguments, results, slab, column, columns, live, parts):
+  """Computes `columns` of a slab's partial sums: each row's experts, in ascending order."""
+  n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  own, features = ffi.dimension(arguments, _DOWN, 2), ffi.dimension(arguments, _DOWN, 3)
+  count = ffi.dimension(arguments, _DOWN, 1) * own
+  chosen, narrow = ffi.dimension(results, _IDS, 1), ffi.is_bfloat16(arguments, _DOWN)
+  first = integers(ffi.address(results, _SORTED))
+  order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
+  scales = floats(ffi.address(results, _WEIGHTS))
+  partial = ffi.address(results, _PARTIALS) + 4 * (slab * n * d + column)
+  for row in range(live):
+    zero_row(partial + 4 * row * d, False, columns)
+  for expert in range(slab * own, (slab + 1) * own):
+    weights = _expert_at(arguments, _DOWN, expert) + (2 if narrow else 4) * column
+    end = np.int64(first[expert + 1])
+    for begin in range(np.int64(first[expert]), end, _BLOCK):
+      rows = min(_BLOCK, end - begin)
+      inner = ffi.address(results, _INNER) + 4 * begin * features
+      products.product(
+        inner, features, ONE, rows, weights, narrow, d, columns, features, parts, columns, ZERO
+      )
+      for row in range(rows):
+        pick = np.int64(order[begin + row])
+        _add_weighted(partial + 4 * (pick // chosen) * d, parts + 4 * row * columns, scales[pick],
+                      columns)  # fmt: skip
+
+
+@jit
+def _add_weighted(target, other, weight, count):
+  """Adds floats times a weight; a product is rounded before it is added."""
+  x, y = floats(target), floats(other)
+  for i in range(count):
+    x[i] = x[i] + y[i] * weight
+
+
+@jit
+def _end(arguments, results, begin, rows, sums, x):
+  """Adds the experts' sum, the first of `sums`, to the residual stream."""
+  d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
+  round_row(sums, is_bf16, rows * d)
+  read_rows(arguments, _RESIDUAL, begin, rows, d, x)
+  add_row(x, sums, rows * d)
+  write_rows(x, rows, d, results, ZERO, begin, rows)
+
+
+@jit
+def _mixture(arguments, results, team, worker):
+  n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  slabs, features = ffi.dimension(arguments, _DOWN, 1), ffi.dimension(arguments, _DOWN, 3)
+  count, live = slabs * ffi.dimension(arguments, _DOWN, 2), live_rows(arguments, _SIZES)
+  size = min(n, _BLOCK)
+  gathered = scratch_of(results, _SCRATCH, worker)
+  parts = gathered + 4 * size * d
+  scale = parts + 4 * size * max(2 * features, d)
+  others = scale + 4 * d  # Logits and more of rows, or their sums.
+  some = _rows_of_piece(live)
+  row_pieces = (live + some - 1) // some
+
+  read_rows(arguments, _NORM, ZERO, ONE, d, scale)
+  piece = threads.claim(team, _STAGES[0], _NONE)
+  while piece < row_pieces:
+    begin = some * piece
+    _route(arguments, results, begin, min(some, live - begin), scale, others)
+    threads.settle(team, _STAGES[0])
+    piece = threads.claim(team, _STAGES[0], piece)
+  threads.wait(team, _STAGES[0], row_pieces)
+
+  if threads.claim(team, _STAGES[1], _NONE) == 0:
+    _sort(arguments, results, live)
+    threads.settle(team, _STAGES[1])
+  threads.wait(team, _STAGES[1], ONE)
+
+  used = integers(ffi.address(results, _SORTED) + 4 * (2 * count + 1))
+  num_used = np.int64(used[count])
+  columns = _columns_of_piece(team, features, num_used)
+  of_expert = (features + columns - 1) // columns
+  pieces = num_used * of_expert
+  piece = threads.claim(team, _STAGES[2], _NONE)
+  while piece < pieces:
+    expert, column = np.int64(used[piece // of_expert]), piece % of_expert * columns
+    width = min(columns, features - column)
+    _gate_up(arguments, results, expert, column, width, gathered, parts)
+    threads.settle(team, _STAGES[2])
+    piece = threads.claim(team, _STAGES[2], piece)
+  threads.wait(team, _STAGES[2], pieces)
+
+  columns = _columns_of_piece(team, d, slabs)
+  of_slab = (d + columns - 1) // columns
+  pieces = slabs * of_slab
+  piece = threads.claim(team, _STAGES[3], _NONE)
+  while piece < pieces:
+    slab, column = piece // of_slab, piece % of_slab * columns
+    _down(arguments, results, slab, column, min(columns, d - column), live, parts)
+    threads.settle(team, _STAGES[3])
+    piece = threads.claim(team, _STAGES[3], piece)
+  threads.wait(team, _STAGES[3], pieces)
+
+  if ffi.integer(arguments, _SIZES, _IS_SUMMED) == 0:
+    return
+  piece = threads.claim(team, _STAGES[4], _NONE)
+  while piece < row_pieces:
+    begin = some * piece
+    rows = min(some, live - begin)
+    for slab in range(slabs):
+      source = ffi.address(results, _PARTIALS) + 4 * (slab * n + begin) * d
+      read_row(source, False, others + 4 * waiting(slab) * rows * d, rows * d)
+      merge(others, slab, rows * d)
+    _end(arguments, results, begin, rows, others, others + 4 * WAITING * rows * d)
+    piece = threads.claim(team, _STAGES[4], piece)
+  if worker == 0:
+    is_bf16 = ffi.is_bfloat16(arguments, 0)
+    dead = ffi.address(results, 0) + (2 if is_bf16 else 4) * live * d
+    zero_row(dead, is_bf16, (n - live) * d)
+
+
+@jit
+def _cost(arguments):
+  """Counts every expert's rows, or what it costs to read it; on a mesh, those of all devices."""
+  live, d = live_rows(arguments, _SIZES), ffi.dimension(arguments, 0, 1)
+  experts = ffi.dimension(arguments, _DOWN, 1) * ffi.dimension(arguments, _DOWN, 2)
+  picks = live * ffi.integer(arguments, _SIZES, _CHOSEN)
+  rows = max(picks, _READ_ROWS * min(picks, experts))
+  return rows * 3 * d * ffi.dimension(arguments, _DOWN, 3)
+
+
+@jit
+def _add_slabs(arguments, results, first, last, worker):
+  """Computes the last part with a mesh axis: hidden rows f[n, d]."""
+  n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  live, is_bf16 = live_rows(arguments, _END_SIZES), ffi.is_bfloat16(arguments, 0)
+  sums = scratch_of(results, ONE, worker)
+  x = sums + 4 * WAITING * _END_ROWS * d
+  for item in range(first, last):
+    begin = _END_ROWS * item
+    rows = min(_END_ROWS, n - begin)
+    alive = min(max(live - begin, 0), rows)
+    gathered_rows(arguments, _END_PARTIALS, begin, alive, sums)
+    round_row(sums, is_bf16, alive * d)
+    read_rows(arguments, ZERO, begin, alive, d, x)
+    add_row(x, sums, alive * d)
+    write_rows(x, rows, d, results, ZERO, begin, alive)
+
+
+_MIXTURE = ffi.Handler("seerjax_mixture", blocks, _mixture, _cost, is_staged=True)
+_ADD_SLABS = ffi.Handler("seerjax_mixture_end", blocks, _add_slabs)
+
+
+def after_attention(
+  stage: MixtureStage,
+  numerics: numerics_lib.NumericsConfig,
+  weights: Params,
+  rows: Any,
+  num_rows: Array,
+  chosen: RowAdapters | None,
+) -> tuple[Array, Array, Array]:
+  """Maps hidden rows f[n, d] and attention outputs f[n, k, g, c] to hidden rows f[n, d].
+
+  Also returns the normed rows f[n, d] and their experts i32[n, e].
+
+  Args:
+    stage: stage of the model.
+    numerics: its tiles are those of the gradient.
+    weights: weights of one layer, or of stacked ones (`tiles.LayerSlabs`); the local slabs.
+    rows: x, mixed.
+    num_rows: i32[]; rows from there on are zero.
+    chosen: the rows' adapters; without a gradient.
+  """
+  kind = stage.shape.kind.feed_forward
+  assert isinstance(kind, Experts)
+  x = residual = _projected(stage, weights, rows, num_rows, chosen)
+  if kind.shared_size:
+    residual = _with_shared(stage, weights, x, num_rows)
+  names = ("mlp_norm", "router", "router_bias", "router_correction_bias", *EXPERTS)
+  own = {name: weights[name] for name in names if name in weights}
+  return mixture(stage, numerics, own, x, residual, num_rows)
+
+
+def _projected(
+  stage: MixtureStage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None
+) -> Array:
+  """Adds the output projection to the residual stream; the MLP has one feature, and adds zero."""
+  x = rows[0]
+  slabs, d = tiles.num_slabs(weights["out"]), x.shape[1]
+  own = {name: weights[name] for name in ("out", "out_lora") if name in weights} | {
+    "mlp_norm": jnp.ones((d,), x.dtype),
+    "gate_up": jnp.zeros((slabs, d, 2), x.dtype),
+    "down": jnp.zeros((slabs, 1, d), x.dtype),
+  }
+  plain = Stage(stage.shape, stage.axis, stage.routed)
+  if chosen is None:
+    return layers.after_attention(plain, own, rows, num_rows)
+  return layers.adapted_after_attention(plain, own, rows, num_rows, chosen)
+
+
+def _with_shared(stage: MixtureStage, weights: Params, x: Array, num_rows: Array) -> Array:
+  """Adds the shared MLP to the residual stream; the projection has one feature, and adds zero."""
+  gate_up, slabs = weights["gate_up"], tiles.num_slabs(weights["gate_up"])
+  out = jnp.zeros((slabs, 1, x.shape[1]), x.dtype)
+  if isinstance(gate_up, tiles.LayerSlabs):
+    out = tiles.LayerSlabs(out[None], gate_up.index)
+  own = {name: weights[name] for name in ("mlp_norm", "gate_up", "down")} | {"out": out}
+  none = jnp.zeros((x.shape[0], slabs, 1, 1), x.dtype)
+  plain = Stage(stage.shape, stage.axis, stage.routed)
+  return layers.after_attention(plain, own, (x, none), num_rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def mixture(
+  stage: MixtureStage,
+  numerics: numerics_lib.NumericsConfig,
+  weights: Params,
+  x: Array,
+  residual: Array,
+  num_rows: Array,
+) -> tuple[Array, Array, Array]:
+  """Adds the weighted sum of each row's experts to the residual stream: f[n, d].
+
+  Also returns the normed rows f[n, d] and their experts i32[n, e].
+
+  Args:
+    stage: stage of the model.
+    numerics: its tiles are those of the gradient.
+    weights: norm, router and experts of one layer; the experts also of stacked ones.
+    x: f[n, d], rows that are normed and routed.
+    residual: f[n, d], rows to which the sum is added.
+    num_rows: i32[]; rows from there on are zero.
+  """
+  del numerics
+  out, normed, ids, _ = routed(stage, weights, x, residual, num_rows)
+  return out, normed.astype(x.dtype), ids
+
+
+def routed(
+  stage: MixtureStage, weights: Params, x: Array, residual: Array, num_rows: Array
+) -> tuple[Array, Array, Array, Array]:
+  """Returns hidden rows f[n, d], normed rows f32[n, d], experts i32[n, e] and weights f32[n, e]."""
+  kind, axis = stage.shape.kind.feed_forward, stage.axis
+  assert isinstance(kind, Experts)
+  rule = kind.routing
+  router, (n, d) = routing.router_of(weights), x.shape
+  gate_up, layer = layered(weights["expert_gate_up"])
+  down = layered(weights["expert_down"]).slabs
+  _, slabs, own, features, _ = down.shape
+  device = jnp.int32(0) if axis is None else lax.axis_index(axis).astype(jnp.int32)
+  sizes = [num_rows, layer, device * (slabs * own), int(axis is None)]
+  sizes += [choices.SCORINGS[rule.scoring], rule.num_groups, rule.num_chosen_groups]
+  sizes += [int(rule.is_renormalised), rule.num_chosen]
+  none = jnp.zeros((0,), jnp.float32)
+  operands = [
+    x,
+    residual,
+    jnp.stack([jnp.asarray(size, jnp.int32) for size in sizes]),
+    jnp.asarray([stage.shape.norm_eps, rule.scale], jnp.float32),
+    weights["mlp_norm"],
+    router.weight,
+    none if router.bias is None else router.bias,
+    none if router.correction_bias is None else router.correction_bias,
+    gate_up,
+    down,
+  ]
+  hidden, picks, count = jax.ShapeDtypeStruct(x.shape, x.dtype), n * rule.num_chosen, slabs * own
+  i32_of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+  block, rows = min(n, int(_BLOCK)), int(_MANY)
+  logits, sums = (rows + 6) * rule.num_experts, (WAITING + 1) * rows * d
+  results = (
+    hidden,
+    f32_of(slabs, n, d),
+    i32_of(n, rule.num_chosen),
+    f32_of(n, rule.num_chosen),
+    f32_of(n, d),
+    f32_of(picks, features),
+    i32_of(3 * count + 2 + picks),
+    scratch((block, d + max(2 * features, d)), (d + max(logits, sums),)),
+  )
+  out, partials, ids, chosen, normed, *_ = _MIXTURE(results, *operands)
+  if axis is None:
+    return out, normed, ids, chosen
+  partials = parallel.gather_slabs(partials, axis)
+  own_scratch = scratch(((WAITING + 1) * _END_ROWS, d))
+  out, _ = _ADD_SLABS((hidden, own_scratch), residual, operands[_SIZES], partials)
+  return out, normed, ids, chosen
+
+
+def _forward(stage, numerics, weights, x, residual, num_rows):
+  del numerics
+  out, *kept = routed(stage, weights, x, residual, num_rows)
+  normed, ids, _ = kept
+  return (out, normed.astype(x.dtype), ids), (weights, x, tuple(kept), num_rows)
+
+
+def _backward(stage, numerics, residuals, cotangent):
+  gradient = experts_gradient.mixture_gradient(stage, numerics, *residuals, *cotangent[:2])
+  return *gradient, None
+
+
+mixture.defvjp(_forward, _backward)
