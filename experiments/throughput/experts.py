@@ -99,7 +99,7 @@ def ragged_call(decoder: Decoder, num_rows: int) -> Call:
   @jax.jit
   def run(flat: Any, router: Any, scale: jax.Array, x: jax.Array) -> jax.Array:
     variance = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
-    normed = (x * lax.rsqrt(variance + 1e-6)).astype(x.dtype) * scale
+    normed = (x * lax.rsqrt(variance + 1e-6)).astype(x.dtype) * scale[None, :]
     ids, chosen = routing.route_rows(normed, router, rule)
     picks = ids.reshape(-1)
     order = jnp.argsort(picks, stable=True)
