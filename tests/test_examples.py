@@ -16,6 +16,7 @@ import types
 import pytest
 
 from seerjax.commands import flags as flags_lib
+from seerjax.commands.check import CheckConfig
 from seerjax.discovery.config import DiscoverConfig
 from seerjax.run import presets as run_presets
 
@@ -73,6 +74,8 @@ def test_the_flags_of_the_pages_exist():
         r"ttt_|--preset|--config\.problem=\w", line
       )
       default = DiscoverConfig() if is_discovery else run_presets.main_job()
+      if re.search(r"\bcheck --config", line):
+        default = CheckConfig()
       flags_lib.check_names(default, flags_of(line))
       num_flags += len(flags_of(line))
   assert num_flags >= 20

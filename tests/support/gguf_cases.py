@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator
 import dataclasses
 import functools
 import json
 import pathlib
+import re
 import struct
 from typing import Any
 
@@ -243,11 +245,13 @@ def sentence_pieces(num_tokens: int = 400) -> tuple[list[str], list[float], list
   Pieces join the most frequent neighbours of `TEXTS` first; most characters have no token.
   """
   backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=num_tokens - 262, limit_alphabet=60, show_progress=False
-  )
+  trainer = tokenizers.trainers.BpeTrainer(vocab_size=num_tokens - 262, show_progress=False)
   escaped = [text.replace(" ", "▁").replace("\n", "") for text in TEXTS * 3]
-  backend.train_from_iterator(escaped, trainer)
+  # The trainer's own limit chooses among equally frequent characters at random.
+  counts = collections.Counter("".join(escaped))
+  alphabet = sorted(counts, key=lambda letter: (-counts[letter], letter))[:60]
+  between = re.compile(f"[^{re.escape(''.join(alphabet))}]")
+  backend.train_from_iterator([part for text in escaped for part in between.split(text)], trainer)
   ids = backend.get_vocab()
   # Joined pieces in the order in which they were found, then single characters.
   pieces = sorted(ids, key=lambda text: (len(text) == 1, ids[text]))
