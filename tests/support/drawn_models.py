@@ -214,7 +214,7 @@ def with_experts(case: Case) -> Case:
   model = dataclasses.replace(
     model,
     config=dataclasses.replace(config, layers=layers),
-    numerics=dataclasses.replace(model.numerics, expert_tile=_pick(rng, 0, 2, 3, 8)),
+    numerics=dataclasses.replace(model.numerics, expert_tile=_pick(rng, 0, 2, 4, 8)),
     # Layers with experts have no MLP for adapters.
     targets=tuple(name for name in model.targets if name not in lora.MLP_TARGETS) or ("qkv",),
   )
@@ -228,16 +228,17 @@ def with_rules(case: Case) -> Case:
   """
   rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 6))
   model, config = case.model, case.model.config
-  own = dict(
-    norm_placement=_pick(rng, "pre", "pre_and_post"), activation=_pick(rng, "silu", "gelu_tanh")
-  )
+  norm_placement = _pick(rng, "pre", "pre_and_post")
+  activation = _pick(rng, "silu", "gelu_tanh")
   layers = tuple(
     layer.changed(
       window=_pick(rng, None, int(rng.integers(1, MAX_TOKENS))),
       soft_cap=_pick(rng, None, 1.0, 5.0),
       scale=_pick(rng, None, 0.2),
       has_sinks=bool(rng.integers(2)),
-      **own,
+      norm_placement=norm_placement,
+      # Experts have silu alone.
+      **({} if isinstance(layer.feed_forward, Experts) else dict(activation=activation)),
     )
     for layer in config.layers
   )
