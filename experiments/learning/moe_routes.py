@@ -9,7 +9,7 @@ Command: bash launch/local.sh experiments.learning.moe_routes --workdir=runs/moe
   continue after a kill: the same command; an unfinished run continues from its last checkpoint
 Hardware: 2 CPU cores, 10 to 20 minutes a run. Numbers: docs/results/moe.md
 
-Before each step, fixed answers of the initial model pass through the weights twice: token by token
+After each step, fixed answers of the initial model pass through the weights twice: token by token
 through pages of keys and values, as an engine decodes, and whole, as the trainer scores them. A
 route is the set of experts of one token in one layer.
 """

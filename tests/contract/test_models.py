@@ -49,25 +49,18 @@ def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
 
 
 @pytest.mark.thorough
-def test_no_model_with_windows_and_sinks_changes_a_bit(seed, tell_events):
+@pytest.mark.parametrize(
+  "drawn, first",
+  [(drawn_models.with_rules, RULES), (drawn_models.with_experts, EXPERTS)],
+  ids=["windows", "experts"],
+)
+def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, seed, tell_events):
   events = collections.Counter()
-  numbers = range(RULES, RULES + OF_A_MACHINE)
-  cases = [drawn_models.with_rules(drawn_models.draw(seed, number)) for number in numbers]
+  cases = [drawn(drawn_models.draw(seed, first + place)) for place in range(OF_A_MACHINE)]
   for case in cases:
     model_cases.run_case(case, events, trains=case is cases[0])
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
-  tell_events("a fresh model with windows", events, expected)
-
-
-@pytest.mark.thorough
-def test_no_model_with_experts_changes_a_bit(seed, tell_events):
-  events = collections.Counter()
-  numbers = range(EXPERTS, EXPERTS + OF_A_MACHINE)
-  cases = [drawn_models.with_experts(drawn_models.draw(seed, number)) for number in numbers]
-  for case in cases:
-    model_cases.run_case(case, events, trains=case is cases[0])
-  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
-  tell_events("a fresh model with experts", events, expected)
+  tell_events(f"a fresh model {drawn.__name__}", events, expected)
 
 
 @pytest.mark.long
