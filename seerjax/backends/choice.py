@@ -87,8 +87,6 @@ def _reason_against_native(shape: FullShape | None) -> str | None:
 def _reason_against_kernels(
   numerics: numerics_lib.NumericsConfig, shape: FullShape | None
 ) -> str | None:
-  if found := layer_support.only_tiled(shape):
-    return f"{found}, which only 'tiled' computes"
   if found := layer_support.beyond_dense(shape):
     return f"{found}, which the kernels do not compute"
   # Imported here, as in `backend_of`.

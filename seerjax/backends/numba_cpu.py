@@ -87,10 +87,9 @@ class NumbaCpu(Tiled):
     rule: attention.AttentionRule = attention.CAUSAL,
     sinks: Array | None = None,
   ) -> Array:
-    assert rule == attention.CAUSAL and sinks is None, f"got {rule}; `backends.choice` refuses it"
     del rows
     keys, values = pages
-    return native_attention.attend(q, (keys, values), batch)
+    return native_attention.attend(q, (keys, values), batch, rule, sinks)
 
   def attend_own(
     self,
@@ -102,11 +101,12 @@ class NumbaCpu(Tiled):
     rule: attention.AttentionRule = attention.CAUSAL,
     sinks: Array | None = None,
   ) -> Array:
-    assert rule == attention.CAUSAL and sinks is None, f"got {rule}; `backends.choice` refuses it"
     del rows
     key_pages, value_pages = (jax.ShapeDtypeStruct(page.shape, page.dtype) for page in pages)
     keys, own_values = values
-    return native_attention.attend_own(q, (keys, own_values), (key_pages, value_pages), batch)
+    return native_attention.attend_own(
+      q, (keys, own_values), (key_pages, value_pages), batch, rule, sinks
+    )
 
   def after_attention(
     self,

@@ -50,17 +50,25 @@ def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-  "drawn, first",
-  [(drawn_models.with_rules, RULES), (drawn_models.with_experts, EXPERTS)],
-  ids=["windows", "experts"],
+  "drawn, first, backend",
+  [
+    (drawn_models.with_rules, RULES, "tiled"),
+    (drawn_models.with_windows, RULES, "native"),
+    (drawn_models.with_experts, EXPERTS, "tiled"),
+    (drawn_models.with_experts, EXPERTS, "native"),
+  ],
+  ids=["windows", "windows native", "experts", "experts native"],
 )
-def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, seed, tell_events):
+def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, backend, seed, tell_events):
   events = collections.Counter()
-  cases = [drawn(drawn_models.draw(seed, first + place)) for place in range(OF_A_MACHINE)]
+  cases = [
+    drawn_models.implemented(drawn(drawn_models.draw(seed, first + place)), backend)
+    for place in range(OF_A_MACHINE)
+  ]
   for case in cases:
     model_cases.run_case(case, events, trains=case is cases[0])
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
-  tell_events(f"a fresh model {drawn.__name__}", events, expected)
+  tell_events(f"a fresh model {drawn.__name__}, {backend}", events, expected)
 
 
 @pytest.mark.long

@@ -221,29 +221,43 @@ def with_experts(case: Case) -> Case:
   return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 
 
-def with_rules(case: Case) -> Case:
-  """Returns the case with windows, sinks, caps and norms of all placements in its model.
-
-  They are drawn once per model, layer by layer where layers may differ.
-  """
-  rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 6))
-  model, config = case.model, case.model.config
-  norm_placement = _pick(rng, "pre", "pre_and_post")
-  activation = _pick(rng, "silu", "gelu_tanh")
+def with_windows(case: Case) -> Case:
+  """Returns the case with windows, sinks, caps and scales in its model, drawn once per model."""
+  rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 8))
+  model = case.model
   layers = tuple(
     layer.changed(
       window=_pick(rng, None, int(rng.integers(1, MAX_TOKENS))),
       soft_cap=_pick(rng, None, 1.0, 5.0),
       scale=_pick(rng, None, 0.2),
       has_sinks=bool(rng.integers(2)),
+    )
+    for layer in model.config.layers
+  )
+  # At least one layer has a window, whatever was drawn.
+  layers = (layers[0].changed(window=int(rng.integers(1, 24))), *layers[1:])
+  model = dataclasses.replace(model, config=dataclasses.replace(model.config, layers=layers))
+  return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
+
+
+def with_rules(case: Case) -> Case:
+  """Returns the case with windows, sinks, caps and norms of all placements in its model.
+
+  They are drawn once per model, layer by layer where layers may differ.
+  """
+  rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 6))
+  case = with_windows(case)
+  model, config = case.model, case.model.config
+  norm_placement = _pick(rng, "pre", "pre_and_post")
+  activation = _pick(rng, "silu", "gelu_tanh")
+  layers = tuple(
+    layer.changed(
       norm_placement=norm_placement,
       # Experts have silu alone.
       **({} if isinstance(layer.feed_forward, Experts) else dict(activation=activation)),
     )
     for layer in config.layers
   )
-  # At least one layer has a window, whatever was drawn.
-  layers = (layers[0].changed(window=int(rng.integers(1, 24))), *layers[1:])
   config = dataclasses.replace(
     config,
     layers=layers,

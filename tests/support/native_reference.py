@@ -8,6 +8,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
+from seerjax.ops.attention import CAUSAL, AttentionRule
+
 LANES = 16
 
 
@@ -101,6 +103,17 @@ def exp(x: np.ndarray) -> np.ndarray:
   return np.where(np.isnan(x), x, np.where(x >= f(-87.3), y, f(0)))
 
 
+def tanh(x: np.ndarray) -> np.ndarray:
+  """`native.numbers.tanh`."""
+  f, x = np.float32, flush(x)
+  size, z = np.abs(x), flush(x * x)
+  y = np.full_like(x, f(-5.70498872745e-3))
+  for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+    y = fma(y, z, f(coefficient))
+  large = f(1) - flush(f(2) / (exp(flush(size + size)) + f(1)))
+  return np.where(size < f(0.625), fma(flush(y * z), x, x), np.copysign(large, x))
+
+
 def log(x: np.ndarray) -> np.ndarray:
   """`native.numbers.log`."""
   f = np.float32
@@ -125,24 +138,45 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
   return flush(x.astype(ml_dtypes.bfloat16).astype(np.float32)) if dtype == "bfloat16" else x
 
 
-def scaled_queries(q: np.ndarray, dtype: str) -> np.ndarray:
-  """Returns f32[..., c] times 1 / sqrt(c), rounded to the compute dtype."""
-  return rounded(flush(flush(q) * np.float32(q.shape[-1] ** -0.5)), dtype)
+def scaled_queries(q: np.ndarray, dtype: str, rule: AttentionRule = CAUSAL) -> np.ndarray:
+  """Returns f32[..., c] times the rule's factor, rounded to the compute dtype."""
+  return rounded(flush(flush(q) * np.float32(rule.factor(q.shape[-1]))), dtype)
 
 
-def softmax(q: np.ndarray, keys: np.ndarray) -> np.ndarray:
-  """Returns f32[x]: exp of the scores of q f32[c] and keys f32[x, c], less their maximum."""
-  scores = product(keys, q[:, None])[:, 0]
-  return exp(flush(scores - np.max(scores)))
+def softmax(
+  q: np.ndarray, keys: np.ndarray, rule: AttentionRule = CAUSAL, sink: np.float32 | None = None
+) -> tuple[np.ndarray, np.float32, np.ndarray, np.float32]:
+  """Returns a softmax of the scores of q f32[c] and keys f32[x, c], before it is divided.
+
+  Returns:
+    (exponentials f32[x], the sum that divides them, derivatives of capped scores f32[x], the
+    exponential of the sink: 0 if there is none).
+  """
+  scores, slopes = product(keys, q[:, None])[:, 0], np.ones(keys.shape[0], np.float32)
+  if rule.soft_cap is not None:
+    y = tanh(flush(scores / np.float32(rule.soft_cap)))
+    scores, slopes = flush(np.float32(rule.soft_cap) * y), flush(np.float32(1) - flush(y * y))
+  maximum = np.max(scores) if sink is None else max(np.max(scores), sink)
+  weights = exp(flush(scores - maximum))
+  of_sink = np.float32(0) if sink is None else exp(flush(sink - maximum))[()]
+  return weights, flush(total(weights) + of_sink), slopes, of_sink
 
 
-def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, dtype: str) -> np.ndarray:
-  """Returns one row's attention f32[c]: q f32[c], scaled here, over all of f32[x, c]."""
-  weights = softmax(scaled_queries(q, dtype), keys)
-  sums = total(weights)
+def seen(rule: AttentionRule, count: int) -> slice:
+  """Returns the keys that the row after `count` keys sees."""
+  return slice(0 if rule.window is None else max(count - rule.window, 0), count)
+
+
+def attention(
+  q: np.ndarray, keys: np.ndarray, values: np.ndarray, dtype: str,
+  rule: AttentionRule = CAUSAL, sink: np.float32 | None = None,
+) -> np.ndarray:  # fmt: skip
+  """Returns one row's attention f32[c]: q f32[c], scaled here, up to the last of f32[x, c]."""
+  own = seen(rule, keys.shape[0])
+  weights, sums, *_ = softmax(scaled_queries(q, dtype, rule), keys[own], rule, sink)
   weights = rounded(weights, dtype)
   chains = np.zeros((4, q.shape[0]), np.float32)
-  for position, weight in enumerate(weights):
+  for position, weight in enumerate(weights, own.start):
     chains[position % 4] = fma(weight, values[position], chains[position % 4])
   whole = flush(flush(chains[0] + chains[1]) + flush(chains[2] + chains[3]))
   return rounded(flush(whole / sums), dtype)
@@ -150,19 +184,24 @@ def attention(q: np.ndarray, keys: np.ndarray, values: np.ndarray, dtype: str) -
 
 def attention_gradients(
   q: np.ndarray, keys: np.ndarray, values: np.ndarray, back: np.ndarray, dtype: str,
-  grad_keys: np.ndarray, grad_values: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+  grad_keys: np.ndarray, grad_values: np.ndarray, rule: AttentionRule = CAUSAL,
+  sink: np.float32 | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.float32]:  # fmt: skip
   """Returns one row's part of the gradients, given the cotangent `back` f32[c] of its attention.
 
   Returns:
     f32[c] of q; `grad_keys` and `grad_values` f32[x, c] with the row's part added at the end of the
-    chains.
+    chains of the keys that it sees; minus its part of the sink's gradient.
   """
-  q = scaled_queries(q, dtype)
-  weights = softmax(q, keys)
-  weights = flush(weights / total(weights))
-  slopes = product(values, back[:, None])[:, 0]
-  slopes = flush(weights * flush(slopes - dot(weights, slopes)))
-  grad_q = flush(product(slopes[None], keys)[0] * np.float32(q.shape[0] ** -0.5))
-  grad_keys = fma(slopes[:, None], q[None], grad_keys)
-  return rounded(grad_q, dtype), grad_keys, fma(weights[:, None], back[None], grad_values)
+  own = seen(rule, keys.shape[0])
+  q, keys = scaled_queries(q, dtype, rule), keys[own]
+  weights, sums, cap_slopes, of_sink = softmax(q, keys, rule, sink)
+  weights = flush(weights / sums)
+  slopes = product(values[own], back[:, None])[:, 0]
+  inner = dot(weights, slopes)
+  slopes = flush(flush(weights * flush(slopes - inner)) * cap_slopes)
+  grad_q = flush(product(slopes[None], keys)[0] * np.float32(rule.factor(q.shape[0])))
+  grad_keys, grad_values = grad_keys.copy(), grad_values.copy()
+  grad_keys[own] = fma(slopes[:, None], q[None], grad_keys[own])
+  grad_values[own] = fma(weights[:, None], back[None], grad_values[own])
+  return rounded(grad_q, dtype), grad_keys, grad_values, flush(flush(of_sink / sums) * inner)

@@ -1,18 +1,33 @@
-"""Scores of up to four queries over a sequence's pages, for attention and its gradient."""
+"""Scores of up to four queries over a sequence's pages, for attention and its gradient.
+
+Handlers read an `AttentionRule` from one operand (`rule_operand`), so one handler serves all rules.
+"""
 
 from __future__ import annotations
 
-import math
-
+import jax.numpy as jnp
 from numba import types
+import numpy as np
 
+from seerjax.array_typing import Array
 from seerjax.backends.native import objects, vectors
-from seerjax.backends.native.numbers import f32, float_of_half, inlined, jit, read_row, round_row
-from seerjax.backends.native.pointers import floats, fma, halves, integers
+from seerjax.backends.native.numbers import (
+  f32,
+  float_of_half,
+  inlined,
+  jit,
+  read_row,
+  round_row,
+  tanh,
+)
+from seerjax.backends.native.pointers import float_of, floats, fma, halves, integers
+from seerjax.ops.attention import AttentionRule
 
 # Rows of a block.
 BLOCK_ROWS = 4
 _LANES = vectors.LANES
+# The window of a rule that has none.
+_ALL = np.iinfo(np.int32).max
 
 # On processors with few registers, a block of several rows computes one vector of positions.
 _IS_WIDE = objects.has_wide_vectors()
@@ -35,10 +50,10 @@ def _slots_at(keys, size, table, page_size, page_elements, chunk):
 
 
 @jit
-def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
+def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, begin, end, scores, width):
   """Like `scores_of`, for page sizes that 16 does not divide."""
   pages = integers(table)
-  for page in range((count + page_size - 1) // page_size):
+  for page in range(begin // page_size, (end + page_size - 1) // page_size):
     here = types.int64(pages[page]) * page_size * head_dim
     wide, narrow = floats(keys + 4 * here), halves(keys + 2 * here)
     for row in range(rows):
@@ -54,23 +69,23 @@ def _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, sc
 
 
 @jit
-def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width):
-  """Computes scores[row, x] = q[row] . key x for the first `count` positions x of a sequence.
+def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, begin, end, scores, width):
+  """Computes scores[row, x] = q[row] . key x for the positions x in [begin, end) of a sequence.
 
   Args:
     q (address): f32[rows, head_dim], up to four rows.
     keys (address): page 0 of the head.
     table (address): i32[p], the sequence's pages.
-    scores (address): f32[rows, width]; whole vectors are written: `count` rounded up to pages and
-      to vectors of 16.
+    scores (address): f32[rows, width]; whole vectors are written: `begin` is rounded down and
+      `end` up to pages and to vectors of 16.
   """
   if page_size % _LANES != 0:
-    _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores, width)
+    _narrow_scores(q, rows, keys, is_bf16, table, page_size, head_dim, begin, end, scores, width)
     return
   size = 2 if is_bf16 else 4
   elements = page_size * head_dim
-  last = (count - 1) // _LANES
-  chunk = 0
+  last = (end - 1) // _LANES
+  chunk = begin // _LANES
   while chunk + 3 <= last and (_IS_WIDE or rows == 1):
     k0 = _slots_at(keys, size, table, page_size, elements, chunk)
     k1 = _slots_at(keys, size, table, page_size, elements, chunk + 1)
@@ -102,14 +117,53 @@ def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, count, scores,
 
 
 @jit
-def scaled_queries(q, is_bf16, head_dim, out):
-  """Reads a row and scales it by 1 / sqrt(head_dim) in float32, rounded to the row's dtype."""
-  scale = f32(1.0 / math.sqrt(types.float64(head_dim)))
+def scaled_queries(q, is_bf16, head_dim, scale, out):
+  """Reads a row and scales it in float32, rounded to the row's dtype."""
   read_row(q, is_bf16, out, head_dim)
   x = floats(out)
   for feature in range(head_dim):
     x[feature] = x[feature] * scale
   round_row(out, is_bf16, head_dim)
+
+
+@inlined
+def first_seen_key(seen, window):
+  """Returns the first key that a row sees if its window ends before key `seen`."""
+  return max(seen - window, 0)
+
+
+@jit
+def cap_scores(scores, soft_cap, count):
+  """Computes soft_cap * tanh(score / soft_cap) of `count` scores in place."""
+  x = floats(scores)
+  for place in range(count):
+    x[place] = soft_cap * tanh(x[place] / soft_cap)
+
+
+def rule_operand(rule: AttentionRule, head_dim: int) -> Array:
+  """Returns a rule for handlers, i32[3]: its window, and the bits of its scale and soft cap."""
+  soft_cap = 0.0 if rule.soft_cap is None else rule.soft_cap
+  window = _ALL if rule.window is None else min(rule.window, _ALL)
+  bits = np.array([rule.factor(head_dim), soft_cap], np.float32).view(np.int32)
+  return jnp.asarray([window, *bits], jnp.int32)
+
+
+@inlined
+def window_of(rule):
+  """Returns the window of a rule at an address."""
+  return types.int64(integers(rule)[0])
+
+
+@inlined
+def scale_of(rule):
+  """Returns the factor on the scores of a rule at an address."""
+  return float_of(integers(rule)[1])
+
+
+@inlined
+def soft_cap_of(rule):
+  """Returns the soft cap of a rule at an address, 0 for none."""
+  return float_of(integers(rule)[2])
 
 
 def most_scores(pages_of_segment: int, page_size: int) -> int:

@@ -1,7 +1,8 @@
 """Functions of floats as IEEE operations, independent of the machine's libraries.
 
-`exp` and `log` are the polynomials of Cephes (Moshier, https://www.netlib.org/cephes/), accurate to
-about an ulp, with every multiply-add fused. bfloat16 is float32's upper half, rounded to nearest.
+`exp`, `log` and `tanh` are the polynomials of Cephes (Moshier, https://www.netlib.org/cephes/),
+accurate to about an ulp, with every multiply-add fused. bfloat16 is float32's upper half, rounded
+to nearest.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ def exp(x):
   y = y * float_of(np.int32((exponent + np.int32(127)) << np.int32(23)))
   y = y if x >= _SMALLEST else f32(0.0)
   return y if x == x else x
+
+
+@inlined
+def tanh(x):
+  """Returns the hyperbolic tangent: a polynomial below 0.625, 1 - 2 / (e ** 2x + 1) above."""
+  size, z = abs(x), x * x
+  y = fma(f32(-5.70498872745e-3), z, f32(2.06390887954e-2))
+  y = fma(y, z, f32(-5.37397155531e-2))
+  y = fma(y, z, f32(1.33314422036e-1))
+  y = fma(y, z, f32(-3.33332819422e-1))
+  large = f32(1.0) - f32(2.0) / (exp(size + size) + f32(1.0))
+  large = -large if x < f32(0.0) else large
+  return fma(y * z, x, x) if size < f32(0.625) else large
 
 
 @inlined

@@ -284,10 +284,10 @@ CHAINS = 4
 
 
 def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int = CHAINS) -> Any:
-  """Returns an intrinsic: chains[rows, 4, 16 * vectors] = weights[rows, x] @ values, x by mod 4.
+  """Returns an intrinsic: chains[rows, 4, 16 * vectors] += weights[rows, x] @ values, x by mod 4.
 
-  `num_chains` of the four are computed together: fewer need fewer registers, and still read each
-  position once.
+  Each chain continues from the value in `chains`. `num_chains` of the four are computed together:
+  fewer need fewer registers, and still read each position once.
 
   Its arguments are int64s: `weights, weights_row, rows` as in `product_block`; `values, value_row`,
   the address of the columns in page 0 and the features of a slot; `table`, the address of the page
@@ -320,6 +320,15 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int 
           for part in parts
           for vector in range(num_vectors)
         ]
+        place = {
+          (row, part, vector): _at(
+            builder,
+            chain_rows[row],
+            builder.add(builder.mul(chain, _word(part)), _word(vector * LANES)),
+          )
+          for row, part, vector in cells
+        }
+        begun = {cell: _load(builder, place[cell]) for cell in cells}
         before, each_page, after = _loop(builder, "pages")
         page = builder.phi(_WORD)
         page.add_incoming(_word(0), before)
@@ -340,8 +349,8 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int 
           offset = builder.mul(builder.add(slot, _word(part)), value_row)
           columns = []
           for vector in range(num_vectors):
-            place = builder.add(offset, _word(vector * LANES))
-            columns.append(_load(builder, _at(builder, start, place), is_bf16))
+            column = builder.add(offset, _word(vector * LANES))
+            columns.append(_load(builder, _at(builder, start, column), is_bf16))
           position = builder.add(builder.add(first, slot), _word(part))
           for row in range(num_rows):
             scalar = _splat(builder, builder.load(_at(builder, weight_rows[row], position)))
@@ -349,7 +358,7 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int 
               cell = row, part, vector
               new[cell] = _fma(builder, scalar, columns[vector], sums[cell])
         for cell in cells:
-          held[cell].add_incoming(_ZERO, before)
+          held[cell].add_incoming(begun[cell], before)
           held[cell].add_incoming(new[cell], page_end)
           sums[cell].add_incoming(held[cell], each_page)
           sums[cell].add_incoming(new[cell], body)
@@ -360,9 +369,8 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int 
         page.add_incoming(next_page, page_end)
         builder.cbranch(more, each_page, after)
         builder.position_at_end(after)
-        for row, part, vector in cells:
-          place = builder.add(builder.mul(chain, _word(part)), _word(vector * LANES))
-          _store(builder, new[row, part, vector], _at(builder, chain_rows[row], place))
+        for cell in cells:
+          _store(builder, new[cell], place[cell])
       return context.get_dummy_value()
 
     return types.void(*[types.int64] * 11), codegen

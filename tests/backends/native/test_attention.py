@@ -12,6 +12,7 @@ from seerjax import numerics as numerics_lib
 from seerjax.backends import tiled
 from seerjax.backends.native import attention, pages as native_pages
 from seerjax.ops import attention as tiled_attention
+from seerjax.ops.attention import CAUSAL, AttentionRule
 from seerjax.types import TokenBatch
 
 # (heads, group, head_dim, page_size): pages and features that vectors divide, and others.
@@ -22,6 +23,16 @@ SHAPES = (
 DECODE = ((0, 0, 1), (1, 3, 1), (2, 15, 1), (3, 16, 1), (4, 90, 1), (5, 64, 1))
 CHUNKS = ((0, 0, 9), (1, 0, 4), (2, 61, 19), (3, 30, 3))
 CONTEXT = 96
+# Windows of one position, inside a page, of pages, over one, of more than there is; by name.
+RULES = {
+  "causal": CAUSAL,
+  "window 1": AttentionRule(window=1),
+  "window 5": AttentionRule(window=5, scale=0.7),
+  "window 32": AttentionRule(window=32),
+  "all": AttentionRule(window=39, soft_cap=1.5, scale=0.2),
+  "window 500": AttentionRule(window=500, soft_cap=20.0),
+}
+SINKS = (False, True)
 
 
 def batch_of(pieces, *, page_size, query_tile, rows, order=None):
@@ -65,14 +76,19 @@ def arrays_of(shape, num_pages, rows, dtype, seed=0):
   )
 
 
-@jax.jit
-def run(q, pages, new, batch):
+def sinks_of(shape, dtype="float32"):
+  """Sinks of each head, near the scores."""
+  return jnp.asarray(1 + np.random.default_rng(2).standard_normal(shape[:2]), dtype)
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def run(q, pages, new, batch, rule=CAUSAL, sinks=None):
   """Writes keys and values and attends, as one layer does."""
   pages = native_pages.write_pages(pages, new, batch.slots, batch.num_rows)
-  return attention.attend(q, pages, batch), pages
+  return attention.attend(q, pages, batch, rule, sinks), pages
 
 
-def expected_rows(q, pages, batch, tables, pieces, dtype):
+def expected_rows(q, pages, batch, tables, pieces, dtype, rule=CAUSAL, sinks=None):
   """The definition, row by row."""
   keys, values = (np.asarray(x).astype(np.float32) for x in pages)
   q = np.asarray(q).astype(np.float32)
@@ -83,8 +99,9 @@ def expected_rows(q, pages, batch, tables, pieces, dtype):
     for position in range(first, first + count):
       for head, one in np.ndindex(q.shape[1:3]):
         out[row, head, one] = reference.attention(
-          q[row, head, one], own_keys[head, : position + 1], own_values[head, : position + 1], dtype
-        )
+          q[row, head, one], own_keys[head, : position + 1], own_values[head, : position + 1],
+          dtype, rule, None if sinks is None else np.float32(sinks[head, one]),
+        )  # fmt: skip
       row += 1
   return out
 
@@ -105,16 +122,31 @@ def test_a_row_is_chains_by_position_whatever_its_pages_and_block(shape, dtype):
   same_bits(found, expected_rows(q, pages, batch, tables, pieces, dtype))
 
 
-def gradients(attend, q, pages, weights, batch):
+@pytest.mark.thorough
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_sinks", SINKS)
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "causal"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_is_chains_of_the_keys_that_its_rule_shows(shape, rule, has_sinks, dtype):
+  pieces = DECODE if shape[0] * shape[1] > 2 else CHUNKS
+  batch, tables, num_pages = batch_of(pieces, page_size=shape[3], query_tile=7, rows=40)
+  q, pages, new = arrays_of(shape, num_pages, 40, dtype)
+  own = RULES[rule], sinks_of(shape, dtype) if has_sinks else None
+  found, pages = run(q, pages, new, batch, *own)
+  same_bits(found, expected_rows(q, pages, batch, tables, pieces, dtype, *own))
+
+
+def gradients(attend, q, pages, weights, batch, *sinks):
   """Returns gradients of the weighted sum of the live rows' attention."""
   batch = jax.tree.map(jnp.asarray, batch)
   live = jnp.arange(q.shape[0]) < batch.num_rows
 
-  def loss(q, pages):
-    out = attend(q, pages, batch).astype(jnp.float32)
+  def loss(q, pages, *sinks):
+    out = attend(q, pages, batch, *sinks).astype(jnp.float32)
     return jnp.sum(jnp.where(live[:, None, None, None], out * weights, 0.0))
 
-  return jax.jit(jax.grad(loss, (0, 1)))(q, pages)
+  return jax.jit(jax.grad(loss, tuple(range(2 + len(sinks)))))(q, pages, *sinks)
 
 
 # Sequences; the last one reads the first two pages of the first one.
@@ -125,6 +157,21 @@ SHARING = ((0, 0, 40), (1, 0, 5), (2, 32, 11))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 3, 6, 8), (1, 1, 21, 2)], ids=str)
 def test_a_gradient_is_chains_over_the_rows_of_the_batch(shape, dtype):
+  check_gradient(shape, dtype, CAUSAL, has_sinks=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.few(4)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_sinks", SINKS)
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "causal"])
+@pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 3, 6, 8), (1, 1, 21, 2)], ids=str)
+def test_a_gradient_is_chains_over_the_rows_that_see_a_key(shape, rule, has_sinks, dtype):
+  check_gradient(shape, dtype, RULES[rule], has_sinks=has_sinks)
+
+
+def check_gradient(shape, dtype, rule, *, has_sinks):
+  """Compares the gradient with the chains in NumPy, next to slots that hold NaN."""
   heads, group, head_dim, page_size = shape
   order = np.arange(1, 1 + 3 * (-(-CONTEXT // page_size)))
   order[-CONTEXT // page_size :][: 32 // page_size] = order[: 32 // page_size]
@@ -142,14 +189,18 @@ def test_a_gradient_is_chains_over_the_rows_of_the_batch(shape, dtype):
     jnp.where(seen[None, :, None, :], pages[0], jnp.nan),
     jnp.where(seen[None, :, :, None], pages[1], jnp.nan),
   )
-  grad_q, (grad_keys, grad_values) = gradients(attention.attend, q, pages, weights, batch)
+  sinks = [sinks_of(shape)] if has_sinks else []
+  attend = lambda q, pages, batch, *sinks: attention.attend(q, pages, batch, rule, *sinks)
+  grad_q, (grad_keys, grad_values), *grad_sinks = gradients(
+    attend, q, pages, weights, batch, *sinks
+  )
 
   slots = lambda x: np.asarray(x).astype(np.float32).reshape(heads, -1, head_dim)
   keys, values = slots(jnp.swapaxes(pages[0], 2, 3)), slots(pages[1])
   back = reference.rounded(np.asarray(weights), dtype)
   expected_q = np.zeros(q.shape, np.float32)
   expected_keys, expected_values = np.zeros_like(keys), np.zeros_like(values)
-  row = 0
+  expected_sinks, row = np.zeros((heads, group), np.float32), 0
   for sequence, first, count in SHARING:
     for position in range(first, first + count):
       place = np.arange(position + 1)
@@ -158,17 +209,39 @@ def test_a_gradient_is_chains_over_the_rows_of_the_batch(shape, dtype):
         found = reference.attention_gradients(
           np.asarray(q).astype(np.float32)[row, head, one], keys[head, own], values[head, own],
           back[row, head, one], dtype, expected_keys[head, own], expected_values[head, own],
+          rule, np.float32(sinks[0][head, one]) if sinks else None,
         )  # fmt: skip
-        expected_q[row, head, one], expected_keys[head, own], expected_values[head, own] = found
+        expected_q[row, head, one], expected_keys[head, own], expected_values[head, own] = found[:3]
+        expected_sinks[head, one] = reference.flush(expected_sinks[head, one] - found[3])
       row += 1
   same_bits(grad_q, expected_q)
   same_bits(slots(jnp.swapaxes(grad_keys, 2, 3)), reference.rounded(expected_keys, dtype))
   same_bits(slots(grad_values), reference.rounded(expected_values, dtype))
+  if sinks:
+    same_bits(grad_sinks[0], expected_sinks)
 
 
+def test_a_sinks_gradient_is_a_chain_over_each_half_of_the_sequences():
+  shape, rule = (2, 2, 16, 16), RULES["all"]
+  attend = lambda q, pages, batch, sinks: attention.attend(q, pages, batch, rule, sinks)
+  pieces, found = ((0, 0, 19), (1, 0, 23)), []
+  for own in (pieces, pieces[:1], pieces[1:]):
+    batch, _, _ = batch_of(
+      own, page_size=16, query_tile=7, rows=48, order=np.arange(1, 1 + 6 * (1 + own[-1][0]))
+    )
+    q, pages, _ = arrays_of(shape, 13, 48, "float32")
+    weights = arrays_of(shape, 13, 48, "float32", seed=1)[0]
+    first = 19 if own == pieces[1:] else 0
+    q, weights = (jnp.roll(x, -first, axis=0) for x in (q, weights))
+    found.append(gradients(attend, q, pages, weights, batch, sinks_of(shape))[2])
+  same_bits(found[0], found[1] + found[2])
+
+
+@pytest.mark.parametrize("rule", ["causal", "all"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_that_are_all_there_is_need_no_pages_and_have_the_same_bits(dtype):
+def test_rows_that_are_all_there_is_need_no_pages_and_have_the_same_bits(dtype, rule):
   """Two of three pages belong to no segment, and the others have slots that are not written."""
+  sinks = None if rule == "causal" else sinks_of((2, 2, 16, 16))
   pieces = ((0, 0, 40), (1, 0, 5), (2, 0, 11), (2, 11, 3))
   order = np.arange(1, 55, 3)
   batch, _, _ = batch_of(pieces, page_size=16, query_tile=7, rows=64, order=order)
@@ -176,70 +249,86 @@ def test_rows_that_are_all_there_is_need_no_pages_and_have_the_same_bits(dtype):
   weights = arrays_of((2, 2, 16, 16), 60, 64, "float32", seed=1)[0]
   live = jnp.arange(64) < batch.num_rows
 
-  def written(q, new, batch):
+  def written(q, new, batch, *others):
     empty = tuple(jnp.zeros_like(page) for page in pages)
     return attention.attend(
-      q, native_pages.write_pages(empty, new, batch.slots, batch.num_rows), batch
+      q, native_pages.write_pages(empty, new, batch.slots, batch.num_rows), batch, *others
     )
 
-  def own(q, new, batch):
+  def own(q, new, batch, *others):
     shapes = tuple(jax.ShapeDtypeStruct(page.shape, page.dtype) for page in pages)
-    return attention.attend_own(q, new, shapes, batch)
+    return attention.attend_own(q, new, shapes, batch, *others)
 
   def gradient(attend):
-    def loss(q, new):
-      out = attend(q, new, jax.tree.map(jnp.asarray, batch))
+    def loss(q, new, sinks):
+      out = attend(q, new, jax.tree.map(jnp.asarray, batch), RULES[rule], sinks)
       return jnp.sum(jnp.where(live[:, None, None, None], out * weights, 0.0)), out
 
     # Twice: freed memory holds the first call's values.
-    return [jax.jit(jax.grad(loss, (0, 1), has_aux=True))(q, new) for _ in range(2)][1]
+    return [jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, new, sinks) for _ in range(2)][1]
 
   for got, want in zip(jax.tree.leaves(gradient(own)), jax.tree.leaves(gradient(written))):
     assert got.dtype == want.dtype
     same_bits(got, want)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gradient_is_that_of_the_tiled_backend(dtype):
-  numerics = numerics_lib.NumericsConfig(
-    row_tile=8, query_tile=8, slot_tile=2, kv_split=32, compute_dtype=dtype
-  )
+@pytest.mark.parametrize("has_sinks", SINKS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 1, 6, 8), (1, 3, 16, 16)], ids=str)
+def test_a_gradient_is_that_of_the_tiled_backend(shape, rule, has_sinks, dtype):
+  page_size, sinks = shape[3], [sinks_of(shape, dtype)] if has_sinks else []
   batch, _, num_pages = batch_of(
-    ((0, 0, 9), (1, 0, 40)), page_size=16, query_tile=8, rows=56, order=np.arange(1, 13)
-  )
-  q, pages, _ = arrays_of((2, 2, 16, 16), num_pages, 56, dtype)
-  weights = arrays_of((2, 2, 16, 16), num_pages, 56, "float32", seed=1)[0]
+    ((0, 0, 9), (1, 0, 40)), page_size=page_size, query_tile=8, rows=56,
+    order=np.arange(1, 1 + 2 * -(-CONTEXT // page_size)),
+  )  # fmt: skip
+  numerics = tiled_numerics(dtype)
+  q, pages, _ = arrays_of(shape, num_pages, 56, dtype)
+  weights = arrays_of(shape, num_pages, 56, "float32", seed=1)[0]
 
-  def other(q, pages, batch):
-    rows = tiled_attention.segment_rows(batch, numerics, 16)
-    keys, values = pages
-    return tiled_attention.attend(q, jnp.swapaxes(keys, 2, 3), values, batch, rows, numerics)
+  def ours(q, pages, batch, *sinks):
+    return attention.attend(q, pages, batch, rule, *sinks)
 
-  found = gradients(attention.attend, q, pages, weights, batch)
-  expected = gradients(other, q, pages, weights, batch)
-  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+  def other(q, pages, batch, *sinks):
+    rows = tiled_attention.segment_rows(batch, numerics, page_size, rule.window)
+    keys, values = jnp.swapaxes(pages[0], 2, 3), pages[1]
+    sinks = dict(zip(("sinks",), sinks))
+    return tiled_attention.attend(q, keys, values, batch, rows, numerics, rule=rule, **sinks)
+
+  found = gradients(ours, q, pages, weights, batch, *sinks)
+  expected = gradients(other, q, pages, weights, batch, *sinks)
+  for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     assert got.dtype == want.dtype
     got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
     scale = np.max(np.abs(want)) * (1e-5 if dtype == "float32" else 4e-2)
     np.testing.assert_allclose(got, want, rtol=0, atol=scale)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_is_that_of_the_tiled_backend(dtype):
-  numerics = numerics_lib.NumericsConfig(
+def tiled_numerics(dtype):
+  return numerics_lib.NumericsConfig(
     row_tile=8, query_tile=8, slot_tile=2, kv_split=32, compute_dtype=dtype
   )
-  batch, _, num_pages = batch_of(CHUNKS, page_size=16, query_tile=8, rows=40)
-  q, pages, new = arrays_of((2, 2, 16, 16), num_pages, 40, dtype)
-  found, (keys, values) = run(q, pages, new, batch)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("has_sinks", SINKS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("shape", [(2, 2, 16, 16), (1, 1, 6, 8), (1, 3, 16, 16)], ids=str)
+def test_attention_is_that_of_the_tiled_backend(shape, rule, has_sinks, dtype):
+  page_size, sinks = shape[3], sinks_of(shape, dtype) if has_sinks else None
+  batch, _, num_pages = batch_of(CHUNKS, page_size=page_size, query_tile=8, rows=40)
+  q, pages, new = arrays_of(shape, num_pages, 40, dtype)
+  found, (keys, values) = run(q, pages, new, batch, rule, sinks)
 
   @jax.jit
   def other(q, pages, new, batch):
-    backend = tiled.Tiled(numerics)
+    backend = tiled.Tiled(tiled_numerics(dtype))
     pages = jnp.swapaxes(pages[0], 2, 3), pages[1]
     pages = backend.write_pages(pages, new, batch.slots, batch.num_rows)
-    rows = tiled_attention.segment_rows(batch, numerics, 16)
-    return backend.attend(q, pages, batch, rows), pages
+    rows = tiled_attention.segment_rows(batch, backend.numerics, page_size, rule.window)
+    return backend.attend(q, pages, batch, rows, rule, sinks), pages
 
   expected, (tiled_keys, tiled_values) = other(q, pages, new, batch)
   same_bits(keys, jnp.swapaxes(tiled_keys, 2, 3))
@@ -254,10 +343,13 @@ def test_attention_is_that_of_the_tiled_backend(dtype):
 
 
 @pytest.mark.thorough
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rows_bits_are_the_same_in_any_segment_and_batch(dtype):
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_rows_bits_are_the_same_in_any_segment_and_batch(rule, dtype):
   """The last rows of a sequence run alone, or cut differently, next to others, on other pages."""
   shape, length = (2, 2, 32, 16), 64
+  sinks = None if rule == CAUSAL else sinks_of(shape, dtype)
   q, _, (keys, values) = arrays_of(shape, 1, length, dtype)
 
   def rows_from(first, query_tile, order):
@@ -273,7 +365,7 @@ def test_a_rows_bits_are_the_same_in_any_segment_and_batch(dtype):
     own = slice(1, 1 + length - first)
     queries = jnp.zeros((80, *q.shape[1:]), dtype).at[own].set(q[first:])
     new = tuple(x.at[own].set(y[first:]) for x, y in zip(new, (keys, values)))
-    found, _ = run(queries, pages, new, batch)
+    found, _ = run(queries, pages, new, batch, rule, sinks)
     return np.asarray(found)[own]
 
   straight, reverse = np.arange(1, 13), np.arange(12, 0, -1)
@@ -303,6 +395,74 @@ def test_what_invisible_slots_hold_is_never_read():
   assert np.isnan(keys).any()
   live = int(batch.num_rows)
   assert live < 40 and not np.any(np.asarray(found)[live:])
+
+
+@pytest.mark.parametrize("page_size", [16, 3])
+def test_pages_that_a_window_has_passed_are_never_read(page_size):
+  batch, tables, num_pages = batch_of(
+    ((0, 70, 4), (1, 0, 9)), page_size=page_size, query_tile=4, rows=16
+  )
+  q, pages, new = arrays_of((1, 3, 16, page_size), num_pages, 16, "float32")
+  rule = AttentionRule(window=21)
+  expected, _ = run(q, pages, new, batch, rule)
+  passed = tables[0][: (70 - 20) // page_size]
+  stale = tuple(x.at[:, passed].set(jnp.nan) for x in pages)
+  # The pages may have other owners by then.
+  table = np.where(np.isin(batch.page_table, passed), 0, batch.page_table)
+  found, _ = run(q, stale, new, batch._replace(page_table=table), rule)
+  same_bits(found, expected)
+
+
+# By hand.
+
+
+def test_a_window_of_one_gives_each_row_its_own_value():
+  batch, _, num_pages = batch_of(CHUNKS, page_size=16, query_tile=8, rows=40)
+  q, pages, new = arrays_of((2, 2, 16, 16), num_pages, 40, "float32")
+  found, _ = run(q, pages, new, batch, RULES["window 1"])
+  live = int(batch.num_rows)
+  wanted = jnp.broadcast_to(new[1][:, :, None], found.shape)
+  np.testing.assert_array_equal(found[:live], wanted[:live])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sink_takes_its_share_of_the_weights_that_a_window_shows(window):
+  # All scores are 0, and the sink's is log 2: each weight is 1 / (keys + 2).
+  batch, _, num_pages = batch_of(((0, 0, 6),), page_size=16, query_tile=8, rows=8)
+  q, pages, (_, values) = arrays_of((1, 2, 16, 16), num_pages, 8, "float32")
+  sinks = jnp.full((1, 2), np.log(2.0), jnp.float32)
+  rule = AttentionRule(window=window)
+  found, _ = run(q, pages, (jnp.zeros_like(values), values), batch, rule, sinks)
+  for p in range(6):
+    seen = values[max(0, p - (window or 6) + 1) : p + 1, 0]
+    wanted = jnp.sum(seen, axis=0) / (len(seen) + 2)
+    np.testing.assert_allclose(found[p, 0], jnp.stack([wanted] * 2), rtol=1e-6, atol=1e-7)
+
+
+# Twins.
+
+
+def test_a_sink_that_is_added_first_has_other_bits():
+  generator = np.random.default_rng(3)
+  draw = lambda *shape: generator.standard_normal(shape).astype(np.float32)
+  weights, sink = reference.exp(draw(100, 40)), reference.exp(draw(100))
+  last = reference.total(weights) + sink
+  first = reference.total(np.concatenate([sink[:, None], weights], axis=1))
+  np.testing.assert_allclose(first, last, rtol=1e-6)
+  assert np.any(first != last)
+
+
+def test_a_sink_outside_of_the_maximum_has_other_bits():
+  generator = np.random.default_rng(3)
+  draw = lambda *shape: generator.standard_normal(shape).astype(np.float32)
+  q, keys, values, sink = draw(16), draw(23, 16), draw(23, 16), np.float32(3.0)
+  exact = reference.attention(q, keys, values, "float32", sink=sink)
+  maximum = np.max(reference.product(keys, reference.scaled_queries(q, "float32")[:, None]))
+  _, total, *_ = reference.softmax(reference.scaled_queries(q, "float32"), keys)
+  share = total / (total + reference.exp(sink - maximum))
+  late = reference.attention(q, keys, values, "float32") * share
+  np.testing.assert_allclose(late, exact, rtol=1e-5, atol=1e-6)
+  assert np.any(late != exact)
 
 
 def test_a_chain_that_begins_at_a_rows_length_has_other_bits():
