@@ -6,8 +6,6 @@ only it promises, and its twins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-import contextlib
 import functools
 import os
 import subprocess
@@ -15,6 +13,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import native_threads
 import numpy as np
 import pytest
 import tiny_model
@@ -40,21 +39,6 @@ SIZES = engine_lib.EngineConfig(
   enable_prefix_caching=False,
 )  # fmt: skip
 LENGTH = 8  # Positions of each sequence of the forward below.
-
-
-@contextlib.contextmanager
-def threaded(number: int) -> Iterator[None]:
-  """Programs traced inside use `number` threads per call, for any amount of work."""
-  before = os.environ.pop(threads.VARIABLE, None)
-  os.environ[threads.VARIABLE] = str(number)
-  threads.process[1] = 1
-  try:
-    yield
-  finally:
-    threads.process[1] = threads.LEAST_COST
-    os.environ.pop(threads.VARIABLE)
-    if before is not None:
-      os.environ[threads.VARIABLE] = before
 
 
 @functools.cache
@@ -87,7 +71,7 @@ def scored(
       decoder=decide(config, numerics),
     )
 
-  with threaded(num_threads):
+  with native_threads.threaded(num_threads):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params, batch))]
 
 
@@ -129,7 +113,7 @@ def test_a_gradient_has_its_bits_with_any_number_of_threads(numerics):
     return jnp.sum(scores.logprob)
 
   def gradient(num_threads):
-    with threaded(num_threads):
+    with native_threads.threaded(num_threads):
       run = jax.jit(jax.grad(lambda params: loss(params)))
       # The call blocks inside, where the smallest work is divided.
       return [np.asarray(leaf) for leaf in jax.tree.leaves(run(params))]
@@ -205,7 +189,7 @@ def running_sum(name, is_of_piece):
 
 def summed(handler, x, num_threads):
   shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x.shape, (num_threads, 0))]
-  with threaded(num_threads):
+  with native_threads.threaded(num_threads):
     return np.asarray(jax.jit(lambda x: handler(shapes, x)[0])(x))
 
 

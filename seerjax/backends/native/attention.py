@@ -24,7 +24,13 @@ import jax.numpy as jnp
 from numba import types
 
 from seerjax.array_typing import Array, Float
-from seerjax.backends.native import ffi, objects, pages as native_pages, threads, vectors
+from seerjax.backends.native import (
+  attention_few,
+  ffi,
+  pages as native_pages,
+  threads,
+  vectors,
+)
 from seerjax.backends.native.attention_backward import attend_backward
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
@@ -39,87 +45,14 @@ from seerjax.backends.native.attention_scores import (
   soft_cap_of,
   window_of,
 )
+from seerjax.backends.native.attention_values import go_on, shared_positions, wide_chains
 from seerjax.backends.native.ffi import address, dimension, integer, is_bfloat16
-from seerjax.backends.native.numbers import exp, f32, float_of_half, jit, round_row, write_row
-from seerjax.backends.native.pointers import floats, fma, halves, integers
+from seerjax.backends.native.numbers import exp, f32, jit, round_row, write_row
+from seerjax.backends.native.pointers import floats, halves, integers
 from seerjax.ops.attention import CAUSAL, AttentionRule
 from seerjax.types import TokenBatch
 
 _LANES, _CHAINS = vectors.LANES, vectors.CHAINS
-
-# On processors with few registers, a block of several rows computes one chain at a time.
-_IS_WIDE = objects.has_wide_vectors()
-_AT_ONCE = _CHAINS if _IS_WIDE else 1
-_values_1_4, _values_bf16_1_4 = (vectors.value_block(1, 4, is_bf16) for is_bf16 in (False, True))
-_values_1_1, _values_bf16_1_1 = (vectors.value_block(1, 1, is_bf16) for is_bf16 in (False, True))
-_values_2_2, _values_bf16_2_2 = (
-  vectors.value_block(2, 2, is_bf16, _AT_ONCE) for is_bf16 in (False, True)
-)
-_values_4_1, _values_bf16_4_1 = (
-  vectors.value_block(4, 1, is_bf16, _AT_ONCE) for is_bf16 in (False, True)
-)
-
-
-@jit
-def _wide_chains(weights, width, rows, values, is_bf16, table, page_size, head_dim, count, chains):
-  """Continues the chains of whole vectors of features over `count` positions, a multiple of 4.
-
-  Registers hold many columns of few rows, or few columns of many rows.
-  """
-  size = 2 if is_bf16 else 4
-  row, chain = _CHAINS * head_dim, head_dim
-  first = 0
-  while first + _LANES <= head_dim:
-    left = (head_dim - first) // _LANES
-    at, to = values + size * first, chains + 4 * first
-    if _IS_WIDE and rows == 1 and left >= 4:
-      if is_bf16:
-        _values_bf16_1_4(
-          weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
-        )
-      else:
-        _values_1_4(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
-      first += 4 * _LANES
-    elif left >= 2 and (rows == 2 or (_IS_WIDE and rows == 1)):
-      if is_bf16:
-        _values_bf16_2_2(
-          weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
-        )
-      else:
-        _values_2_2(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
-      first += 2 * _LANES
-    else:
-      if is_bf16:
-        if rows == 1:
-          _values_bf16_1_1(
-            weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
-          )
-        else:
-          _values_bf16_4_1(
-            weights, width, rows, at, head_dim, table, page_size, count, to, row, chain
-          )
-      elif rows == 1:
-        _values_1_1(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
-      else:
-        _values_4_1(weights, width, rows, at, head_dim, table, page_size, count, to, row, chain)
-      first += _LANES
-
-
-@jit
-def _go_on(weights, values, is_bf16, table, page_size, head_dim, begin, end, first, last, chains):
-  """Continues a row's chains of features [first, last) over positions [begin, end)."""
-  if first >= last:
-    return
-  weight, pages = floats(weights), integers(table)
-  for position in range(begin, end):
-    page = types.int64(pages[position // page_size])
-    here = (page * page_size + position % page_size) * head_dim
-    wide, narrow = floats(values + 4 * here), halves(values + 2 * here)
-    out = floats(chains + 4 * (position % _CHAINS) * head_dim)
-    x = weight[position]
-    for feature in range(first, last):
-      value = float_of_half(narrow[feature]) if is_bf16 else wide[feature]
-      out[feature] = fma(x, value, out[feature])
 
 
 @jit
@@ -159,31 +92,21 @@ def _block(
   out = floats(chains)
   for place in range(rows * _CHAINS * head_dim):
     out[place] = f32(0.0)
-  # All rows see the positions from `low` to `high`.
-  low = (first_seen_key(most, window) + _CHAINS - 1) // _CHAINS * _CHAINS
-  high, features = fewest // _CHAINS * _CHAINS, head_dim // _LANES * _LANES
-  if page_size % _CHAINS != 0 or low >= high:
-    low, high, features = 0, 0, 0
+  low, high = shared_positions(first_seen, rows, group, window, page_size)
+  features = head_dim // _LANES * _LANES if high > 0 else 0
   for row in range(rows if first_seen_key(most, window) > 0 else 0):
     begin = first_seen_key((first_seen + row) // group + 1, window)
     here, to = scores + 4 * row * width, chains + 4 * row * _CHAINS * head_dim
-    _go_on(here, values, is_bf16, table, page_size, head_dim, begin, low, 0, features, to)
-  size, position = 2 if is_bf16 else 4, low
-  while position < high:
-    # Whole pages together, after the rest of a page in which a window begins.
-    slot = position % page_size
-    count = min(page_size - slot, high - position) if slot > 0 else high - position
-    _wide_chains(
-      scores + 4 * position, width, rows, values + size * slot * head_dim, is_bf16,
-      table + 4 * (position // page_size), page_size, head_dim, count, chains,
-    )  # fmt: skip
-    position += count
+    go_on(here, values, is_bf16, table, page_size, head_dim, begin, low, 0, features, to)
+  wide_chains(
+    scores, width, rows, values, is_bf16, table, page_size, head_dim, low, high, 0, 1, chains
+  )
   for row in range(rows):
     seen = (first_seen + row) // group + 1
     begin = first_seen_key(seen, window)
     here, to = scores + 4 * row * width, chains + 4 * row * _CHAINS * head_dim
-    _go_on(here, values, is_bf16, table, page_size, head_dim, high, seen, 0, features, to)
-    _go_on(here, values, is_bf16, table, page_size, head_dim, begin, seen, features, head_dim, to)
+    go_on(here, values, is_bf16, table, page_size, head_dim, high, seen, 0, features, to)
+    go_on(here, values, is_bf16, table, page_size, head_dim, begin, seen, features, head_dim, to)
 
 
 @jit
@@ -271,6 +194,7 @@ def _cost(arguments):
 
 
 _ATTEND = ffi.Handler("seerjax_attend", _items, _attend, _cost)
+_FEW = attention_few.handler(_cost)
 
 
 def attend(
@@ -305,9 +229,11 @@ def _attended(rule, q, keys, values, sinks, batch):
   page_size, head_dim = values.shape[2:]
   width = most_scores(batch.page_table.shape[1], page_size)
   scratch = BLOCK_ROWS * head_dim * (1 + _CHAINS) + _LANES + BLOCK_ROWS * width
-  own = jax.ShapeDtypeStruct((threads.number(), scratch), jnp.float32)
-  out, _ = _ATTEND(
-    [jax.ShapeDtypeStruct(q.shape, q.dtype), own],
+  out, own = (
+    jax.ShapeDtypeStruct(q.shape, q.dtype),
+    jax.ShapeDtypeStruct((threads.number(), scratch), jnp.float32),
+  )
+  operands = (
     q,
     keys,
     values,
@@ -320,7 +246,9 @@ def _attended(rule, q, keys, values, sinks, batch):
     rule_operand(rule, head_dim),
     sinks,
   )
-  return out
+  if attention_few.suits(*q.shape[:3]):
+    return _FEW([out, *attention_few.scratch(out, width)], *operands)[0]
+  return _ATTEND([out, own], *operands)[0]
 
 
 def _attended_forward(rule, q, keys, values, sinks, batch):

@@ -33,10 +33,12 @@ _ALL = np.iinfo(np.int32).max
 _IS_WIDE = objects.has_wide_vectors()
 _scores_1_4 = vectors.score_block(1, 4, False)
 _scores_2_4 = vectors.score_block(2, 4, False)
+_scores_3_4 = vectors.score_block(3, 4, False)
 _scores_4_4 = vectors.score_block(4, 4, False)
 _scores_4_1 = vectors.score_block(4, 1, False)
 _scores_bf16_1_4 = vectors.score_block(1, 4, True)
 _scores_bf16_2_4 = vectors.score_block(2, 4, True)
+_scores_bf16_3_4 = vectors.score_block(3, 4, True)
 _scores_bf16_4_4 = vectors.score_block(4, 4, True)
 _scores_bf16_4_1 = vectors.score_block(4, 1, True)
 
@@ -86,33 +88,53 @@ def scores_of(q, rows, keys, is_bf16, table, page_size, head_dim, begin, end, sc
   elements = page_size * head_dim
   last = (end - 1) // _LANES
   chunk = begin // _LANES
+  k0 = _slots_at(keys, size, table, page_size, elements, chunk)
+  k1 = _slots_at(keys, size, table, page_size, elements, min(chunk + 1, last))
+  k2 = _slots_at(keys, size, table, page_size, elements, min(chunk + 2, last))
+  k3 = _slots_at(keys, size, table, page_size, elements, min(chunk + 3, last))
   while chunk + 3 <= last and (_IS_WIDE or rows == 1):
-    k0 = _slots_at(keys, size, table, page_size, elements, chunk)
-    k1 = _slots_at(keys, size, table, page_size, elements, chunk + 1)
-    k2 = _slots_at(keys, size, table, page_size, elements, chunk + 2)
-    k3 = _slots_at(keys, size, table, page_size, elements, chunk + 3)
+    n0 = _slots_at(keys, size, table, page_size, elements, min(chunk + 4, last))
+    n1 = _slots_at(keys, size, table, page_size, elements, min(chunk + 5, last))
+    n2 = _slots_at(keys, size, table, page_size, elements, min(chunk + 6, last))
+    n3 = _slots_at(keys, size, table, page_size, elements, min(chunk + 7, last))
     to = scores + 4 * _LANES * chunk
     if is_bf16:
       if rows == 1:
-        _scores_bf16_1_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+        _scores_bf16_1_4(
+          q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width
+        )
       elif rows == 2:
-        _scores_bf16_2_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+        _scores_bf16_2_4(
+          q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width
+        )
+      elif rows == 3:
+        _scores_bf16_3_4(
+          q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width
+        )
       else:
-        _scores_bf16_4_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+        _scores_bf16_4_4(
+          q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width
+        )
     elif rows == 1:
-      _scores_1_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+      _scores_1_4(q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width)
     elif rows == 2:
-      _scores_2_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+      _scores_2_4(q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width)
+    elif rows == 3:
+      _scores_3_4(q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width)
     else:
-      _scores_4_4(q, head_dim, rows, k0, k1, k2, k3, page_size, head_dim, to, width)
+      _scores_4_4(q, head_dim, rows, k0, k1, k2, k3, n0, n1, n2, n3, page_size, head_dim, to, width)
+    k0, k1, k2, k3 = n0, n1, n2, n3
     chunk += 4
   while chunk <= last:
-    k0 = _slots_at(keys, size, table, page_size, elements, chunk)
+    n0 = _slots_at(keys, size, table, page_size, elements, min(chunk + 1, last))
     to = scores + 4 * _LANES * chunk
     if is_bf16:
-      _scores_bf16_4_1(q, head_dim, rows, k0, k0, k0, k0, page_size, head_dim, to, width)
+      _scores_bf16_4_1(
+        q, head_dim, rows, k0, k0, k0, k0, n0, n0, n0, n0, page_size, head_dim, to, width
+      )
     else:
-      _scores_4_1(q, head_dim, rows, k0, k0, k0, k0, page_size, head_dim, to, width)
+      _scores_4_1(q, head_dim, rows, k0, k0, k0, k0, n0, n0, n0, n0, page_size, head_dim, to, width)
+    k0 = n0
     chunk += 1
 
 

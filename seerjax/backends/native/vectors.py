@@ -236,18 +236,22 @@ def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
   """Returns an intrinsic: scores[rows, 16 * vectors] = q[rows, c] @ keys, 16 slots per vector.
 
   Its arguments are int64s: `q, q_row, rows` as in `product_block`; the addresses of four vectors of
-  slots, at their first feature (those past `num_vectors` are not read); `k_step, k`, the slots
-  between two features and the number of features, at least 1; `scores, scores_row`.
+  slots, at their first feature (those past `num_vectors` are not read); those of the vectors that
+  are read next, which are prefetched; `k_step, k`, the slots between two features and the number of
+  features, at least 1; `scores, scores_row`.
   """
 
   @intrinsic
-  def block(typing_context, q, q_row, rows, k0, k1, k2, k3, k_step, k, scores, scores_row):
+  def block(
+    typing_context, q, q_row, rows, k0, k1, k2, k3, n0, n1, n2, n3, k_step, k, scores, scores_row
+  ):  # fmt: skip
     def codegen(context, builder, signature, arguments):
       q, q_row, rows = arguments[:3]
-      k_step, k, scores, scores_row = arguments[7:]
+      k_step, k, scores, scores_row = arguments[11:]
       q, scores = (builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (q, scores))
       element = _element(is_bf16).as_pointer()
       keys = [builder.inttoptr(pointer, element) for pointer in arguments[3 : 3 + num_vectors]]
+      later = [builder.inttoptr(pointer, element) for pointer in arguments[7 : 7 + num_vectors]]
       starts = _row_starts(builder, num_rows, rows, (q, q_row), (scores, scores_row))
       q_rows, score_rows = starts
       cells = [(row, vector) for row in range(num_rows) for vector in range(num_vectors)]
@@ -257,6 +261,8 @@ def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
       sums = {cell: builder.phi(_VECTOR) for cell in cells}
       offset = builder.mul(step, k_step)
       slots = [_load(builder, _at(builder, pointer, offset), is_bf16) for pointer in keys]
+      for pointer in later:
+        _prefetch(builder, _at(builder, pointer, offset))
       new = {}
       for row in range(num_rows):
         scalar = _splat(builder, builder.load(_at(builder, q_rows[row], step)))
@@ -274,7 +280,7 @@ def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
         _store(builder, new[row, vector], place)
       return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), codegen
+    return types.void(*[types.int64] * 15), codegen
 
   return block
 
@@ -283,27 +289,27 @@ def score_block(num_rows: int, num_vectors: int, is_bf16: bool) -> Any:
 CHAINS = 4
 
 
-def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int = CHAINS) -> Any:
+def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int) -> Any:
   """Returns an intrinsic: chains[rows, 4, 16 * vectors] += weights[rows, x] @ values, x by mod 4.
 
-  Each chain continues from the value in `chains`. `num_chains` of the four are computed together:
-  fewer need fewer registers, and still read each position once.
+  A call continues `num_chains` of the four chains from their values in `chains`, from `first_chain`
+  on, and reads only their positions.
 
   Its arguments are int64s: `weights, weights_row, rows` as in `product_block`; `values, value_row`,
   the address of the columns in page 0 and the features of a slot; `table`, the address of the page
   indices, i32; `page_size`, a multiple of 4; `count`, the number of positions, a multiple of 4 and
-  at least 4; `chains, chains_row, chain`, the target and the floats between its rows and chains.
-  Pages are `page_size` slots apart.
+  at least 4; `first_chain`; `chains, chains_row, chain`, the target and the floats between its rows
+  and chains. Pages are `page_size` slots apart; the next one is prefetched.
   """
 
   @intrinsic
   def block(
     typing_context, weights, weights_row, rows, values, value_row, table, page_size, count,
-    chains, chains_row, chain,
+    first_chain, chains, chains_row, chain,
   ):  # fmt: skip
     def codegen(context, builder, signature, arguments):
       weights, weights_row, rows, values, value_row, table, page_size, count = arguments[:8]
-      chains, chains_row, chain = arguments[8:]
+      first_chain, chains, chains_row, chain = arguments[8:]
       weights, chains = (
         builder.inttoptr(pointer, _FLOAT.as_pointer()) for pointer in (weights, chains)
       )
@@ -312,68 +318,73 @@ def value_block(num_rows: int, num_vectors: int, is_bf16: bool, num_chains: int 
       starts = _row_starts(builder, num_rows, rows, (weights, weights_row), (chains, chains_row))
       weight_rows, chain_rows = starts
       page_elements = builder.mul(page_size, value_row)
-      for begin in range(0, CHAINS, num_chains):
-        parts = range(begin, begin + num_chains)
-        cells = [
-          (row, part, vector)
-          for row in range(num_rows)
-          for part in parts
-          for vector in range(num_vectors)
-        ]
-        place = {
-          (row, part, vector): _at(
-            builder,
-            chain_rows[row],
-            builder.add(builder.mul(chain, _word(part)), _word(vector * LANES)),
-          )
-          for row, part, vector in cells
-        }
-        begun = {cell: _load(builder, place[cell]) for cell in cells}
-        before, each_page, after = _loop(builder, "pages")
-        page = builder.phi(_WORD)
-        page.add_incoming(_word(0), before)
-        held = {cell: builder.phi(_VECTOR) for cell in cells}
-        next_page = builder.add(page, _word(1))
+      parts = [builder.add(first_chain, _word(part)) for part in range(num_chains)]
+      cells = [
+        (row, part, vector)
+        for row in range(num_rows)
+        for part in range(num_chains)
+        for vector in range(num_vectors)
+      ]
+      target = {
+        (row, part, vector): _at(
+          builder,
+          chain_rows[row],
+          builder.add(builder.mul(chain, parts[part]), _word(vector * LANES)),
+        )
+        for row, part, vector in cells
+      }
+      begun = {cell: _load(builder, target[cell]) for cell in cells}
+      before, each_page, after = _loop(builder, "pages")
+      page = builder.phi(_WORD)
+      page.add_incoming(_word(0), before)
+      held = {cell: builder.phi(_VECTOR) for cell in cells}
+      next_page = builder.add(page, _word(1))
+      first = builder.mul(page, page_size)
+      left = builder.sub(count, first)
+      more = builder.icmp_signed(">", left, page_size)
+      slots = builder.select(more, page_size, left)
+
+      def start_of(page):
         number = builder.sext(builder.load(_at(builder, table, page)), _WORD)
-        start = _at(builder, values, builder.mul(number, page_elements))
-        first = builder.mul(page, page_size)
-        left = builder.sub(count, first)
-        more = builder.icmp_signed(">", left, page_size)
-        slots = builder.select(more, page_size, left)
-        _, body, page_end = _loop(builder, "slots")
-        slot = builder.phi(_WORD)
-        slot.add_incoming(_word(0), each_page)
-        sums = {cell: builder.phi(_VECTOR) for cell in cells}
-        new = {}
-        for part in parts:
-          offset = builder.mul(builder.add(slot, _word(part)), value_row)
-          columns = []
+        return _at(builder, values, builder.mul(number, page_elements))
+
+      start, later = start_of(page), start_of(builder.select(more, next_page, page))
+      _, body, page_end = _loop(builder, "slots")
+      slot = builder.phi(_WORD)
+      slot.add_incoming(_word(0), each_page)
+      sums = {cell: builder.phi(_VECTOR) for cell in cells}
+      new = {}
+      for part in range(num_chains):
+        place = builder.add(slot, parts[part])
+        offset = builder.mul(place, value_row)
+        columns = []
+        for vector in range(num_vectors):
+          at = builder.add(offset, _word(vector * LANES))
+          columns.append(_load(builder, _at(builder, start, at), is_bf16))
+          _prefetch(builder, _at(builder, later, at))
+        position = builder.add(first, place)
+        for row in range(num_rows):
+          scalar = _splat(builder, builder.load(_at(builder, weight_rows[row], position)))
           for vector in range(num_vectors):
-            column = builder.add(offset, _word(vector * LANES))
-            columns.append(_load(builder, _at(builder, start, column), is_bf16))
-          position = builder.add(builder.add(first, slot), _word(part))
-          for row in range(num_rows):
-            scalar = _splat(builder, builder.load(_at(builder, weight_rows[row], position)))
-            for vector in range(num_vectors):
-              cell = row, part, vector
-              new[cell] = _fma(builder, scalar, columns[vector], sums[cell])
-        for cell in cells:
-          held[cell].add_incoming(begun[cell], before)
-          held[cell].add_incoming(new[cell], page_end)
-          sums[cell].add_incoming(held[cell], each_page)
-          sums[cell].add_incoming(new[cell], body)
-        next_slot = builder.add(slot, _word(CHAINS))
-        slot.add_incoming(next_slot, body)
-        builder.cbranch(builder.icmp_signed("<", next_slot, slots), body, page_end)
-        builder.position_at_end(page_end)
-        page.add_incoming(next_page, page_end)
-        builder.cbranch(more, each_page, after)
-        builder.position_at_end(after)
-        for cell in cells:
-          _store(builder, new[cell], place[cell])
+            cell = row, part, vector
+            new[cell] = _fma(builder, scalar, columns[vector], sums[cell])
+      for cell in cells:
+        held[cell].add_incoming(begun[cell], before)
+        held[cell].add_incoming(new[cell], page_end)
+        sums[cell].add_incoming(held[cell], each_page)
+        sums[cell].add_incoming(new[cell], body)
+      next_slot = builder.add(slot, _word(CHAINS))
+      slot.add_incoming(next_slot, body)
+      builder.cbranch(builder.icmp_signed("<", next_slot, slots), body, page_end)
+      builder.position_at_end(page_end)
+      page.add_incoming(next_page, page_end)
+      builder.cbranch(more, each_page, after)
+      builder.position_at_end(after)
+      for cell in cells:
+        _store(builder, new[cell], target[cell])
       return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 11), codegen
+    return types.void(*[types.int64] * 12), codegen
 
   return block
 

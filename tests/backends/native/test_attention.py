@@ -5,12 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import native_reference as reference
+import native_threads
 import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
 from seerjax.backends import tiled
-from seerjax.backends.native import attention, pages as native_pages
+from seerjax.backends.native import attention, attention_few, pages as native_pages
 from seerjax.ops import attention as tiled_attention
 from seerjax.ops.attention import CAUSAL, AttentionRule
 from seerjax.types import TokenBatch
@@ -35,9 +36,9 @@ RULES = {
 SINKS = (False, True)
 
 
-def batch_of(pieces, *, page_size, query_tile, rows, order=None):
+def batch_of(pieces, *, page_size, query_tile, rows, order=None, context=CONTEXT):
   """Sequences own their pages in a shuffled order; segments of `query_tile` positions."""
-  width = -(-CONTEXT // page_size)
+  width = -(-context // page_size)
   num_pages = 1 + width * (1 + max(sequence for sequence, _, _ in pieces))
   order = np.random.default_rng(5).permutation(num_pages - 1) + 1 if order is None else order
   tables = order.reshape(-1, width)
@@ -81,11 +82,13 @@ def sinks_of(shape, dtype="float32"):
   return jnp.asarray(1 + np.random.default_rng(2).standard_normal(shape[:2]), dtype)
 
 
-@functools.partial(jax.jit, static_argnums=4)
-def run(q, pages, new, batch, rule=CAUSAL, sinks=None):
+def layer(q, pages, new, batch, rule=CAUSAL, sinks=None):
   """Writes keys and values and attends, as one layer does."""
   pages = native_pages.write_pages(pages, new, batch.slots, batch.num_rows)
   return attention.attend(q, pages, batch, rule, sinks), pages
+
+
+run = jax.jit(layer, static_argnums=4)
 
 
 def expected_rows(q, pages, batch, tables, pieces, dtype, rule=CAUSAL, sinks=None):
@@ -373,6 +376,40 @@ def test_a_rows_bits_are_the_same_in_any_segment_and_batch(rule, dtype):
   for first, query_tile, order in ((63, 8, reverse), (61, 4, straight), (60, 1, reverse),
                                    (57, 7, straight), (0, 64, reverse)):  # fmt: skip
     same_bits(rows_from(first, query_tile, order), whole[first:])
+
+
+# A decoding step and a segment of several rows, of contexts that are divided into parts and short.
+FEW = {
+  "one row": (((0, 700, 1),), (1, 3, 64, 32)),
+  "two blocks of a segment": (((0, 640, 2),), (2, 4, 32, 16)),
+  "segments of several lengths": (((0, 522, 2), (1, 2, 1)), (1, 3, 80, 16)),
+  "seven heads of a group": (((0, 300, 1),), (2, 7, 24, 8)),
+  "pages that vectors do not divide": (((0, 410, 1), (1, 0, 1)), (1, 2, 21, 3)),
+}
+
+
+FEW_RULES = {name: RULES[name] for name in ("causal", "all")} | {
+  "long window": AttentionRule(window=400)
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", FEW_RULES.values(), ids=FEW_RULES)
+@pytest.mark.parametrize(("pieces", "shape"), FEW.values(), ids=FEW)
+def test_few_rows_have_their_bits_when_threads_share_their_positions(pieces, shape, rule, dtype):
+  batch, tables, num_pages = batch_of(pieces, page_size=shape[3], query_tile=4, rows=4, context=720)
+  q, pages, new = arrays_of(shape, num_pages, 4, dtype)
+  sinks = sinks_of(shape, dtype) if rule == RULES["all"] else None
+
+  def attended(number):
+    """Few rows are divided by position only if there are more threads than items for them."""
+    with native_threads.threaded(number):
+      assert attention_few.suits(4, *shape[:2]) == (number > 1)
+      return jax.jit(lambda *operands: layer(*operands, rule, sinks))(q, pages, new, batch)
+
+  found, pages = attended(8)
+  same_bits(found, attended(1)[0])
+  same_bits(found, expected_rows(q, pages, batch, tables, pieces, dtype, rule, sinks))
 
 
 def test_what_invisible_slots_hold_is_never_read():
