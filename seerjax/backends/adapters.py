@@ -7,7 +7,7 @@ the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +58,29 @@ class RowAdapters(NamedTuple):
   def count(self) -> int:
     """Number of adapters, plus one for none."""
     return 1 + sum(form.count for form in self.forms)
+
+  def have(self, names: Collection[str]) -> bool:
+    """Returns whether an adapter has one of the names."""
+    return any(name in form.layers for form in self.forms for name in names)
+
+  def without(self, names: Collection[str]) -> RowAdapters:
+    """Returns the adapters without some of their names."""
+    left = lambda layers: {name: pair for name, pair in layers.items() if name not in names}
+    return self._replace(
+      forms=tuple(form._replace(layers=left(form.layers)) for form in self.forms)
+    )
+
+  def in_place(self, form: Form, index: Array | int) -> dict[str, Any]:
+    """Works like `at`, but slices no array."""
+    place = jnp.int32(index) if self.layer is None else self.layer * form.count + index
+
+    def whole(leaf: Array) -> tiles.LayerSlabs:
+      layers = leaf if self.layer is None else leaf.reshape(-1, *leaf.shape[2:])
+      return tiles.LayerSlabs(layers, place)
+
+    scale = lax.dynamic_index_in_dim(form.scales, index, 0, keepdims=False)
+    layers = form.layers.items()
+    return {name: {**jax.tree.map(whole, pair), "scale": scale} for name, pair in layers}
 
   def at(self, form: Form, index: Array | int) -> dict[str, Any]:
     """Returns one adapter of a form, as `lora.attach` puts it into a layer's weights."""

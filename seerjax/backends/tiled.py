@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array
 from seerjax.backends import adapters as adapters_lib
@@ -15,8 +17,21 @@ from seerjax.backends.traits import Traits
 from seerjax.ops import attention, linear, moe, norms, rotary, tiles
 from seerjax.types import KeyCopies, TokenBatch, TokenScores
 
-# Weights that only a row's experts have.
+# Weights that only a row's experts have, by their names in `ops.moe`; the second ones are adapters.
 EXPERTS = {"expert_gate_up": "gate_up", "expert_down": "down"}
+EXPERT_ADAPTERS = {f"{name}_lora": f"{short}_lora" for name, short in EXPERTS.items()}
+
+
+def slabs_of(weights: Any) -> dict[str, Any]:
+  """Returns the slabs of a layer's experts and of their adapters, as `ops.moe` reads them."""
+  slabs = {short: weights[name] for name, short in EXPERTS.items()}
+  adapters = {short: weights[name] for name, short in EXPERT_ADAPTERS.items() if name in weights}
+  return slabs | {short: _by_expert(adapter) for short, adapter in adapters.items()}
+
+
+def _by_expert(adapter: dict[str, Any]) -> dict[str, Any]:
+  """Returns an adapter with its scale repeated for every expert."""
+  return adapter | {"scale": jnp.broadcast_to(adapter["scale"], tiles.leading(adapter["a"], 2))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,11 +156,16 @@ class Tiled:
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> tuple[Array, Array, Array]:
-    of_rows = {name: leaf for name, leaf in weights.items() if name not in EXPERTS}
+    of_experts = {*EXPERTS, *EXPERT_ADAPTERS}
+    of_rows = {name: leaf for name, leaf in weights.items() if name not in of_experts}
+    own = None if adapters is None else adapters.without(of_experts)
     routed = Stage(stage.shape, stage.axis, stage.routed)
-    x, normed, ids, chosen, *others = self._adapted(routed, of_rows, rows, num_rows, adapters)
-    slabs = {short: weights[name] for name, short in EXPERTS.items()}
-    mixed = moe.experts(normed, ids, chosen, slabs, num_rows, stage.axis, self.numerics)
+    x, normed, ids, chosen, *others = self._adapted(routed, of_rows, rows, num_rows, own)
+    given, rest = (normed, ids, chosen, slabs_of(weights)), (num_rows, stage.axis, self.numerics)
+    if adapters is None or not adapters.have(of_experts):
+      mixed = moe.experts(*given, *rest)
+    else:
+      mixed = moe.chosen_experts(*given, _choices(adapters), adapters.rows, *rest)
     scales = {name: weights[name] for name in ("mlp_out_norm",) if name in weights}
     added = Stage(stage.shape, stage.axis, stage.added)
     return self._defined(added, scales, (x, mixed, *others), num_rows), normed, ids
@@ -170,3 +190,14 @@ class Tiled:
       return self._defined(stage, weights, rows, num_rows)
     definition = functools.partial(stage.rows, self, stage.shape, stage.axis)
     return adapters_lib.by_tile(definition, weights, adapters, rows, num_rows, self.numerics)
+
+
+def _choices(adapters: RowAdapters) -> list[tiles.Choices]:
+  """Returns the adapters of experts among which rows choose."""
+
+  def at(form: adapters_lib.Form, index: Any) -> dict[str, Any]:
+    found = adapters.in_place(form, index)
+    names = [name for name in EXPERT_ADAPTERS if name in found]
+    return {EXPERT_ADAPTERS[name]: _by_expert(found[name]) for name in names}
+
+  return [tiles.Choices(form.count, functools.partial(at, form)) for form in adapters.forms]

@@ -56,7 +56,7 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
   Raises:
     ValueError: naming the adapter.
   """
-  if any(name.endswith("_lora") for name in _first_layer(params)):
+  if any(name.endswith("_lora") for layer in _layers(params) for name in layer):
     raise ValueError(
       f"{what}: got named adapters for weights that already contain one, expected weights of the"
       " base alone; use the weights from before lora.attach."
@@ -81,14 +81,7 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
       )
     for index, layer in enumerate(adapter["layers"]):
       _check_layer(f"{own}: layers[{index}]", layer)
-    kinds = [sorted(layer) for layer in adapter["layers"]]
-    unknown = sorted({target for kind in kinds for target in kind} - set(lora.TARGETS))
-    if unknown or not kinds or not kinds[0] or any(kind != kinds[0] for kind in kinds):
-      got = f"the unknown targets {unknown}" if unknown else "none, or different ones per layer"
-      raise ValueError(
-        f"{own}: got {got}, expected some of {lora.TARGETS}, the same in every layer; adapt only"
-        " these."
-      )
+    _check_targets(own, params, adapter["layers"])
     try:
       lora.check(params, adapter, scale)
       numerics_lib.require_finite(
@@ -96,6 +89,23 @@ def check(params: Params, named: Mapping[str, Any], *, what: str) -> None:
       )
     except ValueError as error:
       raise ValueError(f"{own}: {error}") from error
+
+
+def _check_targets(what: str, params: Params, layers: list[Any]) -> None:
+  """Refuses targets that a model does not have, or that only some of its layers adapt.
+
+  Raises:
+    ValueError: with `what` as its prefix.
+  """
+  found = {target for layer in layers for target in layer}
+  unknown, own = sorted(found - set(lora.ALL_TARGETS)), _layers(params)
+  wanted = [found & set(own[index % len(own)]) for index in range(len(layers))]
+  if unknown or not found or any(map(lambda names, layer: names - set(layer), wanted, layers)):
+    got = f"the unknown targets {unknown}" if unknown else "none, or different ones per layer"
+    raise ValueError(
+      f"{what}: got {got}, expected some of {lora.ALL_TARGETS}, the same in every layer that has"
+      " them; adapt only these."
+    )
 
 
 def _check_layer(what: str, layer: Any) -> None:
@@ -116,10 +126,10 @@ def _check_layer(what: str, layer: Any) -> None:
       )
     for name, leaf in pair.items():
       is_array = isinstance(leaf, np.ndarray | jax.Array)
-      if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim not in (2, 3):
+      if not is_array or not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.ndim not in (2, 3, 4):
         got = f"{leaf.dtype}{list(leaf.shape)}" if is_array else fields.shown(leaf)
         raise ValueError(
-          f"{own}[{name!r}]: got {got}, expected float32 with 2 or 3 axes; convert it, or pass the"
+          f"{own}[{name!r}]: got {got}, expected float32 with 2 to 4 axes; convert it, or pass the"
           " result of peft.load."
         )
 
@@ -134,7 +144,7 @@ def stacked(params: Params, named: Mapping[str, Scaled], *, pads: bool) -> Chose
   """
   groups: dict[Any, list[str]] = {}
   for name, (adapter, _) in named.items():
-    ranks = tuple(sorted((target, _rank(pair)) for target, pair in adapter["layers"][0].items()))
+    ranks = tuple(sorted(_ranks(adapter).items()))
     groups.setdefault(() if pads else ranks, []).append(name)
   names = [name for group in groups.values() for name in group]
   forms = tuple(_form(params, [named[name] for name in group]) for group in groups.values())
@@ -142,12 +152,10 @@ def stacked(params: Params, named: Mapping[str, Scaled], *, pads: bool) -> Chose
 
 
 def _form(params: Params, group: list[Scaled]) -> Form:
-  weights, is_stacked = _first_layer(params), parameters.is_stacked(params)
-  targets = [t for t in lora.TARGETS if any(t in a["layers"][0] for a, _ in group)]
-  rank_of = lambda adapter, target: (
-    _rank(adapter["layers"][0][target]) if target in adapter["layers"][0] else 0
-  )
-  ranks = {target: [rank_of(adapter, target) for adapter, _ in group] for target in targets}
+  own, is_stacked = _layers(params), parameters.is_stacked(params)
+  of_each = [_ranks(adapter) for adapter, _ in group]
+  targets = [target for target in lora.ALL_TARGETS if any(target in ranks for ranks in of_each)]
+  ranks = {target: [one.get(target, 0) for one in of_each] for target in targets}
 
   def part(target: str, name: str, index: int) -> Array:
     """Returns f[e, ...] of one layer."""
@@ -167,11 +175,11 @@ def _form(params: Params, group: list[Scaled]) -> Form:
       widths[axis] = (0, most - leaf.shape[axis])
       found.append(np.pad(leaf, widths))
     # Rounded like in `lora.attach`.
-    return jnp.asarray(np.stack(found)).astype(weights[target].dtype)
+    return jnp.asarray(np.stack(found)).astype(own[index % len(own)][target].dtype)
 
   layers = [
     {f"{target}_lora": {name: part(target, name, index) for name in ("a", "b")}
-     for target in targets}
+     for target in targets if any(target in a["layers"][index] for a, _ in group)}
     for index in range(len(group[0][0]["layers"]))
   ]  # fmt: skip
   return Form(
@@ -181,13 +189,19 @@ def _form(params: Params, group: list[Scaled]) -> Form:
   )
 
 
-def _rank(pair: dict[str, Any]) -> int:
-  return pair["a"].shape[-1]
+def _ranks(adapter: lora.Adapter) -> dict[str, int]:
+  """Returns the largest rank of each target."""
+  ranks: dict[str, int] = {}
+  for layer in adapter["layers"]:
+    for name, pair in layer.items():
+      ranks[name] = max(ranks.get(name, 0), pair["a"].shape[-1])
+  return ranks
 
 
-def _first_layer(params: Params) -> Params:
+def _layers(params: Params) -> list[Params]:
+  """Returns the weights of each layer; of stacked layers, which have equal names, all at once."""
   layers = params["layers"]
-  return layers if isinstance(layers, dict) else layers[0]
+  return [layers] if isinstance(layers, dict) else layers
 
 
 class Rows(NamedTuple):

@@ -7,6 +7,7 @@ export only.
   qkv, gate_up   A f[d, rank] is replicated, B f[r, rank, columns] has W's slabs
   out, down      A f[r, rows, rank] has W's slabs and its partial products join W's in the tree,
                  B f[rank, d] is replicated
+  expert_...     A f[r, E / r, rows, rank] and B f[r, E / r, rank, columns]: a pair per expert
 
 B starts at zero, so x @ W is followed by the addition of an exact zero, and the initial model is
 the base model. Bits are promised between two runs of one program with adapters, not between a
@@ -33,47 +34,50 @@ import jax.numpy as jnp
 from seerjax import fields, numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
 from seerjax.backends.protocol import Operations
+from seerjax.layer_kinds import Experts, LayerConfig
 from seerjax.models import config as model_config, parameters
 from seerjax.models.config import TransformerConfig
 from seerjax.models.parameters import Params
 
 Adapter = dict[str, Any]
 
+# Targets of layers without experts. A layer with experts has `EXPERT_TARGETS` too, and those of the
+# MLP only if it has an MLP that all rows share.
 TARGETS = ("qkv", "out", "gate_up", "down")
-# Targets with output columns in slabs; the others have their contraction in slabs.
+EXPERT_TARGETS = ("expert_gate_up", "expert_down")
+ALL_TARGETS = (*TARGETS, *EXPERT_TARGETS)
+# Of `TARGETS`, those with output columns in slabs; the others have their contraction in slabs.
 COLUMN_TARGETS = ("qkv", "gate_up")
-# Targets of layers without experts; experts have no adapters yet.
 MLP_TARGETS = ("gate_up", "down")
+
+
+def targets_of(config: TransformerConfig) -> tuple[str, ...]:
+  """Returns the weights of a model that can have an adapter."""
+  layout = parameters.shapes(config, 1)
+  return tuple(name for name in ALL_TARGETS if any(name in layer for layer in layout["layers"]))
 
 
 def shapes(
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   rank: int,
-  targets: Sequence[str] = TARGETS,
+  targets: Sequence[str] | None = None,
 ) -> Adapter:
   """Returns the layout of an adapter, `{"layers": [{target: {"a", "b"}}]}`, as f32 shapes.
+
+  A layer has those of the targets that are among its weights. None is `targets_of`.
 
   Raises:
     ValueError: for an invalid rank or target.
   """
-  unknown = [name for name in targets if name not in TARGETS]
-  if unknown or not targets or len(set(targets)) != len(targets):
+  known = targets_of(config)
+  targets = known if targets is None else tuple(targets)
+  if not targets or len(set(targets)) != len(targets) or not set(targets) <= set(known):
     raise ValueError(
-      f"lora targets: got {tuple(targets)}, expected at least one of {TARGETS}, each once; all four"
-      " are usual."
+      f"lora targets: got {targets}, expected at least one of {known}, each once; all of them are"
+      " usual."
     )
-  inner = [
-    kind.gated(f"lora targets {name!r}").intermediate_size
-    for name in targets
-    if name in MLP_TARGETS
-    for kind in config.layers
-  ]
-  smallest = min(
-    config.hidden_size,
-    *(kind.attention.num_heads * kind.attention.head_dim for kind in config.layers),
-    *inner,
-  )
+  smallest = min(config.hidden_size, *(_smallest(kind, targets) for kind in config.layers))
   if not 1 <= rank <= smallest:
     raise ValueError(
       f"lora rank: got {rank}, expected 1 <= rank <= {smallest}, the smallest dimension of the"
@@ -85,14 +89,27 @@ def shapes(
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
   def pair(name: str, weight: jax.ShapeDtypeStruct) -> dict[str, jax.ShapeDtypeStruct]:
-    slabs, rows, columns = weight.shape
+    *slabs, rows, columns = weight.shape
     if name in COLUMN_TARGETS:
-      return {"a": f32(rows, rank), "b": f32(slabs, rank, columns)}
-    return {"a": f32(slabs, rows, rank), "b": f32(rank, columns)}
+      return {"a": f32(rows, rank), "b": f32(*slabs, rank, columns)}
+    if name in EXPERT_TARGETS:
+      return {"a": f32(*slabs, rows, rank), "b": f32(*slabs, rank, columns)}
+    return {"a": f32(*slabs, rows, rank), "b": f32(rank, columns)}
 
-  return {
-    "layers": [{name: pair(name, layer[name]) for name in targets} for layer in layout["layers"]]
-  }
+  of_layer = lambda layer: {name: pair(name, layer[name]) for name in targets if name in layer}
+  return {"layers": [of_layer(layer) for layer in layout["layers"]]}
+
+
+def _smallest(kind: LayerConfig, targets: Sequence[str]) -> int:
+  """Returns the smallest inner dimension of a layer's adapted weights."""
+  part, sizes = kind.feed_forward, [kind.attention.num_heads * kind.attention.head_dim]
+  is_of = lambda names: any(name in targets for name in names)
+  if isinstance(part, Experts):
+    sizes += [part.expert_size] * is_of(EXPERT_TARGETS)
+    sizes += [part.shared_size] * (is_of(MLP_TARGETS) and part.shared_size > 0)
+  else:
+    sizes += [part.intermediate_size] * is_of(MLP_TARGETS)
+  return min(sizes)
 
 
 def init(
@@ -100,7 +117,7 @@ def init(
   config: TransformerConfig,
   numerics: numerics_lib.NumericsConfig,
   rank: int,
-  targets: Sequence[str] = TARGETS,
+  targets: Sequence[str] | None = None,
 ) -> Adapter:
   """Returns f32 master adapters: A normal with deviation 1 / sqrt(number of inputs), B zero.
 
@@ -109,7 +126,7 @@ def init(
     config: shape of the model.
     numerics: `reduction_shards` decides the layout.
     rank: columns of A.
-    targets: weights that get an adapter, of `TARGETS`.
+    targets: weights that get an adapter, of `targets_of`; None is all of these.
 
   Raises:
     ValueError: for an invalid rank or target.
@@ -121,7 +138,8 @@ def init(
   def leaf(index: int, path, shape: jax.ShapeDtypeStruct):
     if path[-1].key == "b":
       return jnp.zeros(shape.shape, shape.dtype)
-    num_inputs = shape.size // rank
+    of_expert = path[-2].key in EXPERT_TARGETS
+    num_inputs = shape.shape[-2] if of_expert else shape.size // rank
     with numerics_lib.pinned_randomness():
       noise = jax.random.normal(jax.random.fold_in(key, index), shape.shape, shape.dtype)
     return jnp.float32(num_inputs**-0.5) * noise
@@ -139,7 +157,7 @@ def attach(params: Params, adapter: Adapter, scale: float) -> Params:
       x @ A before that is rounded, so it rounds no weight.
 
   Returns:
-    Params with `{"a", "b", "scale"}` under "qkv_lora", "out_lora", "gate_up_lora", "down_lora".
+    Params with `{"a", "b", "scale"}` under "qkv_lora", "out_lora" and so on.
 
   Raises:
     ValueError: if the layers or shapes differ from the base's, or the scale is not finite.
@@ -225,6 +243,8 @@ def _check_scale(scale: float) -> None:
 
 def _by_slab(name: str, pair: Adapter) -> tuple[Any, Any]:
   """Returns A and B with a slab axis on both, of size one if the matrix has no slabs."""
+  if name in EXPERT_TARGETS:
+    return pair["a"], pair["b"]
   if name in COLUMN_TARGETS:
     return pair["a"][None], pair["b"]
   return pair["a"], pair["b"][None]
@@ -276,21 +296,23 @@ def _check(params: Params, adapter: Adapter) -> None:
     layers = [jax.eval_shape(lambda: jax.tree.map(lambda leaf: leaf[0], layers))] * expected
   for index, (weights, adapters) in enumerate(zip(layers, adapter["layers"], strict=True)):
     for name, pair in adapters.items():
-      if pair["a"].ndim + pair["b"].ndim != 5 or name not in weights:
+      a, b = pair["a"].shape, pair["b"].shape
+      ndim = 8 if name in EXPERT_TARGETS else 5
+      if len(a) + len(b) != ndim or name not in weights or min(len(a), len(b)) < 2:
         raise ValueError(
-          f"lora adapter: got layers[{index}][{name!r}] with a {pair['a'].shape} and b"
-          f" {pair['b'].shape}, expected one shared matrix and one matrix per slab for one of"
-          f" {sorted(weights)}; make it with the same model."
+          f"lora adapter: got layers[{index}][{name!r}] with a {a} and b {b}, expected one shared"
+          " matrix and one matrix per slab, or a pair per expert, for one of"
+          f" {[name for name in ALL_TARGETS if name in weights]}; make it with the same model."
         )
-      a, b = _by_slab(name, pair)
-      slabs, rows, columns = weights[name].shape
-      wide = 1 if name in COLUMN_TARGETS else slabs
-      fits = a.shape[:2] == (wide, rows) and b.shape[2] == columns and a.shape[2] == b.shape[1]
-      if not fits or b.shape[0] != (slabs if name in COLUMN_TARGETS else 1):
+      *slabs, rows, columns = weights[name].shape
+      rank = a[-1]
+      wide_a = () if name in COLUMN_TARGETS else tuple(slabs)
+      wide_b = tuple(slabs) if name in (*COLUMN_TARGETS, *EXPERT_TARGETS) else ()
+      if a != (*wide_a, rows, rank) or b != (*wide_b, rank, columns):
         raise ValueError(
-          f"lora adapter: got layers[{index}][{name!r}] with a {pair['a'].shape} and b"
-          f" {pair['b'].shape}, expected shapes for a weight {weights[name].shape}; make it with"
-          " the same model and NumericsConfig.reduction_shards."
+          f"lora adapter: got layers[{index}][{name!r}] with a {a} and b {b}, expected"
+          f" {(*wide_a, rows, 'rank')} and {(*wide_b, 'rank', columns)}; make it with the same"
+          " model and NumericsConfig.reduction_shards."
         )
 
 

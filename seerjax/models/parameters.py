@@ -212,7 +212,8 @@ def specs_of(params: Params) -> Params:
     names = _names(path)
     before = of_layers if names[0] == "layers" else ()
     if names[0] == "adapters":  # After the axes of layers, if stacked, and of adapters.
-      before = (None,) * (leaf.ndim - 3)
+      of_expert = any(name.startswith("expert_") for name in names)
+      before = (None,) * (leaf.ndim - (4 if of_expert else 3))
     return jax.P(*before, parallel.MODEL_AXIS) if is_slab or names == ("embed",) else jax.P()
 
   return jax.tree_util.tree_map_with_path(spec, params, have_slabs(params))
@@ -223,6 +224,7 @@ def have_slabs(params: Params) -> Params:
   slabs = ("qkv", "qkv_bias", "sinks", "out", "gate_up", "down", "head")
   slabs += ("expert_gate_up", "expert_down")
   slabs_of_adapters = (("qkv", "b"), ("gate_up", "b"), ("out", "a"), ("down", "a"))
+  slabs_of_adapters += tuple((f"expert_{n}", part) for n in ("gate_up", "down") for part in "ab")
 
   def is_slab(path, _):
     names = _names(path)

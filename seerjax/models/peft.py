@@ -6,6 +6,9 @@
     o_proj                   <->   out       a f32[r, inputs / r, rank], b f32[rank, d]
     down_proj                <->   down
 
+Each expert has modules of its own, mlp.experts.0.gate_proj and so on. `load` also reads the form in
+which PEFT saves adapters of the stacked experts of transformers 5: all experts in one A and one B.
+
 This library shares A among the products that read one input. `save` writes a copy of A for each of
 them. `load` concatenates different A along the rank; each product has its own rows of B and zeros
 for the others, which gives the same product.
@@ -16,6 +19,7 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import collections
+from collections.abc import Iterator
 import math
 import os
 import pathlib
@@ -29,6 +33,7 @@ import safetensors
 import safetensors.numpy
 
 from seerjax import fields, numerics as numerics_lib
+from seerjax.layer_kinds import Experts
 from seerjax.models import config as model_config, config_fields, huggingface, lora, parameters
 
 CONFIG_FILE = "adapter_config.json"
@@ -41,6 +46,12 @@ MODULES = {
   "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
   "down": ("mlp.down_proj",),
 }
+# Those of one expert, after its number.
+EXPERT_MODULES = {"expert_gate_up": ("gate_proj", "up_proj"), "expert_down": ("down_proj",)}
+# The stacked parameter of all experts, and the module that has its A and B: PEFT wraps the first
+# one in the other, and one alone is "mlp.experts".
+STACKED = {"expert_gate_up": "gate_up_proj", "expert_down": "down_proj"}
+INNER, OUTER = "mlp.experts.base_layer", "mlp.experts"
 # Fields of PEFT 0.18, by their meaning here. A field of a later PEFT that is in no list is refused
 # if it is set.
 # Fields that `load` reads.
@@ -104,7 +115,8 @@ def save(
 
   Raises:
     FileExistsError: if the directory is not empty and may not be replaced.
-    ValueError: if the adapter has other layers than the model, or a scale that is not positive.
+    ValueError: if the adapter has other layers than the model, ranks that the format cannot
+      express, or a scale that is not positive.
   """
   directory = pathlib.Path(os.path.abspath(directory))
   if not 0 < scale < math.inf:
@@ -123,19 +135,16 @@ def save(
   ranks: dict[str, int] = {}
   for index, layer in enumerate(layers):
     for target, pair in layer.items():
-      a, b = (np.asarray(pair[name], np.float32) for name in ("a", "b"))
-      wide = a if target in lora.COLUMN_TARGETS else a.reshape(-1, a.shape[-1])
-      first = 0
-      for module, width in _widths(target, config, index).items():
-        part = b
-        if target in lora.COLUMN_TARGETS:  # [r, rank, columns] -> [rank, r columns]
-          local = width // b.shape[0]
-          part = np.swapaxes(b[..., first : first + local], 0, 1).reshape(b.shape[1], width)
-          first += local
+      for module, a, b in _theirs(target, pair, config, index):
         name = f"{PREFIX}.{index}.{module}"
-        tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(wide.T)
-        tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(part.T)
-        ranks[module.rpartition(".")[2]] = wide.shape[-1]
+        tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(a.T)
+        tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b.T)
+        short, rank = module.rpartition(".")[2], a.shape[-1]
+        if ranks.setdefault(short, rank) != rank:
+          raise ValueError(
+            f"peft.save: got ranks {ranks[short]} and {rank} of modules named {short}, expected one"
+            " rank, as adapter_config.json has one by name; make MLPs and experts alike."
+          )
   usual = collections.Counter(ranks.values()).most_common(1)[0][0]
   others = {name: rank for name, rank in ranks.items() if rank != usual}
   settings = {
@@ -186,35 +195,58 @@ def load(
         " safetensors."
       )
   settings = config_fields.read_object(directory / CONFIG_FILE)
-  _check_plain(directory / CONFIG_FILE, settings)
+  stacked = _stacked_targets(directory / CONFIG_FILE, settings, config)
+  has_read = ("target_parameters",) if stacked else ()
+  _check_plain(directory / CONFIG_FILE, settings, (*READ, *has_read))
   tensors = _tensors(path)
   adapter: lora.Adapter = {"layers": [{} for _ in range(config.num_layers)]}
   scales: dict[str, float] = {}
   adapted: set[str] = set()
   for index, layer in enumerate(adapter["layers"]):
-    for target in MODULES:
-      parts = []
-      for module, width in _widths(target, config, index).items():
-        pair = _pair(
-          path, tensors, f"{PREFIX}.{index}.{module}", _inputs(target, config, index), width
+    for target in _targets(config, index):
+      inputs, of_each = _inputs(target, config, index), []
+      if (module := stacked.get(target)) and f"{PREFIX}.{index}.{module}.lora_A.weight" in tensors:
+        outputs = sum(_modules(target, config, index)[0].values())
+        pairs = _experts_pairs(path, tensors, f"{PREFIX}.{index}.{module}", config, index,
+                               inputs, outputs)  # fmt: skip
+        of_each = [{STACKED[target]: pair} for pair in pairs]
+        rank = pairs[0][0].shape[0]
+        scales[STACKED[target]] = _scale(
+          directory / CONFIG_FILE, settings, f"mlp.experts.{STACKED[target]}", rank
         )
-        parts.append(pair)
-        if pair is not None:
-          adapted.add(f"model.layers.{index}.{module}")
-          scales[module] = _scale(directory / CONFIG_FILE, settings, module, pair[0].shape[0])
-      if any(part is not None for part in parts):
-        layer[target] = _ours(target, parts, list(_widths(target, config, index).values()), shards)
+        widths = [outputs]
+      else:
+        for modules in _modules(target, config, index):
+          parts = {
+            module: _pair(path, tensors, f"{PREFIX}.{index}.{module}", inputs, width)
+            for module, width in modules.items()
+          }
+          of_each.append(parts)
+          widths = list(modules.values())
+          for module, pair in parts.items():
+            if pair is not None:
+              adapted.add(f"model.layers.{index}.{module}")
+              scales[module.rpartition(".")[2]] = _scale(
+                directory / CONFIG_FILE, settings, module, pair[0].shape[0]
+              )
+      if any(part is not None for parts in of_each for part in parts.values()):
+        parts = [list(parts.values()) for parts in of_each]
+        layer[target] = _ours(target, parts, widths, inputs, shards)
   if tensors:
     raise ValueError(
       f"{path}: got the tensor {min(tensors)}, expected lora_A and lora_B of"
-      f" {[name for names in MODULES.values() for name in names]} in {config.num_layers} layers; it"
-      " was made for another model, or adapts unsupported modules."
+      f" {_described(config)} in {config.num_layers} layers; it was made for another model, or"
+      " adapts unsupported modules."
     )
   kinds = [set(layer) for layer in adapter["layers"]]
-  if not kinds[0] or any(kind != kinds[0] for kind in kinds):
+  found = set().union(*kinds)
+  wanted = [found & set(_targets(config, index)) for index in range(config.num_layers)]
+  if not found or kinds != wanted:
+    index = next((i for i, kind in enumerate(kinds) if kind != wanted[i]), 0)
     raise ValueError(
       f"{path}: got adapters of {sorted(kinds[0])} in layer 0 and different ones elsewhere,"
-      " expected the same in every layer; adapt all layers the same way."
+      f" expected the same in every layer that has them, but layer {index} has"
+      f" {sorted(kinds[index])}; adapt all layers the same way."
     )
   _check_targets(directory / CONFIG_FILE, settings, config, adapted)
   if len(set(scales.values())) != 1:
@@ -225,23 +257,76 @@ def load(
   return jax.tree.map(jnp.asarray, adapter), next(iter(scales.values()))
 
 
-def _widths(target: str, config: model_config.TransformerConfig, index: int) -> dict[str, int]:
-  """Returns the number of outputs of each PEFT module of a layer's target."""
-  attention = config.layers[index].attention
-  d, inner = config.hidden_size, config.layers[index].feed_forward.row_features
+def _targets(config: model_config.TransformerConfig, index: int) -> tuple[str, ...]:
+  """Returns the targets of a layer."""
+  part = config.layers[index].feed_forward
+  if not isinstance(part, Experts):
+    return lora.TARGETS
+  if part.shared_size:
+    raise NotImplementedError(
+      f"peft: got a layer of shared_size={part.shared_size}, expected experts without a shared MLP,"
+      " as the families that have one are not supported; use another model."
+    )
+  return ("qkv", "out", *lora.EXPERT_TARGETS)
+
+
+def _modules(
+  target: str, config: model_config.TransformerConfig, index: int
+) -> list[dict[str, int]]:
+  """Returns the number of outputs of each PEFT module of a layer's target, for each expert."""
+  attention, part = config.layers[index].attention, config.layers[index].feed_forward
+  d = config.hidden_size
+  if target in EXPERT_MODULES:
+    assert isinstance(part, Experts)
+    width = d if target == "expert_down" else part.expert_size
+    return [
+      {f"mlp.experts.{expert}.{name}": width for name in EXPERT_MODULES[target]}
+      for expert in range(part.routing.num_experts)
+    ]
   queries = attention.num_heads * attention.head_dim
   keys = attention.num_kv_heads * attention.head_dim
+  inner = part.row_features
   widths = {"qkv": (queries, keys, keys), "out": (d,), "gate_up": (inner, inner), "down": (d,)}
-  return dict(zip(MODULES[target], widths[target], strict=True))
+  return [dict(zip(MODULES[target], widths[target], strict=True))]
 
 
 def _inputs(target: str, config: model_config.TransformerConfig, index: int) -> int:
-  if target in lora.COLUMN_TARGETS:
+  if target in (*lora.COLUMN_TARGETS, "expert_gate_up"):
     return config.hidden_size
   kind = config.layers[index]
   if target == "out":
     return kind.attention.num_heads * kind.attention.head_dim
-  return kind.gated("peft").intermediate_size
+  part = kind.feed_forward
+  return part.expert_size if isinstance(part, Experts) else part.intermediate_size
+
+
+def _described(config: model_config.TransformerConfig) -> list[str]:
+  """Returns the modules of all layers, for messages; of experts, those of the last one."""
+  found: dict[str, None] = {}
+  for index in range(config.num_layers):
+    for target in _targets(config, index):
+      last = _modules(target, config, index)[-1]
+      found |= dict.fromkeys(last)
+  return [name.replace("experts.", "experts.0 to ") for name in found]
+
+
+def _theirs(
+  target: str, pair: dict[str, Any], config: model_config.TransformerConfig, index: int
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+  """Yields (module, A [inputs, rank], B [rank, outputs]) of a target of a layer."""
+  a, b = (np.asarray(pair[name], np.float32) for name in ("a", "b"))
+  rank = a.shape[-1]
+  if target in lora.EXPERT_TARGETS:
+    each = list(zip(a.reshape(-1, *a.shape[2:]), b.reshape(-1, 1, *b.shape[2:]), strict=True))
+  else:
+    each = [(a, b) if target in lora.COLUMN_TARGETS else (a.reshape(-1, rank), b[None])]
+  for modules, (wide, slabs) in zip(_modules(target, config, index), each, strict=True):
+    first = 0
+    for module, width in modules.items():  # [r, rank, columns] -> [rank, r columns]
+      local = width // slabs.shape[0]
+      part = np.swapaxes(slabs[..., first : first + local], 0, 1).reshape(rank, width)
+      first += local
+      yield module, wide, part
 
 
 def _tensors(path: pathlib.Path) -> dict[str, np.ndarray]:
@@ -287,35 +372,112 @@ def _pair(
   return a, b
 
 
+def _experts_pairs(
+  path: pathlib.Path,
+  tensors: dict[str, np.ndarray],
+  name: str,
+  config: model_config.TransformerConfig,
+  index: int,
+  inputs: int,
+  outputs: int,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Pops the A and B of stacked experts; returns those of each expert, as `_pair` does."""
+  part = config.layers[index].feed_forward
+  assert isinstance(part, Experts)
+  count = part.routing.num_experts
+  a, b = (tensors.pop(f"{name}.lora_{half}.weight", None) for half in "AB")
+  if a is None or b is None:
+    raise ValueError(f"{path}: {name}: got one of lora_A and lora_B, expected both; save it again.")
+  rank = a.shape[0] // count
+  if a.shape != (count * rank, inputs) or b.shape != (outputs, count * rank) or not rank:
+    raise ValueError(
+      f"{path}: {name}: got lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected [{count} *"
+      f" rank, {inputs}] and [{outputs}, {count} * rank]; it was made for another model."
+    )
+  of_each = np.moveaxis(b.reshape(outputs, rank, count), -1, 0)
+  return list(zip(a.reshape(count, rank, inputs), of_each, strict=True))
+
+
 def _ours(
   target: str,
-  parts: list[tuple[np.ndarray, np.ndarray] | None],
+  of_each: list[list[tuple[np.ndarray, np.ndarray] | None]],
   widths: list[int],
+  inputs: int,
   shards: int,
 ) -> dict[str, np.ndarray]:
-  """Returns one target's {"a", "b"} in slabs, joined from its modules."""
-  known = [part for part in parts if part is not None]
-  is_shared = all(np.array_equal(part[0], known[0][0]) for part in known)
-  whole = known[0][0] if is_shared else np.concatenate([part[0] for part in known])
-  columns, first = [], 0
-  for part, width in zip(parts, widths, strict=True):
-    own = np.zeros((whole.shape[0], width), np.float32)
-    if part is not None:
-      rank = part[0].shape[0]
-      place = 0 if is_shared else first
-      own[place : place + rank] = part[1].T
-      first += rank
-    columns.append(own)
+  """Returns one target's {"a", "b"} in slabs, joined from its modules, of each expert if it has."""
+  own = [[part for part in parts if part is not None] for parts in of_each]
+  is_shared = all(np.array_equal(part[0], known[0][0]) for known in own for part in known)
+  ranks = [
+    max((part[0].shape[0] for part in module if part is not None), default=0)
+    for module in zip(*of_each, strict=True)
+  ]
+  joined = [_joined(parts, widths, ranks, is_shared, inputs) for parts in of_each]
+  if target in lora.EXPERT_TARGETS:
+    a = np.stack([whole.T for whole, _ in joined])
+    b = np.stack([np.concatenate(columns, axis=-1) for _, columns in joined])
+    return {name: x.reshape(shards, -1, *x.shape[1:]) for name, x in (("a", a), ("b", b))}
+  ((whole, columns),) = joined
   a = whole.T
   if target not in lora.COLUMN_TARGETS:
     return {"a": a.reshape(shards, -1, a.shape[1]), "b": columns[0]}
   # [rank, r columns] -> [r, rank, columns]
-  slabs = [np.swapaxes(own.reshape(len(own), shards, -1), 0, 1) for own in columns]
+  slabs = [np.swapaxes(part.reshape(len(part), shards, -1), 0, 1) for part in columns]
   return {"a": a, "b": np.concatenate(slabs, axis=-1)}
 
 
-def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
-  """Refuses settings with which an adapter is not exactly x A B.
+def _joined(
+  parts: list[tuple[np.ndarray, np.ndarray] | None],
+  widths: list[int],
+  ranks: list[int],
+  is_shared: bool,
+  inputs: int,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+  """Returns A [rank, inputs] of all modules and B [rank, outputs] of each; what lacks is zero."""
+  rank = max(ranks) if is_shared else sum(ranks)
+  whole = np.zeros((rank, inputs), np.float32)
+  columns, first = [], 0
+  for part, width, own_rank in zip(parts, widths, ranks, strict=True):
+    own = np.zeros((rank, width), np.float32)
+    if part is not None:
+      place = slice(0, own_rank) if is_shared else slice(first, first + own_rank)
+      whole[place], own[place] = part[0], part[1].T
+    first += own_rank
+    columns.append(own)
+  return whole, columns
+
+
+def _stacked_targets(
+  path: pathlib.Path, settings: dict[str, Any], config: model_config.TransformerConfig
+) -> dict[str, str]:
+  """Returns the PEFT module of each target that is adapted for stacked experts.
+
+  Raises:
+    ValueError: naming a parameter that is not one of the experts of the model.
+  """
+  if not any(isinstance(layer.feed_forward, Experts) for layer in config.layers):
+    return {}
+  names = settings.get("target_parameters") or []
+  known = {
+    prefix + name: target
+    for target, name in STACKED.items()
+    for prefix in ("", "experts.", "mlp.experts.")
+  }
+  found = {}
+  for name in _names(path, "target_parameters", names):
+    if name not in known:
+      raise ValueError(
+        f"{path}: target_parameters: got {name!r}, expected some of"
+        f" {[f'mlp.experts.{one}' for one in STACKED.values()]}, in every layer; adapt only these."
+      )
+    found[known[name]] = OUTER
+  if len(found) == len(STACKED):
+    found["expert_gate_up"] = INNER
+  return found
+
+
+def _check_plain(path: pathlib.Path, settings: dict[str, Any], read: tuple[str, ...]) -> None:
+  """Refuses settings with which an adapter is not exactly x A B, but for those that are read.
 
   Raises:
     ValueError: naming the field.
@@ -325,7 +487,7 @@ def _check_plain(path: pathlib.Path, settings: dict[str, Any]) -> None:
       f"{path}: peft_type: got nothing, expected 'LORA'; check that it is PEFT's file."
     )
   for field, value in settings.items():
-    if field in READ or field in WITHOUT_EFFECT:
+    if field in read or field in WITHOUT_EFFECT:
       continue
     allowed = PLAIN.get(field, ())
     right = allowed if field == "peft_type" else (*allowed, *NOTHING)
@@ -361,7 +523,8 @@ def _check_targets(
   modules = [
     f"model.layers.{index}.{module}"
     for index in range(config.num_layers)
-    for names in MODULES.values()
+    for target in _targets(config, index)
+    for names in _modules(target, config, index)
     for module in names
   ]
   chosen: set[str] = set()
@@ -417,7 +580,10 @@ def _scale(path: pathlib.Path, settings: dict[str, Any], module: str, rank: int)
         f"{path}: {pattern}: got {fields.shown(by_module)}, expected an object by module; save it"
         " again."
       )
+    # PEFT names stacked parameters by a regular expression.
+    by_module = {name.removeprefix(r".*\."): value for name, value in by_module.items()}
     names = [name.rpartition(".")[2] for names in MODULES.values() for name in names]
+    names += [STACKED["expert_gate_up"]] * bool(settings.get("target_parameters"))
     if unknown := sorted(set(by_module) - set(names)):
       raise ValueError(
         f"{path}: {pattern}: got {unknown}, expected some of {names}; give every layer the same."

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from seerjax.models import parameters
+from seerjax.models import lora, parameters
 from seerjax.models.decoder import Decoder
 
 # The base weight of each adapter; see `models.lora`.
-ADAPTED = {"qkv_lora": "qkv", "gate_up_lora": "gate_up", "out_lora": "out", "down_lora": "down"}
-WHOLE_INPUTS = ("qkv_lora", "gate_up_lora")
+ADAPTED = {f"{name}_lora": name for name in lora.ALL_TARGETS}
 
 
 def check(
@@ -91,11 +90,14 @@ def _of_adapter(path: Any, value: Any, names: tuple[str, ...], expected: Any, dt
   if part not in ("a", "b") or isinstance(value, str) or index >= len(expected["layers"]):
     return "nothing"
   shape = value[0]
-  slabs, rows, columns = expected["layers"][index][ADAPTED[name]].shape
+  target, layer = ADAPTED[name], expected["layers"][index]
+  if target not in layer:
+    return "nothing"
+  *slabs, rows, columns = layer[target].shape
   rank = (shape[-1] if part == "a" else shape[-2]) if len(shape) >= 2 else 0
   sizes = (rows, rank) if part == "a" else (rank, columns)
-  is_sliced = (part == "b") == (name in WHOLE_INPUTS)
-  return (slabs, *sizes) if is_sliced else sizes, dtype
+  is_sliced = target in lora.EXPERT_TARGETS or (part == "b") == (target in lora.COLUMN_TARGETS)
+  return (*slabs, *sizes) if is_sliced else sizes, dtype
 
 
 def _word(value: Any) -> str:

@@ -20,7 +20,7 @@ https://arxiv.org/abs/2211.15841.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -68,15 +68,25 @@ class Tile(NamedTuple):
   is_live: Array
 
 
-def gated_rows(weights: dict[str, Array], x: Float[Array, "n d"]) -> Float[Array, "n d"]:
+def gated_rows(weights: dict[str, Any], x: Float[Array, "n d"]) -> Float[Array, "n d"]:
   """Returns silu(x @ gate) * (x @ up) @ down, f32[n, d], of one expert.
 
   Args:
-    weights: "gate_up" f[d, 2 e], columns of gate, then up; "down" f[e, d].
+    weights: "gate_up" f[d, 2 e], columns of gate, then up; "down" f[e, d]. An adapter of one is
+      `{"a", "b", "scale"}` under "gate_up_lora" or "down_lora" (`models.lora`).
     x: f[n, d], rows of one tile.
   """
-  gate, up = jnp.split(linear.dot(x, weights["gate_up"]), 2, axis=-1)
-  return linear.dot((jax.nn.silu(gate) * up).astype(x.dtype), weights["down"])
+  gate, up = jnp.split(_product(weights, "gate_up", x), 2, axis=-1)
+  return _product(weights, "down", (jax.nn.silu(gate) * up).astype(x.dtype))
+
+
+def _product(weights: dict[str, Any], name: str, x: Array) -> Array:
+  """Returns x @ W, plus scale * (x @ A) @ B if the weight has an adapter."""
+  whole, adapter = linear.dot(x, weights[name]), weights.get(f"{name}_lora")
+  if adapter is None:
+    return whole
+  low = (linear.dot(x, adapter["a"]) * adapter["scale"]).astype(x.dtype)
+  return whole + linear.dot(low, adapter["b"])
 
 
 def experts_per_slab(num_experts: int, reduction_shards: int) -> int:
@@ -128,6 +138,63 @@ def experts(
   return _experts(expert, tile, axis, x, ids, weights, slabs, num_rows)[:count]
 
 
+def chosen_experts(
+  x: Float[Array, "n d"],
+  ids: Int[Array, "n e"],
+  weights: Float[Array, "n e"],
+  slabs: dict[str, Any],
+  choices: Sequence[tiles.Choices],
+  rows: Int[Array, "n"],
+  num_rows: Array,
+  axis: str | None,
+  numerics: numerics_lib.NumericsConfig,
+) -> Float[Array, "n d"]:
+  """Works like `experts` for rows that choose further weights, such as adapters; has no gradient.
+
+  A tile has rows of one expert and one choice, so a row has the bits of `experts` with the weights
+  that it chooses.
+
+  Args:
+    x: f[n, d], normed hidden rows.
+    ids: i32[n, e], experts of each row.
+    weights: f32[n, e], weight of each.
+    slabs: the local slabs, for all rows.
+    choices: further weights of the local slabs, by index; the arrays are `tiles.LayerSlabs` or
+      f[r, E / r, ...].
+    rows: i32[n], choice of each row: 0 for none, then in the order of `choices`.
+    num_rows: i32[], rows that are computed.
+    axis: mesh axis of the slabs, None on one device.
+    numerics: its `expert_tile` is used.
+  """
+  num_rows = lax.optimization_barrier(num_rows)
+  size, tile, num_experts = x.shape[0], _tile_of(numerics), _num_experts(slabs, axis)
+  whole = tiles.padded((x, ids, weights, rows), tiles.whole(size, tile))
+  x, ids, weights, rows = whole
+  count = 1 + sum(choice.count for choice in choices)
+  of_choices = ids + num_experts * rows[:, None]
+  picks = _sorted_picks(of_choices, num_rows, num_experts * count, tile)
+  one = tiles.traced_one(num_rows)
+
+  def slab(shared: Any, own: Any) -> Array:
+    (x, weights, picks), (index, first) = shared, own
+    total = tiles.late_zeros((x.shape[0] + tile, x.shape[1]), jnp.float32, x)
+    run = functools.partial(_slab_sum, gated_rows, tile, x, weights, picks, index)
+    total, before = run(slabs, first, total), 1
+    for choice in choices:
+
+      def turn(place: Array, total: Array, choice=choice, before=before) -> Array:
+        begin = (before + place) * num_experts + first
+        return run(slabs | choice.at(place), begin, total)
+
+      total = lax.fori_loop(jnp.int32(0), jnp.int32(choice.count) * one, turn, total)
+      before += choice.count
+    return total[: x.shape[0]]
+
+  firsts = _first_experts(slabs, axis)
+  partials = tiles.looped_slabs(slab, (x, weights, picks), firsts, one, x)
+  return parallel.sum_slabs(partials, axis)[:size]
+
+
 def gradient(
   x: Float[Array, "n d"],
   ids: Int[Array, "n e"],
@@ -165,27 +232,42 @@ def _experts(
 ) -> Array:
   firsts = _first_experts(slabs, axis)
   picks = _sorted_picks(ids, num_rows, _num_experts(slabs, axis), tile)
-  weighted = _weighted(expert)
 
   def slab(shared: Any, own: Any) -> Array:
     (x, weights, picks), (index, first) = shared, own
-    size = x.shape[0]
-
-    def of_tile(own: Any, at: Tile, total: Array) -> Array:
-      part = weighted(own, _take(x, at.rows), _weights_of(weights, at))
-      # A product that is fused with the sum would be rounded once, in some programs.
-      return _added(total, at.places, parallel.rounded(part))
-
-    def of_expert(local: Array, bounds: tuple[Array, Array], total: Array) -> Array:
-      run = functools.partial(of_tile, _expert_at(slabs, index, local))
-      return _each_tile(run, picks, bounds, tile, size, total)
-
-    empty = tiles.late_zeros((size + tile, x.shape[1]), jnp.float32, x)
-    return _each_expert(of_expert, picks, first, _per_slab(slabs), empty)[:size]
+    empty = tiles.late_zeros((x.shape[0] + tile, x.shape[1]), jnp.float32, x)
+    total = _slab_sum(expert, tile, x, weights, picks, index, slabs, first, empty)
+    return total[: x.shape[0]]
 
   one = tiles.traced_one(num_rows)
   partials = tiles.looped_slabs(slab, (x, weights, picks), firsts, one, x)
   return parallel.sum_slabs(partials, axis)
+
+
+def _slab_sum(
+  expert: Expert,
+  tile: int,
+  x: Array,
+  weights: Array,
+  picks: Picks,
+  index: Array,
+  slabs: Any,
+  first: Array,
+  total: Array,
+) -> Array:
+  """Adds the weighted experts of one slab to the rows of `total`, f32[n + tile, d]."""
+  weighted = _weighted(expert)
+
+  def of_tile(own: Any, at: Tile, total: Array) -> Array:
+    part = weighted(own, _take(x, at.rows), _weights_of(weights, at))
+    # A product that is fused with the sum would be rounded once, in some programs.
+    return _added(total, at.places, parallel.rounded(part))
+
+  def of_expert(local: Array, bounds: tuple[Array, Array], total: Array) -> Array:
+    run = functools.partial(of_tile, _expert_at(slabs, index, local))
+    return _each_tile(run, picks, bounds, tile, x.shape[0], total)
+
+  return _each_expert(of_expert, picks, first, _per_slab(slabs), total)
 
 
 def _forward(expert, tile, axis, x, ids, weights, slabs, num_rows):

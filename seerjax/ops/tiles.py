@@ -434,6 +434,11 @@ def num_slabs(leaf: Array | LayerSlabs) -> int:
   return leaf.layers.shape[1] if isinstance(leaf, LayerSlabs) else leaf.shape[0]
 
 
+def leading(leaf: Array | LayerSlabs, count: int) -> tuple[int, ...]:
+  """Returns the first sizes of a layer's slabs f[r, ...]."""
+  return leaf.layers.shape[1 : 1 + count] if isinstance(leaf, LayerSlabs) else leaf.shape[:count]
+
+
 def slab_shape(leaf: Array | LayerSlabs) -> tuple[int, ...]:
   """Returns the shape of one slab."""
   return leaf.layers.shape[2:] if isinstance(leaf, LayerSlabs) else leaf.shape[1:]

@@ -11,6 +11,7 @@ import logging
 
 import decoder_reference
 import jax
+import jax.numpy as jnp
 import made_rollouts
 import numpy as np
 import optax
@@ -22,7 +23,7 @@ import trainers
 from seerjax import parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.layer_kinds import Experts
-from seerjax.models import gguf_config, growth, lora, parameters
+from seerjax.models import flax_module, gguf_config, growth, lora, parameters
 from seerjax.models.config import TransformerConfig
 from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
@@ -78,18 +79,24 @@ def request_of(index: int) -> Request:
   )
 
 
-def answers(config, params, numerics, *, buckets=(8,), together=True, chunk=None, mesh=None):
-  """Completions of three requests, together or one at a time, whole or in spilled chunks."""
-  mesh = mesh or parallel.make_mesh()
-  engine = engine_lib.Engine(
+def engine_of(config, params, numerics, runner, buckets=(8,), **others) -> engine_lib.Engine:
+  return engine_lib.Engine(
     Model(config, params, numerics),
     config=engine_lib.EngineConfig(
       page_size=PAGE_SIZE, num_pages=40, max_num_seqs=3, max_model_len=CONTEXT,
       batch_size_buckets=buckets,
     ),
     key=jax.random.key(7),
-    runner=runner_lib.Runner(decide(config, numerics), mesh, max_programs=4),
+    runner=runner,
+    **others,
   )  # fmt: skip
+
+
+def answers(config, params, numerics, *, buckets=(8,), together=True, chunk=None, mesh=None):
+  """Completions of three requests, together or one at a time, whole or in spilled chunks."""
+  mesh = mesh or parallel.make_mesh()
+  runner = runner_lib.Runner(decide(config, numerics), mesh, max_programs=4)
+  engine = engine_of(config, params, numerics, runner, buckets)
   done = {}
   for group in [range(3)] if together else [[index] for index in (2, 1, 0)]:
     for index in group:
@@ -176,15 +183,112 @@ def test_a_mesh_changes_no_bit_of_a_model_with_experts(name):
   assert_same(answers(MIXED, params, numerics, mesh=mesh), answers(MIXED, params, numerics))
 
 
+def adapter_of(config, numerics, targets=None, seed=1, rank=2):
+  adapter = lora.init(jax.random.key(seed), config, numerics, rank=rank, targets=targets)
+  rng = np.random.default_rng(seed)
+  noise = lambda leaf: leaf + (0.2 * rng.standard_normal(leaf.shape)).astype(np.float32)
+  return jax.tree.map(noise, adapter)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NUMERICS)
+def test_adapters_of_experts_keep_the_contract(name):
+  numerics = NUMERICS[name]
+  base = tiny_model.random_params(MIXED, numerics)
+  params = lora.attach(base, adapter_of(MIXED, numerics), 0.5)
+  expected = answers(MIXED, params, numerics)
+  assert_same(answers(MIXED, params, numerics, together=False, buckets=(16,), chunk=3), expected)
+  assert gap_to_the_trainer(MIXED, expected, params, numerics) == 0.0
+  # The twin: adapters without those of the experts are noticed.
+  rest = lora.attach(base, adapter_of(MIXED, numerics, lora.TARGETS), 0.5)
+  assert not all(map(tiny_model.same, answers(MIXED, rest, numerics), expected))
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NUMERICS)
+def test_a_mesh_changes_no_bit_of_adapters_of_experts(name):
+  numerics = NUMERICS[name]
+  base = tiny_model.random_params(MIXED, numerics)
+  params = lora.attach(base, adapter_of(MIXED, numerics), 0.5)
+  mesh = parallel.make_mesh(tensor_parallel_size=2)
+  assert_same(answers(MIXED, params, numerics, mesh=mesh), answers(MIXED, params, numerics))
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+def test_logits_and_gradients_of_adapters_are_those_of_merged_weights(backend):
+  numerics, rank = NUMERICS[f"f32 {backend}"], 2
+  base, adapter = tiny_model.random_params(MIXED, numerics), adapter_of(MIXED, numerics, rank=rank)
+  tokens = tiny_model.random_tokens(MIXED, 1, 13)
+
+  def loss(adapter, put):
+    params = put(base, adapter, 0.5)
+    logits = flax_module.logits_of(params, tokens, decoder=decide(MIXED, numerics))
+    return jnp.mean(jax.nn.logsumexp(logits * logits, axis=-1)), logits
+
+  gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+  (_, found), slopes = gradient(adapter, lora.attach)
+  (_, expected), wanted = gradient(adapter, lora.merge)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+  assert {"expert_gate_up", "expert_down", "gate_up"} <= set(slopes["layers"][2])
+  for got, want in zip(jax.tree.leaves(slopes), jax.tree.leaves(wanted), strict=True):
+    assert np.any(want)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-3 * np.abs(want).max())
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", NUMERICS)
+def test_adapters_of_a_deep_model_with_experts_keep_the_contract(name):
+  numerics = NUMERICS[name]
+  base = tiny_model.random_params(DEEP, numerics)
+  params = lora.attach(base, adapter_of(DEEP, numerics), 0.5)
+  expected = answers(DEEP, params, numerics)
+  row = parameters.unstacked(params)
+  assert_same(answers(DEEP, row, numerics, buckets=(16,), chunk=3), expected)
+  assert gap_to_the_trainer(DEEP, expected, params, numerics) == 0.0
+  assert gap_to_the_trainer(DEEP, expected, row, numerics, "layer") == 0.0
+
+
+@pytest.mark.thorough
+@pytest.mark.few(1)
+@pytest.mark.parametrize("config", [MIXED, DEEP], ids=["mixed", "deep"])
+@pytest.mark.parametrize("name", NUMERICS)
+def test_rows_with_adapters_of_experts_have_the_bits_of_each_alone(name, config):
+  numerics = NUMERICS[name]
+  params = tiny_model.random_params(config, numerics)
+  targets = {"poet": None, "judge": ("expert_gate_up", "qkv"), "clerk": ("expert_down",)}
+  named = {
+    one: (adapter_of(config, numerics, names, seed=place, rank=1 + place % 2), 0.5 + place)
+    for place, (one, names) in enumerate(targets.items())
+  }
+  asked = [
+    dataclasses.replace(request_of(place % 3), request_id=str(place), adapter=one)
+    for place, one in enumerate(["", *named] * 2)
+  ]
+  runner = runner_lib.Runner(decide(config, numerics), parallel.make_mesh(), max_programs=4)
+  weights = {one: lora.attach(params, *named[one]) if one else params for one in ("", *named)}
+  alone = {one: engine_of(config, own, numerics, runner) for one, own in weights.items()}
+  expected = [
+    alone[one.adapter].generate([dataclasses.replace(one, adapter="")])[0] for one in asked
+  ]
+  assert len({float(one.raw_logprobs[0]) for one in expected[:4]}) == 4
+  for shards in (1, 2):
+    mesh = parallel.make_mesh(tensor_parallel_size=shards)
+    runner = runner_lib.Runner(decide(config, numerics), mesh, max_programs=1)
+    engine = engine_of(config, params, numerics, runner, adapters=named)
+    assert_same(engine.generate(asked), expected)
+
+
 @pytest.mark.thorough
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["tiled", "native"])
 def test_adapters_of_attention_train_beside_experts(backend):
   numerics = NUMERICS[f"f32 {backend}"]
   params = tiny_model.random_params(MIXED, numerics)
-  adapter = lora.init(jax.random.key(1), MIXED, numerics, rank=2, targets=("qkv", "out"))
-  adapter = jax.tree.map(lambda leaf: leaf + 0.05, adapter)
-  weights = lora.attach(params, adapter, 0.5)
+  weights = lora.attach(params, adapter_of(MIXED, numerics, ("qkv", "out")), 0.5)
   expected = answers(MIXED, weights, numerics)
   assert_same(answers(MIXED, weights, numerics, together=False, buckets=(16,)), expected)
   assert gap_to_the_trainer(MIXED, expected, weights, numerics) == 0.0
@@ -225,8 +329,9 @@ def asked(**changes):
   (lambda: decide(
      MIXED, dataclasses.replace(NUMERICS["bf16 tiled"], backend="pallas_interpreted")),
    "layer 0 has num_experts=6, which the kernels do not compute"),
-  (NotImplementedError, lambda: lora.shapes(MIXED, F32, 2),
-   "lora targets 'gate_up': got a layer of num_experts=6, expected a gated MLP in every layer"),
+  (lambda: lora.shapes(DEEP, F32, 2, ("qkv", "gate_up")), "lora targets: got ('qkv', 'gate_up')",
+   "expected at least one of ('qkv', 'out', 'expert_gate_up', 'expert_down'), each once"),
+  (lambda: lora.shapes(MIXED, F32, 8), "lora rank: got 8, expected 1 <= rank <= 7, the smallest"),
   (NotImplementedError, lambda: growth.check(DEEP, DEEP), "growth: layer 0 has num_experts=6"),
   (NotImplementedError, lambda: gguf_config.metadata(DEEP),
    "GGUF: got a model of family 'qwen3_moe'", "save a Hugging Face directory instead"),

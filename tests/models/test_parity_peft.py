@@ -21,15 +21,20 @@ NUMERICS = numerics_lib.NumericsConfig(
 TOKENS = np.random.default_rng(1).integers(0, 94, (2, 24))
 
 
-@pytest.fixture
-def base(tmp_path):
-  """Returns the directory of a random transformers Qwen3."""
+SIZES = dict(
+  vocab_size=94, hidden_size=24, intermediate_size=72, num_hidden_layers=2,
+  num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=True,
+)  # fmt: skip
+EXPERTS = dict(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=12, norm_topk_prob=True)
+
+
+@pytest.fixture(params=["Qwen3", "Qwen3Moe"])
+def base(tmp_path, request):
+  """Returns the directory of a random model of transformers."""
   torch.manual_seed(0)
-  config = transformers.Qwen3Config(
-    vocab_size=94, hidden_size=24, intermediate_size=70, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=10, tie_word_embeddings=True,
-  )  # fmt: skip
-  model = transformers.Qwen3ForCausalLM(config).eval().float()
+  sizes = SIZES | (EXPERTS if request.param == "Qwen3Moe" else {})
+  config = getattr(transformers, f"{request.param}Config")(**sizes)
+  model = getattr(transformers, f"{request.param}ForCausalLM")(config).eval().float()
   with torch.no_grad():
     for name, parameter in model.named_parameters():
       parameter.copy_((1 if "norm" in name else 0) + 0.15 * torch.randn_like(parameter))
@@ -71,7 +76,16 @@ def test_peft_reads_ours_and_says_the_same(base, tmp_path):
   assert error(ours(base, zero, 0.7), found) > 1e-2
 
 
-@pytest.mark.parametrize("modules", [["q_proj", "v_proj", "down_proj"], "all-linear"])
+@pytest.mark.parametrize(
+  "modules",
+  [
+    ["q_proj", "v_proj", "down_proj"],
+    ["q_proj", "gate_proj", "up_proj"],
+    ["k_proj", "gate_proj", "up_proj", "down_proj"],
+    "all-linear",
+  ],
+  ids=str,
+)
 def test_we_read_what_peft_writes_and_say_the_same(base, tmp_path, modules):
   model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
   settings = theirs.LoraConfig(
@@ -79,6 +93,11 @@ def test_we_read_what_peft_writes_and_say_the_same(base, tmp_path, modules):
   )
   torch.manual_seed(1)
   theirs.get_peft_model(model, settings).save_pretrained(tmp_path / "adapter")
-  adapter, scale = peft.load(tmp_path / "adapter", huggingface.load_config(base), NUMERICS)
+  config = huggingface.load_config(base)
+  if modules == "all-linear" and config.routings:
+    with pytest.raises(ValueError, match="target_parameters: got 'gate.weight', expected some of"):
+      peft.load(tmp_path / "adapter", config, NUMERICS)
+    return
+  adapter, scale = peft.load(tmp_path / "adapter", config, NUMERICS)
   assert scale == 1.5
   assert error(ours(base, adapter, scale), with_peft(base, tmp_path / "adapter")) < 2e-5

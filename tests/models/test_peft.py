@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from small_configs import CONFIGS, QWEN3
+from small_configs import CONFIGS, QWEN3, QWEN3_MOE
 
 from seerjax import numerics as numerics_lib
 from seerjax.models import huggingface, lora, parameters, peft
@@ -18,7 +18,7 @@ from seerjax.models import huggingface, lora, parameters, peft
 NUMERICS = numerics_lib.NumericsConfig(reduction_shards=2)
 
 
-def random_adapter(config, shards=2, rank=3, targets=lora.TARGETS):
+def random_adapter(config, shards=2, rank=3, targets=None):
   rng = np.random.default_rng(0)
   numerics = dataclasses.replace(NUMERICS, reduction_shards=shards)
   shapes = lora.shapes(config, numerics, rank, targets)
@@ -42,8 +42,7 @@ def configure(directory, **changes):
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-# Adapters of experts are refused (tests/contract/test_expert_models.py).
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "qwen3_moe"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_an_adapter_comes_back_as_it_was_in_any_number_of_slabs(name, tmp_path):
   config = CONFIGS[name]
   peft.save(tmp_path / "2", random_adapter(config), config, scale=0.5)
@@ -74,6 +73,71 @@ def test_a_product_of_theirs_is_a_product_of_ours(saved):
   theirs = x @ tensors[name + "A.weight"].T @ tensors[name + "B.weight"].T
   by_slab = [x @ pair["a"] @ slab[:, inner // 2 :] for slab in pair["b"]]  # Gate, then up.
   np.testing.assert_allclose(theirs, np.concatenate(by_slab, axis=1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def experts(tmp_path):
+  peft.save(tmp_path / "experts", random_adapter(QWEN3_MOE), QWEN3_MOE, scale=0.5)
+  return tmp_path / "experts"
+
+
+def test_a_product_of_their_expert_is_a_product_of_ours(experts):
+  tensors = safetensors.numpy.load_file(experts / "adapter_model.safetensors")
+  layer, part = random_adapter(QWEN3_MOE)["layers"][0], QWEN3_MOE.layers[0].feed_forward
+  x = np.random.default_rng(1).standard_normal((4, QWEN3_MOE.hidden_size)).astype(np.float32)
+  name = "base_model.model.model.layers.0.mlp.experts.3"
+  for target, module, rows, columns in (
+    ("expert_gate_up", "up_proj", x, slice(part.expert_size, None)),
+    ("expert_down", "down_proj", x[:, : part.expert_size], slice(None)),
+  ):
+    a, b = (tensors[f"{name}.{module}.lora_{half}.weight"] for half in "AB")
+    own = {half: layer[target][half][1, 1] for half in "ab"}  # Two experts in each of two slabs.
+    expected = rows @ own["a"] @ own["b"][:, columns]
+    np.testing.assert_allclose(rows @ a.T @ b.T, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_of_stacked_experts_are_read_as_those_of_each(experts):
+  """As PEFT saves them over transformers 5: gate and up have one A, and B has the experts last."""
+  prefix, count, rank = "base_model.model.model.layers.0.mlp.experts", 4, 3
+
+  def change(tensors):
+    for module, names in (("base_layer.", ("gate_proj", "up_proj")), ("", ("down_proj",))):
+      halves = {half: [] for half in "AB"}
+      for expert in range(count):
+        own = {half: [tensors.pop(f"{prefix}.{expert}.{name}.lora_{half}.weight")
+                      for name in names] for half in "AB"}  # fmt: skip
+        halves["A"].append(own["A"][0])
+        halves["B"].append(np.concatenate(own["B"]))
+      a, b = (np.stack(halves[half]) for half in "AB")  # [E, rank, inputs], [E, outputs, rank]
+      tensors[f"{prefix}.{module}lora_A.weight"] = a.reshape(count * rank, -1)
+      flat = np.ascontiguousarray(np.moveaxis(b, 0, -1).reshape(-1, rank * count))
+      tensors[f"{prefix}.{module}lora_B.weight"] = flat
+
+  edit(experts, change)
+  stacked = ["mlp.experts.gate_up_proj", "down_proj"]
+  rest = r".*self_attn\.\w+|.*layers\.1\.mlp\.\w+"
+  configure(experts, target_modules=rest)
+  configure(experts, target_parameters=stacked, rank_pattern={r".*\.gate_up_proj": 3})
+  found, scale = peft.load(experts, QWEN3_MOE, NUMERICS)
+  assert scale == 0.5
+  assert_equal_bits(found, random_adapter(QWEN3_MOE))
+  configure(experts, target_parameters=["mlp.w"])
+  with pytest.raises(
+    ValueError, match="target_parameters: got 'mlp.w', expected some of .*_up_pro"
+  ):
+    peft.load(experts, QWEN3_MOE, NUMERICS)
+  configure(experts, target_parameters=stacked, rank_pattern={r".*\.gate_up_proj": 2})
+  with pytest.raises(
+    ValueError, match="r: got 2 for mlp.experts.gate_up_proj, expected the 3 rows"
+  ):
+    peft.load(experts, QWEN3_MOE, NUMERICS)
+  configure(experts, rank_pattern={})
+  name = f"{prefix}.base_layer.lora_A.weight"
+  edit(experts, lambda tensors: tensors.update({name: tensors[name][:-1].copy()}))
+  with pytest.raises(
+    ValueError, match=r"base_layer: got lora_A \[11, 6\] and .*expected \[4 \* ra"
+  ):
+    peft.load(experts, QWEN3_MOE, NUMERICS)
 
 
 def test_unlike_a_stand_side_by_side_and_what_is_missing_is_zero(saved):
@@ -252,6 +316,54 @@ def test_tensors_that_do_not_fit_are_refused(saved, change, message):
   edit(saved, change)
   with pytest.raises(ValueError, match=message):
     peft.load(saved, QWEN3, NUMERICS)
+
+
+_EXPERT = "base_model.model.model.layers.0.mlp.experts"
+
+
+def _move(tensors):
+  for name in [name for name in tensors if f"{_EXPERT}.3." in name]:
+    tensors[name.replace("experts.3", "experts.4")] = tensors.pop(name)
+
+
+def _reshape_an_expert(tensors):
+  name = f"{_EXPERT}.2.down_proj.lora_B.weight"
+  tensors[name] = np.ascontiguousarray(tensors[name][:-1])
+
+
+def _widen_an_expert(tensors):
+  for half, axis in (("A", 0), ("B", 1)):
+    name = f"{_EXPERT}.1.down_proj.lora_{half}.weight"
+    tensors[name] = np.concatenate([tensors[name]] * 2, axis=axis)
+
+
+def _without_experts(tensors):
+  return {name: tensor for name, tensor in tensors.items() if "mlp.experts" not in name}
+
+
+@pytest.mark.parametrize(
+  ("change", "message"),
+  [
+    (_move, "got the tensor .*experts.4.*, expected .*'mlp.experts.0 to 3.gate_proj'.* 2 layers"),
+    (
+      _reshape_an_expert,
+      r"experts.2.down_proj: got lora_A \[3, 3\] and lora_B \[5, 3\], expected .*6",
+    ),
+    (_widen_an_expert, "r: got 3 for mlp.experts.1.down_proj, expected the 6 rows of its lora_A"),
+    (_without_experts, "target_modules: got .* and no tensors for model.layers.0.mlp.experts"),
+  ],
+)
+def test_tensors_of_experts_that_do_not_fit_are_refused(experts, change, message):
+  edit(experts, change)
+  with pytest.raises(ValueError, match=message):
+    peft.load(experts, QWEN3_MOE, NUMERICS)
+
+
+def test_an_adapter_of_experts_is_refused_by_a_model_without_them(experts):
+  with pytest.raises(
+    ValueError, match="got the tensor .*mlp.experts.0.down_proj.*, expected lora_A"
+  ):
+    peft.load(experts, QWEN3, NUMERICS)
 
 
 def test_what_is_no_adapter_is_refused(saved, tmp_path):

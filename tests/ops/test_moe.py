@@ -29,6 +29,19 @@ def slabs_of(num_slabs, per_slab, width, inner, dtype=jnp.float32, seed=0):
   }
 
 
+def adapted(slabs, rank, seed=8):
+  """Returns the slabs with an adapter on each weight."""
+  found = dict(slabs)
+  for name, leaf in slabs.items():
+    *lead, rows, columns = leaf.shape
+    found[f"{name}_lora"] = {
+      "a": array(*lead, rows, rank, dtype=leaf.dtype, seed=seed),
+      "b": array(*lead, rank, columns, dtype=leaf.dtype, seed=seed + 1),
+      "scale": jnp.full(lead, 0.5 + seed / 16, jnp.float32),
+    }
+  return found
+
+
 def picks_of(num_rows, num_experts, num_chosen, seed=0):
   rng = np.random.default_rng(seed)
   ids = [np.sort(rng.permutation(num_experts)[:num_chosen]) for _ in range(num_rows)]
@@ -120,6 +133,55 @@ def test_values_and_gradients_are_the_definitions(num_slabs, per_slab, num_rows)
   np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
   for got, want in zip(jax.tree.leaves(slopes), jax.tree.leaves(wanted), strict=True):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("num_slabs", "per_slab"), [(1, 5), (4, 2)])
+def test_values_and_gradients_of_adapters_are_the_definitions(num_slabs, per_slab):
+  ids, weights = picks_of(11, num_slabs * per_slab, 3)
+  x, slabs = array(11, 7, seed=5), adapted(slabs_of(num_slabs, per_slab, 7, 5), rank=2)
+
+  def merged(slabs):
+    whole = lambda name, one: slabs[name] + one["scale"][..., None, None] * (one["a"] @ one["b"])
+    return {name: whole(name, slabs[f"{name}_lora"]) for name in ("gate_up", "down")}
+
+  def loss(given, function, of):
+    x, weights, slabs = given
+    found = function(x, ids, weights, of(slabs))
+    return jnp.sum(jnp.sin(found)), found
+
+  gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=(1, 2))
+  (_, found), slopes = gradient((x, weights, slabs), run, dict)
+  reference = moe.experts_reference
+  for function, of in ((reference, dict), (reference, merged)):
+    (_, expected), wanted = gradient((x, weights, slabs), function, of)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    for got, want in zip(jax.tree.leaves(slopes), jax.tree.leaves(wanted), strict=True):
+      np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
+def test_rows_that_choose_have_the_bits_of_rows_that_all_chose_it():
+  ids, weights = picks_of(21, 8, 3)
+  x, slabs = array(21, 7, seed=5), slabs_of(4, 2, 7, 5)
+  of_each = [adapted(slabs, rank=2), adapted(slabs, rank=2, seed=20), adapted(slabs, 1, seed=30)]
+  names = [name for name in of_each[0] if name.endswith("_lora")]
+  both = [{name: one[name] for name in names} for one in of_each]
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *both[:2])
+  choices = [
+    tiles.Choices(2, lambda at: jax.tree.map(lambda leaf: leaf[at], stacked)),
+    tiles.Choices(1, lambda at: both[2]),
+  ]
+  rows = jnp.asarray(np.random.default_rng(3).integers(0, 4, 21), jnp.int32)
+  program = jax.jit(
+    lambda num_rows: moe.chosen_experts(
+      x, ids, weights, slabs, choices, rows, num_rows, None, NUMERICS
+    )
+  )
+  alone = np.stack([run(x, ids, weights, one) for one in (slabs, *of_each)])
+  expected = alone[np.asarray(rows), np.arange(21)]
+  np.testing.assert_array_equal(program(jnp.int32(21)), expected)
+  found = program(jnp.int32(13))
+  np.testing.assert_array_equal(found[:13], expected[:13])
+  assert not np.any(found[13:])
 
 
 @hypothesis.settings(max_examples=15, deadline=None)

@@ -215,8 +215,14 @@ def with_experts(case: Case) -> Case:
     model,
     config=dataclasses.replace(config, layers=layers),
     numerics=dataclasses.replace(model.numerics, expert_tile=_pick(rng, 0, 2, 4, 8)),
-    # Layers with experts have no MLP for adapters.
-    targets=tuple(name for name in model.targets if name not in lora.MLP_TARGETS) or ("qkv",),
+  )
+  known = lora.targets_of(model.config)
+  targets = (*model.targets, *(name for name in lora.EXPERT_TARGETS if rng.random() < 0.7))
+  sizes = [size for size in (kind.expert_size, kind.shared_size) if size]
+  model = dataclasses.replace(
+    model,
+    targets=tuple(name for name in targets if name in known) or known,
+    rank=min(model.rank, *sizes),
   )
   return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 

@@ -7,7 +7,8 @@
         rows: norm, logits, choice | once: picks sorted by expert | expert, columns: gate, up,
         product | slab, columns: down, weighted sums of rows | rows: slabs' sums, residual
 
-An expert's weights are read once for all of its rows. A row's experts of a slab are one chain in
+An expert's weights are read once for all of its rows. Adapters continue the chains of gate, up and
+down, as in `layers`; rows may choose among them. A row's experts of a slab are one chain in
 ascending id, and slabs are added in the tree, so a row's bits depend neither on the rows that share
 its experts, nor on threads or devices. With a mesh axis, the handler ends with the slabs' partial
 sums, which are gathered, and a second one adds them.
@@ -43,6 +44,9 @@ from seerjax.backends.native.layer_parts import (
   WAITING,
   ZERO,
   Params,
+  adapter_at,
+  adapter_sizes,
+  adapter_slab,
   add_row,
   blocks,
   f32_of,
@@ -51,23 +55,30 @@ from seerjax.backends.native.layer_parts import (
   layered,
   live_rows,
   merge,
+  rank_at,
   read_rows,
   scalar,
+  scale_at,
+  scale_row,
   scratch,
   scratch_of,
+  slab_of,
   waiting,
   write_rows,
 )
 from seerjax.backends.native.numbers import jit, read_row, round_row, zero_row
 from seerjax.backends.native.pointers import floats, integers
 from seerjax.backends.protocol import MixtureStage, Stage
-from seerjax.backends.tiled import EXPERTS
+from seerjax.backends.tiled import EXPERT_ADAPTERS, EXPERTS
 from seerjax.layer_kinds import Experts
 from seerjax.ops import routing, tiles
 
 _numbers = lambda first, last: tuple(np.int64(number) for number in range(first, last + 1))
 # Operands, after the rows.
 _RESIDUAL, _SIZES, _SCALARS, _NORM, _ROUTER, _BIAS, _CORRECTION, _GATE_UP, _DOWN = _numbers(1, 9)
+# Adapters: the rows' choices and scales as in `layer_parts`, and matrices f[a, experts, ...] of all
+# experts of this device, with rank 0 without adapters.
+_CHOICES, _SCALES, _GATE_UP_A, _GATE_UP_B, _DOWN_A, _DOWN_B = _numbers(10, 15)
 # Entries of the sizes.
 _LAYER, _FIRST_EXPERT, _IS_SUMMED, _SCORING = _numbers(1, 4)
 _GROUPS, _CHOSEN_GROUPS, _IS_RENORMALISED, _CHOSEN = _numbers(5, 8)
@@ -187,7 +198,64 @@ def _expert_at(arguments, operand, expert):
 
 
 @jit
-def _gate_up(arguments, results, expert, column, columns, gathered, parts):
+def _adapter_of(arguments, results, place):
+  """Returns the adapter of the row of a sorted pick, -1 for none."""
+  count = ffi.dimension(arguments, _GATE_UP, 1) * ffi.dimension(arguments, _GATE_UP, 2)
+  order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
+  row = np.int64(order[place]) // ffi.dimension(results, _IDS, 1)
+  return adapter_at(arguments, _CHOICES, row)
+
+
+@jit
+def _add_adapted(
+  arguments,
+  results,
+  a,
+  b,
+  target,
+  expert,
+  begin,
+  rows,
+  x,
+  x_row,
+  column,
+  columns,
+  out,
+  out_row,
+  low,
+):
+  """Continues out[rows, columns] with scale * (x @ A) @ B, each row with its own adapter.
+
+  `x` has the rows of `rows` sorted picks, from `begin` on; `low` is scratch f32[rows, rank].
+  """
+  rank, is_bf16 = ffi.dimension(arguments, b, 2), ffi.is_bfloat16(arguments, 0)
+  narrow, inputs = ffi.is_bfloat16(arguments, a), ffi.dimension(arguments, a, 2)
+  width = ffi.dimension(arguments, b, 3)
+  row = ZERO
+  while row < rows:
+    own, end = _adapter_of(arguments, results, begin + row), row + 1
+    while end < rows and _adapter_of(arguments, results, begin + end) == own:
+      end += 1
+    k = rank_at(arguments, _CHOICES, b, target, own) if own >= 0 else ZERO
+    if k > 0:
+      at = adapter_slab(arguments, _CHOICES, own)
+      products.product(
+        x + 4 * row * x_row, x_row, ONE, end - row, slab_of(arguments, a, at, expert), narrow, rank,
+        k, inputs, low, rank, ZERO,
+      )  # fmt: skip
+      scale = scale_at(arguments, _CHOICES, _SCALES, target, own)
+      for line in range(end - row):
+        scale_row(low + 4 * line * rank, scale, is_bf16, k)
+      weights = slab_of(arguments, b, at, expert) + (2 if narrow else 4) * column
+      products.product(
+        low, rank, ONE, end - row, weights, narrow, width, columns, k, out + 4 * row * out_row,
+        out_row, ONE,
+      )  # fmt: skip
+    row = end
+
+
+@jit
+def _gate_up(arguments, results, expert, column, columns, gathered, parts, low):
   """Computes `columns` of silu(x @ gate) * (x @ up) of an expert's rows."""
   d, features = ffi.dimension(arguments, _GATE_UP, 3), ffi.dimension(arguments, _DOWN, 3)
   count = ffi.dimension(arguments, _GATE_UP, 1) * ffi.dimension(arguments, _GATE_UP, 2)
@@ -207,6 +275,11 @@ def _gate_up(arguments, results, expert, column, columns, gathered, parts):
         gathered, d, ONE, rows, weights + (2 if narrow else 4) * part * features, narrow,
         2 * features, columns, d, parts + 4 * part * columns, 2 * columns, ZERO,
       )  # fmt: skip
+      if ffi.dimension(arguments, _GATE_UP_B, 2) > 0:
+        _add_adapted(
+          arguments, results, _GATE_UP_A, _GATE_UP_B, ZERO, expert, begin, rows, gathered, d,
+          part * features + column, columns, parts + 4 * part * columns, 2 * columns, low,
+        )  # fmt: skip
     for row in range(rows):
       at = parts + 8 * row * columns
       to = ffi.address(results, _INNER) + 4 * ((begin + row) * features + column)
@@ -214,7 +287,7 @@ def _gate_up(arguments, results, expert, column, columns, gathered, parts):
 
 
 @jit
-def _down(arguments, results, slab, column, columns, live, parts):
+def _down(arguments, results, slab, column, columns, live, parts, low):
   """Computes `columns` of a slab's partial sums: each row's experts, in ascending order."""
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   own, features = ffi.dimension(arguments, _DOWN, 2), ffi.dimension(arguments, _DOWN, 3)
@@ -235,6 +308,11 @@ def _down(arguments, results, slab, column, columns, live, parts):
       products.product(
         inner, features, ONE, rows, weights, narrow, d, columns, features, parts, columns, ZERO
       )
+      if ffi.dimension(arguments, _DOWN_B, 2) > 0:
+        _add_adapted(
+          arguments, results, _DOWN_A, _DOWN_B, ONE, expert, begin, rows, inner, features, column,
+          columns, parts, columns, low,
+        )  # fmt: skip
       for row in range(rows):
         pick = np.int64(order[begin + row])
         _add_weighted(partial + 4 * (pick // chosen) * d, parts + 4 * row * columns, scales[pick],
@@ -267,7 +345,9 @@ def _mixture(arguments, results, team, worker):
   size = min(n, _BLOCK)
   gathered = scratch_of(results, _SCRATCH, worker)
   parts = gathered + 4 * size * d
-  scale = parts + 4 * size * max(2 * features, d)
+  low = parts + 4 * size * max(2 * features, d)
+  rank = max(ffi.dimension(arguments, _GATE_UP_B, 2), ffi.dimension(arguments, _DOWN_B, 2))
+  scale = low + 4 * size * rank
   others = scale + 4 * d  # Logits and more of rows, or their sums.
   some = _rows_of_piece(live)
   row_pieces = (live + some - 1) // some
@@ -295,7 +375,7 @@ def _mixture(arguments, results, team, worker):
   while piece < pieces:
     expert, column = np.int64(used[piece // of_expert]), piece % of_expert * columns
     width = min(columns, features - column)
-    _gate_up(arguments, results, expert, column, width, gathered, parts)
+    _gate_up(arguments, results, expert, column, width, gathered, parts, low)
     threads.settle(team, _STAGES[2])
     piece = threads.claim(team, _STAGES[2], piece)
   threads.wait(team, _STAGES[2], pieces)
@@ -306,7 +386,7 @@ def _mixture(arguments, results, team, worker):
   piece = threads.claim(team, _STAGES[3], _NONE)
   while piece < pieces:
     slab, column = piece // of_slab, piece % of_slab * columns
-    _down(arguments, results, slab, column, min(columns, d - column), live, parts)
+    _down(arguments, results, slab, column, min(columns, d - column), live, parts, low)
     threads.settle(team, _STAGES[3])
     piece = threads.claim(team, _STAGES[3], piece)
   threads.wait(team, _STAGES[3], pieces)
@@ -385,10 +465,13 @@ def after_attention(
   assert isinstance(kind, Experts)
   x = residual = _projected(stage, weights, rows, num_rows, chosen)
   if kind.shared_size:
-    residual = _with_shared(stage, weights, x, num_rows)
+    residual = _with_shared(stage, weights, x, num_rows, chosen)
   names = ("mlp_norm", "router", "router_bias", "router_correction_bias", *EXPERTS)
-  own = {name: weights[name] for name in names if name in weights}
-  return mixture(stage, numerics, own, x, residual, num_rows)
+  own = {name: weights[name] for name in (*names, *EXPERT_ADAPTERS) if name in weights}
+  if chosen is None:
+    return mixture(stage, numerics, own, x, residual, num_rows)
+  out, normed, ids, _ = routed(stage, own, x, residual, num_rows, chosen)
+  return out, normed.astype(x.dtype), ids
 
 
 def _projected(
@@ -405,19 +488,26 @@ def _projected(
   plain = Stage(stage.shape, stage.axis, stage.routed)
   if chosen is None:
     return layers.after_attention(plain, own, rows, num_rows)
-  return layers.adapted_after_attention(plain, own, rows, num_rows, chosen)
+  own_adapters = chosen.without(("gate_up_lora", "down_lora"))
+  return layers.adapted_after_attention(plain, own, rows, num_rows, own_adapters)
 
 
-def _with_shared(stage: MixtureStage, weights: Params, x: Array, num_rows: Array) -> Array:
+def _with_shared(
+  stage: MixtureStage, weights: Params, x: Array, num_rows: Array, chosen: RowAdapters | None
+) -> Array:
   """Adds the shared MLP to the residual stream; the projection has one feature, and adds zero."""
   gate_up, slabs = weights["gate_up"], tiles.num_slabs(weights["gate_up"])
   out = jnp.zeros((slabs, 1, x.shape[1]), x.dtype)
   if isinstance(gate_up, tiles.LayerSlabs):
     out = tiles.LayerSlabs(out[None], gate_up.index)
-  own = {name: weights[name] for name in ("mlp_norm", "gate_up", "down")} | {"out": out}
+  names = ("mlp_norm", "gate_up", "down", "gate_up_lora", "down_lora")
+  own = {name: weights[name] for name in names if name in weights} | {"out": out}
   none = jnp.zeros((x.shape[0], slabs, 1, 1), x.dtype)
   plain = Stage(stage.shape, stage.axis, stage.routed)
-  return layers.after_attention(plain, own, (x, none), num_rows)
+  if chosen is None:
+    return layers.after_attention(plain, own, (x, none), num_rows)
+  own_adapters = chosen.without(("out_lora",))
+  return layers.adapted_after_attention(plain, own, (x, none), num_rows, own_adapters)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -436,7 +526,8 @@ def mixture(
   Args:
     stage: stage of the model.
     numerics: its tiles are those of the gradient.
-    weights: norm, router and experts of one layer; the experts also of stacked ones.
+    weights: norm, router, experts and their adapters of one layer; the experts also of stacked
+      ones.
     x: f[n, d], rows that are normed and routed.
     residual: f[n, d], rows to which the sum is added.
     num_rows: i32[]; rows from there on are zero.
@@ -447,7 +538,12 @@ def mixture(
 
 
 def routed(
-  stage: MixtureStage, weights: Params, x: Array, residual: Array, num_rows: Array
+  stage: MixtureStage,
+  weights: Params,
+  x: Array,
+  residual: Array,
+  num_rows: Array,
+  row_adapters: RowAdapters | None = None,
 ) -> tuple[Array, Array, Array, Array]:
   """Returns hidden rows f[n, d], normed rows f32[n, d], experts i32[n, e] and weights f32[n, e]."""
   kind, axis = stage.shape.kind.feed_forward, stage.axis
@@ -473,10 +569,12 @@ def routed(
     none if router.correction_bias is None else router.correction_bias,
     gate_up,
     down,
+    *_adapter_operands(weights, num_rows, layer, row_adapters),
   ]
   hidden, picks, count = jax.ShapeDtypeStruct(x.shape, x.dtype), n * rule.num_chosen, slabs * own
   i32_of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   block, rows = min(n, int(_BLOCK)), int(_MANY)
+  rank = max(operands[_GATE_UP_B].shape[2], operands[_DOWN_B].shape[2])
   logits, sums = (rows + 6) * rule.num_experts, (WAITING + 1) * rows * d
   results = (
     hidden,
@@ -486,7 +584,7 @@ def routed(
     f32_of(n, d),
     f32_of(picks, features),
     i32_of(3 * count + 2 + picks),
-    scratch((block, d + max(2 * features, d)), (d + max(logits, sums),)),
+    scratch((block, d + max(2 * features, d) + rank), (d + max(logits, sums),)),
   )
   out, partials, ids, chosen, normed, *_ = _MIXTURE(results, *operands)
   if axis is None:
@@ -495,6 +593,31 @@ def routed(
   own_scratch = scratch(((WAITING + 1) * _END_ROWS, d))
   out, _ = _ADD_SLABS((hidden, own_scratch), residual, operands[_SIZES], partials)
   return out, normed, ids, chosen
+
+
+def _adapter_operands(
+  weights: Params, num_rows: Array, layer: Array, chosen: RowAdapters | None
+) -> list[Array]:
+  """Returns the operands of adapters; those of all layers are concatenated, unsliced."""
+  scales, matrices = [], []
+  for name in EXPERTS:
+    leaf, own = layered(weights[name]).slabs, f"{name}_lora"
+    _, slabs, per_slab, rows, columns = leaf.shape
+    count = 1 if chosen is None else chosen.forms[0].count
+    a, b = (
+      jnp.zeros((1, slabs, per_slab, *size), leaf.dtype) for size in ((rows, 0), (0, columns))
+    )
+    scale = jnp.ones((count,), jnp.float32)
+    if chosen is not None and own in chosen.forms[0].layers:
+      pair, scale = chosen.forms[0].layers[own], chosen.forms[0].scales
+      a, b = (part.reshape(-1, *part.shape[-4:]) for part in (pair["a"], pair["b"]))
+    elif own in weights:
+      pair = weights[own]
+      a, b, scale = pair["a"][None], pair["b"][None], pair["scale"][None]
+    scales.append(scale)
+    matrices += [part.reshape(part.shape[0], slabs * per_slab, *part.shape[3:]) for part in (a, b)]
+  choices = adapter_sizes(num_rows, layer, tuple(EXPERTS), chosen)
+  return [choices, jnp.concatenate([jnp.ones((1,), jnp.float32), *scales]), *matrices]
 
 
 def _forward(stage, numerics, weights, x, residual, num_rows):

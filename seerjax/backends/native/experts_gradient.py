@@ -42,7 +42,7 @@ from seerjax.backends.native.layer_parts import (
 )
 from seerjax.backends.native.numbers import jit, read_row, round_row
 from seerjax.backends.protocol import MixtureStage
-from seerjax.backends.tiled import EXPERTS
+from seerjax.backends.tiled import EXPERT_ADAPTERS, EXPERTS, slabs_of
 from seerjax.layer_kinds import Experts
 from seerjax.ops import moe, routing
 
@@ -148,7 +148,7 @@ def mixture_gradient(
   is_live = jnp.arange(n, dtype=jnp.int32)[:, None] < num_rows
   live = lambda leaf: jnp.where(is_live, leaf, jnp.zeros((), leaf.dtype))
   cotangent, of_kept = lax.optimization_barrier((live(cotangent), live(of_kept)))
-  slabs = {short: weights[name] for name, short in EXPERTS.items()}
+  slabs = slabs_of(weights)
   of_normed, of_chosen, of_slabs = moe.gradient(
     normed.astype(x.dtype), ids, chosen, slabs, num_rows, stage.axis, numerics,
     cotangent.astype(jnp.float32),
@@ -177,6 +177,9 @@ def mixture_gradient(
     "router_bias": (one, of_logits),
   }
   gradient: dict[str, Any] = {name: of_slabs[short] for name, short in EXPERTS.items()}
+  for name, short in EXPERT_ADAPTERS.items():
+    if name in weights:  # A scale is not trained.
+      gradient[name] = of_slabs[short] | {"scale": jnp.zeros_like(weights[name]["scale"])}
   of_rows = jnp.stack([num_rows, jnp.int32(0), jnp.int32(0)])
   turned = scratch((products_over_rows.COLUMNS, products_over_rows.TURNED))
   for name, leaf in weights.items():

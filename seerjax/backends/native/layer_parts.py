@@ -423,7 +423,9 @@ def _of_all(leaf: Array, chosen: RowAdapters) -> Array:
   return leaf if chosen.layer is None else leaf.reshape(-1, *leaf.shape[2:])
 
 
-def _sizes(num_rows: Array, layer: Array, names: tuple[str, ...], chosen: RowAdapters | None):
+def adapter_sizes(
+  num_rows: Array, layer: Array, names: tuple[str, ...], chosen: RowAdapters | None
+) -> Array:
   """Returns the operand of sizes, i32[s]."""
   if chosen is None:
     return jnp.stack([num_rows, layer]).astype(jnp.int32)
@@ -460,7 +462,7 @@ def input_operands(
     x,
     cos,
     sin,
-    _sizes(num_rows, layer, ("qkv",), chosen),
+    adapter_sizes(num_rows, layer, ("qkv",), chosen),
     jnp.stack([jnp.float32(stage.shape.norm_eps), *scales]),
     weights["attention_norm"],
     qkv,
@@ -490,7 +492,7 @@ def after_operands(
   return [
     x,
     mixed,
-    _sizes(num_rows, layer, ("out", "gate_up", "down"), chosen),
+    adapter_sizes(num_rows, layer, ("out", "gate_up", "down"), chosen),
     jnp.stack([eps, *out_scales, *gate_up_scales, *down_scales]),
     out,
     out_a,
