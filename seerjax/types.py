@@ -419,6 +419,21 @@ class TokenBatch(NamedTuple):
   num_segments: Int[Array, ""]
 
 
+class PageRows(NamedTuple):
+  """Slots and page tables of a further kind of pages (`PageLayout.windows`), as in `TokenBatch`.
+
+  Attributes:
+    slots: i32[n], flat index `page * page_size + offset` where the row's key and value are written.
+    page_table: i32[s, p], pages of the segment's sequence; 0 for pages that were given back, which
+      no row of the segment reads.
+    copy_slots: i32[c], slots of `KeyCopies`.
+  """
+
+  slots: Int[Array, "n"]
+  page_table: Int[Array, "s p"]
+  copy_slots: Int[Array, "c"]
+
+
 class KeyCopies(NamedTuple):
   """Extra slots to which rows' keys and values are written, in every layer, before attention.
 

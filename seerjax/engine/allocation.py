@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 
+from seerjax.engine import sizes
 from seerjax.engine.counters import Counters
 from seerjax.engine.requests import Requests
 from seerjax.engine.sequence import SequenceState
@@ -75,6 +76,63 @@ class Allocation:
         self._lengthen(sequence, pool, max(least, 1))
       for sequence in running:
         self._lengthen(sequence, pool, 1)
+
+  def fill(self) -> None:
+    """Allocates the pages of running sequences' next rows in layers with windows, oldest first.
+
+    If too few are left for one row of a sequence, others are preempted, as in `grow`; if none can
+    be, the sequence waits.
+    """
+    windows = self._memory.windows
+    if not windows.kinds[1:]:
+      return
+    for instance in range(len(self._memory.pools)):
+      running = self._requests.running[instance]
+      rows_left = self._config.batch_size_buckets[-1]
+      for place in itertools.count():
+        if place >= len(running):
+          break
+        sequence = running[place]
+        rows = min(self._requests.num_unwritten(sequence), max(rows_left, 1))
+        rows_left -= rows
+        if not rows:
+          continue
+        least = min(sequence.num_written + 1, len(sequence.tokens))
+        while not windows.fill(sequence, least, self._next_position(sequence, rows)):
+          victim = self._requests.youngest_holder(sequence)
+          self._memory.settle()  # A victim's pages may still have to be restored.
+          if not self.make_way(instance) and not self._displace(victim):
+            break
+
+  def fill_in_background(self, sequence: SequenceState, *, is_first: bool) -> int:
+    """Works like `fill`, for a background sequence; returns the next rows that have pages.
+
+    Args:
+      sequence: a background sequence that holds pages.
+      is_first: whether the step has no rows yet, so other background sequences may be preempted.
+    """
+    windows, rows = self._memory.windows, self._requests.num_unwritten(sequence)
+    if not windows.kinds[1:] or not rows:
+      return rows
+    rows = min(rows, self._config.batch_size_buckets[-1])
+    least = min(sequence.num_written + 1, len(sequence.tokens))
+    while not windows.fill(sequence, least, self._next_position(sequence, rows)):
+      others = self._requests.holders_in_background(sequence.instance)
+      victim = next((other for other in others if other is not sequence), None)
+      self._memory.settle()
+      if not is_first or (victim is None and not self._pins.take_off(sequence.instance)):
+        break
+      if victim is not None:
+        self._preempt_background(victim)
+    return min(rows, sequence.num_in_windows - sequence.num_written)
+
+  def _next_position(self, sequence: SequenceState, rows: int) -> int:
+    """Returns the position up to which a sequence is to have pages in layers with windows."""
+    written, end = sequence.num_written + rows, len(sequence.tokens)
+    if written < end:
+      return written
+    ahead = sizes.next_tokens(self._config, end, min(sequence.limit, sequence.reach))
+    return max(written, ahead - 1)  # The last token is never read back.
 
   def _lengthen(self, sequence: SequenceState, pool: pages_lib.PagePool, least: int) -> None:
     """Gives a running sequence its next pages, as many as are free, if there are `least`."""
@@ -181,14 +239,17 @@ class Allocation:
     the step yet, nor pages that are still to be copied.
     """
     for sequence in self._requests.holders_in_background(instance):
-      if self._take_off(sequence):
-        self._counters.background_spilled += 1
-      else:
-        self._counters.background_preempted += 1
-      if self._requests.is_running(sequence):
-        self._requests.preempt(sequence)
+      self._preempt_background(sequence)
       return True
     return self._pins.take_off(instance)
+
+  def _preempt_background(self, sequence: SequenceState) -> None:
+    if self._take_off(sequence):
+      self._counters.background_spilled += 1
+    else:
+      self._counters.background_preempted += 1
+    if self._requests.is_running(sequence):
+      self._requests.preempt(sequence)
 
   def _extend(self, sequence: SequenceState, pool: pages_lib.PagePool, left: int) -> bool:
     """Gives a sequence that holds pages those of its next chunk; returns False if that would leave
@@ -220,6 +281,7 @@ class Allocation:
     fresh = pool.take(needed)
     self._memory.hold(sequence, [*hit.pages, *fresh])
     sequence.num_written = hit.num_tokens
+    self._memory.windows.hold_cached(sequence)
     if hit.copy_from is not None:
       self.copies[sequence.instance].append((hit.copy_from, fresh[0]))
       self._counters.page_copies += 1

@@ -147,8 +147,12 @@ class BackgroundRows:
       row, planned = sum(piece.num_rows for piece in pieces), list(pieces)
       for sequence in self._background(instance, room):
         count = 0
+        if not sequence.pages:  # An earlier one took its place.
+          continue
         if not room.has_front or self._may_join(sequence):
-          wanted = self.requests.num_unwritten(sequence)
+          wanted = self.allocation.fill_in_background(
+            sequence, is_first=not (room.has_front or planned)
+          )
           count = room.take(instance, wanted, keeps_visit=_keeps_visit(sequence))
         if count:
           planned.append(ScheduledRows(sequence, count, row))

@@ -17,7 +17,7 @@ from seerjax import fields
 from seerjax.engine import runner as runner_lib
 from seerjax.engine.sequence import ScheduledRows, SequenceState
 from seerjax.ops import penalties, sampling
-from seerjax.types import KeyCopies, SamplingParams, SamplingRows, TokenBatch
+from seerjax.types import KeyCopies, PageRows, SamplingParams, SamplingRows, TokenBatch
 
 # Greedy and unfiltered: a tile skips the noise and the sort if all its rows are.
 _UNUSED = sampling.sampling_rows([SamplingParams(temperature=0.0)])
@@ -44,6 +44,7 @@ def instance_inputs(
   num_penalties: int = 0,
   has_adapters: bool = False,
   num_top: int | None = None,
+  num_windows: int = 0,
 ) -> runner_lib.StepInputs:
   """Returns one instance's inputs (no instance axis).
 
@@ -64,10 +65,11 @@ def instance_inputs(
     num_penalties: penalty entries per sample; 0 if no sample has penalties.
     has_adapters: whether rows have an adapter index.
     num_top: number of top tokens of the step; None if it returns none and scores no prompt.
+    num_windows: number of further kinds of pages.
   """
   rows = _Rows(
     num_rows, num_segments, max_key_copies, table_width, query_tile, page_size, masked_ids,
-    num_penalties,
+    num_penalties, num_windows,
   )  # fmt: skip
   tops: list[int] = []
   for one in work:
@@ -77,7 +79,8 @@ def instance_inputs(
     settled: Sequence[int] = sequence.tokens[first : first + one.count]
     main = one.paths[0].tokens if one.paths else ()
     begin = rows.row
-    rows.put([*settled, *main] if main else settled, first, sequence.page_row)
+    windows = [window.row for window in sequence.windows]
+    rows.put([*settled, *main] if main else settled, first, sequence.page_row, windows)
     before = rows.num_samples
     if one.num_scored:
       rows.score(one.num_scored, begin - first, sequence)
@@ -89,9 +92,9 @@ def instance_inputs(
     last = one.first_row + one.count - 1
     for path in one.paths[1:]:
       own, first = path.tokens[path.num_shared :], end + path.num_shared
-      rows.put(own, first, path.page_row)
+      rows.put(own, first, path.page_row, path.window_rows)
       rows.sample(len(own), first + 1, sequence, path.tokens)
-      rows.copy(last + np.asarray(path.copied, np.int32), first, path.page_row)
+      rows.copy(last + np.asarray(path.copied, np.int32), first, path.page_row, path.window_rows)
     if sequence.num_top or sequence.reading is not None:
       tops += range(before, rows.num_samples)
     rows.adapters[begin : rows.row] = sequence.adapter
@@ -127,6 +130,7 @@ def instance_inputs(
     key_copies=KeyCopies(rows.copied, rows.copy_slots, _INT32(rows.num_copies)),
     adapters=rows.adapters if has_adapters else None,
     scores=scores,
+    kinds=tuple(rows.windows),
   )
 
 
@@ -143,6 +147,7 @@ class _Rows:
     page_size: int,
     masked_ids: int,
     num_penalties: int,
+    num_windows: int,
   ):
     self.query_tile, self.page_size = query_tile, page_size
     self.tokens, self.positions, self.slots, self.adapters = (
@@ -162,10 +167,24 @@ class _Rows:
       self.masks = np.full((num_rows, words), sampling.ALL_ALLOWED, np.uint32)
     self.penalties = penalties.empty((num_rows,), num_penalties) if num_penalties else {}
     self.copied, self.copy_slots = (_ZEROS(max_key_copies, np.int32) for _ in range(2))
+    self.windows = [
+      PageRows(
+        _ZEROS(num_rows, np.int32),
+        _ZEROS((num_segments, table_width), np.int32),
+        _ZEROS(max_key_copies, np.int32),
+      )
+      for _ in range(num_windows)
+    ]
     self.row = self.num_segments = self.num_samples = self.num_copies = 0
 
-  def put(self, tokens: Sequence[int], first: int, page_row: np.ndarray) -> None:
-    """Adds consecutive positions of one page-table row."""
+  def put(
+    self,
+    tokens: Sequence[int],
+    first: int,
+    page_row: np.ndarray,
+    windows: Sequence[np.ndarray] = (),
+  ) -> None:
+    """Adds consecutive positions of one page-table row; `windows` are those of further kinds."""
     row, segment, size = self.row, self.num_segments, self.page_size
     count = len(tokens)
     if count == 1:  # The common case; the general case below costs ten times as much.
@@ -185,13 +204,24 @@ class _Rows:
       self.lengths[segments] = np.minimum(count - in_rows, self.query_tile)
       self.table[segments] = page_row[None, :]
       self.num_segments += len(in_rows)
+    for kind, own in zip(
+      self.windows, windows, strict=False
+    ):  # A dummy row of no request has none.
+      where = np.arange(first, first + count, dtype=np.int32)
+      kind.slots[row : row + count] = self._slots(where, own)
+      kind.page_table[segment : self.num_segments] = own[None, :]
     self.row += count
 
-  def copy(self, rows: np.ndarray, end: int, page_row: np.ndarray) -> None:
+  def copy(
+    self, rows: np.ndarray, end: int, page_row: np.ndarray, windows: Sequence[np.ndarray] = ()
+  ) -> None:
     """Copies the keys of rows, at the consecutive positions before `end`, to other pages."""
     places = slice(self.num_copies, self.num_copies + len(rows))
     self.copied[places] = rows
-    self.copy_slots[places] = self._slots(np.arange(end - len(rows), end), page_row)
+    positions = np.arange(end - len(rows), end)
+    self.copy_slots[places] = self._slots(positions, page_row)
+    for kind, own in zip(self.windows, windows, strict=True):
+      kind.copy_slots[places] = self._slots(positions, own)
     self.num_copies += len(rows)
 
   def _slots(self, positions: np.ndarray, page_row: np.ndarray) -> np.ndarray:

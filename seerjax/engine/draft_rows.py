@@ -95,6 +95,8 @@ class DraftRows:
     """Returns the draft tree as paths, without the leaves that there is no room for."""
     sequence, pool = piece.sequence, self.memory.pools[piece.sequence.instance]
     size, end = self.config.page_size, len(sequence.tokens)
+    if self.memory.windows.is_needed:
+      drafts = itertools.islice(drafts, 1)
     nodes = token_tree.merge(drafts, sequence.end - end - 1)
     if not nodes:
       return ()

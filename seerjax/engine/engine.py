@@ -122,10 +122,12 @@ class Engine:
     self._context = sizes.context_of(config, shape, asked=asked)
     kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store, imports=kv_pool.imports)
+    kv_sizes = sizes.of_pages(config, self._context, decoder)
+    counts = tuple(kind.num_pages for kind in kv_sizes.kinds)
     memory = Memory(
-      lambda: runner.empty_pages(config.num_pages, config.page_size),
+      lambda: runner.empty_pages(counts if counts[1:] else counts[0], config.page_size),
       runner.page_moves,
-      sizes=sizes.of_pages(config, self._context, numerics),
+      sizes=kv_sizes,
       kv_pool=kv_pool,
       counters=counters,
       fingerprint=lambda pages: fingerprint_digest(shape, numerics, pages),
@@ -442,7 +444,7 @@ class Engine:
   def memory_plan(self) -> str:
     """Returns a one-line summary of the allocated memory, per device if there are several."""
     return sizes.described(
-      self.config, self._runner.decoder.backend, data_parallel_size=self.data_parallel_size,
+      self.config, self._runner.decoder, data_parallel_size=self.data_parallel_size,
       allocated=(self.memory.pages, self._weights.params), context=self._context,
     )  # fmt: skip
 

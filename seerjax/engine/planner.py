@@ -131,6 +131,7 @@ class Planner:
     """Allocates the pages of running requests, then admits waiting ones."""
     self.allocation.grow()
     self.allocation.admit()
+    self.allocation.fill()
     return plan
 
   def with_rows(self, plan: Plan) -> Plan:
@@ -180,8 +181,10 @@ class Planner:
   def _rows_of(self, running: Sequence[SequenceState]) -> list[ScheduledRows]:
     pending = []
     for sequence in running:
-      if sequence.reach > len(sequence.tokens):
-        pending.append((sequence, self._requests.num_unwritten(sequence)))
+      unwritten = self._requests.num_unwritten(sequence)
+      count = min(unwritten, sequence.num_in_windows - sequence.num_written)
+      if sequence.reach > len(sequence.tokens) and (count or not unwritten):
+        pending.append((sequence, count))
       else:
         self._counters.waits += 1  # Older sequences hold the pages of its next token.
     spare = self._config.batch_size_buckets[-1] - sum(1 for _, count in pending if count == 1)
@@ -217,6 +220,12 @@ class Planner:
       written = sequence.num_written + piece.count
       if sequence.num_written < sequence.num_prompt <= written + 1:
         self._memory.remember(sequence, sequence.request.prompt[:written])
+
+  def release_passed(self, scheduled: Rows) -> None:
+    """Gives back the pages that no later row of these sequences reads."""
+    if self._memory.windows.is_needed:
+      for piece in itertools.chain(*scheduled):
+        self._memory.release_passed(piece.sequence)
 
   def leave(self, piece: ScheduledRows) -> None:
     """Removes a completed prefill-only request; its keys, and those of its drafts, are cached."""
@@ -365,4 +374,5 @@ class Planner:
       num_penalties=num_penalties,
       has_adapters=bool(self._weights.adapters),
       num_top=num_top,
+      num_windows=len(self._memory.windows.kinds) - 1,
     )

@@ -7,7 +7,7 @@ sample and copy counts are traced, so a bucket costs memory, not time: unused ro
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
@@ -33,7 +33,7 @@ from seerjax.models import (
 )
 from seerjax.models.decoder import Decoder
 from seerjax.ops import sampling
-from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TokenScores
+from seerjax.types import KeyCopies, PageRows, SamplingRows, TokenBatch, TokenScores
 
 # Number of a request's stop ids that are checked on the device; the host checks the others at the
 # end of the visit.
@@ -66,13 +66,15 @@ class StepInputs(NamedTuple):
     seeds: u32[i, b], request seeds by sample.
     positions: i32[i, b], position of the sampled token.
     num_samples: i32[i], number of samples.
-    copies: i32[i, c, 2], (from, to) pages copied before anything is written.
+    copies: i32[i, c, 2], (from, to) pages copied before anything is written; none if there are
+      several kinds of pages, which the engine copies itself.
     num_copies: i32[i], number of page copies.
     key_copies: draft rows with keys that are also written to further paths' pages; None if the step
       cannot have any.
     adapters: i32[i, n], adapter index of each row, 0 for none; None if the weights have no adapters
       by row.
     scores: prompts that are scored, and top tokens; None if there are none.
+    kinds: slots and page tables of the second and further kinds of pages.
   """
 
   batch: TokenBatch
@@ -86,6 +88,7 @@ class StepInputs(NamedTuple):
   key_copies: KeyCopies | None = None
   adapters: Any = None
   scores: ScoreInputs | None = None
+  kinds: tuple[PageRows, ...] = ()
 
 
 class VisitInputs(NamedTuple):
@@ -221,6 +224,7 @@ def _run_rows(
     decoder=decoder,
     key_copies=inputs.key_copies,
     adapters=inputs.adapters,
+    kinds=inputs.kinds,
   )
   sampled = hidden[inputs.sample_rows]
   sampled_ids = jnp.full(inputs.sample_rows.shape, -1, jnp.int32)
@@ -284,7 +288,8 @@ def instance_visit(
   num_rows, num_segments = batch.tokens.shape[0], batch.segment_start.shape[0]
   rows = jnp.arange(num_rows, dtype=jnp.int32)
   segments = jnp.arange(num_segments, dtype=jnp.int32)
-  tables = batch.page_table[jnp.minimum(rows, num_segments - 1)]
+  of_rows = lambda table: table[jnp.minimum(rows, num_segments - 1)]
+  tables = of_rows(batch.page_table), *(of_rows(kind.page_table) for kind in step.kinds)
   row_of_segment = jnp.minimum(segments, num_rows - 1)
 
   def again(now: _Decoding) -> Array:
@@ -292,17 +297,23 @@ def instance_visit(
 
   def decode(now: _Decoding) -> _Decoding:
     place = now.positions // page_size
-    page = jnp.take_along_axis(tables, place[:, None], axis=1)[:, 0]
-    slots = page * page_size + now.positions % page_size
+    slots = []
+    for table in tables:
+      page = jnp.take_along_axis(table, place[:, None], axis=1)[:, 0]
+      own = page * page_size + now.positions % page_size
+      slots.append(jnp.where(now.is_live, own, 0))
     is_attended = now.is_live[row_of_segment] & (segments < batch.num_segments)
     one_step = step._replace(
       batch=batch._replace(
         tokens=now.tokens,
         positions=now.positions,
-        slots=jnp.where(now.is_live, slots, 0),
+        slots=slots[0],
         segment_length=is_attended.astype(jnp.int32),
       ),
       positions=now.positions + 1,
+      kinds=tuple(
+        kind._replace(slots=own) for kind, own in zip(step.kinds, slots[1:], strict=True)
+      ),
     )
     pages, tokens, scores, _ = _run_rows(params, now.pages, one_step, key, decoder=decoder)
     tokens = jnp.where(now.is_live, tokens, -1)
@@ -417,7 +428,7 @@ class Runner:
     chosen = adapters_lib.stacked(params, named, pads=pads)
     return chosen._replace(forms=adapters_lib.placed(chosen.forms, self.mesh))
 
-  def empty_pages(self, num_pages: int, page_size: int) -> Any:
+  def empty_pages(self, num_pages: int | Sequence[int], page_size: int) -> Any:
     """Returns zeroed pages f[i, k, m, ...] of every layer, as `kv_layout.empty_pages` has them."""
     one = jax.eval_shape(
       lambda: kv_layout.empty_pages(self.decoder, num_pages=num_pages, page_size=page_size)

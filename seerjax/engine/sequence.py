@@ -137,7 +137,7 @@ class SequenceState(Holding):
   @property
   def end(self) -> int:
     """Maximum tokens, prompt included, before it needs more pages, pauses or ends."""
-    return min(self.limit, self.reach)
+    return min(self.limit, self.reach, *(window.reach for window in self.windows))
 
   def extend(self, chunk_tokens: int | None, reserved_tokens: int = 0) -> None:
     """Sets the limit to `chunk_tokens` more tokens of response; None is all up to max_tokens.
@@ -198,6 +198,8 @@ class DraftPath(NamedTuple):
       and the rows of its shared tokens; their positions are consecutive.
     scratch: the pages of `page_row` that only this path uses; none for the first path, which is
       written to the sequence's pages.
+    window_rows: i32[p] each, as `page_row`, for the further kinds of pages.
+    window_scratch: the pages of `window_rows` that only this path uses.
   """
 
   tokens: tuple[int, ...]
@@ -206,6 +208,8 @@ class DraftPath(NamedTuple):
   num_shared: int = 0
   copied: tuple[int, ...] = ()
   scratch: tuple[int, ...] = ()
+  window_rows: tuple[np.ndarray, ...] = ()
+  window_scratch: tuple[tuple[int, ...], ...] = ()
 
 
 class ScheduledRows(NamedTuple):

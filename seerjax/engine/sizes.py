@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
+import functools
+import math
 from typing import Any
 
 import jax
 
 from seerjax import agreement, fields, host_memory, numerics as numerics_lib, parallel
-from seerjax.backends.protocol import Backend
 from seerjax.engine import checks
 from seerjax.kv.memory import KVSizes
+from seerjax.kv.windows import PageKind
 from seerjax.models import kv_layout
 from seerjax.models.config import TransformerConfig
 from seerjax.models.decoder import Decoder
@@ -40,7 +43,9 @@ class EngineConfig:
   Attributes:
     page_size: positions per page; divides `NumericsConfig.kv_split`.
     num_pages: pages of one instance, the reserved page included; 0 allocates enough for
-      `max_num_seqs` full contexts, within a share of the free memory.
+      `max_num_seqs` full contexts, within a share of the free memory. Layers with a window have
+      pages of their own (`page_counts`): as many, or fewer if the windows of twice `max_num_seqs`
+      sequences need fewer; they take part in admission only where they are short.
     max_num_seqs: maximum running sequences of one instance; 0 takes the first row bucket, or fewer
       if the pages do not suffice (counted in full contexts if `reserved_tokens` is 0).
     max_model_len: maximum positions of one sequence, prompt and response; reduced if the pages hold
@@ -177,13 +182,38 @@ def expected_tokens(config: EngineConfig, num_tokens: int, limit: int) -> int:
   return max(next_tokens(config, num_tokens, limit), ahead)
 
 
-def of_pages(
-  config: EngineConfig, context: checks.Context, numerics: numerics_lib.NumericsConfig
-) -> KVSizes:
+def of_pages(config: EngineConfig, context: checks.Context, decoder: Decoder) -> KVSizes:
   """Returns the sizes of the pages; a row of their table is whole splits that hold one context."""
-  splits = -(-context.positions // numerics.kv_split)
-  width = splits * (numerics.kv_split // config.page_size)
-  return KVSizes(config.num_pages, config.page_size, width, config.enable_prefix_caching)
+  split = decoder.numerics.kv_split
+  width = -(-context.positions // split) * (split // config.page_size)
+  kinds = map(
+    PageKind,
+    decoder.pages.windows,
+    page_counts(config, decoder, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs),
+    kv_layout.entries_of(decoder),
+  )
+  reuses = config.enable_prefix_caching
+  return KVSizes(tuple(kinds), config.page_size, split, width, reuses)
+
+
+def page_counts(
+  config: EngineConfig, decoder: Decoder, *, num_pages: int, max_num_seqs: int
+) -> tuple[int, ...]:
+  """Returns the number of pages of each kind (`PageLayout.windows`), the reserved ones included.
+
+  The first kind has `num_pages`. A further kind has as many, unless the windows of twice
+  `max_num_seqs` sequences and the rows of a step need fewer: requests that are paused, and cached
+  prefixes, also hold such pages.
+  """
+  size, counts = config.page_size, [num_pages]
+  for window in decoder.pages.windows[1:]:
+    assert window is not None
+    ahead = max(config.decode_steps_per_call, size)
+    positions = window + decoder.numerics.kv_split + ahead
+    of_step = -(-config.batch_size_buckets[-1] // size)
+    needed = 1 + 2 * max_num_seqs * (-(-positions // size) + 1) + of_step
+    counts.append(min(num_pages, needed))
+  return tuple(counts)
 
 
 def free_bytes(mesh: jax.sharding.Mesh) -> float:
@@ -202,9 +232,23 @@ def free_bytes(mesh: jax.sharding.Mesh) -> float:
   return agreement.least(float(stats["bytes_limit"] - stats.get("bytes_in_use", 0)))
 
 
-def pages_that_fit(decoder: Decoder, *, page_size: int, memory_bytes: float) -> int:
-  """Returns how many pages of all layers fit into `memory_bytes` (finite)."""
-  return int(memory_bytes // page_bytes(decoder, page_size=page_size))
+def pages_that_fit(
+  decoder: Decoder, *, page_size: int, memory_bytes: float, most: Sequence[float] = ()
+) -> int:
+  """Returns how many pages of all layers fit into `memory_bytes` (finite).
+
+  `most` are the numbers of pages after which a kind of pages takes no more; () is no limit.
+  """
+  bytes_of = kind_bytes(decoder, page_size=page_size)
+  growing = sorted(zip(most or [math.inf] * len(bytes_of), bytes_of, strict=True))
+  left, count = memory_bytes, 0
+  while True:
+    of_all = sum(size for _, size in growing)
+    limit, found = growing[0][0], count + int(left // of_all)
+    if found < limit or len(growing) == 1:
+      return found
+    left, count = left - (limit - count) * of_all, int(limit)
+    growing.pop(0)
 
 
 def page_bytes(decoder: Decoder, *, page_size: int) -> int:
@@ -213,8 +257,25 @@ def page_bytes(decoder: Decoder, *, page_size: int) -> int:
   Raises:
     ValueError: if pages do not fill splits exactly.
   """
+  return sum(kind_bytes(decoder, page_size=page_size))
+
+
+def pages_bytes(config: EngineConfig, decoder: Decoder) -> int:
+  """Returns the bytes of the pages of one instance, for sizes with all values filled in."""
+  counts = page_counts(
+    config, decoder, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs
+  )
+  of_page = kind_bytes(decoder, page_size=config.page_size)
+  return sum(count * size for count, size in zip(counts, of_page, strict=True))
+
+
+def kind_bytes(decoder: Decoder, *, page_size: int) -> tuple[int, ...]:
+  """Returns the bytes of one page of the layers of each kind of pages; raises as `page_bytes`."""
   page = jax.eval_shape(lambda: kv_layout.empty_pages(decoder, num_pages=1, page_size=page_size))
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+  return tuple(
+    sum(leaf.size * leaf.dtype.itemsize for i in entries for leaf in page[i])
+    for entries in kv_layout.entries_of(decoder)
+  )
 
 
 def derived_buckets(
@@ -277,6 +338,8 @@ def fitted(
     ValueError: if no page fits, or memory does not hold the explicit pages or rows.
   """
   config = with_buckets(config, decoder)
+  steps = config.decode_steps_per_call or decoder.backend.traits.decode_steps_per_call
+  config = dataclasses.replace(config, decode_steps_per_call=steps)
   per_context = -(-config.max_model_len // config.page_size)
   # Lower bound for a row: two arrays of hidden features, and its row of the page table.
   row_bytes = 4 * (2 * decoder.shape.hidden_size + per_context)
@@ -287,24 +350,27 @@ def fitted(
       f" expected no more than the free memory of {free_bytes / 2**20:.0f} MiB holds; lower the"
       " last bucket or EngineConfig.max_model_len."
     )
+  most = config.max_num_seqs or config.batch_size_buckets[0]
+  fitting_in = functools.partial(
+    pages_that_fit,
+    decoder,
+    page_size=config.page_size,
+    most=page_counts(config, decoder, num_pages=checks.MAX_INT32, max_num_seqs=most),
+  )
   most_pages = checks.MAX_INT32
   if free_bytes < float("inf"):
-    most_pages = pages_that_fit(decoder, page_size=config.page_size, memory_bytes=free_bytes)
+    most_pages = fitting_in(memory_bytes=free_bytes)
   if config.num_pages > most_pages:
     raise ValueError(
       f"EngineConfig.num_pages: got {config.num_pages} pages of {config.page_size} positions,"
       f" expected at most {most_pages}, which the free memory of {free_bytes / 2**20:.0f} MiB"
       " holds; lower it, or set 0 to use what fits."
     )
-  most = config.max_num_seqs or config.batch_size_buckets[0]
   num_pages = config.num_pages
   if not num_pages:
     num_pages = most * per_context + 1
     if free_bytes < float("inf"):
-      num_pages = min(
-        num_pages,
-        pages_that_fit(decoder, page_size=config.page_size, memory_bytes=PAGES_SHARE * free_bytes),
-      )
+      num_pages = min(num_pages, fitting_in(memory_bytes=PAGES_SHARE * free_bytes))
     if num_pages < 2:
       free = f"{free_bytes / 2**20:.0f} MiB"
       raise ValueError(
@@ -327,8 +393,6 @@ def fitted(
     num_pages=num_pages,
     max_num_seqs=max_num_seqs,
     max_model_len=min(config.max_model_len, most_tokens(num_pages, config.page_size)),
-    decode_steps_per_call=config.decode_steps_per_call
-    or decoder.backend.traits.decode_steps_per_call,
     background_rows=background_rows,
     pinned_pages=config.pinned_pages or num_pages // 4,
   )
@@ -336,7 +400,7 @@ def fitted(
 
 def described(
   config: EngineConfig,
-  backend: Backend,
+  decoder: Decoder,
   *,
   data_parallel_size: int,
   allocated: tuple[Any, Any],
@@ -346,7 +410,7 @@ def described(
 
   Args:
     config: sizes.
-    backend: backend of the steps.
+    decoder: the model.
     data_parallel_size: number of instances of the engine.
     allocated: pages and weights, pytrees of arrays; the total counts replicas once.
     context: limit on one sequence, which is named if pages are the limit.
@@ -359,13 +423,20 @@ def described(
     of_each = f"; on each device {mib[0]} and {mib[1]} MiB"
   positions = (config.num_pages - 1) * config.page_size
   buckets = ", ".join(str(rows) for rows in config.batch_size_buckets)
-  arrays = ", ".join(str(backend.whole_rows(rows)) for rows in config.batch_size_buckets)
+  arrays = ", ".join(str(decoder.backend.whole_rows(rows)) for rows in config.batch_size_buckets)
+  counts = page_counts(
+    config, decoder, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs
+  )
+  windows = "".join(
+    f", {count} pages for layers with a window of {window}"
+    for count, window in zip(counts[1:], decoder.pages.windows[1:], strict=True)
+  )
   limit = ""
   if context.held_by_pages:
     limit = f"; requests of at most {context.positions:,} tokens; for more, {context.held_by_pages}"
   return (
     f"{data_parallel_size} instance(s), each with {config.num_pages} pages of {config.page_size}"
-    f" positions ({positions:,} tokens of context) and {config.max_num_seqs} sequences; steps of"
-    f" {buckets} rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
+    f" positions ({positions:,} tokens of context){windows} and {config.max_num_seqs} sequences;"
+    f" steps of {buckets} rows in arrays of {arrays}; {of_all[0] / 2**20:.1f} MiB of pages,"
     f" {of_all[1] / 2**20:.1f} MiB of weights{of_each}{limit}"
   )

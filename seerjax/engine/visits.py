@@ -112,6 +112,7 @@ class Visits:
       policy_version=policy_version,
       top=None if top is None else output.Top(*(part.tolist() for part in top)),
     )
+    self._planner.release_passed(plan.rows)
     self._requests.busy = None
 
   def _dispatch(self, plan: Plan, inputs: StepInputs) -> tuple[list[Any], Any]:

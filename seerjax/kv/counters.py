@@ -56,6 +56,8 @@ class PageCounters:
     pulled_pages: pages of prompts copied from another instance.
     spilled_pages: pages spilled off the devices.
     restored_pages: pages restored to the devices.
+    passed_pages: pages of layers with windows that were given back because no later row of their
+      request reads them.
     peer_bytes: bytes copied between instances.
     host: traffic of the pool's pinned host memory.
     store: traffic of the pool's store.
@@ -66,6 +68,7 @@ class PageCounters:
   pulled_pages: int = 0
   spilled_pages: int = 0
   restored_pages: int = 0
+  passed_pages: int = 0
   peer_bytes: int = 0
   host: TierCounters = dataclasses.field(default_factory=TierCounters)
   store: TierCounters = dataclasses.field(default_factory=TierCounters)

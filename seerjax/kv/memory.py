@@ -22,29 +22,41 @@ from seerjax.kv.holding import Holding
 from seerjax.kv.manifest import KVManifest
 from seerjax.kv.owner import BASE, Owner
 from seerjax.kv.pool import KVPool
+from seerjax.kv.windows import PageKind, Windows
 
 
 class KVSizes(NamedTuple):
   """Sizes of the pages of one instance.
 
   Attributes:
-    num_pages: number of pages, the reserved page included.
+    kinds: kinds of pages.
     page_size: positions per page.
+    split: positions that attention reads together.
     table_width: width of a row of the page table, in pages.
     enable_prefix_caching: whether pages are cached for sequences with the same prefix.
   """
 
-  num_pages: int
+  kinds: tuple[PageKind, ...]
   page_size: int
+  split: int
   table_width: int
   enable_prefix_caching: bool
+
+
+class _Part(NamedTuple):
+  """Pages of one kind that one program moves."""
+
+  kind: int
+  pages: list[int]
 
 
 class Memory:
   """The KV pages, their allocators, and the programs that move pages.
 
   Attributes:
+    pools: allocators of the first kind of pages, by instance.
     table_width: width of a row of the page table, in pages.
+    windows: pages of layers with windows.
   """
 
   def __init__(
@@ -61,9 +73,15 @@ class Memory:
 
     `fingerprint` returns the digest that identifies such pages in a shared store.
     """
-    self.pages = pages = make_pages()
+    self.pages: Any = make_pages()
+    pages = self.pages
     self._make_pages = make_pages
-    self.pools = [pages_lib.PagePool(sizes.num_pages, sizes.page_size) for _ in moves.mesh.devices]
+    num_pages, num_instances = sizes.kinds[0].num_pages, len(moves.mesh.devices)
+    self.pools = [pages_lib.PagePool(num_pages, sizes.page_size) for _ in range(num_instances)]
+    self.windows = Windows(
+      sizes.kinds, page_size=sizes.page_size, split=sizes.split, table_width=sizes.table_width,
+      num_instances=num_instances,
+    )  # fmt: skip
     self.kv_pool = kv_pool
     self.counters = counters
     self._fingerprint = fingerprint(pages)
@@ -78,10 +96,14 @@ class Memory:
       (leaf.dtype.name, (1, *shard[1:2]), tuple(shard[3:]))
       for leaf, shard in zip(leaves, shards, strict=True)
     }
-    of_instance = sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves)
-    self._page_bytes = of_instance // sizes.num_pages
-    # By instance and round: target pages (0 where the page is already cached) and the arrays.
-    self._arriving: list[list[tuple[list[int], Any]]] = [[] for _ in self.pools]
+    # By kind: bytes of one page.
+    self._page_bytes = [
+      sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(own))
+      // kind.num_pages
+      for kind, own in zip(sizes.kinds, map(self._of_kind, range(len(sizes.kinds))), strict=True)
+    ]
+    # By instance and round: kind, target pages (0 where the page is already cached) and arrays.
+    self._arriving: list[list[tuple[int, list[int], Any]]] = [[] for _ in self.pools]
 
   def hold(self, sequence: Holding, pages: list[int]) -> None:
     """Replaces a sequence's pages by `pages`."""
@@ -89,9 +111,7 @@ class Memory:
 
   def find(self, sequence: Holding, tokens: Sequence[int]) -> prefix_index.PrefixHit:
     """Returns the part of `tokens` that the sequence's instance has cached, if caching is on."""
-    if not self._reuse_prefixes:
-      return prefix_index.NO_HIT
-    return self.pools[sequence.instance].find(tokens, sequence.owner)
+    return self._find(sequence.instance, tokens, sequence.owner)
 
   def remember(
     self, sequence: Holding, tokens: Sequence[int], pages: Sequence[int] | None = None
@@ -103,14 +123,20 @@ class Memory:
     if self._reuse_prefixes:
       held = sequence.pages if pages is None else pages
       self.pools[sequence.instance].remember(tokens, held, sequence.owner)
+      if pages is None:
+        self.windows.remember(sequence, tokens)
 
   def release(self, sequence: Holding) -> None:
     """Frees a sequence's pages, wherever they are; they will have to be computed again."""
-    for page in sequence.pages:
-      self.pools[sequence.instance].release(page)
-    sequence.pages = []
+    self._release_pages(sequence)
     sequence.num_written = 0
     self.kv_pool.drop(sequence.name)
+
+  def release_passed(self, sequence: Holding) -> None:
+    """Releases a sequence's pages that no later row reads, because its layers have windows."""
+    if sequence.pages:
+      pool = self.pools[sequence.instance]
+      self.counters.passed_pages += self.windows.release_passed(sequence, pool)
 
   def publish(
     self, params: Any, policy_version: int, adapters: Mapping[str, Any] | None = None
@@ -136,6 +162,7 @@ class Memory:
     self.kv_pool.clear()
     for pool in self.pools:
       pool.forget_all()
+    self.windows.forget_all()
 
   def give_back(self) -> None:
     """Frees the devices' page memory; no page may be held, and the contents are lost."""
@@ -157,9 +184,10 @@ class Memory:
     """
     for pool in self.pools:
       pool.reset()
+    self.windows.reset()
     self._arriving = [[] for _ in self.pools]
     for sequence in sequences:
-      sequence.pages = []
+      sequence.pages, sequence.windows = [], []
       if sequence.name not in self.kv_pool:
         sequence.num_written = 0
     self.pages = None  # The step has donated the pages, or left an error in them.
@@ -171,31 +199,46 @@ class Memory:
     if source == instance or not sequence.pages:
       sequence.instance = instance
       return True
-    num_written = self._num_pages(sequence.num_written)
     shared = self._hold_start(pool, sequence)
-    if num_written - len(shared) > pool.num_available:
+    old = self.windows.written(sequence, 0)[len(shared) :]
+    if len(old) > pool.num_available or not self.windows.has_room(sequence, instance):
       for page in shared:
         pool.release(page)
       return False
-    fresh = pool.take(num_written - len(shared))
-    self._carry(source, sequence.pages[len(shared) : num_written], instance, fresh)
+    first, fresh = self.windows.first(0, sequence.num_written), pool.take(len(old))
+    windows = self.windows.take(sequence, instance)
+    self._carry(0, source, old, instance, fresh)
     self.counters.migrated_pages += len(fresh)
-    for page in sequence.pages:
-      self.pools[source].release(page)
-    sequence.instance = instance
-    self.hold(sequence, [*shared, *fresh])
+    for kind, window in enumerate(windows, 1):
+      self._carry(kind, source, self.windows.written(sequence, kind), instance, window.pages)
+      self.counters.migrated_pages += len(window.pages)
+    self._release_pages(sequence)
+    sequence.instance, sequence.windows = instance, windows
+    self.hold(sequence, [*[0] * first, *shared, *fresh])
     return True
+
+  def _release_pages(self, sequence: Holding) -> None:
+    for page in sequence.pages:
+      self.pools[sequence.instance].release(page)
+    self.windows.release(sequence)
+    sequence.pages = []
 
   def pull_prefix(
     self, tokens: Sequence[int], source: int, target: int, owner: Owner = BASE
   ) -> int:
-    """Copies whole pages of a prefix between instances; returns how many positions were copied."""
+    """Copies whole pages of a prefix between instances; returns how many positions were copied.
+
+    Pages of layers with windows are not copied: those of a prefix's end alone would serve no other
+    prefix.
+    """
+    if self.windows.is_needed:
+      return 0
     pool = self.pools[target]
     shared = self._hold_prefix(pool, tokens, owner)
     found = self._hold_prefix(self.pools[source], tokens, owner)
     wanted = found[len(shared) :]
     fresh = pool.take(min(len(wanted), pool.num_available))
-    self._carry(source, wanted[: len(fresh)], target, fresh)
+    self._carry(0, source, wanted[: len(fresh)], target, fresh)
     self.counters.pulled_pages += len(fresh)
     held = [*shared, *fresh]
     pool.remember(tokens[: len(held) * self._page_size], held, owner)
@@ -212,14 +255,14 @@ class Memory:
       The spilled sequences.
     """
     left: list[Holding] = []
-    leaving: list[tuple[Holding, list[list[int]], int]] = []
+    leaving: list[tuple[Holding, list[_Part], int]] = []
     for sequence in sequences:
       if not sequence.num_written:  # Paused before its first step: nothing to spill.
         self.release(sequence)
         left.append(sequence)
         continue
-      parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
-      count = sum(page_moves.bucket_for(len(part)) for part in parts)
+      parts = self._parts(sequence)
+      count = self._num_host_pages(parts)
       if not self.kv_pool.make_room(count + sum(entry[2] for entry in leaving)):
         self._take_off(leaving)  # These may then be moved on to the store.
         leaving = []
@@ -230,30 +273,42 @@ class Memory:
     self._take_off(leaving)
     return left
 
-  def _take_off(self, leaving: list[tuple[Holding, list[list[int]], int]]) -> None:
+  def _parts(self, sequence: Holding) -> list[_Part]:
+    """Returns the pages of a sequence that move with it, kind by kind, in rounds."""
+    return [
+      _Part(kind, part)
+      for kind in range(len(self.windows.kinds))
+      for part in page_moves.rounds(self.windows.written(sequence, kind))
+    ]
+
+  def _num_host_pages(self, parts: list[_Part]) -> int:
+    """Returns how many pages of all kinds together the padded rounds take."""
+    count = sum(page_moves.bucket_for(len(pages)) * self._page_bytes[kind] for kind, pages in parts)
+    return -(-count // sum(self._page_bytes))
+
+  def _take_off(self, leaving: list[tuple[Holding, list[_Part], int]]) -> None:
     """Copies sequences to the pool, several instances in one program, and frees their pages."""
     rounds = self._copied([(sequence, parts) for sequence, parts, _ in leaving])
     for sequence, parts, count in leaving:
-      self.counters.spilled_pages += sum(map(len, parts))
-      for page in sequence.pages:
-        self.pools[sequence.instance].release(page)
-      sequence.pages = []  # `num_written` stays: that many positions will be restored.
+      self.counters.spilled_pages += sum(len(part.pages) for part in parts)
+      self._release_pages(sequence)  # `num_written` stays: that many positions will be restored.
       written = sequence.tokens[: sequence.num_written]
       self.kv_pool.put(sequence.name, count, rounds[sequence], written, sequence.owner)
 
-  def _copied(
-    self, sequences: Sequence[tuple[Holding, list[list[int]]]]
-  ) -> dict[Holding, list[Any]]:
+  def _copied(self, sequences: Sequence[tuple[Holding, list[_Part]]]) -> dict[Holding, list[Any]]:
     """Returns copies of sequences' pages off the devices, by round."""
-    queues: list[list[tuple[Holding, list[int]]]] = [[] for _ in self.pools]
+    queues: list[list[tuple[Holding, _Part]]] = [[] for _ in self.pools]
     rounds: dict[Holding, list[Any]] = {}
     for sequence, parts in sequences:
       queues[sequence.instance] += [(sequence, part) for part in parts]
       rounds[sequence] = []
     while any(queues):
-      turn = _equal_heads(queues, lambda entry: page_moves.bucket_for(len(entry[1])))
-      ids = self._page_ids({instance: part for instance, (_, part) in turn.items()})
-      extracted = self._moves.extract(self.pages, ids)
+      turn = _equal_heads(
+        queues, lambda entry: (entry[1].kind, page_moves.bucket_for(len(entry[1].pages)))
+      )
+      ids = self._page_ids({instance: part.pages for instance, (_, part) in turn.items()})
+      kind = next(part.kind for _, part in turn.values())
+      extracted = self._moves.extract(self._of_kind(kind), ids)
       for instance, (sequence, _) in turn.items():
         rounds[sequence].append(self._moves.take_off(extracted, instance))
     return rounds
@@ -265,8 +320,7 @@ class Memory:
     written = sequence.tokens[: sequence.num_written]
     rounds = None
     if sequence.pages:
-      parts = page_moves.rounds(sequence.pages[: self._num_pages(sequence.num_written)])
-      rounds = self._copied([(sequence, parts)])[sequence]
+      rounds = self._copied([(sequence, self._parts(sequence))])[sequence]
     found = self.kv_pool.export(sequence.name, written, rounds, sequence.owner)
     if found is None:
       return None
@@ -290,18 +344,29 @@ class Memory:
     """
     pool = self.pools[sequence.instance]
     shared = self._hold_start(pool, sequence)
-    if num_pages - len(shared) + left > pool.num_available:
+    first = self.windows.first(0, sequence.num_written)
+    needed = num_pages - first - len(shared)
+    has_room = self.windows.has_room(sequence, sequence.instance)
+    if needed + left > pool.num_available or not has_room:
       for page in shared:
         pool.release(page)
       return False
-    self.hold(sequence, [*shared, *pool.take(num_pages - len(shared))])
+    self.hold(sequence, [*[0] * first, *shared, *pool.take(needed)])
+    sequence.windows = self.windows.take(sequence, sequence.instance)
     rounds = self.kv_pool.take(sequence.name)
     if rounds is None:
       self.release(sequence)
       return False
-    written = sequence.pages[: self._num_pages(sequence.num_written)]
-    targets = [0] * len(shared) + written[len(shared) :]
-    self._arriving[sequence.instance] += zip(page_moves.rounds(targets), rounds, strict=True)
+    targets = self._parts(sequence)
+    left_out = len(shared)
+    for place, (kind, pages) in enumerate(targets):
+      if not kind:  # Pages that are cached are not written.
+        count = min(left_out, len(pages))
+        targets[place] = _Part(kind, [0] * count + pages[count:])
+        left_out -= count
+    self._arriving[sequence.instance] += [
+      (kind, pages, arrays) for (kind, pages), arrays in zip(targets, rounds, strict=True)
+    ]
     return True
 
   def claim(self, sequence: Holding, manifest: KVManifest | None = None) -> None:
@@ -331,32 +396,60 @@ class Memory:
 
   def hold_found(self, sequence: Holding) -> list[int]:
     """Returns the cached whole pages of a sequence's tokens, with one more holder each."""
-    pool = self.pools[sequence.instance]
-    return self._hold_prefix(pool, sequence.tokens, sequence.owner)
+    pages = list(self.find(sequence, sequence.tokens).pages)
+    for page in pages:
+      self.pools[sequence.instance].hold(page)
+    return pages
 
   def settle(self) -> None:
     """Writes the queued restores."""
     while any(self._arriving):
-      turn = _equal_heads(self._arriving, lambda entry: entry[1][0][0].shape[2])
-      arrived = self._moves.put_on(self.pages, {i: parts for i, (_, parts) in turn.items()})
-      ids = self._page_ids({instance: part for instance, (part, _) in turn.items()})
-      self.pages = self._moves.insert(self.pages, ids, arrived)
+      turn = _equal_heads(self._arriving, lambda entry: (entry[0], entry[2][0][0].shape[2]))
+      kind = next(kind for kind, _, _ in turn.values())
+      own = self._of_kind(kind)
+      arrived = self._moves.put_on(own, {i: arrays for i, (_, _, arrays) in turn.items()})
+      ids = self._page_ids({instance: part for instance, (_, part, _) in turn.items()})
+      self._set_kind(kind, self._moves.insert(own, ids, arrived))
       self.counters.restored_pages += int(np.count_nonzero(ids))
 
-  def copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
-    """Copies pages (from, to) within each instance, in order."""
+  def copy(self, copies: Sequence[Sequence[tuple[int, int]]], kind: int = 0) -> None:
+    """Copies pages (from, to) of a kind within each instance, in order."""
     counts = np.asarray([len(own) for own in copies], np.int32)
     table = np.zeros((len(copies), counts.max(), 2), np.int32)
     for instance, own in enumerate(copies):
       table[instance, : len(own)] = np.asarray(own, np.int32).reshape(-1, 2)
     for part in page_moves.copy_rounds(table, counts):
-      self.pages = self._moves.copy(self.pages, part)
+      self._set_kind(kind, self._moves.copy(self._of_kind(kind), part))
 
-  def _num_pages(self, positions: int) -> int:
-    return -(-positions // self._page_size)
+  def _of_kind(self, kind: int) -> Any:
+    """Returns the pages of one kind."""
+    kinds = self.windows.kinds
+    return self.pages if len(kinds) == 1 else tuple(self.pages[i] for i in kinds[kind].entries)
+
+  def _set_kind(self, kind: int, pages: Any) -> None:
+    """Replaces the pages of one kind."""
+    kinds = self.windows.kinds
+    if len(kinds) == 1:
+      self.pages = pages
+      return
+    new = dict(zip(kinds[kind].entries, pages, strict=True))
+    self.pages = tuple(new.get(index, own) for index, own in enumerate(self.pages))
+
+  def _find(self, instance: int, tokens: Sequence[int], owner: Owner) -> prefix_index.PrefixHit:
+    """Returns the part of `tokens` that an instance has cached, if caching is on."""
+    if not self._reuse_prefixes:
+      return prefix_index.NO_HIT
+    if self.windows.is_needed:
+      return self.windows.find(self.pools[instance], instance, tokens, owner)
+    return self.pools[instance].find(tokens, owner)
 
   def _hold_start(self, pool: pages_lib.PagePool, sequence: Holding) -> list[int]:
-    """Holds and returns the whole pages of a sequence's written tokens that a pool has cached."""
+    """Holds and returns the whole pages of a sequence's written tokens that a pool has cached.
+
+    None if the sequence has given pages back.
+    """
+    if self.windows.first(0, sequence.num_written):
+      return []
     written = sequence.tokens[: sequence.num_written]
     return self._hold_prefix(pool, written, sequence.owner)
 
@@ -369,14 +462,14 @@ class Memory:
       pool.hold(page)
     return pages
 
-  def _carry(self, source: int, old: list[int], target: int, new: list[int]) -> None:
-    """Copies pages from instance to instance."""
+  def _carry(self, kind: int, source: int, old: list[int], target: int, new: list[int]) -> None:
+    """Copies pages of a kind from instance to instance."""
     for olds, news in zip(page_moves.rounds(old), page_moves.rounds(new), strict=True):
       moves = np.zeros((4, page_moves.bucket_for(len(olds))), np.int32)
       moves[0], moves[2] = source, target
       moves[1, : len(olds)], moves[3, : len(news)] = olds, news
-      self.pages = self._moves.move(self.pages, moves)
-    self.counters.peer_bytes += len(new) * self._page_bytes
+      self._set_kind(kind, self._moves.move(self._of_kind(kind), moves))
+    self.counters.peer_bytes += len(new) * self._page_bytes[kind]
 
   def _page_ids(self, by_instance: dict[int, list[int]]) -> np.ndarray:
     """Returns page ids i32[i, n], padded with page 0."""
@@ -387,7 +480,7 @@ class Memory:
     return ids
 
 
-def _equal_heads(queues: list[list[Any]], size: Callable[[Any], int]) -> dict[int, Any]:
-  """Pops the heads of the queues that have the first head's size; returns them by index."""
+def _equal_heads(queues: list[list[Any]], size: Callable[[Any], Any]) -> dict[int, Any]:
+  """Pops the heads of the queues that have the first head's kind and size, by index."""
   wanted = next(size(queue[0]) for queue in queues if queue)
   return {i: queue.pop(0) for i, queue in enumerate(queues) if queue and size(queue[0]) == wanted}

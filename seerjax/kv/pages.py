@@ -1,8 +1,8 @@
 """Allocator of the KV pages of one instance: holder counts, free pages and eviction.
 
-A page holds `page_size` consecutive positions of one token sequence, for every layer and head.
-Pages without a holder stay in the prefix cache (`PrefixIndex`) until their space is needed; the
-least recently used one is evicted first.
+A page holds `page_size` consecutive positions of one token sequence, for every head and for every
+layer of one kind (`windows`). Pages without a holder stay in the prefix cache (`PrefixIndex`) until
+their space is needed; the least recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from seerjax.kv.prefix_index import PrefixHit, PrefixIndex
 
 
 class PagePool:
-  """Pages 1 to num_pages - 1 of one instance; page 0 is the target of padded writes."""
+  """Pages 1 to num_pages - 1 of one instance.
+
+  Page 0 is the target of padded writes, and stands for a page that was given back; it has no
+  holder.
+  """
 
   def __init__(self, num_pages: int, page_size: int):
     if num_pages < 2:
@@ -50,12 +54,18 @@ class PagePool:
     """
     return self._index.find(tokens, owner)
 
+  def whole_pages(self, tokens: Sequence[int], owner: Owner = BASE) -> list[int]:
+    """Returns the cached page of each whole page of `tokens`, 0 for those that are not cached."""
+    return self._index.whole_pages(tokens, owner)
+
   def num_holders(self, page: int) -> int:
     """Returns the number of holders of a page."""
     return int(self._holders[page])
 
   def hold(self, page: int) -> None:
     """Adds a holder to a page that `find` returned."""
+    if not page:
+      return
     self._holders[page] += 1
     self._idle.pop(page, None)
 
@@ -83,6 +93,8 @@ class PagePool:
 
   def release(self, page: int) -> None:
     """Removes a holder; a page without holders stays cached if its tokens are known."""
+    if not page:
+      return
     assert self._holders[page] > 0, f"page {page} has no holder"
     self._holders[page] -= 1
     if self._holders[page] == 0:

@@ -148,5 +148,6 @@ class Pins:
       found, sequence.pages = sequence.pages, found
       self._memory.hold(sequence, sequence.pages)
       sequence.num_written = len(sequence.pages) * self._page_size
+      self._memory.windows.hold_cached(sequence)
     for page in found:
       self._memory.pools[sequence.instance].release(page)

@@ -85,18 +85,29 @@ class PrefixIndex:
         best, best_length = page, length
     return PrefixHit(tuple(pages), best, len(pages) * size + best_length)
 
+  def whole_pages(self, tokens: Sequence[int], owner: Owner = BASE) -> list[int]:
+    """Returns the cached page of each whole page of `tokens`, 0 for those that are not cached."""
+    size, pages, previous = self._page_size, [], owner.start
+    for index in range(len(tokens) // size):
+      previous = _digest(previous, tokens[index * size : (index + 1) * size])
+      pages.append(self._page_of.get(previous, 0))
+    return pages
+
   def remember(self, tokens: Sequence[int], pages: Sequence[int], owner: Owner = BASE) -> None:
     """Registers a sequence's computed prefix.
 
     Args:
       tokens: all tokens from position 0 with written keys and values.
-      pages: the sequence's pages.
+      pages: the sequence's pages, 0 for those that were given back.
       owner: the only owner for which the prefix is found.
     """
     size, previous = self._page_size, owner.start
     for index in range(-(-len(tokens) // size)):
       part = tuple(tokens[index * size : (index + 1) * size])
       page = pages[index]
+      if not page:
+        previous = _digest(previous, part)
+        continue
       known = self._followers[previous].get(page, ())
       if len(part) > len(known):
         self._followers[previous][page] = part

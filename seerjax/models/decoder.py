@@ -10,6 +10,7 @@ Decoders are hashable, and equal ones are equal keys of compiled programs.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -27,12 +28,16 @@ class PageLayout(NamedTuple):
 
   Attributes:
     axes: axes of one page of one head in each of a layer's arrays (`Traits.page_axes`).
-    num_pooled: number of layers that share one pool, a page's layers side by side; 0 if each layer
-      has arrays of its own, as few layers or those with keys of different shapes do.
+    num_pooled: number of layers that share pools, one for each kind of pages, a page's layers side
+      by side; 0 if each layer has arrays of its own, as few layers or those with keys of different
+      shapes do.
+    windows: kinds of pages, by the window of their layers: None for layers without one, which come
+      first, then windows in descending order.
   """
 
   axes: tuple[str, ...]
   num_pooled: int
+  windows: tuple[int | None, ...] = (None,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +67,9 @@ class Decoder:
     """Layout of keys and values."""
     count = self.shape.num_layers
     is_pooled = count > parameters.UNROLLED_LAYERS and self.shape.shares_kv_shape
-    return PageLayout(self.backend.traits.page_axes, count if is_pooled else 0)
+    windows = {kind.attention.window for kind in self.shape.layers}
+    ordered = sorted(windows, key=lambda window: -math.inf if window is None else -window)
+    return PageLayout(self.backend.traits.page_axes, count if is_pooled else 0, tuple(ordered))
 
   def on(self, mesh: jax.sharding.Mesh) -> Decoder:
     """Returns the decoder with its slabs spread over the model axis of a mesh."""

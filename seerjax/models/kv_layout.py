@@ -1,7 +1,11 @@
 """Layout of keys and values in pages. Other files see pages as a pytree with a page axis.
 
     up to `UNROLLED_LAYERS` layers    a pair f[k, m, z, c] for each, also if k or c differ
-    more                              one pair f[k, m, l, z, c], a page's layers side by side
+    more                              one pair f[k, m, l, z, c] for each kind of pages, a page's
+                                      layers side by side
+
+Layers with equal windows are of one kind of pages, and so are those without a window. Each kind has
+its own number of pages m, so that pages of layers with a window can be given back alone.
 
 The backend, which writes and reads the pages, defines the layout of one page of one head
 (`page_axes`): keys may be f[k, m, c, z], with the positions of a feature side by side.
@@ -9,6 +13,7 @@ The backend, which writes and reads the pages, defines the layout of one page of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +26,7 @@ from seerjax.models.decoder import Decoder
 
 # Keys and values of a layer, each f[k, m, z, c] unless the backend has other page axes.
 LayerPages = tuple[Array, ...]
-# One entry per layer, or a single one for all layers, f[k, m, l, z, c].
+# One entry per layer, or one for all layers of a kind of pages, f[k, m, l, z, c].
 Pages = tuple[LayerPages, ...]
 
 # The page axis m of every leaf; other files know no other axis of pages.
@@ -31,32 +36,64 @@ PAGE_AXIS = 1
 def empty_pages(
   decoder: Decoder,
   *,
-  num_pages: int,
+  num_pages: int | Sequence[int],
   page_size: int,
 ) -> Pages:
   """Returns zeroed pages of one instance; page 0 is the dump page for padding.
 
   One pair per layer, f[k, m, z, c], up to `UNROLLED_LAYERS` or if k or c differ between layers;
-  otherwise one pair f[k, m, l, z, c].
+  otherwise one pair f[k, m, l, z, c] for each kind of pages.
 
   Args:
     decoder: the model that computes the keys and values.
-    num_pages: m, page 0 included.
+    num_pages: m, page 0 included; several numbers are those of `PageLayout.windows`.
     page_size: z, positions of one page; a divisor of `kv_split`.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
   """
   check_page_size(page_size, decoder.numerics)
-  pooled, dtype = decoder.pages.num_pooled, decoder.numerics.dtype
-  layers = (pooled,) if pooled else ()
+  places, dtype = places_of(decoder), decoder.numerics.dtype
+  num_kinds = len(decoder.pages.windows)
+  counts = [num_pages] * num_kinds if isinstance(num_pages, int) else list(num_pages)
 
-  def of_layer(index: int) -> LayerPages:
-    heads = decoder.shape.layers[index].attention.num_kv_heads
+  def of_layer(index: int, layers: tuple[int, ...]) -> LayerPages:
+    heads, count = decoder.shape.layers[index].attention.num_kv_heads, counts[places[index].kind]
     shapes = _page_shapes(decoder, page_size, index)
-    return tuple(jnp.zeros((heads, num_pages, *layers, *page), dtype) for page in shapes)
+    return tuple(jnp.zeros((heads, count, *layers, *page), dtype) for page in shapes)
 
-  return tuple(of_layer(index) for index in range(1 if pooled else decoder.shape.num_layers))
+  if not decoder.pages.num_pooled:
+    return tuple(of_layer(index, ()) for index in range(decoder.shape.num_layers))
+  kinds = [place.kind for place in places]
+  return tuple(of_layer(kinds.index(k), (kinds.count(k),)) for k in range(num_kinds))
+
+
+class Place(NamedTuple):
+  """Place of a layer's keys.
+
+  Attributes:
+    kind: its kind of pages, an index into `PageLayout.windows`.
+    index: number of earlier layers of this kind.
+  """
+
+  kind: int
+  index: int
+
+
+def places_of(decoder: Decoder) -> list[Place]:
+  """Returns the place of each layer's keys."""
+  windows = decoder.pages.windows
+  kinds = [windows.index(layer.attention.window) for layer in decoder.shape.layers]
+  return [Place(kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)]
+
+
+def entries_of(decoder: Decoder) -> tuple[tuple[int, ...], ...]:
+  """Returns which entries of `Pages` are those of each kind of pages."""
+  kinds = range(len(decoder.pages.windows))
+  if decoder.pages.num_pooled:
+    return tuple((kind,) for kind in kinds)
+  own = [place.kind for place in places_of(decoder)]
+  return tuple(tuple(i for i, other in enumerate(own) if other == kind) for kind in kinds)
 
 
 class ScratchPages(NamedTuple):
@@ -99,7 +136,7 @@ def page_size_of(pages: Pages | ScratchPages, decoder: Decoder) -> int:
 
 
 def is_pool(pages: Pages | ScratchPages, decoder: Decoder) -> bool:
-  """Returns whether the pages of all layers are in one pool."""
+  """Returns whether the pages of all layers of a kind are in one pool."""
   if isinstance(pages, ScratchPages):
     return False
   # In addition to the axes of a page, a pool has axes of heads, pages and layers.

@@ -8,9 +8,9 @@ segment table and pages, and returns hidden rows and pages. `head` turns hidden 
 Up to `UNROLLED_LAYERS` layers are unrolled in the program. The weights of a deeper model are
 stacked, and one layer's program is looped over them (`stacked`), to the same bits; if layers of
 equal shapes have different kinds, a turn of the loop runs the layers of one period
-(`TransformerConfig.period`). Then the keys of all layers are in one pool, a page's layers side by
-side, and a page index includes the layer's index: the loop carry is updated in place, and no
-layer's pages are ever sliced out. Layers of different shapes are always unrolled.
+(`TransformerConfig.period`). Then the keys of all layers of a kind are in one pool, a page's layers
+side by side, and a page index includes the layer's index: the loop carry is updated in place, and
+no layer's pages are ever sliced out. Layers of different shapes are always unrolled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from seerjax.models import (
 from seerjax.models.decoder import Decoder
 from seerjax.models.parameters import Params
 from seerjax.ops import attention, tiles
-from seerjax.types import KeyCopies, TokenBatch
+from seerjax.types import KeyCopies, PageRows, TokenBatch
 
 # What a gradient keeps of the forward pass.
 Remat = Literal["none", "layer", "layer_offloaded"]
@@ -61,6 +61,7 @@ def forward(
   remat: Remat = "none",
   key_copies: KeyCopies | None = None,
   adapters: Int[Array, "n"] | None = None,
+  kinds: Sequence[PageRows] = (),
 ) -> tuple[Float[Array, "n d"], kv_layout.Pages]:
   """Runs every row through every layer.
 
@@ -79,6 +80,8 @@ def forward(
       attention, so that a token tree computes shared tokens once. It changes no row's bits.
     adapters: i32[n], index into `params["adapters"]` of each row, 0 for none (`models.adapters`);
       None if the weights have no adapters by row.
+    kinds: slots and page tables of the second and further kinds of pages; () if those of `batch`
+      are valid for all kinds.
 
   Returns:
     (hidden rows f[n, d] before the final norm, pages with the rows' keys and values; () for scratch
@@ -89,7 +92,7 @@ def forward(
     ValueError: for stacked layers with pages of single ones, or key copies with scratch pages,
       which nothing reads afterwards.
   """
-  x, pages, _ = _run(params, batch, pages, decoder, remat, key_copies, adapters)
+  x, pages, _ = _run(params, batch, pages, decoder, remat, key_copies, adapters, kinds=kinds)
   return x, pages
 
 
@@ -119,11 +122,13 @@ def _run(
   key_copies: KeyCopies | None = None,
   adapters: Array | None = None,
   watch: experts.Watch | None = None,
+  kinds: Sequence[PageRows] = (),
 ) -> tuple[Array, kv_layout.Pages, tuple[Any, ...]]:
   """Implements `forward` and `watched`."""
   config, numerics, backend = decoder.shape, decoder.numerics, decoder.backend
   num_rows = batch.tokens.shape[0]
-  batch = _whole_tiles(batch, backend)
+  of_kinds = [batch._replace(slots=one.slots, page_table=one.page_table) for one in kinds]
+  batch, *of_kinds = (_whole_tiles(one, backend) for one in (batch, *of_kinds))
   is_pool = kv_layout.is_pool(pages, decoder)
   is_scratch = isinstance(pages, kv_layout.ScratchPages)
   if is_scratch and key_copies is not None:
@@ -134,9 +139,12 @@ def _run(
   rotaries = dict.fromkeys(kind.attention.rotary for kind in config.layers)
   turns = {own: backend.turns(own, batch.positions, batch.num_rows) for own in rotaries}
   page_size = kv_layout.page_size_of(pages, decoder)
-  windows = dict.fromkeys(kind.attention.window for kind in config.layers)
-  rows_of = lambda window: attention.segment_rows(batch, numerics, page_size, window)
-  segment_rows = {window: rows_of(window) for window in windows}
+  windows, places = decoder.pages.windows, kv_layout.places_of(decoder)
+  batches = [batch, *of_kinds] if of_kinds else [batch] * len(windows)
+  segment_rows = [
+    attention.segment_rows(own, numerics, page_size, window)
+    for own, window in zip(batches, windows, strict=True)
+  ]
   chosen = None
   if "adapters" in params:
     assert adapters is not None and not is_scratch, "adapters by row are for batches of engines"
@@ -152,13 +160,16 @@ def _run(
     cos, sin = turns[shape.kind.attention.rotary]
     inputs = Stage(shape, decoder.axis, model_attention.input_rows)
     outputs = Stage(shape, decoder.axis, mlp.output_rows)
-    own_kind = shape.kind.attention
-    rows, own_batch, copies = segment_rows[own_kind.window], batch, key_copies
+    own_kind, pages_kind = shape.kind.attention, places[place].kind
+    rows, own_batch, copies = segment_rows[pages_kind], batches[pages_kind], key_copies
+    if kinds and pages_kind and copies is not None:
+      copies = copies._replace(slots=kinds[pages_kind - 1].copy_slots)
     if is_pool:
-      own_page = lambda page: kv_layout.page_in_pool(page, index, config.num_layers)
+      own_index, count = _in_pool(decoder, places, index, place)
+      own_page = lambda page: kv_layout.page_in_pool(page, own_index, count)
       own_slots = lambda slots: own_page(slots // page_size) * page_size + slots % page_size
-      own_batch = batch._replace(
-        slots=own_slots(batch.slots), page_table=own_page(batch.page_table)
+      own_batch = own_batch._replace(
+        slots=own_slots(own_batch.slots), page_table=own_page(own_batch.page_table)
       )
       rows = rows._replace(page_table=own_page(rows.page_table))
       if copies is not None:
@@ -195,7 +206,7 @@ def _run(
   if is_scratch:
     (x, kept), pages = _with_scratch(decoder, remat, pages, layer, x, params), ()
   elif is_pool:
-    x, pages, kept = _with_pool(decoder, layer, x, params, pages[0])
+    x, pages, kept = _with_pools(decoder, layer, x, params, pages)
   elif parameters.is_stacked(params):
     raise ValueError(
       f"forward: got stacked layers and a pair of pages for each of {len(pages)}, expected one pool"
@@ -307,21 +318,46 @@ def _of_place(weights: Params, place: int, period: int) -> Params:
   return weights if period == 1 else jax.tree.map(lambda leaf: leaf[place], weights)
 
 
-def _with_pool(
+def _in_pool(
+  decoder: Decoder, places: Sequence[kv_layout.Place], index: Array | int, place: int
+) -> tuple[Array | int, int]:
+  """Returns the place of layer `index`, of the kind of layer `place`, in the pool of its kind.
+
+  Returns:
+    (number of earlier layers in the pool, number of all its layers).
+  """
+  if len(decoder.pages.windows) == 1:
+    return index, decoder.shape.num_layers
+  period = decoder.shape.period
+  kinds, own = [one.kind for one in places], places[place].kind
+  in_period, before = kinds[:period].count(own), kinds[: place % period].count(own)
+  return index // period * in_period + before, kinds.count(own)
+
+
+def _with_pools(
   decoder: Decoder,
   layer: Any,
   x: Array,
   params: Params,
-  pool: kv_layout.LayerPages,
+  pools: kv_layout.Pages,
 ) -> tuple[Array, kv_layout.Pages, Sequence[Any]]:
-  """Runs `layer` once per layer on one pool of pages f[k, m, l, ...], updated in place.
+  """Runs `layer` once per layer on pools of pages f[k, m, l, ...], updated in place.
 
   Also returns what each layer keeps.
   """
-  shapes = [leaf.shape for leaf in pool]
-  count, num_layers, period = shapes[0][2], decoder.shape.num_layers, decoder.shape.period
-  assert count == num_layers, f"got pages of {count} layers of {num_layers}"
-  own = kv_layout.flat_pool(pool)
+  kinds = [one.kind for one in kv_layout.places_of(decoder)]
+  num_layers, period = decoder.shape.num_layers, decoder.shape.period
+  counts = [pool[0].shape[2] for pool in pools]
+  expected = [kinds.count(kind) for kind in range(len(decoder.pages.windows))]
+  assert counts == expected, f"got pages of {counts} layers, expected {expected}"
+  shapes = jax.tree.map(lambda leaf: leaf.shape, pools)
+  flat = tuple(map(kv_layout.flat_pool, pools))
+
+  def run(x: Array, weights: Params, flat: Any, index: Array | int, place: int) -> Any:
+    kind = kinds[place]
+    x, own, seen = layer(x, weights, flat[kind], index, place)
+    return x, (*flat[:kind], own, *flat[kind + 1 :]), seen
+
   if parameters.is_stacked(params):
     # Slabs are read one by one where they are multiplied; slicing out a layer would copy it.
     layers = params["layers"]
@@ -336,25 +372,25 @@ def _with_pool(
         index = number if period == 1 else number * period + place
         slabs = {name: tiles.LayerSlabs(layers[name], index) for name in names}
         own_weights = _of_place(weights, place, period) | slabs
-        *carry, seen = layer(carry[0], own_weights, carry[1], index, place)
+        *carry, seen = run(carry[0], own_weights, carry[1], index, place)
         kept.append(seen)
       return tuple(carry), kept
 
     numbers = jnp.arange(num_layers // period, dtype=jnp.int32)
-    (x, own), kept = lax.scan(body, (x, own), (_by_period(rest, period), numbers))
+    (x, flat), kept = lax.scan(body, (x, flat), (_by_period(rest, period), numbers))
     kept = _by_layer(kept, num_layers // period)
   else:
     kept = []
     for index, weights in enumerate(params["layers"]):
-      x, own, seen = layer(x, weights, own, index, index)
+      x, flat, seen = run(x, weights, flat, index, index)
       kept.append(seen)
-  pool = tuple(leaf.reshape(shape) for leaf, shape in zip(own, shapes, strict=True))
+  pools = jax.tree.map(lambda leaf, shape: leaf.reshape(shape), flat, shapes)
   x = _without_gradient(
     x,
     "pages that all layers share, expected one through ScratchPages (each layer would have kept all"
     " pages); pass ScratchPages",
   )
-  return x, (pool,), kept
+  return x, pools, kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

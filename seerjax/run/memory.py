@@ -109,11 +109,11 @@ def memory_plan(programs: Programs) -> MemoryPlan:
       f" ({plan.describe()}), expected room for a context of {context};"
       f" {sizes.held_by_pages(engine)}, or lower EngineConfig.max_model_len."
     )
-  page = sizes.page_bytes(decoder, page_size=engine.page_size) // config.tensor_parallel_size
+  pages = sizes.pages_bytes(engine, decoder) // config.tensor_parallel_size
   return plan._replace(
     engine=engine,
-    pages=engine.num_pages * page,
-    others=others + (num_devices - 1) * engine.num_pages * page if is_cpu else 0,
+    pages=pages,
+    others=others + (num_devices - 1) * pages if is_cpu else 0,
   )
 
 

@@ -31,10 +31,11 @@ from seerjax.models.decoder import decide
 
 BLOCKS = 26  # Models of the long run.
 # First number of fresh cases, beyond the long run's.
-FRESH, ENVIRONMENT, TWINS, RULES, EXPERTS, KINDS = (
-  (BLOCKS + place) * OF_A_MODEL for place in range(6)
+FRESH, ENVIRONMENT, TWINS, RULES, EXPERTS, WINDOWS, KINDS = (
+  (BLOCKS + place) * OF_A_MODEL for place in range(7)
 )
 KIND_BLOCKS = 60  # Models of layer kinds drawn at random, in the long run.
+WINDOW_BLOCKS = 20  # Models with short windows, in the long run.
 
 
 @pytest.mark.few(1)
@@ -56,8 +57,17 @@ def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
     (drawn_models.with_windows, RULES, "native"),
     (drawn_models.with_experts, EXPERTS, "tiled"),
     (drawn_models.with_experts, EXPERTS, "native"),
+    (drawn_models.with_short_windows, WINDOWS, "tiled"),
+    (drawn_models.with_short_windows, WINDOWS, "native"),
   ],
-  ids=["windows", "windows native", "experts", "experts native"],
+  ids=[
+    "windows",
+    "windows native",
+    "experts",
+    "experts native",
+    "short windows",
+    "short windows native",
+  ],
 )
 def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, backend, seed, tell_events):
   events = collections.Counter()
@@ -68,6 +78,8 @@ def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, backend, 
   for case in cases:
     model_cases.run_case(case, events, trains=case is cases[0])
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  if first == WINDOWS:
+    expected += model_cases.OF_WINDOWS
   tell_events(f"a fresh model {drawn.__name__}, {backend}", events, expected)
 
 
@@ -85,6 +97,21 @@ def test_no_model_of_drawn_kinds_changes_a_bit(block, seed, tell_events):
     model_cases.run_case(case, events)
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   tell_events(f"kinds, block {block}", events, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", range(WINDOW_BLOCKS))
+def test_no_model_that_gives_pages_back_changes_a_bit(block, seed, tell_events):
+  events = collections.Counter()
+  first = KINDS + OF_A_MODEL * (KIND_BLOCKS + block)
+  cases = [
+    drawn_models.with_short_windows(drawn_models.draw(seed, first + place))
+    for place in range(OF_A_MODEL)
+  ]
+  for case in cases:
+    model_cases.run_case(case, events)
+  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  tell_events(f"windows, block {block}", events, [*expected, *model_cases.OF_WINDOWS])
 
 
 @pytest.mark.long

@@ -45,6 +45,27 @@ def test_pages_that_fit_is_memory_over_the_bytes_of_a_page():
   assert sizes.pages_that_fit(DECODER, page_size=8, memory_bytes=memory - 1) == 9
 
 
+def test_layers_with_a_window_have_fewer_pages_so_that_longer_contexts_fit():
+  window = 8
+  kinds = [MODEL.layers[0], MODEL.layers[0].changed(window=window)]
+  decoder = decide(dataclasses.replace(MODEL, layers=tuple(kinds)), NUMERICS)
+  of_layer = PAGE_BYTES // 2
+  assert sizes.kind_bytes(decoder, page_size=8) == (of_layer, of_layer)
+  config = dataclasses.replace(OPEN, decode_steps_per_call=1, max_model_len=800)
+  counts = lambda num_pages: sizes.page_counts(config, decoder, num_pages=num_pages, max_num_seqs=2)
+  # Twice two sequences with 8 + 16 + 8 positions and a further page, 16 rows, and the reserved one.
+  assert counts(1000) == (1000, 1 + 2 * 2 * 5 + 2) and counts(9) == (9, 9)
+  fit = lambda pages, most: sizes.pages_that_fit(
+    decoder, page_size=8, memory_bytes=pages * of_layer, most=most
+  )
+  assert [fit(pages, (1000, 23)) for pages in (10, 46, 47, 123)] == [5, 23, 24, 100]
+  assert fit(123, ()) == 61
+  found = sizes.fitted(
+    dataclasses.replace(config, max_num_seqs=2), decoder, free_bytes=224 * of_layer / 0.4
+  )
+  assert found.num_pages == 201 and sizes.pages_bytes(found, decoder) == 224 * of_layer
+
+
 def test_zeros_are_filled_from_free_memory():
   # A context is four pages; four sequences want sixteen and the reserved one.
   plenty = fitted(OPEN, 1000)
@@ -179,7 +200,7 @@ def test_the_plan_says_what_was_allocated():
   place = jax.sharding.NamedSharding(parallel.make_mesh(tensor_parallel_size=8), jax.P("model"))
   line = sizes.described(
     word_engine.make_engine().config,
-    DECODER.backend,
+    DECODER,
     data_parallel_size=1,
     allocated=(
       jnp.zeros(2**18, jnp.float32, device=place),

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import config as model_config, parameters, presets
+from seerjax.engine import sizes
+from seerjax.models import config as model_config, kv_layout, parameters, presets
 from seerjax.models.decoder import decide
 from seerjax.ops import rotary
 
@@ -96,3 +97,18 @@ def test_presets_cannot_be_changed():
 def test_an_unknown_name_is_refused():
   with pytest.raises(ValueError, match="presets.get: got 'gpt-2', expected one of .*'qwen3-8b'"):
     presets.get("gpt-2")
+
+
+@pytest.mark.parametrize(
+  "name, expected", [("qwen3-30b-a3b", 98_304), ("qwen3-235b-a22b", 192_512)]
+)
+def test_bytes_of_keys_and_values_a_token_are_the_formula_and_the_arrays(name, expected):
+  config = presets.get(name)
+  kind = config.layers[0].attention
+  assert 2 * 2 * config.num_layers * kind.num_kv_heads * kind.head_dim == expected
+  numerics = numerics_lib.NumericsConfig(backend="tiled", compute_dtype="bfloat16")
+  decoder = decide(config, numerics)
+  pages = jax.eval_shape(lambda: kv_layout.empty_pages(decoder, num_pages=1, page_size=16))
+  num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+  assert num_bytes == 16 * expected == 16 * 2 * config.kv_features
+  assert sizes.page_bytes(decoder, page_size=16) == num_bytes

@@ -275,6 +275,35 @@ def with_rules(case: Case) -> Case:
   return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
 
 
+def with_short_windows(case: Case) -> Case:
+  """Works like `with_windows`, with windows and splits so short that pages are given back."""
+  rng = np.random.default_rng((case.seed, case.number // OF_A_MACHINE, 10))
+  case = with_windows(case)
+  model, sizes = case.model, case.machine.sizes
+  of_model = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 9))
+  # Mostly two kinds of pages; the first layer decides whether one of them is without a window.
+  windows = [_pick(of_model, None, None, 24), int(of_model.integers(1, 13))]
+  windows += [_pick(of_model, *windows, int(of_model.integers(1, 21))) for _ in range(2)]
+  count = max(2, model.config.num_layers)
+  kinds = (*model.config.layers, model.config.layers[-1])[:count]
+  config = dataclasses.replace(
+    model.config,
+    layers=tuple(kind.changed(window=at) for kind, at in zip(kinds, windows, strict=False)),
+  )
+  split = _pick(of_model, 2, 4, 8)
+  numerics = dataclasses.replace(model.numerics, kv_split=split)
+  page_size = _divisor(rng, split)
+  pages = 1 + int(-(-MAX_TOKENS // page_size) * _pick(rng, 1.0, 1.5, 3.0))
+  model = dataclasses.replace(
+    model, config=config, numerics=numerics, train_page_size=_divisor(of_model, split)
+  )
+  sizes = dataclasses.replace(sizes, page_size=page_size, num_pages=pages)
+  machine = dataclasses.replace(case.machine, model=model, sizes=sizes)
+  # Its own pages are smaller than those that were drawn, so more of them are in host memory.
+  host_pages = _room(sizes) if case.host_pages == _room(case.machine.sizes) else case.host_pages
+  return dataclasses.replace(case, machine=machine, host_pages=max(host_pages, _room(sizes)))
+
+
 def _pick(rng: np.random.Generator, *choices: Any) -> Any:
   return choices[int(rng.integers(len(choices)))]
 

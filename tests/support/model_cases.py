@@ -62,6 +62,7 @@ EVENTS = (
   "penalised",
 )
 OF_DRAFTS = ("drafted tokens", "accepted tokens")
+OF_WINDOWS = ("pages given back by windows", "windows that begin inside a split")
 
 
 class Schedule:
@@ -103,6 +104,17 @@ class Schedule:
       args = suffix_tree.SpeculationArgs(top_k=case.suffix_paths, min_token_prob=0.01)
       self.guesser = suffix_drafter.SuffixDrafter(args, budget=None)
     self.engine = self.make_engine(drafter=self.guesser, kv_pool=self.pool)
+    self._shorten_windows()
+
+  def _shorten_windows(self) -> None:
+    """Leaves few pages for layers with windows: enough for one request, or a few more."""
+    windows = self.engine.memory.windows
+    for pools in windows.pools:
+      for kind, pool in zip(windows.kinds[1:], pools, strict=True):
+        positions = kind.window + self.case.model.numerics.kv_split
+        left = 1 - -positions // pool.page_size + int(self.rng.integers(4))
+        pool.take(max(0, pool.num_available - left))
+    self.left_in_windows = [[pool.num_available for pool in pools] for pools in windows.pools]
 
   def drawn_requests(self) -> list[Request]:
     """Returns the requests."""
@@ -242,6 +254,7 @@ class Schedule:
       ("side paths", counters.side_paths),
       ("positions reused", counters.reused_tokens),
       ("pages copied", counters.page_copies),
+      ("pages given back by windows", counters.passed_pages),
       ("steps", counters.steps),
       ("tokens", counters.sampled_tokens),
       ("pages migrated", self.engine.counters.migrated_pages),
@@ -256,6 +269,8 @@ class Schedule:
     engine, usable = self.engine, self.case.machine.sizes.num_pages - 1
     free = [engine.chunks.free_pages(instance) for instance in range(engine.data_parallel_size)]
     assert free == [usable] * engine.data_parallel_size, f"got free pages {free}, expected {usable}"
+    pools = engine.memory.windows.pools
+    assert [[pool.num_available for pool in own] for own in pools] == self.left_in_windows
     assert not self.pool.num_host_pages
     for _ in range(PIN_STEPS):  # Pins that no request needs expire after this many steps.
       self.pool.advance()
@@ -293,6 +308,7 @@ def run_case(
         if not tiny_model.same(found[name], wanted):
           differing.append(f"{request}: got {found[name]}, expected {wanted}")
         count_request(request, events)
+        _count_windows(case.model, request, wanted, events)
       assert not differing, f"{len(differing)} of {len(found)} requests differ: {differing[0]}"
       if drawn_models.has_experts(case.model.config):
         _count_routes(case.model, schedule.requests, found, events)
@@ -331,6 +347,17 @@ def count_request(request: Request, events: collections.Counter[str]) -> None:
   events["biased"] += bool(sampling.logit_bias)
   events["grammars"] += bool(sampling.allowed_token_ranges)
   events["penalised"] += sampling.has_penalties
+
+
+def _count_windows(
+  model: Model, request: Request, completion: Completion, events: collections.Counter[str]
+) -> None:
+  """Counts rows of a response with a window that begins inside a split, for each window."""
+  rows = range(len(request.prompt), len(request.prompt) + len(completion.tokens))
+  for window in {layer.attention.window for layer in model.config.layers} - {None}:
+    firsts = (row - window + 1 for row in rows)
+    inside = sum(first > 0 and first % model.numerics.kv_split != 0 for first in firsts)
+    events["windows that begin inside a split"] += inside
 
 
 EXPERT_EVENTS = ("experts with no row", "experts with one row", "experts with all rows")
