@@ -17,57 +17,30 @@ route is the set of experts of one token in one layer.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags, logging
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import measure as measure_lib
 from seerjax import metrics, numerics as numerics_lib, parallel, rl
 from seerjax.engine import engine as engine_lib
-from seerjax.models import flax_module, kv_layout, parameters, transformer
-from seerjax.models.decoder import Decoder, decide
+from seerjax.models import parameters
+from seerjax.models.decoder import decide
 from seerjax.models.loading import Model
 from seerjax.rollout import groups
-from seerjax.run import policy as policy_lib, presets as run_presets
+from seerjax.run import policy as policy_lib, presets as run_presets, routes as routes_lib
 from seerjax.run.config import RunConfig
 from seerjax.run.policy import Policy
 from seerjax.tasks import loading
-from seerjax.types import Request, SamplingParams, Task, TokenBatch
+from seerjax.types import Request, SamplingParams, Task
 
 BACKENDS = ("native", "tiled", "untiled")
 NUM_ANSWERS, MAX_TOKENS = 64, 128
-SEQUENCES_AT_ONCE = 8  # Of the trainer's pass.
 ROUTES = "routes.json"
-
-
-class Answers(NamedTuple):
-  """Prompts with answers of equal padded length.
-
-  Attributes:
-    tokens: i32[b, t].
-    lengths: i64[b], tokens without padding.
-  """
-
-  tokens: np.ndarray
-  lengths: np.ndarray
-
-
-class Compared(NamedTuple):
-  """Routes of one set of weights.
-
-  Attributes:
-    num_routes: tokens times layers with experts.
-    num_differing: how many of them differ between the two passes.
-  """
-
-  num_routes: int
-  num_differing: int
 
 
 def config_of(model: str, backend: Any, compute_dtype: Any, num_steps: int) -> RunConfig:
@@ -77,7 +50,7 @@ def config_of(model: str, backend: Any, compute_dtype: Any, num_steps: int) -> R
   return dataclasses.replace(base, model=model, numerics=numerics, num_steps=num_steps)
 
 
-def initial_answers(config: RunConfig, policy: Policy, task: Task) -> Answers:
+def initial_answers(config: RunConfig, policy: Policy, task: Task) -> routes_lib.Answers:
   """Returns answers to training problems, sampled from the initial weights."""
   numerics = config.numerics
   decoder = decide(policy.model, numerics)
@@ -101,83 +74,7 @@ def initial_answers(config: RunConfig, policy: Policy, task: Task) -> Answers:
   whole = [(*prompt, *one.tokens) for prompt, one in zip(prompts, completions, strict=True)]
   longest = max(map(len, whole))
   tokens = np.asarray([[*one, *[0] * (longest - len(one))] for one in whole], np.int32)
-  return Answers(tokens, np.asarray([len(one) for one in whole]))
-
-
-def _ids(_: Any, rule: Any, weights: Any, normed: Any, ids: jax.Array, num_rows: Any) -> jax.Array:
-  """Keeps the experts of each row (`models.experts.Watch`)."""
-  return ids
-
-
-def whole_routes(params: parameters.Params, tokens: np.ndarray, decoder: Decoder) -> np.ndarray:
-  """Returns i32[l, b, t, e], the experts of each token as a pass over whole sequences chooses."""
-  size, length = SEQUENCES_AT_ONCE, tokens.shape[1]
-  page_size = min(decoder.numerics.kv_split, 64)
-  batch, num_pages = flax_module.sequences_batch(size, length, decoder.numerics, page_size)
-  pages = kv_layout.ScratchPages(num_pages, page_size)
-  program = _whole_program(decoder, pages)
-  parts = []
-  for first in range(0, len(tokens), size):
-    own = batch._replace(tokens=tokens[first : first + size].reshape(-1))
-    kept = np.asarray(program(params, jax.tree.map(jnp.asarray, own)))
-    parts.append(kept[:, : size * length].reshape(len(kept), size, length, -1))
-  return np.concatenate(parts, axis=1)
-
-
-@functools.lru_cache(maxsize=4)
-def _whole_program(decoder: Decoder, pages: kv_layout.ScratchPages) -> Any:
-  def run(params: parameters.Params, batch: TokenBatch) -> jax.Array:
-    return jnp.stack(transformer.watched(params, batch, pages, decoder=decoder, watch=_ids)[2])
-
-  return jax.jit(run)
-
-
-def decoded_routes(params: parameters.Params, tokens: np.ndarray, decoder: Decoder) -> np.ndarray:
-  """Returns i32[l, b, t, e], the experts of each token as steps of one token a sequence choose."""
-  num_sequences, length = tokens.shape
-  page_size = min(decoder.numerics.kv_split, 64)
-  per_split = decoder.numerics.kv_split // page_size
-  width = -(-length // decoder.numerics.kv_split) * per_split
-  pages = kv_layout.empty_pages(decoder, num_pages=1 + num_sequences * width, page_size=page_size)
-  sequence = np.arange(num_sequences, dtype=np.int32)
-  table = (1 + sequence[:, None] * width + np.arange(width)[None]).astype(np.int32)
-  program, parts = _step_program(decoder), []
-  for position in range(length):
-    # Any: the records are typed for device arrays, and this one is built on the host.
-    fields: dict[str, Any] = dict(
-      tokens=tokens[:, position],
-      positions=np.full(num_sequences, position, np.int32),
-      slots=table[:, position // page_size] * page_size + position % page_size,
-      num_rows=np.int32(num_sequences),
-      segment_start=sequence,
-      segment_length=np.ones(num_sequences, np.int32),
-      page_table=table,
-      num_segments=np.int32(num_sequences),
-    )
-    batch = jax.tree.map(jnp.asarray, TokenBatch(**fields))
-    pages, kept = program(params, pages, batch)
-    parts.append(np.asarray(kept)[:, :num_sequences])
-  return np.stack(parts, axis=2)
-
-
-@functools.lru_cache(maxsize=4)
-def _step_program(decoder: Decoder) -> Any:
-  def run(
-    params: parameters.Params, pages: kv_layout.Pages, batch: TokenBatch
-  ) -> tuple[kv_layout.Pages, jax.Array]:
-    _, pages, kept = transformer.watched(params, batch, pages, decoder=decoder, watch=_ids)
-    return pages, jnp.stack(kept)
-
-  return jax.jit(run, donate_argnums=1)
-
-
-def compare(params: parameters.Params, answers: Answers, decoder: Decoder) -> Compared:
-  """Counts the routes that differ between decoding and a pass over whole sequences."""
-  decoded = decoded_routes(params, answers.tokens, decoder)
-  whole = whole_routes(params, answers.tokens, decoder)
-  is_token = np.arange(answers.tokens.shape[1])[None] < answers.lengths[:, None]
-  differs = np.any(decoded != whole, axis=-1) & is_token[None]
-  return Compared(int(is_token.sum()) * len(decoded), int(differs.sum()))
+  return routes_lib.Answers(tokens, np.asarray([len(one) for one in whole]))
 
 
 def run_one(config: RunConfig, directory: pathlib.Path) -> None:
@@ -194,7 +91,7 @@ def run_one(config: RunConfig, directory: pathlib.Path) -> None:
 
   def on_step(step: int, state: Any, values: Any) -> None:
     params = parameters.compute_params(jax.device_get(state.params), decoder.numerics)
-    found[str(step)] = one = compare(params, answers, decoder)
+    found[str(step)] = one = routes_lib.compare(params, answers, decoder)
     path.write_text(json.dumps(found))
     measure_lib.say(f"  {backend}, step {step}: {one.num_differing} of {one.num_routes} differ")
 

@@ -26,7 +26,6 @@ import numpy as np
 import tiny_model
 import trainers
 
-from experiments.learning import moe_routes
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.engine import engine as engine_lib, runner as runner_lib
 from seerjax.kv.disk_store import DiskStore
@@ -34,6 +33,7 @@ from seerjax.kv.pool import PIN_STEPS, KVPool, KVPoolConfig
 from seerjax.layer_kinds import Experts
 from seerjax.models.decoder import decide
 from seerjax.ops import sampling as sampling_lib
+from seerjax.run import routes as routes_lib
 from seerjax.speculation import suffix_drafter, suffix_tree
 from seerjax.trainer import losses, packing, step
 from seerjax.types import Completion, Request, Rollout
@@ -374,7 +374,7 @@ def _count_routes(
   tokens = np.zeros((MOST_REQUESTS, drawn_models.MAX_TOKENS), np.int32)
   for place, one in enumerate(whole):
     tokens[place, : len(one)] = one
-  ids = moe_routes.whole_routes(
+  ids = routes_lib.whole_routes(
     drawn_models.params_of(model), tokens, decide(model.config, model.numerics)
   )
   num_experts = next(
