@@ -5,10 +5,10 @@
     seerjax check --config.model=DIRECTORY [--config.text=FILE] [--config.python=PYTHON]
 
 A model is read, run and measured: its needs on this machine, equal bits in every batch and in the
-trainer, its perplexity on a text, and its logits and greedy tokens compared with those of
-`transformers` if this Python or another one has it. Several at once are checked one after the
-other; with a model, a task's prompts are counted in its tokens, otherwise in nano's. It samples, so
-it may miss a mistake. Exit status: 0 without errors, 2 with one.
+trainer, its perplexity on a text, and its logits, greedy tokens and sets of experts compared with
+those of `transformers` if this Python or another one has it. Several at once are checked one after
+the other; with a model, a task's prompts are counted in its tokens, otherwise in nano's. It
+samples, so it may miss a mistake. Exit status: 0 without errors, 2 with one.
 """
 
 from __future__ import annotations
@@ -203,6 +203,8 @@ def check_numbers(name: str, text: str, python: str) -> Iterator[str]:
   train.check_model(policy, programs, say=found.append)
   yield from found
   model = loading.load_model(name, numerics)
+  if model.config.routings:
+    yield f"routes: {parity.route_disagreements(model)}"
   if text:
     value, count = parity.perplexity(model, pathlib.Path(text).read_text())
     yield f"perplexity of {text}: {value:.2f} over {count:,} tokens"

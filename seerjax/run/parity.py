@@ -26,10 +26,11 @@ from seerjax.engine import engine as engine_lib
 from seerjax.models import flax_module, parameters
 from seerjax.models.decoder import Decoder
 from seerjax.models.loading import Model
-from seerjax.run import transformers_side
+from seerjax.run import routes as routes_lib, transformers_side
 from seerjax.types import Request, SamplingParams
 
 NUM_TOKENS = 64  # Greedy tokens of each prompt.
+MARGIN = 1e-5  # Least difference of two probabilities that decides which expert is chosen.
 WINDOW = 512  # Tokens of a text that see one another.
 TEXTS = (
   "The capital of France is",
@@ -46,16 +47,41 @@ class Finding(NamedTuple):
     logit_gap: largest difference of two logits, relative to the largest logit.
     num_equal: greedy tokens that are equal up to the first difference, over all prompts.
     num_tokens: greedy tokens of all prompts.
+    routes: sets of experts that are compared; None for a model without experts.
   """
 
   logit_gap: float
   num_equal: int
   num_tokens: int
+  routes: Routes | None = None
 
   def __str__(self) -> str:
-    return (
+    line = (
       f"logits differ by at most {self.logit_gap:.1e} of the largest, {self.num_equal} of"
       f" {self.num_tokens} greedy tokens are equal"
+    )
+    return line if self.routes is None else f"{line}, {self.routes}"
+
+
+class Routes(NamedTuple):
+  """Sets of experts of tokens in layers, compared with those of `transformers`.
+
+  Attributes:
+    num_equal: equal sets.
+    num_compared: sets that are compared.
+    num_close: sets that are left out, as the last chosen and the first other expert have
+      probabilities that differ by less than `MARGIN` in `transformers`.
+  """
+
+  num_equal: int
+  num_compared: int
+  num_close: int
+
+  def __str__(self) -> str:
+    share = 100 * self.num_equal / max(self.num_compared, 1)
+    return (
+      f"{share:.2f} % of {self.num_compared:,} sets of experts are equal ({self.num_close:,} with a"
+      f" margin below {MARGIN:g} are left out)"
     )
 
 
@@ -84,7 +110,61 @@ def compare(model: Model, directory: str | os.PathLike[str], python: str = "") -
     gaps.append(np.max(np.abs(ours[name] - expected)) / np.max(np.abs(expected)))
     is_equal = np.asarray(answer) == theirs[f"{name}.tokens"]
     num_equal += len(answer) if is_equal.all() else int(np.argmin(is_equal))
-  return Finding(float(max(gaps)), num_equal, NUM_TOKENS * len(prompts))
+  found = Finding(float(max(gaps)), num_equal, NUM_TOKENS * len(prompts))
+  if not model.config.routings:
+    return found
+  return found._replace(routes=compare_routes(model, prompts, theirs))
+
+
+def compare_routes(
+  model: Model, prompts: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
+) -> Routes:
+  """Compares sets of experts with those of `transformers`.
+
+  Args:
+    model: the model.
+    prompts: i64[t] ids of each prompt.
+    theirs: f32[l, t, E] of each prompt, logits of the routers, under its name and ".routers".
+  """
+  answers = _padded(prompts)
+  ours = routes_lib.whole_routes(model.params, answers.tokens, model.decoder)
+  rules = list(model.config.routings.values())
+  num_equal = num_compared = num_close = 0
+  for place, (name, ids) in enumerate(prompts.items()):
+    for layer, rule in enumerate(rules):
+      logits = theirs[f"{name}.routers"][layer].astype(np.float64)
+      scores = np.exp(logits - logits.max(axis=-1, keepdims=True))
+      order = np.argsort(-scores, axis=-1, kind="stable")
+      expected = np.sort(order[:, : rule.num_chosen], axis=-1)
+      is_clear = np.ones(len(ids), bool)
+      if rule.num_chosen < rule.num_experts:
+        ranked = np.take_along_axis(scores / scores.sum(axis=-1, keepdims=True), order, axis=-1)
+        is_clear = ranked[:, rule.num_chosen - 1] - ranked[:, rule.num_chosen] >= MARGIN
+      is_equal = np.all(ours[layer, place, : len(ids)] == expected, axis=-1)
+      num_equal += int(np.sum(is_equal & is_clear))
+      num_compared += int(np.sum(is_clear))
+      num_close += int(np.sum(~is_clear))
+  return Routes(num_equal, num_compared, num_close)
+
+
+def route_disagreements(model: Model) -> str:
+  """Returns how many routes of the engine differ from the trainer's, as one line."""
+  answers = _padded(_prompts(model))
+  batched = routes_lib.compare(model.params, answers, model.decoder)
+  alone = routes_lib.compare_alone(model.params, answers, model.decoder)
+  return (
+    f"{batched.num_differing} of {batched.num_routes:,} sets of experts differ between decoding in"
+    f" a batch and the trainer's pass, {alone.num_differing} between decoding alone and that pass"
+    " (expected: 0)"
+  )
+
+
+def _padded(prompts: Mapping[str, np.ndarray]) -> routes_lib.Answers:
+  longest = max(map(len, prompts.values()))
+  tokens = [np.pad(ids, (0, longest - len(ids))) for ids in prompts.values()]
+  return routes_lib.Answers(
+    np.stack(tokens).astype(np.int32), np.asarray([len(ids) for ids in prompts.values()])
+  )
 
 
 def perplexity(model: Model, text: str) -> tuple[float, int]:

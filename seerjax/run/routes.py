@@ -56,12 +56,13 @@ def whole_routes(params: parameters.Params, tokens: np.ndarray, decoder: Decoder
   batch, num_pages = flax_module.sequences_batch(size, length, decoder.numerics, page_size)
   pages = kv_layout.ScratchPages(num_pages, page_size)
   program = _whole_program(decoder, pages)
-  parts = []
-  for first in range(0, len(tokens), size):
+  parts, count = [], len(tokens)
+  tokens = np.pad(tokens, ((0, -count % size), (0, 0)))
+  for first in range(0, count, size):
     own = batch._replace(tokens=tokens[first : first + size].reshape(-1))
     kept = np.asarray(program(params, jax.tree.map(jnp.asarray, own)))
     parts.append(kept[:, : size * length].reshape(len(kept), size, length, -1))
-  return np.concatenate(parts, axis=1)
+  return np.concatenate(parts, axis=1)[:, :count]
 
 
 @functools.lru_cache(maxsize=4)
@@ -114,7 +115,17 @@ def _step_program(decoder: Decoder) -> Any:
 def compare(params: parameters.Params, answers: Answers, decoder: Decoder) -> Compared:
   """Counts the routes that differ between decoding and a pass over whole sequences."""
   decoded = decoded_routes(params, answers.tokens, decoder)
-  whole = whole_routes(params, answers.tokens, decoder)
+  return _compared(decoded, whole_routes(params, answers.tokens, decoder), answers)
+
+
+def compare_alone(params: parameters.Params, answers: Answers, decoder: Decoder) -> Compared:
+  """Works like `compare`, with each sequence decoded in a batch of its own."""
+  rows = [answers.tokens[index : index + 1] for index in range(len(answers.tokens))]
+  decoded = np.concatenate([decoded_routes(params, own, decoder) for own in rows], axis=1)
+  return _compared(decoded, whole_routes(params, answers.tokens, decoder), answers)
+
+
+def _compared(decoded: np.ndarray, whole: np.ndarray, answers: Answers) -> Compared:
   is_token = np.arange(answers.tokens.shape[1])[None] < answers.lengths[:, None]
   differs = np.any(decoded != whole, axis=-1) & is_token[None]
   return Compared(int(is_token.sum()) * len(decoded), int(differs.sum()))

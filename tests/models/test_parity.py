@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import json
 
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 
 from seerjax import numerics as numerics_lib
-from seerjax.models import flax_module, huggingface
+from seerjax.models import flax_module, huggingface, loading
 from seerjax.models.decoder import decide
+from seerjax.run import parity
 
 torch = pytest.importorskip("torch", reason="parity needs the optional torch (CPU)")
 transformers = pytest.importorskip("transformers", reason="parity needs the optional transformers")
@@ -142,6 +145,46 @@ CASES = {
       head_dim=6,
       tie_word_embeddings=True,
       rope_parameters=dict(rope_type="linear", rope_theta=900.0, factor=2.0),
+    ),
+  ),
+  "qwen2-untied": (
+    "Qwen2",
+    1,
+    dict(
+      hidden_size=42,
+      num_attention_heads=3,
+      num_key_value_heads=1,
+      tie_word_embeddings=False,
+      rope_parameters=YARN,
+    ),
+  ),
+  "mistral-tied": (
+    "Mistral",
+    1,
+    dict(
+      hidden_size=25,
+      num_attention_heads=5,
+      num_key_value_heads=5,
+      head_dim=6,
+      tie_word_embeddings=True,
+      rope_parameters=YARN,
+      sliding_window=None,
+    ),
+  ),
+  "gemma3-one-head": (
+    "Gemma3",
+    1,
+    dict(
+      hidden_size=21,
+      num_attention_heads=3,
+      num_key_value_heads=1,
+      head_dim=14,
+      hidden_activation="gelu_pytorch_tanh",
+      tie_word_embeddings=True,
+      sliding_window=40,
+      layer_types=["full_attention", "sliding_attention"],
+      query_pre_attn_scalar=14,
+      rope_parameters=dict(sliding_attention=PLAIN, full_attention=PLAIN),
     ),
   ),
   # A window within a split of 32 positions, and a scale that is not that of the heads.
@@ -284,3 +327,59 @@ def test_the_old_spelling_reads_there_as_the_new_one(case, saved, tmp_path):
   old = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
   assert old.rope_parameters == new.rope_parameters
   assert huggingface.load_config(tmp_path / "ours") == config
+
+
+def test_gradients_of_one_step_are_theirs(case, saved, tmp_path):
+  params, config, _ = ours(saved, case)
+  numerics = numerics_lib.NumericsConfig(**(vars(NUMERICS) | {"reduction_shards": CASES[case][1]}))
+  tokens = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (2, 41))
+  # A directory of the gradients, which is read as weights are.
+  model = copy.deepcopy(theirs(case))
+  logits = model(torch.asarray(tokens)).logits[:, :-1]
+  targets = torch.asarray(tokens[:, 1:]).reshape(-1)
+  loss = torch.nn.functional.cross_entropy(logits.reshape(len(targets), -1), targets)
+  loss.backward()
+  with torch.no_grad():
+    for parameter in model.parameters():
+      parameter.copy_(parameter.grad)
+  model.save_pretrained(tmp_path / "gradients")
+  expected, _ = huggingface.load(tmp_path / "gradients", numerics)
+
+  def loss_of(params):
+    logits = flax_module.logits_of(
+      params, jnp.asarray(tokens, jnp.int32), decoder=decide(config, numerics)
+    )
+    every = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    return -jnp.mean(jnp.take_along_axis(every, tokens[:, 1:, None], axis=-1))
+
+  value, found = jax.jit(jax.value_and_grad(loss_of))(params)
+  np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+  leaves = jax.tree_util.tree_leaves_with_path(expected)
+  for (path, want), got in zip(leaves, jax.tree.leaves(found), strict=True):
+    scale = np.abs(want).max()
+    assert scale > 0, path
+    assert np.abs(got - want).max() <= 1e-4 * scale, path
+
+
+def test_sets_of_experts_are_theirs(tmp_path):
+  total, num_rows = np.zeros(3, int), 0
+  for case in (name for name in CASES if name.startswith("qwen3_moe")):
+    theirs(case).save_pretrained(tmp_path / case)
+    params, config, _ = ours(tmp_path / case, case)
+    numerics = dataclasses.replace(NUMERICS, reduction_shards=CASES[case][1])
+    rng = np.random.default_rng(3)
+    prompts = {str(place): rng.integers(0, SIZES["vocab_size"], LENGTH) for place in range(40)}
+    routers = {}
+    for name, ids in prompts.items():
+      with torch.no_grad():
+        out = theirs(case)(torch.asarray(ids)[None], output_router_logits=True)
+      found = [leaf.reshape(LENGTH, -1).numpy() for leaf in out.router_logits]
+      routers[f"{name}.routers"] = np.stack(found)
+    model = loading.Model(config, params, decide(config, numerics).numerics)
+    total += parity.compare_routes(model, prompts, routers)
+    num_rows += 40 * LENGTH * len(config.routings)
+  found = parity.Routes(*total.tolist())
+  print(found)
+  assert found.num_equal == found.num_compared
+  assert found.num_compared + found.num_close == num_rows
+  assert found.num_close <= 0.001 * num_rows

@@ -25,6 +25,9 @@ def test_routes_of_decoding_are_those_of_whole_sequences():
   lengths = np.asarray([19, 1, 7, 19, 2, 3, 18, 11])
   answers = routes.Answers(tokens, lengths)
   assert routes.compare(params, answers, decoder) == (2 * lengths.sum(), 0)
+  assert routes.compare_alone(params, answers, decoder) == (2 * lengths.sum(), 0)
+  fewer = routes.Answers(tokens[:3], lengths[:3])
+  assert routes.compare(params, fewer, decoder) == (2 * lengths[:3].sum(), 0)
   decoded = routes.decoded_routes(params, tokens, decoder)
   assert decoded.shape == (2, 8, 19, 3)
   assert np.all(np.diff(decoded) > 0) and len(np.unique(decoded)) == 8
