@@ -31,7 +31,7 @@ from seerjax.models.loading import Model
 from seerjax.rollout import groups as groups_lib
 from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.tasks.word_problems import WordProblems
-from seerjax.trainer import advantages, losses, step as step_lib
+from seerjax.trainer import advantages, losses, optimizer as optimizer_lib, step as step_lib
 from seerjax.types import TrainState
 
 CONFIG = RunConfig(
@@ -43,7 +43,7 @@ CONFIG = RunConfig(
   ),
   rollout=groups_lib.RolloutConfig(prompts_per_step=8, group_size=8, max_tokens=96),
   loss=losses.grpo(),
-  optimizer=step_lib.OptimizerConfig(learning_rate=2e-4),
+  optimizer=optimizer_lib.OptimizerConfig(learning_rate=2e-4),
 )
 
 

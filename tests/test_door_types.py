@@ -32,7 +32,7 @@ from seerjax.models.loading import Model, load_model
 from seerjax.rollout.divided import DividedRollout
 from seerjax.rollout.policies import LongestGroupFirst
 from seerjax.run.config import RunConfig
-from seerjax.trainer import losses, step
+from seerjax.trainer import losses, optimizer as optimizer_lib, step
 from seerjax.types import Request, SamplingParams
 
 # As for a user: no annotation checker precedes the library's own errors.
@@ -81,7 +81,7 @@ def searched(**changes: Any) -> Any:
 def trainer(**changes: Any) -> step.Trainer:
   usual = {
     "decoder": MODEL.decoder, "loss": losses.LossConfig(), "num_pages": 4,
-    "optimizer": step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4)),
+    "optimizer": optimizer_lib.make_optimizer(optimizer_lib.OptimizerConfig(learning_rate=1e-4)),
     "mesh": engine().mesh, "page_size": 8,
   }  # fmt: skip
   return step.Trainer(**(usual | changes))

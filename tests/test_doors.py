@@ -54,7 +54,7 @@ from seerjax.run.programs import Programs
 from seerjax.speculation import budget, history
 from seerjax.tasks import loading as tasks_loading
 from seerjax.tasks.function_task import FunctionTask, function_task
-from seerjax.trainer import advantages, entropic, losses, packing, step
+from seerjax.trainer import advantages, entropic, losses, optimizer as optimizer_lib, packing
 from seerjax.types import (
   Completion,
   Problem,
@@ -482,13 +482,13 @@ FIELDS: list[tuple[Callable[..., Any], str, list[Any], str, str]] = [
   (losses.LossConfig, "entropy_bonus", [INF], "expected a finite number", "its"),
   (losses.LossConfig, "tis_cap", [0.0, -1.0, NAN],
    "expected tis_cap > 0 or None", "2 is usual, None is off"),
-  (step.OptimizerConfig, "learning_rate", [-1.0],
+  (optimizer_lib.OptimizerConfig, "learning_rate", [-1.0],
    "expected a positive number, or", "1e-6 is usual"),
-  (step.OptimizerConfig, "warmup_steps", [-1], "expected at least 0", "0 is none"),
-  (step.OptimizerConfig, "b1", [-0.1, 1.0], "expected 0 <= b1 < 1", "0.9 is usual"),
-  (step.OptimizerConfig, "b2", [1.0, 2.0], "expected 0 <= b2 < 1", "0.95 is usual"),
-  (step.OptimizerConfig, "weight_decay", [-1.0], "expected at least 0", "0 is off"),
-  (step.OptimizerConfig, "max_gradient_norm", [0.0, -1.0, NAN],
+  (optimizer_lib.OptimizerConfig, "warmup_steps", [-1], "expected at least 0", "0 is none"),
+  (optimizer_lib.OptimizerConfig, "b1", [-0.1, 1.0], "expected 0 <= b1 < 1", "0.9 is usual"),
+  (optimizer_lib.OptimizerConfig, "b2", [1.0, 2.0], "expected 0 <= b2 < 1", "0.95 is usual"),
+  (optimizer_lib.OptimizerConfig, "weight_decay", [-1.0], "expected at least 0", "0 is off"),
+  (optimizer_lib.OptimizerConfig, "max_gradient_norm", [0.0, -1.0, NAN],
    "expected a positive number", "1.0 is usual, inf"),
   (evaluation.EvaluationConfig, "num_problems", [0], "expected at least 1", "1024 is usual"),
   (evaluation.EvaluationConfig, "every", [-1], "expected at least 0", "is usual"),
@@ -819,7 +819,7 @@ ROWS = [
   Row("an adapter above its model", lambda d: lora.shapes(MODEL, NUMERICS, 10**6),
       "got 1000000", "expected 1 <= rank <= 16, the smallest", "8 to 64 is usual"),
   Row("an adapter of nothing", lambda d: lora.shapes(MODEL, NUMERICS, 2, ("nothing",)),
-      "got ('nothing',)", "expected at least one of ('qkv', 'out',", "all four are usual"),
+      "got ('nothing',)", "expected at least one of ('qkv', 'out',", "all of them are usual"),
   Row("a state of NaN", lambda d: archive.Child(value=NAN, reward=1.0, tokens=(), artefact=[]),
       "got nan", "expected a finite number up to 1e+300", "leave invalid attempts out of the"),
   Row("a score of NaN", lambda d: score(True, NAN, 1.0),

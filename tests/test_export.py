@@ -18,7 +18,7 @@ from seerjax.engine import runner
 from seerjax.models import kv_layout, parameters, presets
 from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
-from seerjax.trainer import losses, packing, state as state_lib, step
+from seerjax.trainer import losses, optimizer as optimizer_lib, packing, state as state_lib, step
 from seerjax.types import KeyCopies, SamplingRows, TokenBatch, TrainBatch, TrainState
 
 PLATFORMS = ("tpu", "cuda")
@@ -125,7 +125,7 @@ def train_step(model, mesh):
   trainer = step.Trainer(
     decide(model, NUMERICS),
     losses.dapo(),
-    step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4, warmup_steps=2)),
+    optimizer_lib.make_optimizer(optimizer_lib.OptimizerConfig(learning_rate=1e-4, warmup_steps=2)),
     mesh,
     layout.num_pages,
     PAGE_SIZE,

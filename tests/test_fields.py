@@ -26,7 +26,7 @@ import pytest
 from seerjax import fields
 from seerjax.run.config import RunConfig
 from seerjax.trainer.losses import LossConfig
-from seerjax.trainer.step import OptimizerConfig
+from seerjax.trainer.optimizer import OptimizerConfig
 from seerjax.types import Request, SamplingParams
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -33,6 +33,7 @@ SETTLED = (
   "rollout.journal",
   "rollout.journal_records",
   "run.policy",
+  "trainer.optimizer",
   "trainer.packing",
   "trainer.step",
 )

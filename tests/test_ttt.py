@@ -57,7 +57,7 @@ from seerjax.run import (
 from seerjax.run.config import TrainerConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
-from seerjax.trainer import advantages, entropic, losses, step as step_lib
+from seerjax.trainer import advantages, entropic, losses, optimizer as optimizer_lib
 from seerjax.types import Request
 
 CONFIG = DiscoverConfig(
@@ -75,7 +75,7 @@ CONFIG = DiscoverConfig(
   # Chunks end within sentences.
   scheduler=policies.LongestGroupFirst(chunk_tokens=2),
   trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=8),
-  optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
+  optimizer=optimizer_lib.OptimizerConfig(learning_rate=0.01),
 )
 PER_STEP = 16  # Attempts of a step.
 NO_WARM_START = dataclasses.replace(CONFIG.tiny, warm_sentences=0)
@@ -967,7 +967,7 @@ SHORT = dataclasses.replace(CONFIG.engine, max_model_len=8)
    "got capacity=4 for 4 seeds, expected more"),
   (lambda run: discover(run, num_workers=-1),
    "DiscoverConfig.num_workers: got -1, expected at l"),
-  (lambda run: discover(run, optimizer=step_lib.OptimizerConfig(learning_rate=0.02)),
+  (lambda run: discover(run, optimizer=optimizer_lib.OptimizerConfig(learning_rate=0.02)),
    "discover.programs: got programs for a different config or model"),
   (lambda run: discover(run, engine=SHORT, compiled=None),
    "got a prompt of 6 ids and sentences of 3, expected a prom"),

@@ -54,7 +54,7 @@ from seerjax.models import (
 )
 from seerjax.models.decoder import decide
 from seerjax.ops import tiles
-from seerjax.trainer import losses, packing, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib, packing, step as step_lib
 from seerjax.types import SamplingRows, TokenBatch, TrainBatch
 
 # GiB of one chip, as published: https://cloud.google.com/tpu/docs/v5e and .../v6e
@@ -253,7 +253,7 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
   trainer = step_lib.Trainer(
     decoder,
     losses.dapo(),
-    step_lib.make_optimizer(step_lib.OptimizerConfig(learning_rate=1e-4)),
+    optimizer_lib.make_optimizer(optimizer_lib.OptimizerConfig(learning_rate=1e-4)),
     mesh,
     layout.num_pages,
     PAGE,

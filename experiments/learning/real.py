@@ -34,7 +34,7 @@ from seerjax.run import policy as policy_lib, programs as programs_lib
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.tasks import loading
-from seerjax.trainer import losses, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib
 from seerjax.types import Task
 
 # By arm: learning rate, and rank of the adapters (0 trains all weights).
@@ -112,7 +112,7 @@ def config_of(settings: Settings, cell: Cell) -> RunConfig:
     ),
     trainer=TrainerConfig(remat="layer"),
     loss=losses.dapo(),
-    optimizer=step_lib.OptimizerConfig(learning_rate=rate, warmup_steps=2),
+    optimizer=optimizer_lib.OptimizerConfig(learning_rate=rate, warmup_steps=2),
     evaluation=EvaluationConfig(
       num_problems=settings.heldout, temperature=settings.temperature, every=settings.every
     ),

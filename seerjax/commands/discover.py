@@ -58,7 +58,7 @@ from seerjax.run import (
   stops,
 )
 from seerjax.run.config import TrainerConfig
-from seerjax.trainer import step as step_lib
+from seerjax.trainer import optimizer as optimizer_lib
 
 # The paper's number of attempts in four times as many steps, so that starts are as recent as
 # possible: the search alone was about twice as fast this way (docs/results/ttt.md).
@@ -87,7 +87,7 @@ PAPER = DiscoverConfig(
   engine=engine_lib.EngineConfig(max_model_len=32_768),
   scheduler=policies.LongestGroupFirst(),
   trainer=TrainerConfig(remat="layer"),
-  optimizer=step_lib.OptimizerConfig(learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf),
+  optimizer=optimizer_lib.OptimizerConfig(learning_rate=4e-5, b2=0.95, max_gradient_norm=math.inf),
 )
 PRESETS = {"flagship": FLAGSHIP, "paper": PAPER}
 

@@ -32,7 +32,7 @@ from seerjax.models import (
 )
 from seerjax.run import command_line, policy as policy_lib
 from seerjax.run.config import RunConfig
-from seerjax.trainer import step as step_lib
+from seerjax.trainer import optimizer as optimizer_lib
 
 
 class Target(NamedTuple):
@@ -104,7 +104,7 @@ def restored_step(
   run: pathlib.Path, step: int | None, config: RunConfig, policy: policy_lib.Policy
 ) -> checkpoint.Restored:
   """Restores a saved step of a run, the latest if `step` is None, under any numerics."""
-  optimizer = step_lib.make_optimizer(config.optimizer)
+  optimizer = optimizer_lib.make_optimizer(config.optimizer)
   return checkpoint.restore(
     run / "checkpoints",
     policy_lib.abstract_state(config.weights, policy, optimizer, parallel.make_mesh()),

@@ -19,7 +19,7 @@ from seerjax.models import chat_template
 from seerjax.rollout import policies, policy_loading
 from seerjax.run.config import SharedConfig, TrainerConfig
 from seerjax.tasks import digests
-from seerjax.trainer import entropic, losses, step as step_lib
+from seerjax.trainer import entropic, losses, optimizer as optimizer_lib
 
 # Settings that do not affect results, so they may change on resume. The engine is not among them:
 # its context determines the tiny policy, and how long a program's reasoning may be.
@@ -163,7 +163,9 @@ class DiscoverConfig:
   )
   scheduler: policies.Policy | str = policies.LongestGroupFirst(chunk_tokens=128)
   trainer: TrainerConfig = TrainerConfig(rows_per_micro_batch=4096, sequences_per_micro_batch=64)
-  optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig(b2=0.95, max_gradient_norm=1.0)
+  optimizer: optimizer_lib.OptimizerConfig = optimizer_lib.OptimizerConfig(
+    b2=0.95, max_gradient_norm=1.0
+  )
 
   def __post_init__(self):
     fields.check(

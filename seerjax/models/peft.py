@@ -19,7 +19,7 @@ Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import math
 import os
 import pathlib
@@ -400,7 +400,7 @@ def _experts_pairs(
 
 def _ours(
   target: str,
-  of_each: list[list[tuple[np.ndarray, np.ndarray] | None]],
+  of_each: Sequence[Sequence[tuple[np.ndarray, np.ndarray] | None]],
   widths: list[int],
   inputs: int,
   shards: int,

@@ -15,7 +15,7 @@ from seerjax.engine import engine as engine_lib
 from seerjax.rollout import groups
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
-from seerjax.trainer import losses, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib
 
 
 def config() -> RunConfig:
@@ -36,6 +36,6 @@ def config() -> RunConfig:
     rollout=groups.RolloutConfig(prompts_per_step=8, group_size=8, max_tokens=24, temperature=0.6),
     trainer=TrainerConfig(remat="layer"),
     loss=losses.dapo(),
-    optimizer=step_lib.OptimizerConfig(learning_rate=3e-6, warmup_steps=2),
+    optimizer=optimizer_lib.OptimizerConfig(learning_rate=3e-6, warmup_steps=2),
     evaluation=EvaluationConfig(num_problems=200, temperature=0.6, every=20),
   )  # fmt: skip

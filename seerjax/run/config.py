@@ -26,7 +26,7 @@ from seerjax.run import learning_rates, off_policy
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import WeightsConfig
 from seerjax.speculation.config import SpeculationConfig
-from seerjax.trainer import losses, packing, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib, packing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class SharedConfig:
   engine: engine_lib.EngineConfig
   trainer: TrainerConfig
   loss: losses.LossConfig
-  optimizer: step_lib.OptimizerConfig
+  optimizer: optimizer_lib.OptimizerConfig
 
   def __post_init__(self):
     fields.check(self)
@@ -223,7 +223,7 @@ class RunConfig:
   off_policy: off_policy.OffPolicyConfig = off_policy.OffPolicyConfig()
   trainer: TrainerConfig = TrainerConfig()
   loss: losses.LossConfig = losses.LossConfig()
-  optimizer: step_lib.OptimizerConfig = step_lib.OptimizerConfig()
+  optimizer: optimizer_lib.OptimizerConfig = optimizer_lib.OptimizerConfig()
   evaluation: EvaluationConfig = EvaluationConfig()
 
   def __post_init__(self):

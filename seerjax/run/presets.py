@@ -8,7 +8,7 @@ from seerjax.models import loading
 from seerjax.rollout import groups
 from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
-from seerjax.trainer import losses, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib
 
 
 def main_job() -> RunConfig:
@@ -23,7 +23,7 @@ def main_job() -> RunConfig:
       prompts_per_step=48, group_size=8, temperature=1.0, max_tokens=216
     ),
     loss=losses.dapo(),
-    optimizer=step_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
+    optimizer=optimizer_lib.OptimizerConfig(learning_rate=2e-4, warmup_steps=2),
     # Evaluates as in training: sampled, at the rollout temperature.
     evaluation=EvaluationConfig(num_problems=2048, temperature=1.0),
   )
@@ -42,7 +42,7 @@ def named_model() -> RunConfig:
     rollout=groups.RolloutConfig(prompts_per_step=16, group_size=8, max_tokens=640),
     trainer=TrainerConfig(remat="layer"),
     loss=losses.dapo(),
-    optimizer=step_lib.OptimizerConfig(warmup_steps=2),
+    optimizer=optimizer_lib.OptimizerConfig(warmup_steps=2),
     evaluation=EvaluationConfig(num_problems=256, temperature=1.0),
   )
 

@@ -20,7 +20,7 @@ from seerjax.models.decoder import Decoder
 from seerjax.run import policy as policy_lib
 from seerjax.run.config import SharedConfig, TrainerConfig, for_model
 from seerjax.run.policy import Policy
-from seerjax.trainer import losses, packing, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib, packing, step as step_lib
 from seerjax.types import RolloutGroup
 
 
@@ -70,7 +70,7 @@ def make_programs(
   trainer = step_lib.Trainer(
     decoder,
     config.loss,
-    step_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer,
+    optimizer_lib.make_optimizer(config.optimizer) if optimizer is None else optimizer,
     learning,
     shapes.num_pages,
     config.engine.page_size,

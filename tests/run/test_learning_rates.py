@@ -8,7 +8,7 @@ import pytest
 
 from seerjax.models import presets as shapes
 from seerjax.run import config as config_lib, learning_rates, presets
-from seerjax.trainer import step
+from seerjax.trainer import optimizer as optimizer_lib
 
 LARGE = [name for name in shapes.CONFIGS if not name.startswith("nano")]
 
@@ -86,4 +86,4 @@ def test_the_main_jobs_sizes_are_nanos_alone():
 
 def test_an_optimiser_that_was_given_no_rate_is_refused():
   with pytest.raises(ValueError, match=r"OptimizerConfig.learning_rate: got 0, which only a run"):
-    step.make_optimizer(step.OptimizerConfig())
+    optimizer_lib.make_optimizer(optimizer_lib.OptimizerConfig())

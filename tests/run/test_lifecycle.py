@@ -37,7 +37,7 @@ from seerjax import checkpoint, numerics as numerics_lib, rl
 from seerjax.models import chat_template
 from seerjax.rollout import journal as journal_lib
 from seerjax.run import status, stops
-from seerjax.trainer import losses, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib, step as step_lib
 from seerjax.types import Verdict
 
 pytestmark = pytest.mark.usefixtures("programs_on_disk")
@@ -308,7 +308,7 @@ def test_other_numerics_are_refused_with_both_values_or_begin_an_epoch(stopped_c
 
 
 def test_what_never_clips_is_written_as_json(tmp_path):
-  optimizer = step_lib.OptimizerConfig(max_gradient_norm=float("inf"))
+  optimizer = optimizer_lib.OptimizerConfig(max_gradient_norm=float("inf"))
   with pytest.raises(stops.Interrupted, match="stopped by Ctrl-C after step 0 of 4"):
     train(tmp_path / "run", Vowels(1, interrupt), loss=losses.rloo(), optimizer=optimizer)
   config = json.loads((tmp_path / "run" / "config.json").read_text())

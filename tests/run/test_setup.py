@@ -13,7 +13,7 @@ from seerjax import load_model, numerics as numerics_lib, rl
 from seerjax.models import parameters
 from seerjax.run import off_policy, setup
 from seerjax.run.config import RunConfig, TrainerConfig
-from seerjax.trainer import losses, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib
 from seerjax.types import Problem
 
 MODEL_OF_NANO = object()  # Stands for what `load_model("nano")` returns.
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("programs_on_disk")
     dict(lora_rank=2),
     dict(data_parallel_size=2),
     dict(numerics=dataclasses.replace(NUMERICS, kv_split=8)),
-    dict(optimizer=step_lib.OptimizerConfig(learning_rate=0.02)),
+    dict(optimizer=optimizer_lib.OptimizerConfig(learning_rate=0.02)),
     dict(engine=dataclasses.replace(CONFIG.engine, batch_size_buckets=(8, 16))),
     dict(engine=dataclasses.replace(CONFIG.engine, page_size=4)),
     dict(engine=dataclasses.replace(CONFIG.engine, num_pages=65)),

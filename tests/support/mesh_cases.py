@@ -19,12 +19,14 @@ from seerjax.layer_kinds import Gated, Grouped, LayerConfig
 from seerjax.models import config as model_config, lora, parameters
 from seerjax.models.decoder import decide
 from seerjax.ops import rotary, sampling
-from seerjax.trainer import losses, packing, step
+from seerjax.trainer import losses, optimizer as optimizer_lib, packing, step
 
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8), (1, 2), (1, 4))
 NORMS = ("query_norm", "key_norm")
 # Every gradient is clipped, so that a changed bit of the norm changes the weights.
-OPTIMIZER = step.OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, max_gradient_norm=1e-3)
+OPTIMIZER = optimizer_lib.OptimizerConfig(
+  learning_rate=1e-2, weight_decay=0.1, max_gradient_norm=1e-3
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,9 @@ def meshes_of(case: Case) -> list[tuple[int, int]]:
 def trainer_of(case: Case, mesh: tuple[int, int] = (1, 1)) -> step.Trainer:
   """Returns a trainer on a mesh (instance, model)."""
   devices = parallel.make_mesh(data_parallel_size=mesh[0], tensor_parallel_size=mesh[1])
-  usual = dict(loss=losses.dapo(), optimizer=step.make_optimizer(OPTIMIZER), remat=case.remat)
+  usual = dict(
+    loss=losses.dapo(), optimizer=optimizer_lib.make_optimizer(OPTIMIZER), remat=case.remat
+  )
   return trainers.make(mesh=devices, **usual, **case.layout)
 
 

@@ -28,7 +28,7 @@ from seerjax.run.config import RunConfig, TrainerConfig
 from seerjax.run.evaluation import EvaluationConfig
 from seerjax.run.policy import Policy
 from seerjax.run.programs import Programs
-from seerjax.trainer import losses, step as step_lib
+from seerjax.trainer import losses, optimizer as optimizer_lib
 from seerjax.types import Problem, Verdict
 
 NANO = pathlib.Path(tokenizer_lib.__file__).parent / "nano"
@@ -50,7 +50,7 @@ CONFIG = RunConfig(
   scheduler=policies.LongestGroupFirst(chunk_tokens=4),
   trainer=TrainerConfig(rows_per_micro_batch=64, sequences_per_micro_batch=4),
   loss=losses.dapo(),
-  optimizer=step_lib.OptimizerConfig(learning_rate=0.01),
+  optimizer=optimizer_lib.OptimizerConfig(learning_rate=0.01),
   evaluation=EvaluationConfig(num_problems=4),
 )
 PER_STEP = 4  # Rollouts of a step, and problems of an evaluation.

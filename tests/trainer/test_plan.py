@@ -13,7 +13,7 @@ import trainers
 from seerjax import numerics as numerics_lib
 from seerjax.models import lora, parameters, presets
 from seerjax.models.decoder import decide
-from seerjax.trainer import packing, plan, step
+from seerjax.trainer import optimizer as optimizer_lib, packing, plan
 
 NUMERICS = numerics_lib.NumericsConfig(
   backend="tiled", query_tile=4, slot_tile=32, kv_split=64, reduction_shards=8
@@ -91,8 +91,8 @@ def test_sums_alive_by_hand():
 def test_a_plan_counts_what_learns_and_what_runs():
   model, numerics = tiny_model.CONFIG, tiny_model.BFLOAT16
   sizes = dict(decoder=decide(model, numerics), page_size=8, rows_per_micro_batch=64)
-  layout, optimizer = packing.layout(**sizes), step.OptimizerConfig(learning_rate=1e-4)
-  trainer = trainers.make(optimizer=step.make_optimizer(optimizer), **sizes)
+  layout, optimizer = packing.layout(**sizes), optimizer_lib.OptimizerConfig(learning_rate=1e-4)
+  trainer = trainers.make(optimizer=optimizer_lib.make_optimizer(optimizer), **sizes)
   shapes = parameters.shapes(model, 8)
   count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
   weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)

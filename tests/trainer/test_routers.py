@@ -18,7 +18,7 @@ from seerjax.models import parameters, weights
 from seerjax.models.decoder import decide
 from seerjax.ops.routing import RoutingConfig
 from seerjax.run import config as run_config
-from seerjax.trainer import losses, routes, shards, step
+from seerjax.trainer import losses, optimizer as optimizer_lib, routes, shards
 
 NUMERICS = dataclasses.replace(tiny_model.BFLOAT16, reduction_shards=1, expert_tile=2)
 ROUTING = RoutingConfig(num_experts=5, num_chosen=2, scoring="sigmoid", has_correction_bias=True)
@@ -76,13 +76,13 @@ def updated(optimizer, params, count=2):
 
 @pytest.mark.standard_promotion
 def test_updates_are_adamws_and_a_correction_bias_keeps_its_bits():
-  config = step.OptimizerConfig(learning_rate=0.02, weight_decay=0.3)
+  config = optimizer_lib.OptimizerConfig(learning_rate=0.02, weight_decay=0.3)
   usual = optax.chain(
-    step.clip_by_norm(config.max_gradient_norm),
+    optimizer_lib.clip_by_norm(config.max_gradient_norm),
     optax.adamw(0.02, config.b1, config.b2, weight_decay=0.3),
   )
   first = master([0.25, -0.0, 0.0, 3e-39, -7.0])
-  own = step.make_optimizer(config)
+  own = optimizer_lib.make_optimizer(config)
   (found, state), (expected, usual_state) = (updated(one, first) for one in (own, usual))
   # A checkpoint of one is a checkpoint of the other.
   assert jax.tree.structure(state) == jax.tree.structure(usual_state)
@@ -97,9 +97,11 @@ def test_updates_are_adamws_and_a_correction_bias_keeps_its_bits():
 
 @pytest.mark.standard_promotion
 def test_frozen_routers_keep_their_bits_and_all_others_move_as_before():
-  config = step.OptimizerConfig(learning_rate=0.02, weight_decay=0.1)
-  frozen = step.make_optimizer(dataclasses.replace(config, freezes_routers=True))
-  found, free = (updated(one, master())[0] for one in (frozen, step.make_optimizer(config)))
+  config = optimizer_lib.OptimizerConfig(learning_rate=0.02, weight_decay=0.1)
+  frozen = optimizer_lib.make_optimizer(dataclasses.replace(config, freezes_routers=True))
+  found, free = (
+    updated(one, master())[0] for one in (frozen, optimizer_lib.make_optimizer(config))
+  )
   count = 0
   for (is_router, bits), (_, moved), (_, before) in zip(
     *(named(tree, parameters.ROUTERS) for tree in (found, free, master())), strict=True
@@ -117,10 +119,12 @@ def test_directions_are_those_of_counts_from_their_mean():
 
 @pytest.mark.standard_promotion
 def test_a_correction_bias_moves_against_the_tokens_of_its_experts():
-  config = step.OptimizerConfig(learning_rate=0.02, weight_decay=0.1, router_bias_speed=0.125)
+  config = optimizer_lib.OptimizerConfig(
+    learning_rate=0.02, weight_decay=0.1, router_bias_speed=0.125
+  )
   trainer = dataclasses.replace(
     trainers.make(
-      optimizer=step.make_optimizer(config),
+      optimizer=optimizer_lib.make_optimizer(config),
       decoder=decide(MODEL, NUMERICS),
       page_size=8,
       rows_per_micro_batch=16,
@@ -141,7 +145,7 @@ def test_a_correction_bias_moves_against_the_tokens_of_its_experts():
 
 
 def decided(model, lora_rank=0, **changes):
-  optimizer = step.OptimizerConfig(**changes)
+  optimizer = optimizer_lib.OptimizerConfig(**changes)
   config = run_config.RunConfig(optimizer=optimizer, lora_rank=lora_rank).shared
   return lambda: run_config.for_model(dataclasses.replace(config, max_tokens=8), model)
 
@@ -159,7 +163,7 @@ def decided(model, lora_rank=0, **changes):
      decoder=decide(tiny_model.SMALLEST, tiny_model.ONE_SLAB)),
    "LossConfig.balance_coefficient: got 0.01 for a model without experts, expected 0; leave it"),
   (lambda: losses.LossConfig(balance="local"), "LossConfig.balance: got 'local', expected "),
-  (lambda: step.OptimizerConfig(freezes_routers=True, router_bias_speed=0.001),
+  (lambda: optimizer_lib.OptimizerConfig(freezes_routers=True, router_bias_speed=0.001),
    "OptimizerConfig.router_bias_speed: got 0.001 with freezes_routers=True, expected 0, as a"),
   (lambda: trainers.make(
      decoder=decide(MODEL, NUMERICS), page_size=8, rows_per_micro_batch=16

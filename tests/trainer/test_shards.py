@@ -17,10 +17,10 @@ from seerjax import checkpoint, numerics as numerics_lib, parallel
 from seerjax.models import lora, parameters, presets
 from seerjax.models.decoder import decide
 from seerjax.run import policy as policy_lib
-from seerjax.trainer import losses, shards, state as state_lib, step
+from seerjax.trainer import losses, optimizer as optimizer_lib, shards, state as state_lib, step
 
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8), (3, 2), (7, 1), (2, 1))
-WARMED_UP = step.OptimizerConfig(learning_rate=1e-4, warmup_steps=3, weight_decay=0.1)
+WARMED_UP = optimizer_lib.OptimizerConfig(learning_rate=1e-4, warmup_steps=3, weight_decay=0.1)
 
 
 def mesh_of(instances: int, model: int) -> jax.sharding.Mesh:
@@ -79,7 +79,7 @@ def test_a_norm_is_that_of_all_elements():
 @pytest.mark.parametrize(
   ("make", "expected"),
   [
-    (lambda: step.make_optimizer(WARMED_UP), True),
+    (lambda: optimizer_lib.make_optimizer(WARMED_UP), True),
     (lambda: optax.sgd(0.1, momentum=0.9), True),
     (lambda: optax.lion(0.1), True),
     # A norm of its own, over what it is handed; factored moments.
@@ -128,7 +128,7 @@ def drawn(rng: np.random.Generator, case: mesh_cases.Case):
 def compare(rng, case, meshes, events):
   """Asserts that updates on meshes have the bits of one device."""
   master, gradients = drawn(rng, case)
-  optimizer = step.make_optimizer(mesh_cases.OPTIMIZER)
+  optimizer = optimizer_lib.make_optimizer(mesh_cases.OPTIMIZER)
   expected, norms, _ = updated(case, (1, 1), optimizer, master, gradients)
   assert all(one["grad_norm"] > mesh_cases.OPTIMIZER.max_gradient_norm for one in norms)
   for mesh in meshes:
@@ -175,7 +175,7 @@ def test_a_checkpoint_goes_on_on_another_mesh_to_the_same_bits(tmp_path, seed):
   rng = np.random.default_rng(seed)
   case = mesh_cases.Case(tiny_model.CONFIG.changed(num_layers=1), tiny_model.NUMERICS)
   master, gradients = drawn(rng, case)
-  optimizer = step.make_optimizer(mesh_cases.OPTIMIZER)
+  optimizer = optimizer_lib.make_optimizer(mesh_cases.OPTIMIZER)
   expected, *_ = updated(case, (1, 1), optimizer, master, gradients)
 
   def trainer_on(mesh):
@@ -231,7 +231,7 @@ def of_device(name: str, mesh: shards.Mesh) -> tuple[float, float, float]:
   """Returns bytes a device of (masters and moments, running weights, 14 bytes a parameter)."""
   model, numerics = presets.get(name), numerics_lib.NumericsConfig(compute_dtype="bfloat16")
   masters = parameters.shapes(model, 8)
-  optimizer = step.make_optimizer(step.OptimizerConfig(learning_rate=1e-4))
+  optimizer = optimizer_lib.make_optimizer(optimizer_lib.OptimizerConfig(learning_rate=1e-4))
   specs = shards.specs(masters, mesh)
   moments = jax.eval_shape(optimizer.init, masters)
   of_moments = shards.of_optimizer(optimizer, moments, specs)

@@ -256,9 +256,11 @@ def _attended_forward(rule, q, keys, values, sinks, batch):
 
 
 def _attended_backward(rule, residuals, gradient):
-  *own, batch = residuals
-  grad_q, *grad_pages, grad_sinks = attend_backward(*own, batch, gradient, rule, is_whole=True)
-  grad_keys, grad_values = (x.astype(own[1].dtype) for x in grad_pages)
+  q, keys, values, sinks, batch = residuals
+  grad_q, *grad_pages, grad_sinks = attend_backward(
+    q, keys, values, sinks, batch, gradient, rule, is_whole=True
+  )
+  grad_keys, grad_values = (x.astype(keys.dtype) for x in grad_pages)
   return grad_q, grad_keys, grad_values, grad_sinks, None
 
 
@@ -322,9 +324,9 @@ def _attended_own_forward(own, q, keys, values, sinks, batch):
 
 def _attended_own_backward(own, residuals, gradient):
   q, keys, values, sinks, batch = residuals
-  pages = _pages_of(own, keys, values, batch)
+  key_pages, value_pages = _pages_of(own, keys, values, batch)
   grad_q, *grad_pages, grad_sinks = attend_backward(
-    q, *pages, sinks, batch, gradient, own.rule, is_whole=False
+    q, key_pages, value_pages, sinks, batch, gradient, own.rule, is_whole=False
   )
   num_rows, heads, _, features = q.shape
   grad_keys, grad_values = native_pages.taken(
