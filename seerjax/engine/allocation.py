@@ -32,6 +32,7 @@ class Allocation:
 
   Attributes:
     copies: by instance, pages (from, to) that the next step copies before it writes.
+    window_copies: likewise, by further kind of pages and instance.
   """
 
   def __init__(
@@ -47,6 +48,9 @@ class Allocation:
   def start_over(self) -> None:
     """Discards the pending copies of a failed step."""
     self.copies: list[list[tuple[int, int]]] = [[] for _ in self._memory.pools]
+    self.window_copies: list[list[list[tuple[int, int]]]] = [
+      [[] for _ in self.copies] for _ in self._memory.windows.kinds[1:]
+    ]
     # By instance: the source pages that are held until they are copied.
     self._sources: list[list[int]] = [[] for _ in self._memory.pools]
 
@@ -298,11 +302,16 @@ class Allocation:
     """
     self._memory.settle()
     self._memory.copy(self.copies)
+    for kind, copies in enumerate(self.window_copies, 1):
+      self._memory.copy(copies, kind)
     self.forget_copies()
 
   def forget_copies(self) -> None:
     """Clears the copies, which the step performs, and releases their source pages."""
     self.copies = [[] for _ in self._memory.pools]
+    for copies in self.window_copies:
+      for own in copies:
+        own.clear()
     for pool, sources in zip(self._memory.pools, self._sources, strict=True):
       while sources:
         pool.release(sources.pop())

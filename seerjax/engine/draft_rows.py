@@ -11,12 +11,14 @@ from collections.abc import Iterable, Sequence
 import dataclasses
 import itertools
 
+import numpy as np
+
 from seerjax.engine import drafting, sizes, token_tree
 from seerjax.engine.allocation import Allocation
 from seerjax.engine.counters import Counters
 from seerjax.engine.drafting import DraftQuery
 from seerjax.engine.requests import Requests
-from seerjax.engine.sequence import DraftPath, ScheduledRows
+from seerjax.engine.sequence import DraftPath, ScheduledRows, SequenceState
 from seerjax.engine.sizes import EngineConfig
 from seerjax.kv.memory import Memory
 
@@ -95,8 +97,6 @@ class DraftRows:
     """Returns the draft tree as paths, without the leaves that there is no room for."""
     sequence, pool = piece.sequence, self.memory.pools[piece.sequence.instance]
     size, end = self.config.page_size, len(sequence.tokens)
-    if self.memory.windows.is_needed:
-      drafts = itertools.islice(drafts, 1)
     nodes = token_tree.merge(drafts, sequence.end - end - 1)
     if not nodes:
       return ()
@@ -111,16 +111,36 @@ class DraftRows:
         scratch = pool.take(last - first + 1)
         page_row = sequence.page_row.copy()
         page_row[first : last + 1] = scratch
+        copies = self.allocation.copies[sequence.instance]
         if first * size < sequence.num_written:
-          self.allocation.copies[sequence.instance].append((sequence.pages[first], scratch[0]))
+          copies.append((sequence.pages[first], scratch[0]))
+        window_rows, window_scratch = self._window_scratch(sequence, first, last)
         path = path._replace(
           page_row=page_row,
           num_shared=branch.num_shared,
           copied=(*settled, *branch.rows[: branch.num_shared]),
           scratch=tuple(scratch),
+          window_rows=window_rows,
+          window_scratch=window_scratch,
         )
       paths.append(path)
     return tuple(paths)
+
+  def _window_scratch(
+    self, sequence: SequenceState, first: int, last: int
+  ) -> tuple[tuple[np.ndarray, ...], tuple[tuple[int, ...], ...]]:
+    """Takes a path's pages of further kinds; returns rows of page tables, and the pages."""
+    rows, taken = [], []
+    pools = self.memory.windows.pools[sequence.instance]
+    for kind, (window, pool) in enumerate(zip(sequence.windows, pools, strict=True)):
+      scratch, row = pool.take(last - first + 1), window.row.copy()
+      if first * self.config.page_size < sequence.num_written:
+        copy = int(row[first]), scratch[0]
+        self.allocation.window_copies[kind][sequence.instance].append(copy)
+      row[first : last + 1] = scratch
+      rows.append(row)
+      taken.append(tuple(scratch))
+    return tuple(rows), tuple(taken)
 
   def _num_settled(self, piece: ScheduledRows) -> int:
     """Returns how many non-draft rows are in the last page; further paths have to copy them."""
@@ -142,7 +162,7 @@ class DraftRows:
     """
     size, root = self.config.page_size, len(piece.sequence.tokens) - 1
     instance = piece.sequence.instance
-    pool, num_pages = self.memory.pools[instance], 0
+    num_pages = 0
     num_settled = self._num_settled(piece)
     for index, node in enumerate(nodes):
       pages = copies = 0
@@ -152,10 +172,12 @@ class DraftRows:
       elif node.branch:
         pages = int((root + node.depth) % size == 0)
       rows_left, num_pages, copies_left = rows_left - 1, num_pages + pages, copies_left - copies
-      while pages and num_pages > pool.num_available and not piece.sequence.is_background:
+      available = self.memory.num_available(instance)
+      while pages and num_pages > available and not piece.sequence.is_background:
         if not self.allocation.make_way(instance):
           break
-      pages_left = pool.num_available - num_pages
+        available = self.memory.num_available(instance)
+      pages_left = available - num_pages
       if min(rows_left, pages_left, copies_left) < 0:
         self.counters.cut_for_rows += rows_left < 0
         self.counters.cut_for_pages += pages_left < 0
@@ -174,7 +196,13 @@ class DraftRows:
       for page in replaced:
         pool.release(page)
       self.memory.hold(sequence, pages)
+      self.memory.windows.replace(sequence, first, chosen.window_scratch)
     for path in piece.paths:
       if path is not chosen:
-        for page in path.scratch:
-          pool.release(page)
+        self.release(path, sequence.instance)
+
+  def release(self, path: DraftPath, instance: int) -> None:
+    """Frees the pages that only a path uses."""
+    for page in path.scratch:
+      self.memory.pools[instance].release(page)
+    self.memory.windows.release_pages(instance, path.window_scratch)

@@ -230,15 +230,14 @@ class Planner:
   def leave(self, piece: ScheduledRows) -> None:
     """Removes a completed prefill-only request; its keys, and those of its drafts, are cached."""
     sequence = piece.sequence
-    pool, size = self._memory.pools[sequence.instance], self._config.page_size
+    size = self._config.page_size
     self._memory.remember(sequence, sequence.tokens)
     # The likeliest path is registered last: the index compares only the most recent candidates.
     for path in reversed(piece.paths):
       tokens = [*sequence.tokens, *path.tokens]
       held = path.page_row[: -(-len(tokens) // size)].tolist()
-      self._memory.remember(sequence, tokens, held)
-      for page in path.scratch:
-        pool.release(page)
+      self._memory.remember(sequence, tokens, held, path.window_rows)
+      self.drafts.release(path, sequence.instance)
     self._memory.release(sequence)
     self._requests.remove(sequence)
 

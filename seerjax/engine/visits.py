@@ -92,6 +92,8 @@ class Visits:
       self._planner.allocation.settle()
       return
     self._memory.restore()
+    if self._memory.windows.kinds[1:]:
+      self._planner.allocation.settle()  # A step has copies of one kind of pages only.
     try:
       inputs = self._planner.inputs(plan.rows)
     except Exception:

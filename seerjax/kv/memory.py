@@ -109,22 +109,32 @@ class Memory:
     """Replaces a sequence's pages by `pages`."""
     sequence.hold(pages, self.table_width, self._page_size)
 
+  def num_available(self, instance: int) -> int:
+    """Returns the number of pages of every kind that can be taken."""
+    pools = (self.pools[instance], *self.windows.pools[instance])
+    return min(pool.num_available for pool in pools)
+
   def find(self, sequence: Holding, tokens: Sequence[int]) -> prefix_index.PrefixHit:
     """Returns the part of `tokens` that the sequence's instance has cached, if caching is on."""
     return self._find(sequence.instance, tokens, sequence.owner)
 
   def remember(
-    self, sequence: Holding, tokens: Sequence[int], pages: Sequence[int] | None = None
+    self,
+    sequence: Holding,
+    tokens: Sequence[int],
+    pages: Sequence[int] | None = None,
+    windows: Sequence[np.ndarray] = (),
   ) -> None:
     """Registers `tokens`, the sequence's computed prefix, in the prefix cache of its instance.
 
-    `pages` are the pages that hold `tokens`; None means the sequence's own.
+    `pages` are the pages that hold `tokens`, and `windows` rows of the tables of further kinds;
+    None means the sequence's own.
     """
     if self._reuse_prefixes:
       held = sequence.pages if pages is None else pages
       self.pools[sequence.instance].remember(tokens, held, sequence.owner)
-      if pages is None:
-        self.windows.remember(sequence, tokens)
+      own = [window.row for window in sequence.windows] if pages is None else windows
+      self.windows.remember(sequence, tokens, own)
 
   def release(self, sequence: Holding) -> None:
     """Frees a sequence's pages, wherever they are; they will have to be computed again."""

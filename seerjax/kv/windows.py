@@ -197,10 +197,27 @@ class Windows:
         pool.release(page)
     sequence.windows = []
 
-  def remember(self, sequence: Holding, tokens: Sequence[int]) -> None:
-    """Registers the pages of further kinds that hold `tokens` in the prefix cache."""
-    for pool, window in zip(self.pools[sequence.instance], sequence.windows, strict=False):
-      pool.remember(tokens, [0] * window.first + window.pages, sequence.owner)
+  def remember(self, sequence: Holding, tokens: Sequence[int], rows: Sequence[np.ndarray]) -> None:
+    """Registers the pages of further kinds that hold `tokens`, rows of tables, as cached."""
+    for pool, row in zip(self.pools[sequence.instance], rows, strict=False):
+      pool.remember(tokens, row[: self._num_pages(len(tokens))].tolist(), sequence.owner)
+
+  def replace(self, sequence: Holding, first: int, pages: Sequence[Sequence[int]]) -> None:
+    """Replaces a sequence's pages from index `first` on by the given ones of each further kind."""
+    for pool, window, new in zip(
+      self.pools[sequence.instance], sequence.windows, pages, strict=True
+    ):
+      at = slice(first - window.first, first - window.first + len(new))
+      for page in window.pages[at]:
+        pool.release(page)
+      window.pages[at] = new
+      window.row[first : first + len(new)] = new
+
+  def release_pages(self, instance: int, pages: Sequence[Sequence[int]]) -> None:
+    """Releases pages of each further kind."""
+    for pool, own in zip(self.pools[instance], pages, strict=False):
+      for page in own:
+        pool.release(page)
 
   def forget_all(self) -> None:
     """Clears the prefix caches; holders keep their pages."""

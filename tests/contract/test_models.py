@@ -111,7 +111,8 @@ def test_no_model_that_gives_pages_back_changes_a_bit(block, seed, tell_events):
   for case in cases:
     model_cases.run_case(case, events)
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
-  tell_events(f"windows, block {block}", events, [*expected, *model_cases.OF_WINDOWS])
+  expected += [*model_cases.OF_WINDOWS, "side paths"]
+  tell_events(f"windows, block {block}", events, expected)
 
 
 @pytest.mark.long

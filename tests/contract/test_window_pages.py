@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from guessing import Guesser
 import jax
 import numpy as np
 import pytest
@@ -224,3 +225,29 @@ def test_background_requests_share_few_pages_of_windows():
   for index in range(3):
     assert tiny_model.same(found[str(index)], kept(PAIR, index, 40))
   assert engine.counters.background_spilled > 0 and pool.num_available == 6 and hog
+
+
+def test_the_paths_of_a_draft_tree_have_pages_of_windows_of_their_own():
+  answers = {str(index): kept(PAIR, index, 40).tokens for index in range(2)}
+  engine = make_engine(drafter=Guesser(answers, 5, right=0.8))
+  found = engine.generate([request_of(index, 40) for index in range(2)])
+  for index in range(2):
+    assert tiny_model.same(found[index], kept(PAIR, index, 40))
+  counters = engine.counters
+  assert counters.side_paths and counters.key_copies and counters.passed_pages
+  (pool,) = engine.memory.windows.pools[0]
+  assert pool.num_available == pool.num_pages - 1
+
+
+def test_drafts_after_a_text_are_cached_with_their_windows():
+  request = request_of(1, 40)
+  drafts = [((5, 6, 7, 8), (5, 9, 10), (11,))]
+  engines = make_engine(), make_engine(planner=KeepsAll)
+  texts = [tuple(range(20)), (*range(20), 5, 9, 10, 12)]
+  found = [
+    [engine.top_logprobs(request, [text], 3, drafts=drafts) for text in texts] for engine in engines
+  ]
+  assert found[0] == found[1] and len(found[0][0][0]) == 1 + 4 + 2 + 1
+  assert engines[0].counters.reused_tokens >= 20
+  (pool,) = engines[0].memory.windows.pools[0]
+  assert pool.num_available == pool.num_pages - 1

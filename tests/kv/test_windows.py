@@ -77,7 +77,7 @@ def test_a_prefix_is_found_up_to_where_every_kind_has_its_window():
   assert windows.find(pool, 0, tokens, BASE).num_tokens == 0
   windows.fill(sequence, 1, 9)
   pool.remember(tokens, sequence.pages)
-  windows.remember(sequence, tokens)
+  windows.remember(sequence, tokens, [window.row for window in sequence.windows])
   hit = windows.find(pool, 0, tokens, BASE)
   assert (hit.pages, hit.copy_from, hit.num_tokens) == ((1, 2, 3, 4), None, 8)
   sequence.num_written = 8
