@@ -6,6 +6,7 @@ running them needs a test on such a machine.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 
 from seerjax import parallel
 from seerjax.engine import runner
-from seerjax.models import kv_layout, parameters, presets
+from seerjax.models import kv_layout, parameters, presets, transformer
 from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import losses, optimizer as optimizer_lib, packing, state as state_lib, step
@@ -193,3 +194,50 @@ def test_the_engine_step_exports_for_eight_devices_of_the_model_axis(model):
     exported = export(run._step_program, platform, params, pages, words, key, layout, False)
     assert exported.nr_devices == 8
     assert exported.out_avals[-1].shape == (1, 128)
+
+
+# A preset of each kind of layer, cut to one or two layers, and every preset as a whole.
+KINDS = {
+  "grouped": presets.get("qwen3-8b").changed(num_layers=1),
+  "window and sinks": presets.get("qwen3-8b").changed(num_layers=1, window=128, has_sinks=True),
+  "experts": presets.get("qwen3-30b-a3b").changed(num_layers=1),
+  "pre and post norms": presets.get("gemma-3-270m").changed(num_layers=1),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+  "model",
+  [
+    *(pytest.param(model, id=name) for name, model in KINDS.items()),
+    *(pytest.param(presets.get(name), id=name, marks=pytest.mark.long) for name in presets.CONFIGS),
+  ],
+)
+def test_each_kind_of_layer_exports_its_forward_and_its_gradient(model):
+  decoder = decide(model, dataclasses.replace(NUMERICS, reduction_shards=0))
+  masters = parameters.shapes(model, decoder.numerics.reduction_shards)
+  params = jax.eval_shape(lambda: parameters.compute_params(masters_of(masters), decoder.numerics))
+  layout = packing.layout(
+    decoder=decoder, page_size=PAGE_SIZE, rows_per_micro_batch=256, max_sequence_tokens=257
+  )
+  batch = token_batch(
+    rows=layout.num_rows, segments=layout.num_segments, width=layout.pages_per_sequence
+  )
+  make = lambda: kv_layout.empty_pages(decoder, num_pages=layout.num_pages, page_size=PAGE_SIZE)
+  scratch = kv_layout.ScratchPages(layout.num_pages, PAGE_SIZE)
+
+  def loss(params, batch):
+    hidden, _ = transformer.forward(params, batch, scratch, decoder=decoder, remat="layer")
+    return jnp.sum(jnp.square(hidden.astype(jnp.float32)))
+
+  forward = functools.partial(transformer.forward, decoder=decoder)
+  for platform in PLATFORMS:
+    exported = export(forward, platform, params, batch, jax.eval_shape(make))
+    assert exported.out_avals[0].shape == (layout.num_rows, model.hidden_size)
+    exported = export(jax.grad(loss), platform, params, batch)
+    leaves = [leaf.shape for leaf in jax.tree.leaves(params)]
+    assert [leaf.shape for leaf in exported.out_avals] == leaves
+
+
+def masters_of(layout):
+  return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout)
