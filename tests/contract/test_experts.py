@@ -18,7 +18,7 @@ import pytest
 
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.backends import choice
-from seerjax.ops import linear, moe, norms, routing, tiles
+from seerjax.ops import attention, linear, moe, norms, routing, tiles
 from seerjax.ops.routing import Router, RoutingConfig
 
 NUMERICS = numerics_lib.NumericsConfig(
@@ -222,20 +222,40 @@ def test_terms_are_added_by_id_in_a_slab_and_slabs_as_a_tree():
   ids, weights = np.asarray(ids), np.asarray(weights)
   partials = by_slab(parts, ids, np.argsort(ids, axis=1))
   np.testing.assert_array_equal(parallel.tree_sum(jnp.asarray(partials)), found)
-  # Twins: by weight, in one chain over all experts, and with the slabs in a `psum`.
-  by_weight = by_slab(parts, ids, np.argsort(-weights, axis=1))
-  assert np.any(np.asarray(parallel.tree_sum(jnp.asarray(by_weight))) != found)
-  chain = np.zeros_like(found)
+
+
+def by_weight() -> int:
+  """Twin: a slab's experts are added in the order of their weights."""
+  x, ids, weights, slabs = mixture()
+  parts = terms(x, ids, weights, slabs)
+  partials = by_slab(parts, np.asarray(ids), np.argsort(-np.asarray(weights), axis=1))
+  found = parallel.tree_sum(jnp.asarray(partials))
+  return int(np.sum(np.asarray(found) != np.asarray(experts(x, ids, weights, slabs))))
+
+
+def one_chain() -> int:
+  """Twin: a row's experts are one chain over all slabs."""
+  x, ids, weights, slabs = mixture()
+  expected, parts = np.asarray(experts(x, ids, weights, slabs)), terms(x, ids, weights, slabs)
+  chain = np.zeros_like(expected)
   for pick in range(ids.shape[1]):
     chain += parts[:, pick]
-  assert np.any(chain != found)
+  return int(np.sum(chain != expected))
+
+
+def by_psum() -> int:
+  """Twin: the experts of slabs are added by `psum`."""
+  x, ids, weights, slabs = mixture()
+  parts, ids_of = terms(x, ids, weights, slabs), np.asarray(ids)
+  partials = by_slab(parts, ids_of, np.argsort(ids_of, axis=1))
   spread = jax.shard_map(
     lambda own: lax.psum(own[0], "model"),
     mesh=parallel.make_mesh(tensor_parallel_size=NUM_SLABS),
     in_specs=jax.P("model"),
     out_specs=jax.P(),
   )
-  assert np.any(np.asarray(jax.jit(spread)(jnp.asarray(partials))) != found)
+  found = np.asarray(jax.jit(spread)(jnp.asarray(partials)))
+  return int(np.sum(found != np.asarray(experts(x, ids, weights, slabs))))
 
 
 def test_a_rows_gradient_is_that_of_the_row_alone():
@@ -307,14 +327,8 @@ def dropping(x, ids, weights, slabs):
   return experts(x, ids, kept, slabs)
 
 
-@pytest.mark.thorough
-def test_twins_that_follow_the_batch_are_noticed():
-  assert num_differing(experts, *wide_mixture()) == 0
-  assert num_differing(ragged, *wide_mixture()) > 0
-  assert num_differing(dropping, *wide_mixture()) > 0
-
-
-def test_twin_a_softmax_and_a_choice_outside_the_tiles_are_noticed():
+def router_outside_the_tile() -> int:
+  """Twin: softmax and choice see all rows of the batch at once."""
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.standard_normal((48, 256)), jnp.float32)
   router = Router(jnp.asarray(0.1 * rng.standard_normal((256, 128)), jnp.float32))
@@ -331,4 +345,65 @@ def test_twin_a_softmax_and_a_choice_outside_the_tiles_are_noticed():
     return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
   assert num_differing(inside, x, router) == 0
-  assert num_differing(outside, x, router) > 0
+  return num_differing(outside, x, router)
+
+
+def ragged_dot() -> int:
+  """Twin: `lax.ragged_dot` multiplies the sorted rows."""
+  assert num_differing(experts, *wide_mixture()) == 0
+  return num_differing(ragged, *wide_mixture())
+
+
+def a_capacity() -> int:
+  """Twin: an expert drops the rows past its capacity. Returns how many rows lose an expert."""
+  x, ids, weights, slabs = wide_mixture()
+  assert num_differing(dropping, x, ids, weights, slabs) > 0
+  differs = np.asarray(dropping(x, ids, weights, slabs) != experts(x, ids, weights, slabs))
+  return int(np.sum(np.any(differs, axis=1)))
+
+
+def a_sink_before_the_last_merge() -> int:
+  """Twin: the sink is merged with the first split of keys, and the other splits behind it."""
+  rng = np.random.default_rng(1)
+  shape = 3, NUM_ROWS, 4
+  splits = [
+    attention.Partial(
+      jnp.asarray(3 * rng.standard_normal(shape[1:]), jnp.float32),
+      jnp.asarray(rng.uniform(1, 16, shape[1:]), jnp.float32),
+      jnp.asarray(rng.standard_normal((*shape[1:], WIDTH)), jnp.float32),
+    )
+    for _ in range(shape[0])
+  ]
+  sinks = jnp.asarray(rng.standard_normal(4), jnp.float32)
+
+  def divided(total):
+    return np.asarray(total.weighted / total.total[..., None])
+
+  @jax.jit
+  def last(splits):
+    return attention.with_sinks(functools.reduce(attention.merge, splits), sinks)
+
+  @jax.jit
+  def first(splits):
+    one, *others = splits
+    return functools.reduce(attention.merge, others, attention.with_sinks(one, sinks))
+
+  np.testing.assert_allclose(divided(first(splits)), divided(last(splits)), rtol=1e-4, atol=1e-6)
+  return int(np.sum(divided(first(splits)) != divided(last(splits))))
+
+
+@pytest.mark.parametrize(
+  "twin",
+  [
+    router_outside_the_tile,
+    pytest.param(ragged_dot, marks=pytest.mark.thorough),
+    by_weight,
+    by_psum,
+    one_chain,
+    pytest.param(a_capacity, marks=pytest.mark.thorough),
+    a_sink_before_the_last_merge,
+  ],
+  ids=lambda twin: twin.__name__,
+)
+def test_each_twin_is_noticed(twin):
+  assert twin() > 0
