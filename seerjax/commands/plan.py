@@ -13,6 +13,7 @@ from absl import flags
 
 from seerjax import parallel
 from seerjax.commands import flags as flags_lib, train
+from seerjax.engine import sizes
 from seerjax.models import config as model_config
 from seerjax.run import (
   command_line,
@@ -39,7 +40,8 @@ def describe(config: RunConfig, model: model_config.TransformerConfig) -> str:
     f" a context of {model.max_model_len}",
     config_lib.chosen(config.shared, settled),
     plan.describe(),
-    f"engine, of an instance: {engine.num_pages} pages of {engine.page_size} positions, up to"
+    f"engine, of an instance: {engine.num_pages} pages of {engine.page_size} positions"
+    f"{sizes.windows_described(engine, programs.decoder)}, up to"
     f" {engine.max_num_seqs} sequences of {engine.max_model_len} positions at once, rows a step"
     f" {', '.join(map(str, engine.batch_size_buckets))}",
     f"step: {rollout.prompts_per_step} groups of {rollout.group_size}, up to"

@@ -398,6 +398,21 @@ def fitted(
   )
 
 
+def windows_described(config: EngineConfig, decoder: Decoder) -> str:
+  """Returns the pages of layers with smaller windows as a part of a line; "" if there are none."""
+  size = config.page_size
+  counts = page_counts(
+    config, decoder, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs
+  )
+  of_page = kind_bytes(decoder, page_size=size)
+  kinds = zip(decoder.pages.windows, counts, of_page, strict=True)
+  return "".join(
+    f", {count} pages for layers with a window of {window} ({num_bytes // size:,} of"
+    f" {sum(of_page) // size:,} bytes a token)"
+    for window, count, num_bytes in list(kinds)[1:]
+  )
+
+
 def described(
   config: EngineConfig,
   decoder: Decoder,
@@ -424,13 +439,7 @@ def described(
   positions = (config.num_pages - 1) * config.page_size
   buckets = ", ".join(str(rows) for rows in config.batch_size_buckets)
   arrays = ", ".join(str(decoder.backend.whole_rows(rows)) for rows in config.batch_size_buckets)
-  counts = page_counts(
-    config, decoder, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs
-  )
-  windows = "".join(
-    f", {count} pages for layers with a window of {window}"
-    for count, window in zip(counts[1:], decoder.pages.windows[1:], strict=True)
-  )
+  windows = windows_described(config, decoder)
   limit = ""
   if context.held_by_pages:
     limit = f"; requests of at most {context.positions:,} tokens; for more, {context.held_by_pages}"

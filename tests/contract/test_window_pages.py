@@ -160,7 +160,9 @@ def test_windowed_layers_have_arrays_for_their_windows_alone():
   assert layers == [*5 * [1 + 4 * (-(-(WINDOW + SPLIT + PAGE_SIZE) // PAGE_SIZE) + 1) + 4], 49]
   deep = [keys.shape[2:4] for keys, _ in make_engine(DEEP).memory.pages]
   assert deep == [(49, 5), (29, 5)]
-  assert ", 29 pages for layers with a window of 8 and 2 sequences;" in engine.memory_plan()
+  assert (
+    ", 29 pages for layers with a window of 8 (320 of 384 bytes a token) and 2 sequences;"
+  ) in engine.memory_plan()
   entries = [kv_layout.entries_of(decide(config, NUMERICS)) for config in (GEMMA, DEEP, ALL)]
   assert entries == [((5,), (0, 1, 2, 3, 4)), ((0,), (1,)), ((0,),)]
 
