@@ -65,10 +65,9 @@ class RowAdapters(NamedTuple):
 
   def without(self, names: Collection[str]) -> RowAdapters:
     """Returns the adapters without some of their names."""
-    left = lambda layers: {name: pair for name, pair in layers.items() if name not in names}
-    return self._replace(
-      forms=tuple(form._replace(layers=left(form.layers)) for form in self.forms)
-    )
+    left = lambda whole: {name: leaf for name, leaf in whole.items() if name not in names}
+    forms = (form._replace(layers=left(form.layers), ranks=left(form.ranks)) for form in self.forms)
+    return self._replace(forms=tuple(forms))
 
   def in_place(self, form: Form, index: Array | int) -> dict[str, Any]:
     """Works like `at`, but slices no array."""

@@ -25,16 +25,16 @@ def decided(
     shape: shape of the model; without one, kernels are only checked against the device.
 
   Raises:
-    ValueError: if "native" or kernels are named explicitly and cannot run this model here, with the
-      reason, for kernels that of their `is_supported`.
+    ValueError: if "native" or kernels are named explicitly and cannot run here, or kernels not this
+      model, with the reason, for kernels that of their `is_supported`.
   """
   numerics = numerics_lib.with_row_tile(numerics)
   if numerics.backend == "auto":
     return dataclasses.replace(numerics, backend=_of_this_machine(numerics, shape))
-  if numerics.backend == "native" and (reason := _reason_against_native(shape)):
+  if numerics.backend == "native" and (reason := _reason_against_native()):
     raise ValueError(
-      f"NumericsConfig.backend: got 'native', but {reason}; expected a machine and a model that it"
-      " can run: use 'auto', which is 'tiled' here."
+      f"NumericsConfig.backend: got 'native', but {reason}; expected a machine that can run it: use"
+      " 'auto', which is 'tiled' here."
     )
   if numerics.uses_kernels and shape is not None:
     if reason := _reason_against_kernels(numerics, shape):
@@ -52,7 +52,7 @@ def _of_this_machine(
   if jax.default_backend() == "gpu":
     chosen, reason = chosen_on_gpu(numerics, shape)
   else:
-    reason = _reason_against_native(shape)
+    reason = _reason_against_native()
     chosen = "tiled" if reason else "native"
   if reason:
     _say_once(f"NumericsConfig.backend='auto' is {chosen!r} here: {reason}.")
@@ -75,9 +75,7 @@ def chosen_on_gpu(
   return ("tiled", reason) if reason else ("pallas", "")
 
 
-def _reason_against_native(shape: FullShape | None) -> str | None:
-  if found := layer_support.only_tiled(shape):
-    return f"{found}, which only 'tiled' computes"
+def _reason_against_native() -> str | None:
   # Imported here: it compiles a first handler, for which other backends need not wait.
   from seerjax.backends.native import availability
 

@@ -151,7 +151,7 @@ class MosaicGpu(Tiled):
 
     def run(weights: Any) -> Any:
       in_few = _in_few_launches(stage, weights, definition)
-      return self._defined(in_few, weights, rows, num_rows)
+      return self.defined(in_few, weights, rows, num_rows)
 
     return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
 

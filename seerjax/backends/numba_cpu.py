@@ -19,7 +19,9 @@ from seerjax.backends.native import (
   experts,
   head,
   layers,
+  norms,
   pages as native_pages,
+  parted_layers,
   rotation,
 )
 from seerjax.backends.protocol import HeadStage, MixtureStage, Stage
@@ -60,6 +62,7 @@ class NumbaCpu(Tiled):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> Any:
+    weights = norms.factors(stage.shape.norm_weights, weights, norms.OF_LAYER)
     if adapters is None:
       return layers.attention_inputs(stage, weights, rows, num_rows)
     return layers.adapted_attention_inputs(stage, weights, rows, num_rows, adapters)
@@ -116,6 +119,9 @@ class NumbaCpu(Tiled):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> Array:
+    if parted_layers.has_post_norms(stage.shape):
+      return parted_layers.after_attention(self._tiled, stage, weights, rows, num_rows, adapters)
+    weights = norms.factors(stage.shape.norm_weights, weights, norms.OF_LAYER)
     if adapters is None:
       return layers.after_attention(stage, weights, rows, num_rows)
     return layers.adapted_after_attention(stage, weights, rows, num_rows, adapters)
@@ -128,7 +134,7 @@ class NumbaCpu(Tiled):
     num_rows: Array,
     adapters: RowAdapters | None = None,
   ) -> tuple[Array, Array, Array]:
-    return experts.after_attention(stage, self.numerics, weights, rows, num_rows, adapters)
+    return experts.after_attention(self._tiled, stage, weights, rows, num_rows, adapters)
 
   def head(
     self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array

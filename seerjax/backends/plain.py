@@ -45,7 +45,7 @@ class Plain(Tiled):
   def _adapted(
     self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:
-    run = lambda weights: self._defined(stage, weights, rows, num_rows)
+    run = lambda weights: self.defined(stage, weights, rows, num_rows)
     return run(weights) if adapters is None else adapters_lib.by_selection(run, weights, adapters)
 
   def attend(

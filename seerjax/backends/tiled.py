@@ -168,14 +168,14 @@ class Tiled:
       mixed = moe.chosen_experts(*given, _choices(adapters), adapters.rows, *rest)
     scales = {name: weights[name] for name in ("mlp_out_norm",) if name in weights}
     added = Stage(stage.shape, stage.axis, stage.added)
-    return self._defined(added, scales, (x, mixed, *others), num_rows), normed, ids
+    return self.defined(added, scales, (x, mixed, *others), num_rows), normed, ids
 
   def head(
     self, stage: HeadStage, weights: Any, rows: Any, num_rows: Array
   ) -> tuple[Array, TokenScores]:
-    return self._defined(stage, weights, rows, num_rows)
+    return self.defined(stage, weights, rows, num_rows)
 
-  def _defined(self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array) -> Any:
+  def defined(self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array) -> Any:
     """Runs a stage's definition, tile by tile."""
     bind = lambda definition: functools.partial(definition, self, stage.shape, stage.axis)
     given = stage.gradient_of if isinstance(stage, HeadStage) else None
@@ -185,9 +185,9 @@ class Tiled:
   def _adapted(
     self, stage: AnyStage, weights: Any, rows: Any, num_rows: Array, adapters: RowAdapters | None
   ) -> Any:
-    """Works like `_defined`, with each row's adapter."""
+    """Works like `defined`, with each row's adapter."""
     if adapters is None:
-      return self._defined(stage, weights, rows, num_rows)
+      return self.defined(stage, weights, rows, num_rows)
     definition = functools.partial(stage.rows, self, stage.shape, stage.axis)
     return adapters_lib.by_tile(definition, weights, adapters, rows, num_rows, self.numerics)
 

@@ -49,34 +49,11 @@ def shape_with(**changes):
   return tiny_model.CONFIG.changed(**changes)
 
 
-def test_a_model_that_only_tiles_compute_is_tiled_and_one_line_says_why(caplog):
-  choice._say_once.cache_clear()
-  asked = NumericsConfig(row_tile=4)
-  with caplog.at_level(logging.WARNING):
-    for _ in range(2):
-      assert choice.decided(asked, shape_with(activation="gelu_tanh")).backend == "tiled"
-  lines = [record.getMessage() for record in caplog.records if "backend" in record.msg]
-  assert lines == [
-    "NumericsConfig.backend='auto' is 'tiled' here: layer 0 has activation='gelu_tanh', which only"
-    " 'tiled' computes."
-  ]
-  assert choice.decided(asked, tiny_model.CONFIG).backend == "native"
-
-
-RULES = (
+PROPERTIES = (
   (dict(window=7), "layer 0 has window=7"),
   (dict(soft_cap=2.0), "layer 0 has soft_cap=2.0"),
   (dict(scale=0.5), "layer 0 has scale=0.5"),
   (dict(has_sinks=True), "layer 0 has has_sinks=True"),
-)
-
-
-@pytest.mark.parametrize("changes", [changes for changes, _ in RULES])
-def test_native_handlers_have_every_rule_of_attention(changes):
-  assert choice.decided(NumericsConfig(), shape_with(**changes)).backend == "native"
-
-
-PARTS = (
   (dict(activation="gelu_tanh"), "layer 0 has activation='gelu_tanh'"),
   (dict(norm_placement="pre_and_post"), "layer 0 has norm_placement='pre_and_post'"),
   (dict(norm_weights="1 + w"), "the model has norm_weights='1 + w'"),
@@ -85,18 +62,16 @@ PARTS = (
 )
 
 
-@pytest.mark.parametrize(
-  ("backend", "changes", "why"),
-  [("native", changes, f"{found}, which only 'tiled' computes") for changes, found in PARTS]
-  + [
-    ("pallas_interpreted", changes, f"{found}, which the kernels do not compute")
-    for changes, found in RULES + PARTS
-  ],
-)
-def test_backends_are_refused_by_name_for_what_they_do_not_compute(backend, changes, why):
-  numerics = NumericsConfig(backend=backend, compute_dtype="bfloat16", reduction_shards=8)
-  with pytest.raises(ValueError, match=f"got '{backend}', but {re.escape(why)}"):
-    choice.decided(numerics, shape_with(**changes))
+@pytest.mark.parametrize(("changes", "found"), PROPERTIES)
+def test_native_handlers_run_what_the_kernels_refuse_by_name(changes, found):
+  shape = shape_with(**changes)
+  assert choice.decided(NumericsConfig(), shape).backend == "native"
+  numerics = NumericsConfig(
+    backend="pallas_interpreted", compute_dtype="bfloat16", reduction_shards=8
+  )
+  why = f"but {re.escape(found)}, which the kernels do not compute"
+  with pytest.raises(ValueError, match=f"got 'pallas_interpreted', {why}"):
+    choice.decided(numerics, shape)
 
 
 def test_a_backend_has_the_numerics_that_were_decided():

@@ -44,6 +44,11 @@ EVENTS = (
 # A model of one layer, for everyday runs.
 
 MODEL = tiny_model.SMALLEST.changed(num_layers=1)
+# The same with a window, a sink, and what Gemma has; its parts are computed apart.
+PARTED = dataclasses.replace(
+  MODEL.changed(window=5, has_sinks=True, activation="gelu_tanh", norm_placement="pre_and_post"),
+  norm_weights="1 + w",
+)
 SIZES = EngineConfig(
   page_size=4, num_pages=80, max_num_seqs=8, max_model_len=32, batch_size_buckets=(24,)
 )
@@ -60,40 +65,40 @@ BACKENDS = [
 
 
 @functools.cache
-def adapters(numerics):
+def adapters(numerics, model=MODEL):
   rng = np.random.default_rng(5)
   leaf = lambda shape: jnp.asarray((0.3 * rng.standard_normal(shape.shape)).astype(np.float32))
   return {
-    name: (jax.tree.map(leaf, lora.shapes(MODEL, numerics, RANKS[name], targets)), 0.5 + place)
+    name: (jax.tree.map(leaf, lora.shapes(model, numerics, RANKS[name], targets)), 0.5 + place)
     for place, (name, targets) in enumerate(TARGETS.items())
   }
 
 
 @functools.cache
-def runner_of(numerics, max_programs: int) -> runner_lib.Runner:
-  return runner_lib.Runner(decide(MODEL, numerics), parallel.make_mesh(), max_programs=max_programs)
+def runner_of(numerics, max_programs: int, model=MODEL) -> runner_lib.Runner:
+  return runner_lib.Runner(decide(model, numerics), parallel.make_mesh(), max_programs=max_programs)
 
 
-def make_engine(numerics, kind=engine_lib.Engine):
+def make_engine(numerics, kind=engine_lib.Engine, model=MODEL):
   # A single program for any set of adapters: another trace would fail.
   return kind(
-    loading.Model(MODEL, tiny_model.random_params(MODEL, numerics), numerics),
+    loading.Model(model, tiny_model.random_params(model, numerics), numerics),
     config=SIZES,
     key=numerics_lib.key(3),
-    runner=runner_of(numerics, 1),
-    adapters=adapters(numerics),
+    runner=runner_of(numerics, 1, model),
+    adapters=adapters(numerics, model),
   )
 
 
-def lone_engine(numerics, adapter: str) -> engine_lib.Engine:
-  params = tiny_model.random_params(MODEL, numerics)
+def lone_engine(numerics, adapter: str, model=MODEL) -> engine_lib.Engine:
+  params = tiny_model.random_params(model, numerics)
   if adapter:
-    params = lora.attach(params, *adapters(numerics)[adapter])
+    params = lora.attach(params, *adapters(numerics, model)[adapter])
   return engine_lib.Engine(
-    loading.Model(MODEL, params, numerics),
+    loading.Model(model, params, numerics),
     config=dataclasses.replace(SIZES, max_num_seqs=1, enable_prefix_caching=False),
     key=numerics_lib.key(3),
-    runner=runner_of(numerics, 3),
+    runner=runner_of(numerics, 3, model),
   )
 
 
@@ -113,22 +118,22 @@ def asked() -> list[Request]:
 
 
 @functools.cache
-def expected(numerics):
-  engines = {name: lone_engine(numerics, name) for name in ("", *TARGETS)}
+def expected(numerics, model=MODEL):
+  engines = {name: lone_engine(numerics, name, model) for name in ("", *TARGETS)}
   return {
     one.request_id: engines[one.adapter].generate([dataclasses.replace(one, adapter="")])[0]
     for one in asked()
   }
 
 
-def differing(numerics, kind) -> int:
+def differing(numerics, kind, model=MODEL) -> int:
   """Returns how many of twelve requests differ from their completion alone, in two waves."""
-  engine = make_engine(numerics, kind)
+  engine = make_engine(numerics, kind, model)
   kind.events = collections.Counter()
   found = engine.generate(asked()) + engine.generate(asked())
   assert kind.events["steps of several adapters"] and kind.events["steps of base and adapters"]
   assert engine.counters.reused_tokens > 0
-  wanted = expected(numerics)
+  wanted = expected(numerics, model)
   return sum(not tiny_model.same(one, wanted[one.request_id]) for one in found)
 
 
@@ -138,6 +143,14 @@ def test_base_and_three_adapters_in_one_batch_have_the_bits_of_each_alone(numeri
   assert differing(numerics, adapter_cases.Counting) == 0
   wanted = expected(numerics)
   # The completions differ; otherwise the comparison could find nothing.
+  assert len({wanted[str(place)].tokens for place in range(4)}) == 4
+
+
+@pytest.mark.thorough
+def test_parts_that_are_computed_apart_mix_no_adapters():
+  native = dataclasses.replace(tiny_model.ONE_SLAB, backend="native")
+  assert differing(native, adapter_cases.Counting, PARTED) == 0
+  wanted = expected(native, PARTED)
   assert len({wanted[str(place)].tokens for place in range(4)}) == 4
 
 

@@ -324,9 +324,6 @@ def asked(**changes):
      F32),
    "reduction_shards: got 2, expected a divisor of num_experts=5", "use reduction_shards=1"),
   (lambda: decide(
-     MIXED.changed(norm_placement="pre_and_post"), dataclasses.replace(F32, backend="native")),
-   "got 'native', but layer 0 has norm_placement='pre_and_post', which only 'tiled' computes"),
-  (lambda: decide(
      MIXED, dataclasses.replace(NUMERICS["bf16 tiled"], backend="pallas_interpreted")),
    "layer 0 has num_experts=6, which the kernels do not compute"),
   (lambda: lora.shapes(DEEP, F32, 2, ("qkv", "gate_up")), "lora targets: got ('qkv', 'gate_up')",

@@ -50,7 +50,11 @@ LLAMA = QWEN2.changed(
   num_kv_heads=2,
   is_tied=False,
 )
-CASES = {"qwen3": (ODD, 8), "qwen2": (QWEN2, 1), "llama": (LLAMA, 2)}
+GEMMA = dataclasses.replace(
+  ODD.changed(window=7, activation="gelu_tanh", norm_placement="pre_and_post"),
+  norm_weights="1 + w",
+)
+CASES = {"qwen3": (ODD, 8), "qwen2": (QWEN2, 1), "llama": (LLAMA, 2), "gemma": (GEMMA, 8)}
 
 # One layer more than is unrolled, with two slabs.
 DEEP = tiny_model.SMALLEST.changed(

@@ -71,7 +71,7 @@ def test_no_schedule_changes_a_bit_of_windowed_layers(dtype, block, gemma3, seed
 
 def windowed(directory: str, dtype: str) -> drawn_models.Model:
   """Returns Gemma 3 with shorter windows, which reach every case; its weights are the published."""
-  model = drawn_models.pretrained(directory, dtype, "tiled")
+  model = drawn_models.pretrained(directory, dtype)
   layers = tuple(
     layer if layer.attention.window is None else layer.changed(window=GEMMA_WINDOW)
     for layer in model.config.layers

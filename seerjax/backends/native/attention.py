@@ -28,13 +28,13 @@ from seerjax.backends.native import (
   attention_few,
   ffi,
   pages as native_pages,
+  soft_caps,
   threads,
   vectors,
 )
 from seerjax.backends.native.attention_backward import attend_backward
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
-  cap_scores,
   first_seen_key,
   most_scores,
   rule_operand,
@@ -78,7 +78,7 @@ def _block(
     here, count = scores + 4 * (row * width + begin), seen - begin
     x = floats(here)
     if soft_cap > f32(0.0):
-      cap_scores(here, soft_cap, count)
+      soft_caps.cap_row(here, soft_cap, count)
     maximum = vectors.maximum_of(here, here, count)
     sink = maximum
     if sinks != 0:

@@ -28,7 +28,7 @@ from numba import types
 import numpy as np
 
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, products, threads, vectors
+from seerjax.backends.native import ffi, products, soft_caps, threads, vectors
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
   first_seen_key,
@@ -48,7 +48,6 @@ from seerjax.backends.native.numbers import (
   float_of_half,
   jit,
   read_row,
-  tanh,
   write_row,
   zero_row,
 )
@@ -115,12 +114,9 @@ def _softmax(scores, count, soft_cap, cap_slopes, sinks, one):
     cap_slopes (address): written if there is a cap: the derivative of each capped score.
     sinks (address): of the group's sinks, 0 for none; `one` is the row's head in its group.
   """
-  x, slopes = floats(scores), floats(cap_slopes)
+  x = floats(scores)
   if soft_cap > f32(0.0):
-    for place in range(count):
-      y = tanh(x[place] / soft_cap)
-      x[place] = soft_cap * y
-      slopes[place] = f32(1.0) - y * y
+    soft_caps.cap_row_for_gradient(scores, soft_cap, count, cap_slopes)
   maximum = vectors.maximum_of(scores, scores, count)
   sink = maximum
   if sinks != 0:
@@ -140,12 +136,11 @@ def _softmax(scores, count, soft_cap, cap_slopes, sinks, one):
 def _of_scores(weights, slopes, count, soft_cap, cap_slopes):
   """Turns gradients of a row's weights into those of its scores, and returns their mean."""
   inner = vectors.dot_of(weights, slopes, count)
-  w, x, y = floats(weights), floats(slopes), floats(cap_slopes)
+  w, x = floats(weights), floats(slopes)
   for place in range(count):
     x[place] = w[place] * (x[place] - inner)
   if soft_cap > f32(0.0):
-    for place in range(count):
-      x[place] = x[place] * y[place]
+    soft_caps.scale_row_by(slopes, cap_slopes, count)
   return inner
 
 

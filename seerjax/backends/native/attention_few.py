@@ -18,10 +18,9 @@ import jax
 from numba import types
 import numpy as np
 
-from seerjax.backends.native import ffi, threads, vectors
+from seerjax.backends.native import ffi, soft_caps, threads, vectors
 from seerjax.backends.native.attention_scores import (
   BLOCK_ROWS,
-  cap_scores,
   first_seen_key,
   scale_of,
   scaled_queries,
@@ -163,7 +162,7 @@ def _attend(arguments, results, team, worker):
           own = max(begin, first_seen_key(seen, window))
           here, count = scores + 4 * (row * width + own), min(seen, end) - own
           if count > 0 and soft_cap > f32(0.0):
-            cap_scores(here, soft_cap, count)
+            soft_caps.cap_row(here, soft_cap, count)
           maximum = vectors.maximum_of(here, here, count) if count > 0 else f32(-np.inf)
           floats(maxima)[part * _ROWS + row] = maximum
       elif stage == 1 and begin < end:

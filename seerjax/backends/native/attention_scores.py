@@ -11,15 +11,7 @@ import numpy as np
 
 from seerjax.array_typing import Array
 from seerjax.backends.native import objects, vectors
-from seerjax.backends.native.numbers import (
-  f32,
-  float_of_half,
-  inlined,
-  jit,
-  read_row,
-  round_row,
-  tanh,
-)
+from seerjax.backends.native.numbers import f32, float_of_half, inlined, jit, read_row, round_row
 from seerjax.backends.native.pointers import float_of, floats, fma, halves, integers
 from seerjax.ops.attention import AttentionRule
 
@@ -152,14 +144,6 @@ def scaled_queries(q, is_bf16, head_dim, scale, out):
 def first_seen_key(seen, window):
   """Returns the first key that a row sees if its window ends before key `seen`."""
   return max(seen - window, 0)
-
-
-@jit
-def cap_scores(scores, soft_cap, count):
-  """Computes soft_cap * tanh(score / soft_cap) of `count` scores in place."""
-  x = floats(scores)
-  for place in range(count):
-    x[place] = soft_cap * tanh(x[place] / soft_cap)
 
 
 def rule_operand(rule: AttentionRule, head_dim: int) -> Array:

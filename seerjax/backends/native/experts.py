@@ -1,7 +1,7 @@
 """The part of a layer after attention with a mixture of experts (`models.experts`).
 
-    layers.after_attention   output projection, residual               its MLP's weights are zero
-    layers.after_attention   the shared MLP, where there is one        its projection's are zero
+    parted_layers.attended   output projection, residual
+    parted_layers.gated      the shared MLP, where there is one
     mixture                  norm, router, experts, residual           one handler, in stages:
 
         rows: norm, logits, choice | once: picks sorted by expert | expert, columns: gate, up,
@@ -33,13 +33,14 @@ from seerjax.backends.native import (
   choices,
   experts_gradient,
   ffi,
-  layers,
   norms,
+  parted_layers,
   products,
   threads,
   vectors,
 )
 from seerjax.backends.native.layer_parts import (
+  NO,
   ONE,
   WAITING,
   ZERO,
@@ -69,9 +70,9 @@ from seerjax.backends.native.layer_parts import (
 from seerjax.backends.native.numbers import jit, read_row, round_row, zero_row
 from seerjax.backends.native.pointers import floats, integers
 from seerjax.backends.protocol import MixtureStage, Stage
-from seerjax.backends.tiled import EXPERT_ADAPTERS, EXPERTS
+from seerjax.backends.tiled import EXPERT_ADAPTERS, EXPERTS, Tiled
 from seerjax.layer_kinds import Experts
-from seerjax.ops import routing, tiles
+from seerjax.ops import routing
 
 _numbers = lambda first, last: tuple(np.int64(number) for number in range(first, last + 1))
 # Operands, after the rows.
@@ -125,7 +126,7 @@ def _route(arguments, results, begin, rows, scale, logits):
   read_rows(arguments, ZERO, begin, rows, d, normed)
   for row in range(rows):
     at = normed + 4 * row * d
-    norms.norm_row(at, scale, d, eps, is_bf16, at)
+    norms.norm_row(at, scale, d, eps, is_bf16, ffi.is_bfloat16(arguments, _NORM), at)
   products.product(
     normed, d, ONE, rows, ffi.address(arguments, _ROUTER), ffi.is_bfloat16(arguments, _ROUTER),
     count, count, d, logits, count, ZERO,
@@ -283,7 +284,7 @@ def _gate_up(arguments, results, expert, column, columns, gathered, parts, low):
     for row in range(rows):
       at = parts + 8 * row * columns
       to = ffi.address(results, _INNER) + 4 * ((begin + row) * features + column)
-      gate(at, at + 4 * columns, is_bf16, columns, to)
+      gate(at, at + 4 * columns, NO, is_bf16, columns, to)
 
 
 @jit
@@ -442,8 +443,8 @@ _ADD_SLABS = ffi.Handler("seerjax_mixture_end", blocks, _add_slabs)
 
 
 def after_attention(
+  tiled: Tiled,
   stage: MixtureStage,
-  numerics: numerics_lib.NumericsConfig,
   weights: Params,
   rows: Any,
   num_rows: Array,
@@ -454,60 +455,31 @@ def after_attention(
   Also returns the normed rows f[n, d] and their experts i32[n, e].
 
   Args:
+    tiled: backend of definitions; the tiles of its numerics are those of the gradient.
     stage: stage of the model.
-    numerics: its tiles are those of the gradient.
     weights: weights of one layer, or of stacked ones (`tiles.LayerSlabs`); the local slabs.
     rows: x, mixed.
     num_rows: i32[]; rows from there on are zero.
     chosen: the rows' adapters; without a gradient.
   """
-  kind = stage.shape.kind.feed_forward
+  kind, shape = stage.shape.kind.feed_forward, stage.shape
   assert isinstance(kind, Experts)
-  x = residual = _projected(stage, weights, rows, num_rows, chosen)
+  plain = Stage(shape, stage.axis, stage.routed)
+  x = parted_layers.attended(tiled, plain, weights, rows, num_rows, chosen)
+  residual = jnp.zeros_like(x) if parted_layers.has_post_norms(shape) else x
   if kind.shared_size:
-    residual = _with_shared(stage, weights, x, num_rows, chosen)
+    residual = parted_layers.gated(plain, weights, x, num_rows, chosen)
   names = ("mlp_norm", "router", "router_bias", "router_correction_bias", *EXPERTS)
   own = {name: weights[name] for name in (*names, *EXPERT_ADAPTERS) if name in weights}
+  own = norms.factors(shape.norm_weights, own, norms.OF_LAYER)
   if chosen is None:
-    return mixture(stage, numerics, own, x, residual, num_rows)
-  out, normed, ids, _ = routed(stage, own, x, residual, num_rows, chosen)
-  return out, normed.astype(x.dtype), ids
-
-
-def _projected(
-  stage: MixtureStage, weights: Params, rows: Any, num_rows: Array, chosen: RowAdapters | None
-) -> Array:
-  """Adds the output projection to the residual stream; the MLP has one feature, and adds zero."""
-  x = rows[0]
-  slabs, d = tiles.num_slabs(weights["out"]), x.shape[1]
-  own = {name: weights[name] for name in ("out", "out_lora") if name in weights} | {
-    "mlp_norm": jnp.ones((d,), x.dtype),
-    "gate_up": jnp.zeros((slabs, d, 2), x.dtype),
-    "down": jnp.zeros((slabs, 1, d), x.dtype),
-  }
-  plain = Stage(stage.shape, stage.axis, stage.routed)
-  if chosen is None:
-    return layers.after_attention(plain, own, rows, num_rows)
-  own_adapters = chosen.without(("gate_up_lora", "down_lora"))
-  return layers.adapted_after_attention(plain, own, rows, num_rows, own_adapters)
-
-
-def _with_shared(
-  stage: MixtureStage, weights: Params, x: Array, num_rows: Array, chosen: RowAdapters | None
-) -> Array:
-  """Adds the shared MLP to the residual stream; the projection has one feature, and adds zero."""
-  gate_up, slabs = weights["gate_up"], tiles.num_slabs(weights["gate_up"])
-  out = jnp.zeros((slabs, 1, x.shape[1]), x.dtype)
-  if isinstance(gate_up, tiles.LayerSlabs):
-    out = tiles.LayerSlabs(out[None], gate_up.index)
-  names = ("mlp_norm", "gate_up", "down", "gate_up_lora", "down_lora")
-  own = {name: weights[name] for name in names if name in weights} | {"out": out}
-  none = jnp.zeros((x.shape[0], slabs, 1, 1), x.dtype)
-  plain = Stage(stage.shape, stage.axis, stage.routed)
-  if chosen is None:
-    return layers.after_attention(plain, own, (x, none), num_rows)
-  own_adapters = chosen.without(("out_lora",))
-  return layers.adapted_after_attention(plain, own, (x, none), num_rows, own_adapters)
+    out, normed, ids = mixture(stage, tiled.numerics, own, x, residual, num_rows)
+  else:
+    out, normed, ids, _ = routed(stage, own, x, residual, num_rows, chosen)
+    normed = normed.astype(x.dtype)
+  if parted_layers.has_post_norms(shape):
+    out = parted_layers.added(tiled, plain, weights["mlp_out_norm"], x, out, num_rows)
+  return out, normed, ids
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -58,6 +58,7 @@ def _route_gradient(arguments, results, first, last, worker):
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   count, chosen = ffi.dimension(arguments, _ROUTER, 1), ffi.dimension(arguments, _IDS, 1)
   is_bf16, eps = ffi.is_bfloat16(arguments, 0), scalar(arguments, _SCALARS, 0)
+  is_narrow = ffi.is_bfloat16(arguments, _NORM)
   narrow, live = ffi.is_bfloat16(arguments, _ROUTER), live_rows(arguments, _SIZES)
   has_bias, block = ffi.dimension(arguments, _BIAS, 0) > 0, products.BLOCK_ROWS
   x = scratch_of(results, _SCRATCH, worker)
@@ -79,7 +80,8 @@ def _route_gradient(arguments, results, first, last, worker):
     of_scale = ffi.address(results, _OF_SCALE) + 4 * begin * d
     read_rows(arguments, ZERO, begin, alive, d, x)
     for row in range(alive):
-      norms.norm_row(x + 4 * row * d, scale, d, eps, is_bf16, normed + 4 * row * d)
+      at = 4 * row * d
+      norms.norm_row(x + at, scale, d, eps, is_bf16, is_narrow, normed + at)
     router = ffi.address(arguments, _ROUTER)
     products.product(normed, d, ONE, alive, router, narrow, count, count, d, logits, count, ZERO)
     for row in range(alive):
@@ -105,7 +107,7 @@ def _route_gradient(arguments, results, first, last, worker):
     for row in range(alive):
       at = given + 4 * row * d
       to = of_scale + 4 * row * d
-      norms.norm_row_gradient(x + 4 * row * d, scale, d, eps, is_bf16, at, at, to)
+      norms.norm_row_gradient(x + 4 * row * d, scale, d, eps, is_bf16, is_narrow, at, at, to)
     write_rows(given, rows, d, results, ZERO, begin, alive)
 
 

@@ -23,12 +23,22 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, norms, products, products_over_rows, threads, vectors
+from seerjax.backends.native import (
+  ffi,
+  norms,
+  products,
+  products_over_rows,
+  soft_caps,
+  threads,
+  vectors,
+)
 from seerjax.backends.native.head_forward import (
   ROWS,
   Scored,
+  cap_bits,
   divisor_of,
   eps_bits,
+  final_norm,
   first_slab,
   floats_shape,
   prepared_rows,
@@ -61,9 +71,14 @@ _ZERO, _ONE = np.int64(0), np.int64(1)
 
 
 @jit
-def _cotangents(z, count, place, divisor, row):
-  """Turns a row's logits of a chunk into cotangents in place; `place` may be outside the chunk."""
+def _cotangents(z, count, place, divisor, row, cap, slopes):
+  """Turns a row's logits of a chunk into cotangents in place; `place` may be outside the chunk.
+
+  `slopes` is scratch f32[count] for a soft cap.
+  """
   values, given = floats(z), floats(row)
+  if cap > f32(0.0):
+    soft_caps.cap_row_for_gradient(z, cap, count, slopes)
   logprob, raw, entropy = given[_LOGPROB], given[_RAW], given[_ENTROPY]
   normaliser, own_entropy = given[_NORMALISER], given[_OWN_ENTROPY]
   raw_normaliser = given[_RAW_NORMALISER]
@@ -78,6 +93,8 @@ def _cotangents(z, count, place, divisor, row):
       values[i] = processed - raw * exp(values[i] - raw_normaliser)
   if place >= 0 and place < count:
     values[place] = values[place] + (logprob / divisor + raw)
+  if cap > f32(0.0):
+    soft_caps.scale_row_by(z, slopes, count)
 
 
 @inlined
@@ -120,13 +137,14 @@ def _count_panels(arguments):
 
 
 # Operands: 0 normed f32[n, d], 1 table f[r, w, d], 2 temperature f32[n], 3 tokens i32[n],
-# 4 cotangents and results f32[n, 6], 5 sizes i32[3]: valid rows, the table's first slab, the first
-# id of each slab, 6 the array that result 1 overwrites. Results: the logits' cotangents f32[r, n,
-# s], the table's gradient f[r, w, d], scratch.
+# 4 cotangents and results f32[n, 6], 5 sizes i32[4]: valid rows, the table's first slab, the first
+# id of each slab, the bits of the logits' soft cap, 6 the array that result 1 overwrites. Results:
+# the logits' cotangents f32[r, n, s], the table's gradient f[r, w, d], scratch.
 @jit
 def _differentiate(arguments, results, first, last, worker):
   """Computes logits' cotangents and the table's gradient; items are panels of ids of a span."""
   num_rows, span_begin = ffi.integer(arguments, 5, 0), ffi.integer(arguments, 5, 2)
+  cap = float_of(integers(ffi.address(arguments, 5))[3])
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   width, step = ffi.dimension(arguments, 1, 1), ffi.dimension(results, 0, 2)
   is_bf16 = ffi.is_bfloat16(arguments, 1)
@@ -136,7 +154,8 @@ def _differentiate(arguments, results, first, last, worker):
   panels = (span + products.PANEL - 1) // products.PANEL
   panel = ffi.address(results, 2) + 4 * worker * ffi.dimension(results, 2, 1)
   turned = panel + 4 * products.PANEL * d
-  sums = turned + 4 * products.PANEL * products_over_rows.TURNED
+  slopes = turned + 4 * products.PANEL * products_over_rows.TURNED
+  sums = slopes + 4 * products.PANEL
   for item in range(first, last):
     slab, column = item // panels, item % panels * products.PANEL
     columns, place = min(products.PANEL, span - column), slab * width + span_begin + column
@@ -159,7 +178,7 @@ def _differentiate(arguments, results, first, last, worker):
         for i in range(row, row + rows):
           _cotangents(
             logits + 4 * (i - row) * step, columns, tokens[i] - first_id,
-            divisor_of(temperature[i]), given + 4 * _COLUMNS * i,
+            divisor_of(temperature[i]), given + 4 * _COLUMNS * i, cap, slopes,
           )  # fmt: skip
         products_over_rows.add_product(
           logits, step, rows, columns, normed, d, d, total, d, goes_on, turned
@@ -275,7 +294,7 @@ def _through_norm(arguments, results, first, last, worker):
     for i in range(d):
       row_x[i] = row_x[i] * inverse
       rounded[i] = row_x[i]
-    round_row(parts, is_bf16, d)
+    round_row(parts, ffi.is_bfloat16(arguments, 1), d)
     for i in range(d):
       sums[i] = fma(row_g[i], rounded[i], sums[i])
       row_g[i] = row_g[i] * scales[i]
@@ -314,18 +333,17 @@ def gradient(
     Gradients of the final norm f[d], of the local table f[r, w, d], of the hidden rows f[n, d].
   """
   hidden, _, parameters, *_ = rows
-  table, norm = weights["head"], weights["final_norm"]
+  table, norm = weights["head"], final_norm(stage, weights)
   slabs, width, d = table.shape
   count, span = hidden.shape[0], min(width, int(_SPAN))
   normed, _ = prepared_rows(stage, weights, rows, num_rows)
   found = (scored.normaliser, scored.raw_normaliser, scored.scores.entropy)
   given = jnp.stack([*cotangent, *found], axis=1)
-  own = floats_shape(threads.number(), products.PANEL * (2 * d + products_over_rows.TURNED))
+  own = floats_shape(threads.number(), products.PANEL * (2 * d + products_over_rows.TURNED + 1))
 
   def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
     by_slab, table_gradient = carry
-    sizes = (num_rows, first_slab(stage, table), index * span)
-    sizes = jnp.stack([jnp.asarray(value, jnp.int32) for value in sizes])
+    sizes = sizes_of(num_rows, first_slab(stage, table), index * span, cap_bits(stage))
     cotangents, table_gradient, _ = _GRADIENT(
       [floats_shape(slabs, count, span), jax.ShapeDtypeStruct(table.shape, table.dtype), own],
       normed,
@@ -369,4 +387,4 @@ def gradient(
     by_slab,
     sizes_of(num_rows, eps_bits(stage)),
   )
-  return norm_gradient, table_gradient, hidden_gradient
+  return norm_gradient.astype(weights["final_norm"].dtype), table_gradient, hidden_gradient

@@ -1,7 +1,8 @@
 """The head: final norm, logits, scores, noise and sampling, by chunks of the vocabulary.
 
-A logit is one chain over the hidden dimension. A slab's ids are cut into chunks of `CHUNK`, from
-the slab's first id on, and each row has one partial per chunk: for softmax (`ops.logprobs`)
+A logit is one chain over the hidden dimension, under the model's soft cap. A slab's ids are cut
+into chunks of `CHUNK`, from the slab's first id on, and each row has one partial per chunk: for
+softmax (`ops.logprobs`)
 
   m = max(z)   l = sum(exp(z - m))   s = sum(exp(z - m) * (z - m))
 
@@ -25,7 +26,7 @@ import numpy as np
 
 from seerjax import parallel
 from seerjax.array_typing import Array
-from seerjax.backends.native import ffi, noise, norms, products, threads, vectors
+from seerjax.backends.native import ffi, noise, norms, products, soft_caps, threads, vectors
 from seerjax.backends.native.numbers import exp, f32, inlined, jit, log, read_row
 from seerjax.backends.native.pointers import bits_of, float_of, floats, fma, integers, unsigned
 from seerjax.backends.protocol import HeadStage
@@ -129,7 +130,8 @@ def _prepare(arguments, results, first, last, worker):
   for row in range(first, min(last, ffi.integer(arguments, 5, 0))):
     normed = ffi.address(results, 0) + 4 * row * d
     read_row(ffi.address(arguments, 0) + size * row * d, is_bf16, normed, d)
-    norms.norm_row(normed, scale, d, eps, is_bf16, normed)
+    is_narrow = ffi.is_bfloat16(arguments, 1)
+    norms.norm_row(normed, scale, d, eps, is_bf16, is_narrow, normed)
     k0, k1 = noise.fold_in(key[0], key[1], seeds[row])
     keys[2 * row], keys[2 * row + 1] = noise.fold_in(k0, k1, positions[row])
 
@@ -172,12 +174,12 @@ def floats_of_panels(n, d, chunk):
 
 
 # Operands: 0 normed f32[n, d], 1 table f[r, w, d], 2 temperature f32[n], 3 forced i32[n], 4 keys
-# u32[n, 2], 5 sizes i32[2]: valid rows, the table's first slab. Results: partials
-# f32[chunks, n, 8], scratch.
+# u32[n, 2], 5 sizes i32[3]: valid rows, the table's first slab, the bits of the logits' soft cap.
+# Results: partials f32[chunks, n, 8], scratch.
 @jit
 def _score(arguments, results, first, last, worker):
   """Computes partials; items are chunks, and each chunk is packed once for all rows."""
-  num_rows = ffi.integer(arguments, 5, 0)
+  num_rows, cap = ffi.integer(arguments, 5, 0), float_of(integers(ffi.address(arguments, 5))[2])
   n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
   width = ffi.dimension(arguments, 1, 1)
   is_bf16, table = ffi.is_bfloat16(arguments, 1), ffi.address(arguments, 1)
@@ -199,6 +201,9 @@ def _score(arguments, results, first, last, worker):
         table + size * (slab * width + begin) * d, is_bf16, columns, row > 0, n <= ROWS, panels,
         logits, chunk,
       )  # fmt: skip
+      if cap > f32(0.0):
+        for i in range(rows):
+          soft_caps.cap_row(logits + 4 * i * chunk, cap, columns)
       for i in range(row, row + rows):
         _partial(
           logits + 4 * (i - row) * chunk, columns, first_id, temperature[i], forced[i],
@@ -286,9 +291,9 @@ class Scored(NamedTuple):
   raw_normaliser: Array
 
 
-def sizes_of(num_rows: Array, second: Any) -> Array:
-  """Returns i32[2]: the number of valid rows and another number, as handlers read them."""
-  return jnp.stack([jnp.asarray(value, jnp.int32) for value in (num_rows, second)])
+def sizes_of(num_rows: Array, *others: Any) -> Array:
+  """Returns i32[...]: the number of valid rows and other numbers, as handlers read them."""
+  return jnp.stack([jnp.asarray(value, jnp.int32) for value in (num_rows, *others)])
 
 
 def first_slab(stage: HeadStage, table: Array) -> Any:
@@ -299,6 +304,17 @@ def first_slab(stage: HeadStage, table: Array) -> Any:
 def eps_bits(stage: HeadStage) -> np.int32:
   """Returns the bits of the final norm's eps, as handlers read it."""
   return np.float32(stage.shape.norm_eps).view(np.int32)
+
+
+def cap_bits(stage: HeadStage) -> np.int32:
+  """Returns the bits of the logits' soft cap, 0 for none, as handlers read it."""
+  return np.float32(stage.shape.logit_soft_cap or 0.0).view(np.int32)
+
+
+def final_norm(stage: HeadStage, weights: Any) -> Array:
+  """Returns what the final norm multiplies by, as handlers read it."""
+  name = "final_norm"
+  return norms.factors(stage.shape.norm_weights, {name: weights[name]}, (name,))[name]
 
 
 def floats_shape(*shape: int) -> jax.ShapeDtypeStruct:
@@ -320,7 +336,7 @@ def prepared_rows(
   normed, keys, _ = _ROWS(
     [floats_shape(count, d), jax.ShapeDtypeStruct((count, 2), jnp.uint32), floats_shape(1, d)],
     hidden,
-    weights["final_norm"],
+    final_norm(stage, weights),
     seeds,
     positions,
     weights["key"],
@@ -336,7 +352,7 @@ def scored_rows(stage: HeadStage, weights: Any, rows: Any, num_rows: Array) -> S
   local, width, d = table.shape
   count, chunk = forced.shape[0], min(CHUNK, width)
   normed, keys = prepared_rows(stage, weights, rows, num_rows)
-  sizes = sizes_of(num_rows, first_slab(stage, table))
+  sizes = sizes_of(num_rows, first_slab(stage, table), cap_bits(stage))
   scratch = panels_size(count, d, chunk) + (min(count, ROWS) + 2) * chunk
   own = floats_shape(threads.number(), scratch)
   partials, _ = _PARTIALS(

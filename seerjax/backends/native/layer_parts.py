@@ -26,6 +26,7 @@ from seerjax.backends.native import ffi, norms, products, threads
 from seerjax.backends.native.numbers import (
   exp,
   f32,
+  gelu_and_slope,
   inlined,
   jit,
   read_row,
@@ -98,6 +99,20 @@ def weights_of(arguments, operand):
 def live_rows(arguments, sizes):
   """Returns the number of valid rows of the first operand."""
   return min(ffi.integer(arguments, sizes, 0), ffi.dimension(arguments, 0, 0))
+
+
+@inlined
+def is_apart(arguments):
+  """Returns whether the output of `after_attention` is its MLP's alone, without the residual."""
+  place = ffi.dimension(arguments, SCALARS_AFTER, 0) - 2
+  return scalar(arguments, SCALARS_AFTER, place) > f32(0.0)
+
+
+@inlined
+def uses_gelu(arguments):
+  """Returns whether the activation of `after_attention` is gelu in its tanh form, not silu."""
+  place = ffi.dimension(arguments, SCALARS_AFTER, 0) - 1
+  return scalar(arguments, SCALARS_AFTER, place) > f32(0.0)
 
 
 @jit
@@ -318,12 +333,17 @@ def gathered_rows(arguments, operand, begin, rows, sums):
 
 @jit
 def add_sum(arguments, operand, target, begin, rows, x, sums, lows):
-  """Adds to x the slabs' sum and the adapter's term (with the given B operand), rounded."""
+  """Adds to x the slabs' sum and the adapter's term (with the given B operand), rounded.
+
+  An MLP's output that is wanted apart replaces x.
+  """
   is_bf16 = ffi.is_bfloat16(arguments, 0)
   rank, d = ffi.dimension(arguments, operand, 2), ffi.dimension(arguments, operand, 3)
   scale_low(arguments, SIZES_AFTER, SCALARS_AFTER, target, begin, rank, rows, lows)
   add_low(arguments, SIZES_AFTER, operand, target, ZERO, begin, lows, rows, sums)
   round_row(sums, is_bf16, rows * d)
+  if target == TWO and is_apart(arguments):
+    zero_row(x, NO, rows * d)
   add_row(x, sums, rows * d)
   round_row(x, is_bf16, rows * d)
 
@@ -345,17 +365,26 @@ def mlp_inputs(arguments, begin, rows, x, scale, normed, low):
   eps, rank = scalar(arguments, SCALARS_AFTER, 0), ffi.dimension(arguments, GATE_UP_A, 3)
   for row in range(rows):
     at = 4 * row * d
-    norms.norm_row(x + at, scale, d, eps, is_bf16, normed + at)
+    norms.norm_row(
+      x + at, scale, d, eps, is_bf16, ffi.is_bfloat16(arguments, MLP_NORM), normed + at
+    )
   low_product(arguments, SIZES_AFTER, GATE_UP_A, ZERO, begin, normed, d, rows, low)
   scale_low(arguments, SIZES_AFTER, SCALARS_AFTER, ONE, begin, rank, rows, low)
 
 
 @jit
-def gate(gates, ups, is_bf16, count, out):
-  """Computes out = silu(gate) * up of `count` floats, rounded; `out` may be `gates`."""
+def gate(gates, ups, is_gelu, is_bf16, count, out):
+  """Computes out = silu(gate) * up, or gelu(gate) * up, of `count` floats, rounded.
+
+  `out` may be `gates`.
+  """
   x, y, to = floats(gates), floats(ups), floats(out)
-  for i in range(count):
-    to[i] = x[i] / (f32(1.0) + exp(-x[i])) * y[i]
+  if is_gelu:
+    for i in range(count):
+      to[i] = gelu_and_slope(x[i])[0] * y[i]
+  else:
+    for i in range(count):
+      to[i] = x[i] / (f32(1.0) + exp(-x[i])) * y[i]
   round_row(out, is_bf16, count)
 
 
@@ -368,7 +397,7 @@ def mlp(arguments, slab, begin, rows, normed, low, inner, sums, lows):
   add_low(arguments, SIZES_AFTER, GATE_UP_B, ONE, slab, begin, low, rows, inner)
   for row in range(rows):
     at = inner + 8 * row * features
-    gate(at, at + 4 * features, is_bf16, features, at)
+    gate(at, at + 4 * features, uses_gelu(arguments), is_bf16, features, at)
   product(arguments, DOWN, layer, slab, inner, 2 * features, rows, sums, ZERO)
   low_product(arguments, SIZES_AFTER, DOWN_A, slab, begin, inner, 2 * features, rows, lows)
 
@@ -481,19 +510,24 @@ def after_operands(
   num_rows: Array,
   chosen: RowAdapters | None = None,
 ) -> list[Array]:
-  """Returns the operands of `after_attention`."""
+  """Returns the operands of `after_attention`.
+
+  In a layer with norms after its parts, the MLP's output is wanted apart.
+  """
   x, mixed = rows
   out, layer = layered(weights["out"])
   gate_up, down = layered(weights["gate_up"]).slabs, layered(weights["down"]).slabs
   out_a, out_b, out_scales = adapter(weights, "out", chosen)
   gate_up_a, gate_up_b, gate_up_scales = adapter(weights, "gate_up", chosen)
   down_a, down_b, down_scales = adapter(weights, "down", chosen)
-  eps = jnp.float32(stage.shape.norm_eps)
+  eps, kind = jnp.float32(stage.shape.norm_eps), stage.shape.kind
+  settings = (kind.norm_placement == "pre_and_post", kind.feed_forward.activation == "gelu_tanh")
+  settings = [jnp.float32(setting) for setting in settings]
   return [
     x,
     mixed,
     adapter_sizes(num_rows, layer, ("out", "gate_up", "down"), chosen),
-    jnp.stack([eps, *out_scales, *gate_up_scales, *down_scales]),
+    jnp.stack([eps, *out_scales, *gate_up_scales, *down_scales, *settings]),
     out,
     out_a,
     out_b,

@@ -103,6 +103,7 @@ def _attention_inputs(arguments, results, first, last, worker):
   )  # fmt: skip
   rank = ffi.dimension(arguments, QKV_A, 3)
   is_bf16, num_rows = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES, 0)
+  is_narrow = ffi.is_bfloat16(arguments, NORM)
   layer, eps = ffi.integer(arguments, SIZES, 1), scalar(arguments, SCALARS, 0)
   width = 2 if is_bf16 else 4
   size = min(n, CHUNK_ROWS)
@@ -127,7 +128,7 @@ def _attention_inputs(arguments, results, first, last, worker):
     read_rows(arguments, ZERO, begin, live, d, normed)
     for row in range(live):
       at = normed + 4 * row * d
-      norms.norm_row(at, scale, d, eps, is_bf16, at)
+      norms.norm_row(at, scale, d, eps, is_bf16, is_narrow, at)
     low_product(arguments, SIZES, QKV_A, ZERO, begin, normed, d, live, low)
     scale_low(arguments, SIZES, SCALARS, ZERO, begin, rank, live, low)
     for slab in range(slabs):
@@ -147,7 +148,8 @@ def _attention_inputs(arguments, results, first, last, worker):
           at = qkv + 4 * (row * columns + head * c)
           is_query, is_key = head < own * group, head < own * (group + 1)
           if is_key and has_norms:
-            norms.norm_row(at, query_scale if is_query else key_scale, c, eps, is_bf16, at)
+            own_scale = query_scale if is_query else key_scale
+            norms.norm_row(at, own_scale, c, eps, is_bf16, is_narrow, at)
           if is_key:
             rotate(at, cos, sin, c)
           index = place * heads + slab * own

@@ -45,6 +45,7 @@ from seerjax.backends.native.layer_parts import (
   WAITING,
   ZERO,
   add_row,
+  is_apart,
   low_product,
   merge,
   mlp_inputs,
@@ -55,12 +56,14 @@ from seerjax.backends.native.layer_parts import (
   scale_row,
   scratch_of,
   slab_of,
+  uses_gelu,
   waiting,
   weights_of,
 )
 from seerjax.backends.native.numbers import (
   exp,
   f32,
+  gelu_and_slope,
   inlined,
   jit,
   read_row,
@@ -164,7 +167,7 @@ def blocks_of_chunk(arguments):
 
 
 @jit
-def _back_swiglu(values, other, features, is_bf16, inner, of_gate_up):
+def _back_gate(values, other, features, is_gelu, is_bf16, inner, of_gate_up):
   """Recomputes the inner features of a row, and computes the cotangents of gate and up.
 
   Args:
@@ -173,6 +176,14 @@ def _back_swiglu(values, other, features, is_bf16, inner, of_gate_up):
   """
   gate, up, given = floats(values), floats(values + 4 * features), floats(other)
   out, of_gate, of_up = floats(inner), floats(of_gate_up), floats(of_gate_up + 4 * features)
+  if is_gelu:
+    for i in range(features):
+      value, slope = gelu_and_slope(gate[i])
+      out[i] = value * up[i]
+      of_up[i] = given[i] * value
+      of_gate[i] = given[i] * up[i] * slope
+    round_row(inner, is_bf16, features)
+    return
   for i in range(features):
     below = f32(1.0) + exp(-gate[i])
     silu, sigmoid = gate[i] / below, f32(1.0) / below
@@ -208,9 +219,9 @@ def of_mlp_slab(arguments, slab, rows, gate_up, dy, of_down, of_gate_up, inner, 
   round_row(given, is_bf16, rows * features)
   for row in range(rows):
     at = row * width + slab * features
-    _back_swiglu(
-      gate_up + 8 * row * features, given + 4 * row * features, features, is_bf16,
-      inner + 4 * at, of_gate_up + 8 * at,
+    _back_gate(
+      gate_up + 8 * row * features, given + 4 * row * features, features, uses_gelu(arguments),
+      is_bf16, inner + 4 * at, of_gate_up + 8 * at,
     )  # fmt: skip
   product(arguments, DOWN_A, ZERO, slab, inner + 4 * slab * features, width, rows, to, ZERO)
 
@@ -253,8 +264,12 @@ def back_to_attended(
   width, out_scale = 2 if is_bf16 else 4, scalar(arguments, SCALARS_AFTER, 1)
   for row in range(rows):
     at = 4 * row * d
-    norms.norm_row_gradient(x + at, scale, d, eps, is_bf16, sums + at, dx + at, of_scale + at)
-  add_row(dx, dy, rows * d)
+    norms.norm_row_gradient(
+      x + at, scale, d, eps, is_bf16, ffi.is_bfloat16(arguments, MLP_NORM), sums + at, dx + at,
+      of_scale + at,
+    )  # fmt: skip
+  if not is_apart(arguments):
+    add_row(dx, dy, rows * d)
   round_row(dx, is_bf16, rows * d)
   write_row(dx, ffi.address(results, 0) + width * begin * d, is_bf16, rows * d)
   back(arguments, OUT_B, ZERO, ZERO, dx, d, rows, lows, out_rank, ZERO, panel)
@@ -395,6 +410,7 @@ def input_cotangents(
     of_key (address): the cotangent of the scale of the keys' norm.
   """
   d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
+  is_narrow = ffi.is_bfloat16(arguments, NORM)
   slabs, columns = ffi.dimension(arguments, QKV, 1), ffi.dimension(arguments, QKV, 3)
   heads, group = ffi.dimension(arguments, 12, 1), ffi.dimension(arguments, 12, 2)
   c, rank = ffi.dimension(arguments, 12, 3), ffi.dimension(arguments, QKV_A, 3)
@@ -408,7 +424,7 @@ def input_cotangents(
   read_rows(arguments, ZERO, begin, rows, d, x)
   for row in range(rows):
     at = 4 * row * d
-    norms.norm_row(x + at, scales, d, eps, is_bf16, normed + at)
+    norms.norm_row(x + at, scales, d, eps, is_bf16, is_narrow, normed + at)
   product(arguments, QKV_A, ZERO, ZERO, normed, d, rows, low, ZERO)
   scale_row(low, lora_scale, is_bf16, rows * rank)
   if has_norms:
@@ -438,7 +454,7 @@ def input_cotangents(
         if is_key and has_norms:
           norms.norm_row_gradient(
             again + 4 * (row * columns + head * c), query_scale if is_query else key_scale, c,
-            eps, is_bf16, to, to, part,
+            eps, is_bf16, is_narrow, to, to, part,
           )  # fmt: skip
           total = of_query if is_query else of_key
           add_row(total + 4 * (row * slabs + slab) * c, part, c)
@@ -451,7 +467,10 @@ def back_through_norm(arguments, results, begin, rows, x, scale, sums, of_scale)
   width, eps = 2 if is_bf16 else 4, scalar(arguments, SCALARS, 0)
   for row in range(rows):
     at = 4 * row * d
-    norms.norm_row_gradient(x + at, scale, d, eps, is_bf16, sums + at, sums + at, of_scale + at)
+    norms.norm_row_gradient(
+      x + at, scale, d, eps, is_bf16, ffi.is_bfloat16(arguments, NORM), sums + at, sums + at,
+      of_scale + at,
+    )  # fmt: skip
   write_row(sums, ffi.address(results, 0) + width * begin * d, is_bf16, rows * d)
 
 

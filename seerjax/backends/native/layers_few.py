@@ -65,6 +65,7 @@ from seerjax.backends.native.layer_parts import (
   scale_low,
   scratch,
   scratch_of,
+  uses_gelu,
   waiting,
   weights_of,
   write_rows,
@@ -142,6 +143,7 @@ def _attention_inputs(arguments, results, team, worker):
   )  # fmt: skip
   rank, live = ffi.dimension(arguments, QKV_A, 3), live_rows(arguments, SIZES)
   is_bf16, layer = ffi.is_bfloat16(arguments, 0), ffi.integer(arguments, SIZES, 1)
+  is_narrow = ffi.is_bfloat16(arguments, NORM)
   eps, width = scalar(arguments, SCALARS, 0), 2 if is_bf16 else 4
   normed = scratch_of(results, THREE, ZERO)  # Shared by all threads.
   low = normed + 4 * n * d
@@ -165,7 +167,7 @@ def _attention_inputs(arguments, results, team, worker):
     read_rows(arguments, ZERO, begin, rows, d, normed + 4 * begin * d)
     for row in range(begin, begin + rows):
       at = normed + 4 * row * d
-      norms.norm_row(at, scale, d, eps, is_bf16, at)
+      norms.norm_row(at, scale, d, eps, is_bf16, is_narrow, at)
     to = low + 4 * begin * rank
     low_product(arguments, SIZES, QKV_A, ZERO, begin, normed + 4 * begin * d, d, rows, to)
     scale_low(arguments, SIZES, SCALARS, ZERO, begin, rank, rows, to)
@@ -199,7 +201,8 @@ def _attention_inputs(arguments, results, team, worker):
         at = qkv + 4 * (row * count + head * c - first)
         is_query, is_key = head < own * group, head < own * (group + 1)
         if is_key and has_norms:
-          norms.norm_row(at, query_scale if is_query else key_scale, c, eps, is_bf16, at)
+          own_scale = query_scale if is_query else key_scale
+          norms.norm_row(at, own_scale, c, eps, is_bf16, is_narrow, at)
         if is_key:
           rotate(at, cos, sin, c)
         if is_query:
@@ -284,7 +287,7 @@ def _after_attention(arguments, results, team, worker):
     for row in range(live):
       at = 8 * row * count
       to = inner + 4 * (row * slabs * features + slab * features + first)
-      gate(parts + at, ups + at, is_bf16, count, to)
+      gate(parts + at, ups + at, uses_gelu(arguments), is_bf16, count, to)
     threads.settle(team, _STAGES[2])
     piece = threads.claim(team, _STAGES[2], piece)
   threads.wait(team, _STAGES[2], pieces_of_mlp)

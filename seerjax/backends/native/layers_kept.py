@@ -43,6 +43,7 @@ from seerjax.backends.native.layer_parts import (
   read_rows,
   scratch,
   scratch_of,
+  uses_gelu,
   waiting,
   weights_of,
   write_rows,
@@ -62,7 +63,8 @@ def _mlp(arguments, slab, begin, rows, normed, low, gate_up, inner, sums, lows):
   add_low(arguments, SIZES_AFTER, GATE_UP_B, ONE, slab, begin, low, rows, gate_up)
   for row in range(rows):
     at = gate_up + 8 * row * features
-    gate(at, at + 4 * features, is_bf16, features, inner + 4 * row * features)
+    to = inner + 4 * row * features
+    gate(at, at + 4 * features, uses_gelu(arguments), is_bf16, features, to)
   product(arguments, DOWN, layer, slab, inner, features, rows, sums, ZERO)
   low_product(arguments, SIZES_AFTER, DOWN_A, slab, begin, inner, features, rows, lows)
 

@@ -52,6 +52,16 @@ def tanh(x):
 
 
 @inlined
+def gelu_and_slope(x):
+  """Returns x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x ** 3), and its derivative."""
+  square = x * x
+  t = tanh(f32(0.7978845608) * fma(f32(0.044715) * square, x, x))
+  half = f32(0.5) * (f32(1.0) + t)
+  inner = f32(0.7978845608) * fma(f32(0.134145), square, f32(1.0))
+  return x * half, fma(f32(0.5) * x * (f32(1.0) - t * t), inner, half)
+
+
+@inlined
 def log(x):
   """Returns the natural logarithm of a positive normal number."""
   bits = bits_of(x)
