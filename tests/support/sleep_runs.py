@@ -32,8 +32,8 @@ class Watched(Engine):
     memory, writers = self.memory, {}
     remember, find, hold_found = memory.remember, memory.find, memory.hold_found
 
-    def remembering(sequence, tokens, pages=None):
-      remember(sequence, tokens, pages)
+    def remembering(sequence, tokens, pages=None, windows=()):
+      remember(sequence, tokens, pages, windows)
       held = sequence.pages if pages is None else pages
       for page in held[: -(-len(tokens) // self.config.page_size)]:
         writers[sequence.instance, page] = sequence.owner.namespace
