@@ -85,9 +85,11 @@ def run_one(config: RunConfig, directory: pathlib.Path) -> None:
   decoder = decide(policy.model, config.numerics)
   answers = initial_answers(config, policy, task)
   path = directory / ROUTES
-  found: dict[str, Compared] = {}
+  found: dict[str, routes_lib.Compared] = {}
   if path.is_file():
-    found = {step: Compared(*pair) for step, pair in json.loads(path.read_text()).items()}
+    found = {
+      step: routes_lib.Compared(*pair) for step, pair in json.loads(path.read_text()).items()
+    }
 
   def on_step(step: int, state: Any, values: Any) -> None:
     params = parameters.compute_params(jax.device_get(state.params), decoder.numerics)

@@ -427,7 +427,7 @@ def _ours(
 
 
 def _joined(
-  parts: list[tuple[np.ndarray, np.ndarray] | None],
+  parts: Sequence[tuple[np.ndarray, np.ndarray] | None],
   widths: list[int],
   ranks: list[int],
   is_shared: bool,
