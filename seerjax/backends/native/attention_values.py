@@ -132,8 +132,9 @@ def wide_chains(
   Registers hold many columns of few rows, or few columns of many rows.
 
   Args:
-    part, num_parts (int): 0 and 1 for all chains. With 2 parts, each computes half of the chains of
-      64 features together, and reads only its own positions; part 0 computes the other features.
+    part (int): 0; with two parts 0 or 1.
+    num_parts (int): 1 for all chains. With 2, each part computes half of the chains of 64 features
+      together, and reads only its own positions; part 0 computes the other features.
   """
   size, position = 2 if is_bf16 else 4, low
   while position < high:
@@ -151,8 +152,7 @@ def wide_chains(
 def shared_positions(first_seen, rows, group, window, page_size):
   """Returns the range of positions for `wide_chains`, which all rows of a block see; or (0, 0).
 
-  Args:
-    first_seen, rows, group, window (int): as in `attention`.
+  A block is described as in `attention`.
   """
   first = first_seen_key((first_seen + rows - 1) // group + 1, window)
   low = (first + _CHAINS - 1) // _CHAINS * _CHAINS
