@@ -82,8 +82,7 @@ class Engine:
     Args:
       model: shape, weights, numerics and tokenizer (`load_model`).
       config: sizes; zeros and empty values are derived from the model and free memory.
-      key: sampling key of the run (`numerics.key`), that of seed 0 if None; it is only folded, so
-        engines with equal keys sample equal text.
+      key: sampling key of the run (`numerics.key`), that of seed 0 if None.
       mesh: `parallel.make_mesh`; one device if None.
       policy_version: version of the weights.
       runner: compiled programs to share with other engines of the same model, numerics and mesh;
@@ -123,9 +122,8 @@ class Engine:
     kv_pool = pool_lib.usual(runner.mesh) if kv_pool is None else kv_pool
     counters = Counters(host=kv_pool.host, store=kv_pool.store, imports=kv_pool.imports)
     kv_sizes = sizes.of_pages(config, self._context, decoder)
-    counts = tuple(kind.num_pages for kind in kv_sizes.kinds)
     memory = Memory(
-      lambda: runner.empty_pages(counts if counts[1:] else counts[0], config.page_size),
+      lambda: runner.empty_pages(kv_sizes.num_pages, config.page_size),
       runner.page_moves,
       sizes=kv_sizes,
       kv_pool=kv_pool,

@@ -42,6 +42,12 @@ class KVSizes(NamedTuple):
   table_width: int
   enable_prefix_caching: bool
 
+  @property
+  def num_pages(self) -> int | tuple[int, ...]:
+    """Number of pages, the reserved one included; by kind if there are several."""
+    counts = tuple(kind.num_pages for kind in self.kinds)
+    return counts if counts[1:] else counts[0]
+
 
 class _Part(NamedTuple):
   """Pages of one kind that one program moves."""
