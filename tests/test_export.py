@@ -156,11 +156,11 @@ def train_step(model, mesh):
 @pytest.mark.parametrize("model", models("qwen3-8b", 4))
 def test_the_train_step_exports(model):
   trainer, micro, state = train_step(model, parallel.make_mesh())
-  counts = losses.Denominators(f32(), f32())
+  totals = step.BatchTotals(losses.Denominators(f32(), f32()))
   master = params_like(model, jnp.float32)
   assert isinstance(state, TrainState)
   for platform in PLATFORMS:
-    export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, counts, master)
+    export(trainer._gradient, platform, params_like(model, NUMERICS.dtype), micro, totals, master)
     export(trainer._update, platform, state, master)
 
 
@@ -168,11 +168,11 @@ def test_the_train_step_exports(model):
 @pytest.mark.parametrize("model", models("qwen3-32b", 2))
 def test_the_train_step_exports_for_eight_devices_of_the_model_axis(model):
   trainer, micro, state = train_step(model, parallel.make_mesh(tensor_parallel_size=8))
-  counts = losses.Denominators(f32(), f32())
+  totals = step.BatchTotals(losses.Denominators(f32(), f32()))
   params = params_like(model, trainer.decoder.numerics.dtype)
   sums = jax.eval_shape(lambda: trainer._zeros(params))
   for platform in PLATFORMS:
-    exported = export(trainer._gradient, platform, params, micro, counts, sums)
+    exported = export(trainer._gradient, platform, params, micro, totals, sums)
     assert exported.nr_devices == 8
     assert [leaf.shape for leaf in exported.out_avals[: len(jax.tree.leaves(sums))]] == [
       leaf.shape for leaf in jax.tree.leaves(sums)

@@ -296,7 +296,7 @@ def lowered_gradient(case: Case, mesh: jax.sharding.Mesh) -> Any:
   traced = trainer._gradient.trace(
     _placed(params, mesh, jax.P()),
     _placed(micro, mesh, by_instance),
-    _placed(losses.Denominators(number, number), mesh, jax.P()),
+    _placed(step_lib.BatchTotals(losses.Denominators(number, number)), mesh, jax.P()),
     _placed(jax.tree.map(lambda leaf: of(f32, *leaf.shape), params), mesh, by_instance),
   )
   return traced.lower(lowering_platforms=("tpu",))

@@ -112,6 +112,19 @@ class MicroBatch(NamedTuple):
   reference_logprobs: Any = None
 
 
+class BatchTotals(NamedTuple):
+  """Sums over a whole batch that the gradient of each of its micro-batches reads.
+
+  Attributes:
+    denominators: of the loss.
+    loads: f32[E] of each layer with experts, E times the share of choices that each expert got; ()
+      if the loss reads none.
+  """
+
+  denominators: losses.Denominators
+  loads: Any = ()
+
+
 # Type of `losses.policy_loss`: returns a micro-batch's share of the loss, and its metrics.
 PolicyLoss = Callable[..., tuple[Array, losses.LossMetrics]]
 
@@ -214,16 +227,15 @@ class Trainer:
     return bool(self.decoder.backend.traits.waits_for_predicates and not is_special)
 
   def _gradient_program(self, *, is_plain: bool):
-    """(params, MicroBatch [i, ...], whole, sums [i, ...]) -> sums, ([i, ...] of the rest).
+    """(params, MicroBatch [i, ...], BatchTotals, sums [i, ...]) -> sums, ([i, ...] of the rest).
 
-    On one instance there is no axis i. `whole` is (denominators, loads of experts by layer, () if
-    the loss reads none). `sums` is donated.
+    On one instance there is no axis i. `sums` is donated.
     """
 
     has_experts = bool(self.decoder.shape.routings)
 
-    def loss(trained, frozen, micro: MicroBatch, whole):
-      denominators, loads = whole
+    def loss(trained, frozen, micro: MicroBatch, totals: BatchTotals):
+      denominators, loads = totals
       params, balance = lora.combine(trained, frozen), None
       if self.loss.balance_coefficient:
         balance = routes_lib.Balance(self.loss, micro.batch.sequence_index, denominators)
@@ -255,9 +267,9 @@ class Trainer:
         routes = tuple(own._replace(loss=()) for own in routes)
       return value, (value, metrics, tokens, scores, routes)
 
-    def one(params, micro, whole, sums):
+    def one(params, micro, totals, sums):
       trained, frozen = lora.partition(params)
-      gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, whole)
+      gradient, aux = jax.grad(loss, has_aux=True)(trained, frozen, micro, totals)
       is_live = micro.batch.tokens.num_rows > 0  # An instance may have no micro-batch.
 
       def add(total: Array, part: Array) -> Array:
@@ -274,11 +286,11 @@ class Trainer:
     def results(sums, aux):
       return sums, parallel.to_all_processes(aux, self.mesh)
 
-    def spread(params, micro, whole, sums):
+    def spread(params, micro, totals, sums):
       specs = self._sum_specs(params)
       in_specs = (parameters.specs_of(params), BY_INSTANCE, jax.P(), specs)
       out_specs = (specs, parallel.spec_of_results(self.mesh))
-      return self._spread(function, results, in_specs, out_specs)(params, micro, whole, sums)
+      return self._spread(function, results, in_specs, out_specs)(params, micro, totals, sums)
 
     return jax.jit(spread, donate_argnums=(3,))
 
@@ -501,7 +513,7 @@ class Trainer:
       for place in range(len(wave[0])):
         indices = [run[place] for run in wave if place < len(run)]
         part = self._taken(micro, indices)
-        sums, out = program(params, part, (denominators, loads), sums)
+        sums, out = program(params, part, BatchTotals(denominators, loads), sums)
         out = jax.device_get(out)
         for row, index in enumerate(indices):
           (values[index], metrics[index], tokens, scores[index], routes[index]) = self._of_instance(

@@ -54,7 +54,8 @@ def test_collectives_of_a_train_step_wait_for_each_other(backend, rank):
   count, rows = batch.targets.shape
   batch = batch._replace(behaviour_logprobs=None, raw_logprobs=None)
   micro = step.MicroBatch(batch, np.zeros((count, rows), np.float32), np.full(count, True), None)
-  given = (params, trainer._taken(micro, [0]), losses.denominators(batch), trainer._zeros(params))
+  totals = step.BatchTotals(losses.denominators(batch))
+  given = (params, trainer._taken(micro, [0]), totals, trainer._zeros(params))
   text = trainer._gradient.lower(*given).compile().as_text()
   pairs, found = collective_order.unordered(text)
   assert not pairs, pairs
