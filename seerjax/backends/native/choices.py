@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from seerjax.backends.native import vectors
 from seerjax.backends.native.numbers import exp, f32, jit
 from seerjax.backends.native.pointers import floats, integers
 from seerjax.ops import routing
@@ -15,34 +16,42 @@ from seerjax.ops import routing
 SCORINGS: dict[str, int] = {"softmax": 0, "softmax_of_chosen": 1, "sigmoid": 2}
 _OF_CHOSEN, _SIGMOID = np.int64(1), np.int64(2)
 _FREE, _TAKEN, _BARRED = np.int32(0), np.int32(1), np.int32(2)
+_LOWEST = f32(-np.inf)
 _SMALLEST_SUM = f32(routing.SMALLEST_SUM)
 
 
 @jit
 def _softmax(values, count):
   """Replaces floats at an address by their softmax."""
-  x = floats(values)
-  most = x[0]
-  for i in range(1, count):
-    most = max(most, x[i])
+  x, most = floats(values), vectors.maximum_of(values, values, count)
+  for i in range(count):  # Apart from the sum, whose order is fixed: vectors.
+    x[i] = exp(x[i] - most)
   total = f32(0.0)
   for i in range(count):
-    x[i] = exp(x[i] - most)
     total = total + x[i]
   for i in range(count):
     x[i] = x[i] / total
 
 
 @jit
-def _take_largest(values, marks, count, wanted):
-  """Marks the `wanted` largest of the free values as taken."""
-  x, mark = floats(values), integers(marks)
+def _take_largest(values, marks, count, wanted, free):
+  """Marks the `wanted` largest of the free values as taken; `free` is scratch f32[count].
+
+  A value that is not a number is taken if it is the first free one.
+  """
+  x, mark, left = floats(values), integers(marks), floats(free)
+  for i in range(count):
+    left[i] = x[i] if mark[i] == _FREE else _LOWEST
+  first = np.int64(0)
   for _ in range(wanted):
-    best = np.int64(-1)
-    for i in range(count):
-      if mark[i] == _FREE and (best < 0 or x[i] > x[best]):
-        best = i
-    mark[best] = _TAKEN
+    while mark[first] != _FREE:
+      first += 1
+    best = first
+    if left[first] == left[first]:
+      most = vectors.maximum_of(free, free, count)
+      while mark[best] != _FREE or left[best] != most:
+        best += 1
+    mark[best], left[best] = _TAKEN, _LOWEST
 
 
 @jit
@@ -61,7 +70,7 @@ def _bar_groups(scores, marks, count, groups, chosen_groups, sums, group_marks):
         second = x[i]
     total[group] = first + second
     own[group] = _FREE
-  _take_largest(sums, group_marks, groups, chosen_groups)
+  _take_largest(sums, group_marks, groups, chosen_groups, group_marks + 4 * groups)
   for i in range(count):
     if own[i // size] != _TAKEN:
       mark[i] = _BARRED
@@ -99,7 +108,7 @@ def choose(
     _bar_groups(
       for_choice, scratch, count, groups, chosen_groups, scratch + 8 * count, scratch + 12 * count
     )
-  _take_largest(for_choice, scratch, count, chosen)
+  _take_largest(for_choice, scratch, count, chosen, scratch + 8 * count)
   own, to = integers(ids), floats(weights)
   place = np.int64(0)
   for i in range(count):
