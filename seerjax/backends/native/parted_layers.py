@@ -1,6 +1,7 @@
 """Layers with parts that are computed apart: with norms after their parts, or with experts.
 
-    projected   layers.after_attention   its MLP has one feature of weight zero, and adds zero
+    projected   projection.projected     with a mesh or adapters, `layers.after_attention`: its MLP
+                                         has one feature of weight zero, and adds zero
     gated       layers.after_attention   its projection has one feature of weight zero
     added       x + norm(part), by the definition on tiles
 
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 
 from seerjax.array_typing import Array
 from seerjax.backends.adapters import RowAdapters
-from seerjax.backends.native import layers, norms
+from seerjax.backends.native import layers, norms, projection
 from seerjax.backends.native.layer_parts import Params
 from seerjax.backends.protocol import LayerShape, Operations, Stage
 from seerjax.backends.tiled import Tiled
@@ -71,6 +72,8 @@ def projected(
   }
   plain = dataclasses.replace(stage.shape.kind, norm_placement="pre")
   stage = stage._replace(shape=stage.shape._replace(kind=plain))
+  if stage.axis is None and chosen is None and "out_lora" not in own:
+    return projection.projected(stage, own, rows, num_rows)
   left = None if chosen is None else chosen.without(("gate_up_lora", "down_lora"))
   return _run(stage, own, rows, num_rows, left)
 
