@@ -5,13 +5,14 @@
     mixture                  norm, router, experts, residual           one handler, in stages:
 
         rows: norm, logits, choice | once: picks sorted by expert | expert, columns: gate, up,
-        product | slab, columns: down, weighted sums of rows | rows: slabs' sums, residual
+        product | expert, columns: down | rows: weighted sums by slab, slabs' sums, residual
 
-An expert's weights are read once for all of its rows. Adapters continue the chains of gate, up and
-down, as in `layers`; rows may choose among them. A row's experts of a slab are one chain in
-ascending id, and slabs are added in the tree, so a row's bits depend neither on the rows that share
-its experts, nor on threads or devices. With a mesh axis, the handler ends with the slabs' partial
-sums, which are gathered, and a second one adds them.
+Where a thread has an expert's whole width, it goes on to the expert's down while the rows are in a
+near cache. An expert's weights are read once for all of its rows. Adapters continue the chains of
+gate, up and down, as in `layers`; rows may choose among them. A row's experts of a slab are one
+chain in ascending id, and slabs are added in the tree, so a row's bits depend neither on the rows
+that share its experts, nor on threads or devices. With a mesh axis, the handler ends with the
+slabs' partial sums, which are gathered, and a second one adds them.
 
 The gradient is in `experts_gradient`.
 """
@@ -67,7 +68,7 @@ from seerjax.backends.native.layer_parts import (
   waiting,
   write_rows,
 )
-from seerjax.backends.native.numbers import jit, read_row, round_row, zero_row
+from seerjax.backends.native.numbers import f32, jit, read_row, round_row, zero_row
 from seerjax.backends.native.pointers import floats, integers
 from seerjax.backends.protocol import MixtureStage, Stage
 from seerjax.backends.tiled import EXPERT_ADAPTERS, EXPERTS, Tiled
@@ -84,8 +85,9 @@ _CHOICES, _SCALES, _GATE_UP_A, _GATE_UP_B, _DOWN_A, _DOWN_B = _numbers(10, 15)
 _LAYER, _FIRST_EXPERT, _IS_SUMMED, _SCORING = _numbers(1, 4)
 _GROUPS, _CHOSEN_GROUPS, _IS_RENORMALISED, _CHOSEN = _numbers(5, 8)
 # Results, after the hidden rows. `_SORTED` has the place of each expert's first pick (one more than
-# experts), a cursor of each, the experts in use and their number, and the picks sorted by expert.
-_PARTIALS, _IDS, _WEIGHTS, _NORMED, _INNER, _SORTED, _SCRATCH = _numbers(1, 7)
+# experts), a cursor of each, the experts in use and their number, the picks sorted by expert, and
+# the place of each pick. `_INNER` and `_OUT` have rows by place.
+_PARTIALS, _IDS, _WEIGHTS, _NORMED, _INNER, _OUT, _SORTED, _SCRATCH = _numbers(1, 8)
 _STAGES = tuple(np.int64(stage) for stage in range(threads.STAGES))
 _NONE, _LANES = np.int64(-1), np.int64(vectors.LANES)
 # Rows of one expert that are multiplied together.
@@ -162,6 +164,7 @@ def _sort(arguments, results, live):
   cursor = integers(ffi.address(results, _SORTED) + 4 * (count + 1))
   used = integers(ffi.address(results, _SORTED) + 4 * (2 * count + 1))
   order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
+  place_of = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2 + n * chosen))
   for expert in range(count + 1):
     first[expert] = np.int32(0)
   for pick in range(live * chosen):
@@ -180,6 +183,7 @@ def _sort(arguments, results, live):
     expert = np.int64(ids[pick]) - before
     if expert >= 0 and expert < count:
       order[cursor[expert]] = np.int32(pick)
+      place_of[pick] = cursor[expert]
       cursor[expert] = np.int32(cursor[expert] + 1)
   for pick in range(live * chosen, n * chosen):
     ids[pick] = np.int32(0)
@@ -266,20 +270,22 @@ def _gate_up(arguments, results, expert, column, columns, gathered, parts, low):
   first = integers(ffi.address(results, _SORTED))
   order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
   end = np.int64(first[expert + 1])
+  # All columns of gate and up lie side by side.
+  times, width = (1, 2 * columns) if columns == features else (2, columns)
   for begin in range(np.int64(first[expert]), end, _BLOCK):
     rows = min(_BLOCK, end - begin)
     for row in range(rows):
       source = ffi.address(results, _NORMED) + 4 * (np.int64(order[begin + row]) // chosen) * d
       read_row(source, False, gathered + 4 * row * d, d)
-    for part in range(2):
+    for part in range(times):
       products.product(
         gathered, d, ONE, rows, weights + (2 if narrow else 4) * part * features, narrow,
-        2 * features, columns, d, parts + 4 * part * columns, 2 * columns, ZERO,
+        2 * features, width, d, parts + 4 * part * columns, 2 * columns, ZERO,
       )  # fmt: skip
       if ffi.dimension(arguments, _GATE_UP_B, 2) > 0:
         _add_adapted(
           arguments, results, _GATE_UP_A, _GATE_UP_B, ZERO, expert, begin, rows, gathered, d,
-          part * features + column, columns, parts + 4 * part * columns, 2 * columns, low,
+          part * features + column, width, parts + 4 * part * columns, 2 * columns, low,
         )  # fmt: skip
     for row in range(rows):
       at = parts + 8 * row * columns
@@ -288,36 +294,60 @@ def _gate_up(arguments, results, expert, column, columns, gathered, parts, low):
 
 
 @jit
-def _down(arguments, results, slab, column, columns, live, parts, low):
-  """Computes `columns` of a slab's partial sums: each row's experts, in ascending order."""
-  n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
-  own, features = ffi.dimension(arguments, _DOWN, 2), ffi.dimension(arguments, _DOWN, 3)
-  count = ffi.dimension(arguments, _DOWN, 1) * own
-  chosen, narrow = ffi.dimension(results, _IDS, 1), ffi.is_bfloat16(arguments, _DOWN)
+def _down(arguments, results, expert, column, columns, low):
+  """Computes `columns` of inner @ down of an expert's rows."""
+  d, features = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, _DOWN, 3)
+  narrow = ffi.is_bfloat16(arguments, _DOWN)
+  weights = _expert_at(arguments, _DOWN, expert) + (2 if narrow else 4) * column
   first = integers(ffi.address(results, _SORTED))
-  order = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2))
-  scales = floats(ffi.address(results, _WEIGHTS))
-  partial = ffi.address(results, _PARTIALS) + 4 * (slab * n * d + column)
-  for row in range(live):
-    zero_row(partial + 4 * row * d, False, columns)
-  for expert in range(slab * own, (slab + 1) * own):
-    weights = _expert_at(arguments, _DOWN, expert) + (2 if narrow else 4) * column
-    end = np.int64(first[expert + 1])
-    for begin in range(np.int64(first[expert]), end, _BLOCK):
-      rows = min(_BLOCK, end - begin)
-      inner = ffi.address(results, _INNER) + 4 * begin * features
-      products.product(
-        inner, features, ONE, rows, weights, narrow, d, columns, features, parts, columns, ZERO
-      )
-      if ffi.dimension(arguments, _DOWN_B, 2) > 0:
-        _add_adapted(
-          arguments, results, _DOWN_A, _DOWN_B, ONE, expert, begin, rows, inner, features, column,
-          columns, parts, columns, low,
-        )  # fmt: skip
-      for row in range(rows):
-        pick = np.int64(order[begin + row])
-        _add_weighted(partial + 4 * (pick // chosen) * d, parts + 4 * row * columns, scales[pick],
-                      columns)  # fmt: skip
+  end = np.int64(first[expert + 1])
+  for begin in range(np.int64(first[expert]), end, _BLOCK):
+    rows = min(_BLOCK, end - begin)
+    inner = ffi.address(results, _INNER) + 4 * begin * features
+    out = ffi.address(results, _OUT) + 4 * (begin * d + column)
+    products.product(
+      inner, features, ONE, rows, weights, narrow, d, columns, features, out, d, ZERO
+    )
+    if ffi.dimension(arguments, _DOWN_B, 2) > 0:
+      _add_adapted(
+        arguments, results, _DOWN_A, _DOWN_B, ONE, expert, begin, rows, inner, features, column,
+        columns, out, d, low,
+      )  # fmt: skip
+
+
+@jit
+def _partials(arguments, results, begin, rows, slab, picks, target):
+  """Computes a slab's partial sums of rows: each row's experts, in ascending order.
+
+  `picks` has the place of each row's next pick among its picks, and is moved past the slab's.
+  """
+  d, own = ffi.dimension(arguments, 0, 1), ffi.dimension(arguments, _DOWN, 2)
+  n, chosen = ffi.dimension(results, _IDS, 0), ffi.dimension(results, _IDS, 1)
+  count = ffi.dimension(arguments, _DOWN, 1) * own
+  place_of = integers(ffi.address(results, _SORTED) + 4 * (3 * count + 2 + n * chosen))
+  ids, scales = integers(ffi.address(results, _IDS)), floats(ffi.address(results, _WEIGHTS))
+  out, following = ffi.address(results, _OUT), integers(picks)
+  end = ffi.integer(arguments, _SIZES, _FIRST_EXPERT) + (slab + 1) * own
+  for row in range(rows):
+    first = (begin + row) * chosen
+    at, pick, last = target + 4 * row * d, first + following[row], first + chosen
+    if pick == last or ids[pick] >= end:
+      zero_row(at, NO, d)
+      continue
+    _weighted(out + 4 * np.int64(place_of[pick]) * d, scales[pick], d, at)
+    pick += 1
+    while pick < last and ids[pick] < end:
+      _add_weighted(at, out + 4 * np.int64(place_of[pick]) * d, scales[pick], d)
+      pick += 1
+    following[row] = np.int32(pick - first)
+
+
+@jit
+def _weighted(source, weight, count, target):
+  """Writes floats times a weight, added to zero."""
+  x, y = floats(target), floats(source)
+  for i in range(count):
+    x[i] = f32(0.0) + y[i] * weight
 
 
 @jit
@@ -329,13 +359,32 @@ def _add_weighted(target, other, weight, count):
 
 
 @jit
-def _end(arguments, results, begin, rows, sums, x):
-  """Adds the experts' sum, the first of `sums`, to the residual stream."""
-  d, is_bf16 = ffi.dimension(arguments, 0, 1), ffi.is_bfloat16(arguments, 0)
-  round_row(sums, is_bf16, rows * d)
-  read_rows(arguments, _RESIDUAL, begin, rows, d, x)
-  add_row(x, sums, rows * d)
-  write_rows(x, rows, d, results, ZERO, begin, rows)
+def _end(arguments, results, begin, rows, picks, sums):
+  """Adds the experts' sums to the residual stream; with a mesh axis, writes partial sums."""
+  n, d = ffi.dimension(arguments, 0, 0), ffi.dimension(arguments, 0, 1)
+  chosen, before = ffi.dimension(results, _IDS, 1), ffi.integer(arguments, _SIZES, _FIRST_EXPERT)
+  slabs, is_bf16 = ffi.dimension(arguments, _DOWN, 1), ffi.is_bfloat16(arguments, 0)
+  ids, following = integers(ffi.address(results, _IDS)), integers(picks)
+  for row in range(rows):
+    pick = np.int64(0)
+    while pick < chosen and ids[(begin + row) * chosen + pick] < before:
+      pick += 1
+    following[row] = np.int32(pick)
+  is_summed = ffi.integer(arguments, _SIZES, _IS_SUMMED) > 0
+  for slab in range(slabs):
+    if is_summed:
+      to = sums + 4 * waiting(slab) * rows * d
+    else:
+      to = ffi.address(results, _PARTIALS) + 4 * (slab * n + begin) * d
+    _partials(arguments, results, begin, rows, slab, picks, to)
+    if is_summed:
+      merge(sums, slab, rows * d)
+  if is_summed:
+    x = sums + 4 * WAITING * rows * d
+    round_row(sums, is_bf16, rows * d)
+    read_rows(arguments, _RESIDUAL, begin, rows, d, x)
+    add_row(x, sums, rows * d)
+    write_rows(x, rows, d, results, ZERO, begin, rows)
 
 
 @jit
@@ -346,10 +395,10 @@ def _mixture(arguments, results, team, worker):
   size = min(n, _BLOCK)
   gathered = scratch_of(results, _SCRATCH, worker)
   parts = gathered + 4 * size * d
-  low = parts + 4 * size * max(2 * features, d)
+  low = parts + 8 * size * features
   rank = max(ffi.dimension(arguments, _GATE_UP_B, 2), ffi.dimension(arguments, _DOWN_B, 2))
   scale = low + 4 * size * rank
-  others = scale + 4 * d  # Logits and more of rows, or their sums.
+  others = scale + 4 * d  # Logits and more of rows, or their next picks and sums.
   some = _rows_of_piece(live)
   row_pieces = (live + some - 1) // some
 
@@ -377,34 +426,30 @@ def _mixture(arguments, results, team, worker):
     expert, column = np.int64(used[piece // of_expert]), piece % of_expert * columns
     width = min(columns, features - column)
     _gate_up(arguments, results, expert, column, width, gathered, parts, low)
+    if of_expert == 1:
+      _down(arguments, results, expert, ZERO, d, low)
     threads.settle(team, _STAGES[2])
     piece = threads.claim(team, _STAGES[2], piece)
   threads.wait(team, _STAGES[2], pieces)
 
-  columns = _columns_of_piece(team, d, slabs)
-  of_slab = (d + columns - 1) // columns
-  pieces = slabs * of_slab
-  piece = threads.claim(team, _STAGES[3], _NONE)
-  while piece < pieces:
-    slab, column = piece // of_slab, piece % of_slab * columns
-    _down(arguments, results, slab, column, min(columns, d - column), live, parts, low)
-    threads.settle(team, _STAGES[3])
-    piece = threads.claim(team, _STAGES[3], piece)
-  threads.wait(team, _STAGES[3], pieces)
+  if of_expert > 1:
+    columns = _columns_of_piece(team, d, num_used)
+    of_expert = (d + columns - 1) // columns
+    pieces = num_used * of_expert
+    piece = threads.claim(team, _STAGES[3], _NONE)
+    while piece < pieces:
+      expert, column = np.int64(used[piece // of_expert]), piece % of_expert * columns
+      _down(arguments, results, expert, column, min(columns, d - column), low)
+      threads.settle(team, _STAGES[3])
+      piece = threads.claim(team, _STAGES[3], piece)
+    threads.wait(team, _STAGES[3], pieces)
 
-  if ffi.integer(arguments, _SIZES, _IS_SUMMED) == 0:
-    return
   piece = threads.claim(team, _STAGES[4], _NONE)
   while piece < row_pieces:
     begin = some * piece
-    rows = min(some, live - begin)
-    for slab in range(slabs):
-      source = ffi.address(results, _PARTIALS) + 4 * (slab * n + begin) * d
-      read_row(source, False, others + 4 * waiting(slab) * rows * d, rows * d)
-      merge(others, slab, rows * d)
-    _end(arguments, results, begin, rows, others, others + 4 * WAITING * rows * d)
+    _end(arguments, results, begin, min(some, live - begin), others, others + 4 * some)
     piece = threads.claim(team, _STAGES[4], piece)
-  if worker == 0:
+  if worker == 0 and ffi.integer(arguments, _SIZES, _IS_SUMMED) > 0:
     is_bf16 = ffi.is_bfloat16(arguments, 0)
     dead = ffi.address(results, 0) + (2 if is_bf16 else 4) * live * d
     zero_row(dead, is_bf16, (n - live) * d)
@@ -547,16 +592,17 @@ def routed(
   i32_of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
   block, rows = min(n, int(_BLOCK)), int(_MANY)
   rank = max(operands[_GATE_UP_B].shape[2], operands[_DOWN_B].shape[2])
-  logits, sums = (rows + 6) * rule.num_experts, (WAITING + 1) * rows * d
+  logits, sums = (rows + 6) * rule.num_experts, rows + (WAITING + 1) * rows * d
   results = (
     hidden,
-    f32_of(slabs, n, d),
+    f32_of(slabs, n if axis else 0, d),
     i32_of(n, rule.num_chosen),
     f32_of(n, rule.num_chosen),
     f32_of(n, d),
     f32_of(picks, features),
-    i32_of(3 * count + 2 + picks),
-    scratch((block, d + max(2 * features, d) + rank), (d + max(logits, sums),)),
+    f32_of(picks, d),
+    i32_of(3 * count + 2 + 2 * picks),
+    scratch((block, d + 2 * features + rank), (d + max(logits, sums),)),
   )
   out, partials, ids, chosen, normed, *_ = _MIXTURE(results, *operands)
   if axis is None:
