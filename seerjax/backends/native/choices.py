@@ -24,7 +24,7 @@ _SMALLEST_SUM = f32(routing.SMALLEST_SUM)
 def _softmax(values, count):
   """Replaces floats at an address by their softmax."""
   x, most = floats(values), vectors.maximum_of(values, values, count)
-  for i in range(count):  # Apart from the sum, whose order is fixed: vectors.
+  for i in range(count):  # Vectors, apart from the sum, which has a fixed order.
     x[i] = exp(x[i] - most)
   total = f32(0.0)
   for i in range(count):
