@@ -6,7 +6,7 @@
     d   hidden features                     h   query heads
     k   key/value heads                     c   features of one head
     i   instances                           p   pages of one page-table row
-    r   logical reduction slabs
+    r   logical reduction slabs             j   key/value heads that pages store
 
 In docstrings, a dtype and a shape are one word: `f32[n, d]`, `i32[s, p]`, `bool[n]`.
 """

@@ -93,8 +93,11 @@ def is_supported(
   if q.ndim != 4 or k_pages.ndim != 4 or k_pages.shape != v_pages.shape:
     return f"got {shapes}, expected q[n, k, g, c] and pages [k, m, z, c]"
   (num_rows, num_heads, group, head_dim), page_size = q.shape, k_pages.shape[2]
-  if (num_heads, head_dim) != (k_pages.shape[0], k_pages.shape[3]):
-    return f"got {shapes}, expected the same k and c in q[n, k, g, c] and pages [k, m, z, c]"
+  if num_heads % max(k_pages.shape[0], 1) or head_dim != k_pages.shape[3]:
+    return (
+      f"got {shapes}, expected the same c in q[n, k, g, c] and pages [k, m, z, c], and the pages' k"
+      " or a multiple of it in q"
+    )
   for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages)):
     if x.dtype != jnp.bfloat16:
       return f"got {name} of {x.dtype}, expected bfloat16, which wgmma multiplies; cast it"
@@ -149,11 +152,13 @@ def reference(
   sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Computes the definition in float32, f32[n, k, g, c]; reads all pages of every row's table."""
-  num_heads, _, page_size, head_dim = k_pages.shape
+  num_stored, _, page_size, head_dim = k_pages.shape
+  num_heads = q.shape[1]
   segment, live = layout.segment_of_rows(segments)
   q, k_pages, v_pages = (x.astype(jnp.float32) for x in (q, k_pages, v_pages))
 
   def keys_of_rows(pages: jax.Array) -> jax.Array:
+    pages = jnp.repeat(pages, num_heads // num_stored, axis=0)
     by_segment = pages[:, segments.page_table].reshape(
       num_heads, segments.page_table.shape[0], -1, head_dim
     )
@@ -195,6 +200,8 @@ def attention(
   Args:
     q: bf16[n, k, g, c], queries by key/value head; scaled here by 1 / sqrt(c).
     k_pages: bf16[k, m, z, c], keys by head, page and offset; must be finite, also where unwritten.
+      With fewer heads than q has, each is the head of equally many consecutive heads of q, and
+      there is no gradient.
     v_pages: bf16[k, m, z, c].
     segments: which rows attend to which pages; no segment is longer than `config.query_tile`.
     window: a row sees its own position and the window - 1 before it; None is all before it. A

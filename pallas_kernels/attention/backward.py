@@ -270,8 +270,13 @@ def _page_gradient_kernel(
 def gradients(static, saved, do):
   """Returns the gradients of q, k_pages, v_pages and sinks, from the forward's residuals."""
   q, k_pages, v_pages, segments, sinks, out, stats = saved
-  group, head_dim = q.shape[2:]
-  num_pages, page_size = k_pages.shape[1:3]
+  num_heads, group, head_dim = q.shape[1:]
+  num_stored, num_pages, page_size = k_pages.shape[:3]
+  if num_stored != num_heads:
+    raise NotImplementedError(
+      f"attention: got a gradient of {num_heads} heads with pages of {num_stored}, expected pages"
+      " of a head for each head of q; repeat the pages."
+    )
   delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
   delta_rows = layout.tiles(static, group, delta, segments).reshape(*stats.shape[:3], ROWS)
   # Rows after a segment's end have zero queries; a zero weight keeps them out of every sum.

@@ -42,7 +42,8 @@ def _forward_kernel(
   """
   config = static.config
   num_segments, num_heads, _, head_dim = q.shape
-  page_size = k_pages.shape[2]
+  num_stored, _, page_size = k_pages.shape[:3]
+  sharers = num_heads // num_stored
   compute = config.warpgroups(group)
   blocks, key_block, stages = config.kv_split // config.key_block, config.key_block, config.stages
   # Positions per copy: a page, or a block's part of it.
@@ -81,6 +82,7 @@ def _forward_kernel(
     def copy():
       def copy_block(ref, buffer, loaded, free, segment, head, step, block):
         slot = lax.rem(step, stages)
+        stored = head if sharers == 1 else lax.div(head, sharers)
 
         @pl.when(step >= stages)
         def _():
@@ -90,7 +92,7 @@ def _forward_kernel(
           index = block * (key_block // piece) + i
           page = units.page_table[segment, lax.div(index, pieces_per_page)]
           plgpu.copy_gmem_to_smem(
-            ref.at[head, page * pieces_per_page + lax.rem(index, pieces_per_page)],
+            ref.at[stored, page * pieces_per_page + lax.rem(index, pieces_per_page)],
             buffer.at[slot, pl.ds(i * piece, piece)],
             loaded.at[slot],
           )

@@ -67,7 +67,8 @@ def read_splits(rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
 
   This is what one would write without the contract: shapes, and so bits, depend on the batch.
   """
-  num_heads, _, page_size, head_dim = k_pages.shape
+  num_stored, _, page_size, head_dim = k_pages.shape
+  num_heads = q.shape[1]
   num_segments, query_tile = batch.segment_start.shape[0], numerics.query_tile
   split, group = numerics.kv_split, q.shape[2]
   pages_per_split = split // page_size
@@ -80,6 +81,7 @@ def read_splits(rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
 
     def read(source: Array) -> Array:
       part = source.at[:, pages].get(mode="promise_in_bounds")
+      part = jnp.repeat(part, num_heads // num_stored, axis=0)
       return part.reshape(num_heads, num_segments, split, head_dim)
 
     scores = jnp.einsum(

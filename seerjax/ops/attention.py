@@ -274,8 +274,8 @@ def with_sinks(total: Partial, sinks: Float[Array, "..."]) -> Partial:
 
 def attend(
   q: Float[Array, "n k g c"],
-  k_pages: Float[Array, "k m z c"],
-  v_pages: Float[Array, "k m z c"],
+  k_pages: Float[Array, "j m z c"],
+  v_pages: Float[Array, "j m z c"],
   batch: TokenBatch,
   rows: SegmentRows,
   numerics: numerics_lib.NumericsConfig,
@@ -288,8 +288,9 @@ def attend(
 
   Args:
     q: f[n, k, g, c], queries by key/value head; scaled here, in float32.
-    k_pages: f[k, m, z, c], keys by head, page and offset; the rows' own keys are already written.
-    v_pages: f[k, m, z, c], values likewise.
+    k_pages: f[j, m, z, c], keys by head, page and offset; the rows' own keys are already written.
+      If j is less than k, each is the head of k / j consecutive heads of q, without a gradient.
+    v_pages: f[j, m, z, c], values likewise.
     batch: rows and segments.
     rows: `segment_rows` of the batch, with the rule's window.
     numerics: sizes of tiles and splits.
@@ -315,13 +316,14 @@ def _attend(read, rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
 
 def _tiled(rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
   num_rows, num_heads, group, head_dim = q.shape
-  num_pages, page_size = k_pages.shape[1:3]
+  num_stored, num_pages, page_size = k_pages.shape[:3]
+  sharers = num_heads // num_stored
   query_tile, slot_tile, split = numerics.query_tile, numerics.slot_tile, numerics.kv_split
   pages_per_split = split // page_size
   num_segments, num_items = rows.row_of.shape[0], rows.segment_of.shape[1]
   # Heads and pages form one leading axis: a page of a head is one contiguous block.
-  k_blocks = k_pages.reshape(num_heads * num_pages, page_size, head_dim)
-  v_blocks = v_pages.reshape(num_heads * num_pages, page_size, head_dim)
+  k_blocks = k_pages.reshape(num_stored * num_pages, page_size, head_dim)
+  v_blocks = v_pages.reshape(num_stored * num_pages, page_size, head_dim)
   queries = q.reshape(num_rows * num_heads, group, head_dim)
   scale = jnp.float32(rule.factor(head_dim))
   zero, one = jnp.int32(0), tiles.traced_one(batch.num_rows)
@@ -345,7 +347,8 @@ def _tiled(rule, numerics, q, k_pages, v_pages, sinks, batch, rows):
     q_rows = jnp.pad(q_rows, ((0, 0), missing, (0, 0)))
     pages = splits[:, None] * pages_per_split + offsets[None, :]
     blocks = rows.page_table.at[segments[:, None], pages].get(mode="promise_in_bounds")
-    blocks = blocks + head * num_pages
+    stored = head if sharers == 1 else head // sharers
+    blocks = blocks + stored * num_pages
 
     def read(source: Array) -> Array:
       return take(source, blocks).reshape(slot_tile, split, head_dim)
@@ -414,7 +417,8 @@ def _attend_backward(forward, rule, numerics, residuals, gradient):
   """
   del forward
   q, k_pages, v_pages, sinks, batch = residuals
-  _, num_pages, page_size, head_dim = k_pages.shape
+  num_heads, num_pages, page_size, head_dim = k_pages.shape
+  assert q.shape[1] == num_heads, f"got pages of {num_heads} heads for {q.shape[1]}"
   pages_per_sequence = batch.page_table.shape[1]
   num_sequences = (num_pages - 1) // pages_per_sequence
   length = pages_per_sequence * page_size

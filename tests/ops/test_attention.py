@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from seerjax.backends import choice
 from seerjax.ops import attention
 
 UNTILED = dataclasses.replace(NUMERICS, backend="untiled")
@@ -79,6 +80,36 @@ def test_packed_sequences_and_their_gradients_are_the_definitions(group, dtype, 
   if numerics is NUMERICS:
     # The value computed under a gradient has the same bits.
     np.testing.assert_array_equal(ours((q, k, v))[1], found)
+
+
+def attended(q: jax.Array, stored: int, numerics) -> np.ndarray:
+  """Returns the attention of q f[n, k, g, c] over random pages of `stored` heads."""
+  rng = np.random.default_rng(3)
+  batch = batch_of([(0, 40, 1), (1, 3, 9)], rows=16, segments=8, width=6, page_size=8)
+  shape = (2, 1, 13, 8, q.shape[3])
+  keys, values = (
+    jnp.broadcast_to(jnp.asarray(x, q.dtype), (stored, *x.shape[1:]))
+    for x in rng.standard_normal(shape)
+  )
+  backend = choice.backend_of(numerics)
+  if numerics.backend == "native":
+    keys = jnp.swapaxes(keys, 2, 3)
+  rows = attention.segment_rows(batch, numerics, 8)
+  run = jax.jit(lambda q, pages: backend.attend(q, pages, batch, rows))
+  return np.asarray(run(q, (keys, values)))[: int(batch.num_rows)]
+
+
+@pytest.mark.parametrize("backend", ["tiled", "untiled", "native"])
+def test_heads_that_share_pages_have_the_bits_of_pages_of_their_own(backend):
+  numerics = dataclasses.replace(NUMERICS, backend=backend)
+  for heads, group in ((4, 1), (2, 3)):
+    q = np.random.default_rng(1).standard_normal((16, heads, group, 16))
+    q = jnp.asarray(q, jnp.float32)
+    expected = attended(q, heads, numerics)
+    assert np.array_equal(attended(q, 1, numerics), expected)
+    # A head alone, as on a device of its own.
+    one = attended(q[:, 1:2], 1, numerics)
+    assert np.array_equal(one, expected[:, 1:2]) or backend == "untiled"
 
 
 @pytest.mark.thorough

@@ -113,6 +113,20 @@ def test_values_are_the_definitions_and_tuning_moves_no_bit(window, has_sinks):
 
 
 @pytest.mark.thorough
+@needs_interpreter
+@pytest.mark.parametrize("mode", ["sequential", "parallel"])
+def test_consecutive_heads_that_share_pages_have_the_bits_of_equal_pages(mode):
+  q, k, v, segments = Sequences(heads=4).batch(LENGTHS)
+  for sharers in (2, 4):
+    stored = k[::sharers], v[::sharers]
+    whole = (jnp.repeat(pages, sharers, axis=0) for pages in stored)
+    found = as_float64(compiled(mode=mode)(q, *stored, segments))
+    np.testing.assert_array_equal(found, as_float64(compiled(mode=mode)(q, *whole, segments)))
+    expected = as_float64(attention.reference(q, *stored, segments))
+    np.testing.assert_allclose(found, expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.thorough
 @pytest.mark.few(1)
 @needs_interpreter
 @pytest.mark.parametrize(
@@ -367,6 +381,15 @@ def small_arguments(heads=1, group=2, head_dim=64, page=32):
   )
 
 
+@needs_interpreter
+def test_a_gradient_of_heads_that_share_pages_is_refused():
+  q, k, v, segments = Sequences(heads=2).batch(LENGTHS)
+  loss = lambda q: jnp.sum(compiled()(q, k[:1], v[:1], segments).astype(jnp.float32))
+  message = "got a gradient of 2 heads with pages of 1, expected pages of a head for each"
+  with pytest.raises(NotImplementedError, match=message):
+    jax.eval_shape(jax.grad(loss), q)
+
+
 def test_small_arguments_are_taken_for_a_gpu():
   with gpu.h200():
     assert attention.is_supported(*small_arguments()) is None
@@ -381,7 +404,7 @@ def test_arguments_that_cannot_run_are_refused():
   sizes = "got pages of {} positions, expected a power of two from 8 up"
   for arguments, options, message in (
     ((q[..., 0], k, v, segments), {}, "got q[3, 1, 2], k_pages[1, 5, 32, 64] and"),
-    ((q[..., :32], k, v, segments), {}, "expected the same k and c"),
+    ((q[..., :32], k, v, segments), {}, "expected the same c in q"),
     (small_arguments(head_dim=96), {}, "got head_dim 96, expected one of (64, 128)"),
     (small_arguments(page=4), {}, sizes.format(4)),
     (small_arguments(page=48), {}, sizes.format(48)),

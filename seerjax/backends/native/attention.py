@@ -119,12 +119,14 @@ def _items(arguments):
 def _attend(arguments, results, first, last, worker):
   """Operands: q f[n, k, g, c], key pages f[k, m, c, z], value pages, positions, the segments'
   starts, lengths and page table, the counts of segments and rows, the rule, and sinks f32[k, g].
+  Pages may have fewer heads than q: consecutive heads then share one.
 
   Scratch: queries f32[4, c], their chains f32[4, 4, c], sums, scores f32[4, x].
   """
   num_rows, num_heads = dimension(arguments, 0, 0), dimension(arguments, 0, 1)
   group, head_dim = dimension(arguments, 0, 2), dimension(arguments, 0, 3)
   num_pages, page_size = dimension(arguments, 1, 1), dimension(arguments, 1, 3)
+  sharers = num_heads // dimension(arguments, 1, 0)
   pages_of_segment = dimension(arguments, 6, 1)
   positions = integers(address(arguments, 3))
   starts, lengths = integers(address(arguments, 4)), integers(address(arguments, 5))
@@ -151,7 +153,7 @@ def _attend(arguments, results, first, last, worker):
     start = types.int64(starts[segment])
     position = types.int64(positions[start])
     table = address(arguments, 6) + 4 * segment * pages_of_segment
-    head_pages = size * head * num_pages * page_size * head_dim
+    head_pages = size * (head // sharers) * num_pages * page_size * head_dim
     keys, values = address(arguments, 1) + head_pages, address(arguments, 2) + head_pages
     num_queries = lengths[segment] * group
     for block in range(0, num_queries, BLOCK_ROWS):
@@ -199,7 +201,7 @@ _FEW = attention_few.handler(_cost)
 
 def attend(
   q: Float[Array, "n k g c"],
-  pages: tuple[Float[Array, "k m c z"], Float[Array, "k m z c"]],
+  pages: tuple[Float[Array, "j m c z"], Float[Array, "j m z c"]],
   batch: TokenBatch,
   rule: AttentionRule = CAUSAL,
   sinks: Float[Array, "k g"] | None = None,
@@ -208,7 +210,8 @@ def attend(
 
   Args:
     q: f[n, k, g, c], queries by key/value head; scaled here, in float32.
-    pages: keys f[k, m, c, z] and values f[k, m, z, c]; the rows' own are already written.
+    pages: keys f[j, m, c, z] and values f[j, m, z, c]; the rows' own are already written. j is k or
+      a divisor of it, as in `ops.attention.attend`.
     batch: rows and segments.
     rule: keys that a row sees, and how scores become weights.
     sinks: f[k, g], score of a key of every row that has no value, by head; None for none.

@@ -431,6 +431,7 @@ def attend_backward(
   Returns:
     f[n, k, g, c], zero in rows past the last; f32[k, m, c, z] and f32[k, m, z, c]; f32[k, g].
   """
+  assert q.shape[1] == keys.shape[0], f"got pages of {keys.shape[0]} heads for {q.shape[1]}"
   page_size, head_dim = values.shape[2:]
   width = most_scores(batch.page_table.shape[1], page_size)
   scratch = ROWS * (3 * head_dim + 2 * width + 1) + page_size * head_dim + values.shape[1]

@@ -106,6 +106,7 @@ def _attend(arguments, results, team, worker):
   num_rows, num_heads = dimension(arguments, 0, 0), dimension(arguments, 0, 1)
   group, head_dim = dimension(arguments, 0, 2), dimension(arguments, 0, 3)
   num_pages, page_size = dimension(arguments, 1, 1), dimension(arguments, 1, 3)
+  sharers = num_heads // dimension(arguments, 1, 0)
   pages_of_segment = dimension(arguments, 6, 1)
   positions = integers(address(arguments, 3))
   starts, lengths = integers(address(arguments, 4)), integers(address(arguments, 5))
@@ -134,7 +135,7 @@ def _attend(arguments, results, team, worker):
       first_seen = positions[start] * group + first_row
       most = (first_seen + rows - 1) // group + 1
       table = address(arguments, 6) + 4 * segment * pages_of_segment
-      head_pages = size * head * num_pages * page_size * head_dim
+      head_pages = size * (head // sharers) * num_pages * page_size * head_dim
       values = address(arguments, 2) + head_pages
       maxima = address(results, 1) + 4 * item * dimension(results, 1, 1)
       totals = maxima + 4 * _PARTS * _ROWS
