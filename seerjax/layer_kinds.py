@@ -72,8 +72,17 @@ class Grouped:
 
   @property
   def sharded(self) -> dict[str, int]:
-    """Sizes, by field, that the number of slabs must divide."""
-    return {"num_kv_heads": self.num_kv_heads}
+    """Sizes, by field, that the number of slabs must divide; a slab has whole query heads."""
+    return {"num_heads": self.num_heads}
+
+  def copies(self, num_slabs: int) -> int:
+    """Returns the number of consecutive slabs that share one key/value head."""
+    return max(1, num_slabs // self.num_kv_heads)
+
+  def in_slabs(self, num_slabs: int) -> Grouped:
+    """Returns the kind as slabs compute it: a key/value head that several share is in each."""
+    heads = self.num_kv_heads * self.copies(num_slabs)
+    return self if heads == self.num_kv_heads else dataclasses.replace(self, num_kv_heads=heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +175,11 @@ class LayerConfig:
   def sharded(self) -> dict[str, int]:
     """Sizes, by field, that the number of slabs must divide."""
     return self.attention.sharded | self.feed_forward.sharded
+
+  def in_slabs(self, num_slabs: int) -> LayerConfig:
+    """Returns the kind as slabs compute it; see `Grouped.in_slabs`."""
+    own = self.attention.in_slabs(num_slabs)
+    return self if own is self.attention else dataclasses.replace(self, attention=own)
 
   def gated(self, what: str) -> Gated:
     """Returns the part after attention of a layer without experts.

@@ -32,7 +32,7 @@ Backend = Literal["auto", "tiled", "native", "pallas", "pallas_interpreted", "un
 BACKENDS = ("auto", "tiled", "native", "pallas", "pallas_interpreted", "untiled")
 DTYPES = ("float32", "bfloat16")
 # Incremented with every change of ours that changes a bit; CHANGELOG.md lists them.
-BITS_VERSION = 6
+BITS_VERSION = 7
 # The same for the native backend.
 NATIVE_BITS_VERSION = 2
 # The same for the kernels' backend.

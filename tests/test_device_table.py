@@ -27,17 +27,17 @@ def row_of(name: str) -> str:
   weights = parameters.rounded_shapes(masters, decoder.numerics.dtype)
   config = optimizer_lib.OptimizerConfig(learning_rate=1e-4)
   optimizer = optimizer_lib.make_optimizer(config)
-  token = sizes.page_bytes(decoder, page_size=PAGE_SIZE) / PAGE_SIZE
   columns: list[list[str]] = [[], [], []]
   for count in MESHES:
     if slabs % count:
       continue
     mesh = parallel.make_mesh(tensor_parallel_size=count)
+    pages = sizes.page_bytes(decoder, page_size=PAGE_SIZE, tensor_parallel_size=count)
     state = state_lib.abstract_state(masters, optimizer, mesh)
     numbers = (
       shards.bytes_of(weights, parameters.specs_of(weights), mesh) / GIB,
       sum(map(_bytes, jax.tree.leaves(state))) / GIB,
-      token / count / KIB,
+      pages / PAGE_SIZE / count / KIB,
     )
     for column, number in zip(columns, numbers, strict=True):
       column.append(f"{number:,.0f}" if number >= 100 else f"{number:.3g}")

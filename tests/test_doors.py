@@ -757,7 +757,7 @@ ROWS = [
       "got 1", "expected at least 2 (page 0 is reserved)", "raise EngineConfig.num_pages"),
   Row("slabs that do not divide", lambda d: d.made(numerics=EIGHT_SLABS),
       "reduction_shards: got 8",
-      "expected a divisor of num_kv_heads=1", "use reduction_shards=1 for this"),
+      "expected a divisor of num_heads=2", "use reduction_shards=2 for this"),
   Row("no instance", lambda d: parallel.make_mesh(data_parallel_size=0),
       "got data_parallel_size=0, tensor_parallel_size=1, first=0", *NO_MESH),
   Row("instance -1 of a mesh", lambda d: parallel.make_mesh(data_parallel_size=-1),

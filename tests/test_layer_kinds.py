@@ -68,8 +68,16 @@ def test_the_period_is_the_shortest_run_that_repeats(layers, period):
 def test_slabs_divide_every_layer():
   four = KIND.changed(num_kv_heads=4)
   assert largest_shards(config_of(four)) == 4
-  assert largest_shards(config_of(four, KIND)) == 2
+  assert largest_shards(config_of(four, KIND)) == 4
+  assert largest_shards(config_of(four, KIND.changed(num_heads=2))) == 2
   assert largest_shards(config_of(four, four.changed(intermediate_size=27))) == 1
+
+
+def test_slabs_share_heads_where_there_are_more_slabs():
+  own = KIND.attention  # Four query heads, two key/value heads.
+  assert [own.copies(count) for count in (1, 2, 4)] == [1, 1, 2]
+  assert own.in_slabs(1) is own and KIND.in_slabs(2) is KIND
+  assert KIND.in_slabs(4) == KIND.changed(num_kv_heads=4)
 
 
 def test_sizes_of_keys_add_up_over_layers():

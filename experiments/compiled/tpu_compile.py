@@ -218,7 +218,10 @@ def lowered_engine(case: Case, mesh: jax.sharding.Mesh) -> Any:
   words, layout = runner_lib.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], inputs))
   pages = jax.eval_shape(
     lambda: kv_layout.empty_pages(
-      runner.decoder, num_pages=1 + SEQUENCES * CONTEXT // PAGE, page_size=PAGE
+      runner.decoder,
+      num_pages=1 + SEQUENCES * CONTEXT // PAGE,
+      page_size=PAGE,
+      tensor_parallel_size=mesh.shape[parallel.MODEL_AXIS],
     )
   )
   pages = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), pages)
@@ -309,7 +312,7 @@ def lowered_tile(case: Case, mesh: jax.sharding.Mesh) -> Any:
   """
   shape, operations = case.shape, Tiled(case.numerics)
   shape.only_kind("a tile")
-  of_layer = shape.layer_shape(0)
+  of_layer = shape.layer_shape(0, case.numerics.reduction_shards)
   params = _params(case)
   if "head" not in params:  # A tied head: the embedding table in slabs.
     slabs = (case.numerics.reduction_shards, -1, shape.hidden_size)

@@ -68,7 +68,7 @@ def _questions_of_layer(
   numerics: numerics_lib.NumericsConfig, hidden: int, kind: LayerConfig
 ) -> Iterator[Question]:
   """Yields the checks for the kernels of one kind of layer."""
-  interpret, own = numerics.is_interpreted, kind.attention
+  interpret, own = numerics.is_interpreted, kind.attention.in_slabs(numerics.reduction_shards)
   c, norms = own.head_dim, [(ROWS, hidden)]
   if own.has_qk_norms:
     norms += [(ROWS * heads, c) for heads in (own.num_heads, own.num_kv_heads)]
@@ -79,7 +79,7 @@ def _questions_of_layer(
     yield "experts", lambda: "there is no kernel of them yet"
     return
   yield from _products(numerics, hidden, kind)
-  pages = _bf16(own.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
+  pages = _bf16(kind.attention.num_kv_heads, 2, min(PAGE, numerics.kv_split), c)
   q = _bf16(ROWS, own.num_kv_heads, own.group, c)
   # Any: shapes instead of arrays, here and in the segments.
   i32: Any = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.int32)
@@ -112,7 +112,7 @@ def _products(
 
   r, d, c = numerics.reduction_shards, hidden, kind.attention.head_dim
   inner, queries = kind.gated("kernels").intermediate_size // r, kind.attention.num_heads * c // r
-  qkv = queries + 2 * kind.attention.num_kv_heads * c // r
+  qkv = queries + 2 * kind.attention.in_slabs(r).num_kv_heads * c // r
   x, stream = _bf16(ROWS, d), _bf16(ROWS, d)
   if any(size % matmul.MULTIPLE for size in (d, qkv, queries, inner)):
     for k, n in ((d, qkv), (queries, d), (d, 2 * inner), (inner, d)):

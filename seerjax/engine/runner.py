@@ -431,7 +431,12 @@ class Runner:
   def empty_pages(self, num_pages: int | Sequence[int], page_size: int) -> Any:
     """Returns zeroed pages f[i, k, m, ...] of every layer, as `kv_layout.empty_pages` has them."""
     one = jax.eval_shape(
-      lambda: kv_layout.empty_pages(self.decoder, num_pages=num_pages, page_size=page_size)
+      lambda: kv_layout.empty_pages(
+        self.decoder,
+        num_pages=num_pages,
+        page_size=page_size,
+        tensor_parallel_size=self.mesh.shape[parallel.MODEL_AXIS],
+      )
     )
     shape, sharding = (self.data_parallel_size,), self._page_sharding
     return jax.tree.map(lambda s: jnp.zeros(shape + s.shape, s.dtype, device=sharding), one)

@@ -251,27 +251,38 @@ def pages_that_fit(
     growing.pop(0)
 
 
-def page_bytes(decoder: Decoder, *, page_size: int) -> int:
-  """Returns the bytes of one page of all layers.
+def page_bytes(decoder: Decoder, *, page_size: int, tensor_parallel_size: int = 1) -> int:
+  """Returns the bytes of one page of all layers, on all devices of an instance.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
   """
-  return sum(kind_bytes(decoder, page_size=page_size))
+  return sum(kind_bytes(decoder, page_size=page_size, tensor_parallel_size=tensor_parallel_size))
 
 
-def pages_bytes(config: EngineConfig, decoder: Decoder) -> int:
+def pages_bytes(config: EngineConfig, decoder: Decoder, *, tensor_parallel_size: int = 1) -> int:
   """Returns the bytes of the pages of one instance, for sizes with all values filled in."""
   counts = page_counts(
     config, decoder, num_pages=config.num_pages, max_num_seqs=config.max_num_seqs
   )
-  of_page = kind_bytes(decoder, page_size=config.page_size)
+  of_page = kind_bytes(
+    decoder, page_size=config.page_size, tensor_parallel_size=tensor_parallel_size
+  )
   return sum(count * size for count, size in zip(counts, of_page, strict=True))
 
 
-def kind_bytes(decoder: Decoder, *, page_size: int) -> tuple[int, ...]:
-  """Returns the bytes of one page of the layers of each kind of pages; raises as `page_bytes`."""
-  page = jax.eval_shape(lambda: kv_layout.empty_pages(decoder, num_pages=1, page_size=page_size))
+def kind_bytes(
+  decoder: Decoder, *, page_size: int, tensor_parallel_size: int = 1
+) -> tuple[int, ...]:
+  """Works like `page_bytes`, for the layers of each kind of pages."""
+  make = functools.partial(
+    kv_layout.empty_pages,
+    decoder,
+    num_pages=1,
+    page_size=page_size,
+    tensor_parallel_size=tensor_parallel_size,
+  )
+  page = jax.eval_shape(make)
   return tuple(
     sum(leaf.size * leaf.dtype.itemsize for i in entries for leaf in page[i])
     for entries in kv_layout.entries_of(decoder)

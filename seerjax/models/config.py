@@ -99,9 +99,11 @@ class TransformerConfig:
       )
     return self.layers[0]
 
-  def layer_shape(self, index: int) -> LayerShape:
-    """Returns what the stages of a layer need."""
-    return LayerShape(self.layers[index], self.norm_eps, self.norm_weights)
+  def layer_shape(self, index: int, num_slabs: int = 1) -> LayerShape:
+    """Returns what the stages of a layer need, for weights in `num_slabs` slabs."""
+    kind = self.layers[index]
+    sharers = kind.attention.copies(num_slabs)
+    return LayerShape(kind.in_slabs(num_slabs), self.norm_eps, self.norm_weights, sharers)
 
   def changed(self, *, num_layers: int | None = None, **changes: Any) -> TransformerConfig:
     """Returns the config with some fields changed; fields of a layer change in every layer.
@@ -129,29 +131,40 @@ def _period(layers: tuple[LayerConfig, ...]) -> int:
 
 
 def largest_shards(config: TransformerConfig) -> int:
-  """Returns the largest power of two, at most 8, that divides every sharded dimension."""
-  return numerics_lib.largest_shards(tuple(size for _, size in _sharded(config)))
+  """Returns the largest power of two, at most 8, that `slabs_for` allows."""
+  return max(count for count in (1, 2, 4, 8) if not _obstacle(config, count))
 
 
 def slabs_for(config: TransformerConfig, asked: numerics_lib.NumericsConfig) -> int:
   """Returns the number of slabs: the requested one, or for 0 the largest that the model allows.
 
   Raises:
-    ValueError: if the asked number does not divide the model, naming the dimension and both.
+    ValueError: if the model does not allow the asked number, naming the dimension and both.
   """
   shards = asked.reduction_shards
   if not shards:
     return largest_shards(config)
-  for field, size in _sharded(config):
-    if size % shards:
-      raise ValueError(
-        f"NumericsConfig.reduction_shards: got {shards}, expected a divisor of {field}={size};"
-        f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
-      )
+  if expected := _obstacle(config, shards):
+    raise ValueError(
+      f"NumericsConfig.reduction_shards: got {shards}, expected {expected};"
+      f" use reduction_shards={largest_shards(config)} for this model, or 0, which finds it."
+    )
   return shards
 
 
-def _sharded(config: TransformerConfig) -> list[tuple[str, int]]:
-  """Returns each field that slabs must divide, with its size, layer by layer."""
-  of_layers = [pair for layer in dict.fromkeys(config.layers) for pair in layer.sharded.items()]
-  return [*of_layers, ("vocab_size", config.vocab_size)]
+def _obstacle(config: TransformerConfig, num_slabs: int) -> str:
+  """Returns what a number of slabs should be instead, by the first field it breaks; "" if none.
+
+  A slab has whole query heads: either all those of its key/value heads, or some of those of one
+  head, which it shares with its neighbours.
+  """
+  kinds = list(dict.fromkeys(config.layers))
+  sharded = [pair for layer in kinds for pair in layer.sharded.items()]
+  for field, size in (*sharded, ("vocab_size", config.vocab_size)):
+    if size % num_slabs:
+      return f"a divisor of {field}={size}"
+  for layer in kinds:
+    heads = layer.attention.num_kv_heads
+    if heads % num_slabs and num_slabs % heads:
+      return f"a divisor or a multiple of num_kv_heads={heads}"
+  return ""

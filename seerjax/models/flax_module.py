@@ -12,7 +12,7 @@ import numpy as np
 
 from seerjax import numerics as numerics_lib
 from seerjax.array_typing import Array, Float, Int
-from seerjax.models import decoder as decoder_lib, head, transformer
+from seerjax.models import decoder as decoder_lib, head, shared_heads, transformer
 from seerjax.models.config import TransformerConfig
 from seerjax.models.decoder import Decoder
 from seerjax.models.kv_layout import ScratchPages
@@ -96,10 +96,14 @@ class Transformer(nnx.Module):
     jax.tree.map(take, self.params, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param))
 
   def pure_params(self) -> Params:
-    """Returns the master weights as a plain pytree."""
-    return jax.tree.map(
+    """Returns the master weights as a plain pytree.
+
+    Of a key/value head that several slabs share, the first copy counts and gets the gradient.
+    """
+    params = jax.tree.map(
       lambda leaf: leaf[...], self.params, is_leaf=lambda leaf: isinstance(leaf, nnx.Param)
     )
+    return shared_heads.filled(params, self.config, self.numerics.reduction_shards)
 
   def __call__(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t v"]:
     """Returns f32[b, t, v], logits of whole sequences."""

@@ -124,6 +124,13 @@ def grow(
   if not 0 <= noise < 1:
     raise ValueError(f"growth.noise: got {noise}, expected 0 <= noise < 1; 0.1 is usual.")
   shards = masters["layers"][0]["qkv"].shape[0]
+  few = small.layers[0].attention
+  if few.copies(shards) > 1:
+    raise ValueError(
+      f"growth.num_kv_heads: got weights in {shards} slabs for {few.num_kv_heads} key/value"
+      f" head(s), expected at most {few.num_kv_heads} slabs; load the small model with"
+      " reduction_shards=1."
+    )
   inner = large.layers[0].gated("growth").intermediate_size
   if inner % shards:
     raise ValueError(

@@ -17,6 +17,7 @@ Experts are also read as transformers 5 holds them: stacked, gate_up_proj [E, 2 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+import itertools
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -37,12 +38,19 @@ class Leaf(NamedTuple):
       "experts" those of expert 0, then those of expert 1, and so on.
     num_experts: number of experts, for "experts".
     stacked: (name, shape) of the one tensor that a checkpoint may have in place of `tensors`.
+    num_kv_heads: number of heads of the tensors after the first, for queries, keys and values; a
+      head that several slabs share is in each of them, and is written from the first.
   """
 
   kind: Literal["plain", "turned", "columns", "bias", "rows", "table", "experts", "stacked"]
   tensors: tuple[tuple[str, tuple[int, ...]], ...]
   num_experts: int = 0
   stacked: tuple[str, tuple[int, ...]] | None = None
+  num_kv_heads: int = 0
+
+  def copies(self, index: int, num_slabs: int) -> int:
+    """Returns the number of slabs that share a part of tensor `index`."""
+    return max(1, num_slabs // self.num_kv_heads) if index and self.num_kv_heads else 1
 
 
 # Names of a layer's norms by `LayerConfig.norm_placement`.
@@ -78,7 +86,11 @@ def plan(config: model_config.TransformerConfig) -> Plan:
     heads = (("q_proj", q_size), ("k_proj", kv_size), ("v_proj", kv_size))
     leaves = {
       "attention_norm": Leaf("plain", ((f"{prefix}{norms['attention_norm']}.weight", (d,)),)),
-      "qkv": Leaf("columns", tuple((f"{attention}{n}.weight", (size, d)) for n, size in heads)),
+      "qkv": Leaf(
+        "columns",
+        tuple((f"{attention}{name}.weight", (size, d)) for name, size in heads),
+        num_kv_heads=kind.attention.num_kv_heads,
+      ),
       "out": Leaf("rows", ((attention + "o_proj.weight", (d, q_size)),)),
       "mlp_norm": Leaf("plain", ((f"{prefix}{norms['mlp_norm']}.weight", (d,)),)),
     }
@@ -91,7 +103,9 @@ def plan(config: model_config.TransformerConfig) -> Plan:
       leaves["down"] = Leaf("rows", ((mlp + "down_proj.weight", (d, inner)),))
     if kind.attention.has_qkv_biases:
       leaves["qkv_bias"] = Leaf(
-        "bias", tuple((f"{attention}{name}.bias", (size,)) for name, size in heads)
+        "bias",
+        tuple((f"{attention}{name}.bias", (size,)) for name, size in heads),
+        num_kv_heads=kind.attention.num_kv_heads,
       )
     if kind.attention.has_qk_norms:
       leaves["query_norm"] = Leaf("plain", ((attention + "q_norm.weight", (c,)),))
@@ -158,7 +172,13 @@ def assembled(
       index, place = divmod(number, each)
       by_expert[index][:, place * part.shape[1] : (place + 1) * part.shape[1]] = part
     return whole
-  parts = (to_slabs(leaf.kind, read(*tensor), shape[0]) for tensor in leaf.tensors)
+
+  def of_tensor(index: int, tensor: tuple[str, tuple[int, ...]]) -> np.ndarray:
+    copies = leaf.copies(index, shape[0])
+    own = to_slabs(leaf.kind, read(*tensor), shape[0] // copies if copies > 1 else shape[0])
+    return np.repeat(own, copies, axis=0) if copies > 1 else own
+
+  parts = itertools.starmap(of_tensor, enumerate(leaf.tensors))
   return _side_by_side(parts, len(leaf.tensors), shape, dtype)
 
 
@@ -246,8 +266,13 @@ def _parts(leaf: Leaf, whole: np.ndarray) -> Iterator[np.ndarray]:
       yield from np.split(own, each, axis=-1)
     return
   first = 0
-  for _, shape in leaf.tensors:
+  for index, (_, shape) in enumerate(leaf.tensors):
+    copies = leaf.copies(index, whole.shape[0])
     has_widths = leaf.kind in ("columns", "bias")
-    width = shape[0] // whole.shape[0] if has_widths else whole.shape[-1]
-    yield whole[..., first : first + width]
+    width = shape[0] * copies // whole.shape[0] if has_widths else whole.shape[-1]
+    yield (
+      whole[::copies, ..., first : first + width]
+      if copies > 1
+      else whole[..., first : first + width]
+    )
     first += width

@@ -38,6 +38,7 @@ def empty_pages(
   *,
   num_pages: int | Sequence[int],
   page_size: int,
+  tensor_parallel_size: int = 1,
 ) -> Pages:
   """Returns zeroed pages of one instance; page 0 is the dump page for padding.
 
@@ -48,6 +49,8 @@ def empty_pages(
     decoder: the model that computes the keys and values.
     num_pages: m, page 0 included; several numbers are those of `PageLayout.windows`.
     page_size: z, positions of one page; a divisor of `kv_split`.
+    tensor_parallel_size: devices that share the heads; if there are fewer heads, neighbouring
+      devices store the same head, and k counts it once for each of them.
 
   Raises:
     ValueError: if pages do not fill splits exactly.
@@ -59,6 +62,7 @@ def empty_pages(
 
   def of_layer(index: int, layers: tuple[int, ...]) -> LayerPages:
     heads, count = decoder.shape.layers[index].attention.num_kv_heads, counts[places[index].kind]
+    heads = max(heads, tensor_parallel_size)
     shapes = _page_shapes(decoder, page_size, index)
     return tuple(jnp.zeros((heads, count, *layers, *page), dtype) for page in shapes)
 
@@ -146,8 +150,12 @@ def is_pool(pages: Pages | ScratchPages, decoder: Decoder) -> bool:
 def scratch_of_layer(
   decoder: Decoder, pages: ScratchPages, tensor_parallel_size: int, index: int
 ) -> tuple[tuple[int, ...], ...]:
-  """Returns the shapes of layer `index`'s arrays on one of `tensor_parallel_size` devices."""
-  num_heads = decoder.shape.layers[index].attention.num_kv_heads // tensor_parallel_size
+  """Returns the shapes of layer `index`'s arrays on one of `tensor_parallel_size` devices.
+
+  A head that several slabs share is there for each of them, as its gradients are.
+  """
+  kind = decoder.shape.layers[index].attention.in_slabs(decoder.numerics.reduction_shards)
+  num_heads = kind.num_kv_heads // tensor_parallel_size
   return tuple(
     (num_heads, pages.num_pages, *page) for page in _page_shapes(decoder, pages.page_size, index)
   )

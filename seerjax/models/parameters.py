@@ -1,9 +1,9 @@
 """Parameters: layout, initialisation, rounding, stacking, and placement on a mesh.
 
 Parameters are a plain pytree. Every dimension that the `model` mesh axis may shard has a leading
-axis of logical slabs (r = `reduction_shards`): one slab holds whole key/value heads with their
-queries. The embedding has no slab axis; its rows are sharded directly, into as many slabs of the
-vocabulary.
+axis of logical slabs (r = `reduction_shards`): one slab holds whole query heads and their key/value
+heads. Several slabs may each have a copy of one key/value head (`shared_heads`). The embedding has
+no slab axis; its rows are sharded directly, into as many slabs of the vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from seerjax import numerics as numerics_lib, parallel
 from seerjax.array_typing import Array, PRNGKeyArray
 from seerjax.layer_kinds import Experts, Gated, Grouped
+from seerjax.models import shared_heads
 from seerjax.models.config import TransformerConfig, slabs_for
 from seerjax.ops import moe
 
@@ -59,7 +60,7 @@ def _f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 def _attention_shapes(kind: Grouped, d: int, r: int) -> Params:
   c = kind.head_dim
-  q_columns, kv_columns = kind.num_heads // r * c, kind.num_kv_heads // r * c
+  q_columns, kv_columns = kind.num_heads // r * c, kind.in_slabs(r).num_kv_heads // r * c
   shapes = {
     "attention_norm": _f32(d),
     "qkv": _f32(r, d, q_columns + 2 * kv_columns),  # Columns: queries, keys, values of the slab.
@@ -113,7 +114,8 @@ def init(
     ValueError: if slabs do not divide the model, or the key is of another kind.
   """
   numerics_lib.require_key(key, what="parameters.init: key")
-  layout = shapes(config, slabs_for(config, numerics))
+  slabs = slabs_for(config, numerics)
+  layout = shapes(config, slabs)
   paths, structure = jax.tree_util.tree_flatten_with_path(layout)
   residual_scale = (2 * config.num_layers) ** -0.5
 
@@ -129,7 +131,7 @@ def init(
     return jnp.float32(scale) * noise
 
   leaves = [leaf(index, path, shape) for index, (path, shape) in enumerate(paths)]
-  return structure.unflatten(leaves)
+  return shared_heads.filled(structure.unflatten(leaves), config, slabs)
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

@@ -231,7 +231,8 @@ def load(
               )
       if any(part is not None for parts in of_each for part in parts.values()):
         parts = [list(parts.values()) for parts in of_each]
-        layer[target] = _ours(target, parts, widths, inputs, shards)
+        copies = config.layers[index].attention.copies(shards) if target == "qkv" else 1
+        layer[target] = _ours(target, parts, widths, inputs, shards, copies)
   if tensors:
     raise ValueError(
       f"{path}: got the tensor {min(tensors)}, expected lora_A and lora_B of"
@@ -320,11 +321,14 @@ def _theirs(
     each = list(zip(a.reshape(-1, *a.shape[2:]), b.reshape(-1, 1, *b.shape[2:]), strict=True))
   else:
     each = [(a, b) if target in lora.COLUMN_TARGETS else (a.reshape(-1, rank), b[None])]
+  shared = config.layers[index].attention.copies(len(each[0][1])) if target == "qkv" else 1
   for modules, (wide, slabs) in zip(_modules(target, config, index), each, strict=True):
     first = 0
-    for module, width in modules.items():  # [r, rank, columns] -> [rank, r columns]
-      local = width // slabs.shape[0]
-      part = np.swapaxes(slabs[..., first : first + local], 0, 1).reshape(rank, width)
+    for place, (module, width) in enumerate(modules.items()):
+      copies = shared if place else 1  # Keys and values may be in several slabs.
+      local = width * copies // slabs.shape[0]
+      # [r, rank, columns] -> [rank, r columns]
+      part = np.swapaxes(slabs[::copies, :, first : first + local], 0, 1).reshape(rank, width)
       first += local
       yield module, wide, part
 
@@ -404,8 +408,12 @@ def _ours(
   widths: list[int],
   inputs: int,
   shards: int,
+  copies: int,
 ) -> dict[str, np.ndarray]:
-  """Returns one target's {"a", "b"} in slabs, joined from its modules, of each expert if it has."""
+  """Returns one target's {"a", "b"} in slabs, joined from its modules, of each expert if it has.
+
+  The modules after the first are in `copies` slabs each.
+  """
   own = [[part for part in parts if part is not None] for parts in of_each]
   is_shared = all(np.array_equal(part[0], known[0][0]) for known in own for part in known)
   ranks = [
@@ -422,7 +430,11 @@ def _ours(
   if target not in lora.COLUMN_TARGETS:
     return {"a": a.reshape(shards, -1, a.shape[1]), "b": columns[0]}
   # [rank, r columns] -> [r, rank, columns]
-  slabs = [np.swapaxes(part.reshape(len(part), shards, -1), 0, 1) for part in columns]
+  all_copies = [1] + [copies] * (len(columns) - 1)
+  slabs = [
+    np.repeat(np.swapaxes(part.reshape(len(part), shards // count, -1), 0, 1), count, axis=0)
+    for part, count in zip(columns, all_copies, strict=True)
+  ]
   return {"a": a, "b": np.concatenate(slabs, axis=-1)}
 
 

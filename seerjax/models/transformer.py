@@ -71,7 +71,7 @@ def forward(
     batch: rows and segments.
     pages: keys and values of all sequences (`empty_pages`); the keys and values of the batch's rows
       are written before they are read. `ScratchPages` if the batch needs no other rows; a gradient
-      requires them where `empty_pages` has one pool for all layers.
+      requires them where `empty_pages` has one pool for all layers, or slabs share heads.
     decoder: the model as it was decided (`models.decoder.decide`).
     remat: rematerialisation for a gradient: "none" recomputes nothing, "layer" keeps only each
       layer's input and recomputes the layer in the backward pass, "layer_offloaded" keeps that
@@ -88,7 +88,8 @@ def forward(
     pages).
 
   Raises:
-    NotImplementedError: from a gradient through pages that all layers share, or key copies.
+    NotImplementedError: from a gradient through pages that all layers share, heads that several
+      slabs share, or key copies.
     ValueError: for stacked layers with pages of single ones, or key copies with scratch pages,
       which nothing reads afterwards.
   """
@@ -156,7 +157,7 @@ def _run(
 
     Layer `place` has the same kind; it is known while tracing.
     """
-    shape = config.layer_shape(place)
+    shape = config.layer_shape(place, numerics.reduction_shards)
     cos, sin = turns[shape.kind.attention.rotary]
     inputs = Stage(shape, decoder.axis, model_attention.input_rows)
     outputs = Stage(shape, decoder.axis, mlp.output_rows)
@@ -184,6 +185,7 @@ def _run(
     if is_scratch:
       mixed = backend.attend_own(q, own, tuple(new), batch, rows, own_kind.rule, sinks)
     else:
+      new = [_stored_heads(values, own[0].shape[0]) for values in new]
       own = backend.write_pages(own, tuple(new), own_batch.slots, batch.num_rows, copies)
       mixed = backend.attend(q, own, own_batch, rows, own_kind.rule, sinks)
     rest = (x, mixed), batch.num_rows, own_adapters
@@ -221,6 +223,15 @@ def _run(
       kept.append(seen)
     pages = tuple(new_pages)
   return x[:num_rows], pages, tuple(own for own in kept if jax.tree.leaves(own))
+
+
+def _stored_heads(values: Array, count: int) -> Array:
+  """Returns the values f[n, k, c] of the heads that pages store: of equal heads, the first."""
+  computed = values.shape[1]
+  if computed == count:
+    return values
+  why = "pages of heads that slabs share, expected one through ScratchPages; pass ScratchPages"
+  return _without_gradient(values, why)[:, :: computed // count]
 
 
 def _computed_again(layer: Any, remat: Remat) -> Any:

@@ -109,7 +109,8 @@ def memory_plan(programs: Programs) -> MemoryPlan:
       f" ({plan.describe()}), expected room for a context of {context};"
       f" {sizes.held_by_pages(engine)}, or lower EngineConfig.max_model_len."
     )
-  pages = sizes.pages_bytes(engine, decoder) // config.tensor_parallel_size
+  sharers = config.tensor_parallel_size
+  pages = sizes.pages_bytes(engine, decoder, tensor_parallel_size=sharers) // sharers
   return plan._replace(
     engine=engine,
     pages=pages,

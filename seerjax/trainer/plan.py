@@ -100,7 +100,8 @@ def scratch_bytes(
   native, which recreate them.
   """
   positions, item = layout.num_pages * page_size, decoder.numerics.dtype.itemsize
-  kinds = [kind.attention for kind in decoder.shape.layers]
+  slabs = decoder.numerics.reduction_shards
+  kinds = [kind.attention.in_slabs(slabs) for kind in decoder.shape.layers]
   of_layers = [
     2 * positions * (kind.num_kv_heads // tensor_parallel_size) * kind.head_dim * item
     for kind in kinds
@@ -129,7 +130,8 @@ def activation_bytes(
 
   def of_layer(kind: LayerConfig) -> tuple[float, float, float]:
     """Returns the bytes while the layer runs, those of its weights in a loop, and those kept."""
-    own, inner = kind.attention, kind.feed_forward.all_features // tensor_parallel_size
+    own = kind.attention.in_slabs(decoder.numerics.reduction_shards)
+    inner = kind.feed_forward.all_features // tensor_parallel_size
     queries, keys = (
       heads * own.head_dim // tensor_parallel_size for heads in (own.num_heads, own.num_kv_heads)
     )

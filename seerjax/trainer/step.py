@@ -37,6 +37,7 @@ from seerjax.models import (
   kv_layout,
   lora,
   parameters,
+  shared_heads,
   transformer,
   weights,
 )
@@ -44,6 +45,7 @@ from seerjax.models.decoder import Decoder
 from seerjax.ops import sampling
 from seerjax.trainer import (
   gathering,
+  head_gradients,
   losses,
   optimizer as optimizer_lib,
   packing,
@@ -206,6 +208,8 @@ class Trainer:
     numerics_lib.require_finite(
       params, what="Trainer.init: params", remedy="start from finite weights"
     )
+    slabs = self.decoder.numerics.reduction_shards
+    shared_heads.check(params, self.decoder.shape, slabs, what="Trainer.init: params")
     return state_lib.first_state(params, self.optimizer, self.mesh)
 
   def _placed(self, params: parameters.Params, what: str) -> parameters.Params:
@@ -414,6 +418,8 @@ class Trainer:
   @functools.cached_property
   def _update(self):
     optimizer = optax.with_extra_args_support(self.optimizer)
+    slabs = self.decoder.numerics.reduction_shards
+    has_copies = any(kind.attention.copies(slabs) > 1 for kind in self.decoder.shape.layers)
 
     def update(state: TrainState, gradient: Any, of_params: Any = None):
       mesh = None if of_params is None else self.mesh
@@ -421,7 +427,10 @@ class Trainer:
       is_direction = parameters.are_named(
         gradient, parameters.FLOAT32 if self.moves_router_biases else ()
       )
-      norm = shards_lib.norm(optimizer_lib.without(gradient, is_direction), of_params, mesh)
+      once = functools.partial(
+        head_gradients.counted, decoder=self.decoder, of_tree=of_params, mesh=mesh
+      )
+      norm = shards_lib.norm(once(optimizer_lib.without(gradient, is_direction)), of_params, mesh)
 
       def applied(gradient: Any, state: TrainState, norm: Array) -> Any:
         updates, opt_state = optimizer.update(
@@ -430,7 +439,10 @@ class Trainer:
         return updates, opt_state, optax.apply_updates(state.params, updates)
 
       updates, opt_state, params = shards_lib.rounded_apart(applied)(gradient, state, norm)
-      of_update = shards_lib.norm(updates, of_params, mesh, behind=norm)
+      of_update = shards_lib.norm(once(updates), of_params, mesh, behind=norm)
+      if has_copies and not shards_lib.is_elementwise(optimizer, state.params):
+        # Copies with equal gradients may move apart. Masters are whole on every device here.
+        params = shared_heads.filled(params, self.decoder.shape, slabs)
       return TrainState(params, opt_state, state.step + 1), dict(
         grad_norm=norm, update_norm=of_update
       )
@@ -534,7 +546,9 @@ class Trainer:
     loss_metrics = functools.reduce(losses.add_metrics, metrics)
     summary = {name: jnp.asarray(value) for name, value in losses.summarise(loss_metrics).items()}
     summary["loss"] = parallel.tree_sum_list([jnp.asarray(value) for value in values])
-    gradient = total.total()
+    assert of_gradient is not None
+    places = jax.tree.leaves(of_gradient, is_leaf=shards_lib.is_spec)
+    gradient = head_gradients.summed(total.total(), self.decoder, places, self.mesh)
     if self.decoder.shape.routings:
       of_layers = self._by_layer(routes)
       for index, one in (before or {}).items():

@@ -13,17 +13,21 @@ import dataclasses
 import pathlib
 
 from cluster_cases import SIZES, alone, asked, make_engine
+import jax
 import numpy as np
 import pytest
 import tiny_model
 
-from seerjax.engine.engine import Engine
+from seerjax import numerics as numerics_lib, parallel
+from seerjax.engine.engine import Engine, EngineConfig
 from seerjax.kv import disk_store, values
 from seerjax.kv.disk_store import DiskStore
 from seerjax.kv.manifest import KVManifest
 from seerjax.kv.pool import KVPool, KVPoolConfig
+from seerjax.models import parameters
+from seerjax.models.loading import Model
 from seerjax.numerics import NumericsConfig
-from seerjax.types import Completion
+from seerjax.types import Completion, SamplingParams
 
 KINDS = ("moves", "stays", "exported", "adopted", "stale", "damaged", "gone")
 AS_IT_IS = ("as it is",) * 3
@@ -160,6 +164,41 @@ def test_so_has_one_of_tiled_engines(tmp_path):
 )  # fmt: skip
 def test_many_drawn_ways(numerics, tmp_path):
   fuzz(numerics, range(100, 300), tmp_path)
+
+
+@pytest.mark.thorough
+def test_pages_of_a_head_that_devices_share_are_adopted_by_equal_meshes_alone(tmp_path):
+  config = tiny_model.CONFIG.changed(num_heads=8, num_kv_heads=1)
+  params = parameters.init(numerics_lib.key(3), config, tiny_model.NATIVE)
+  model = Model(config, params, tiny_model.NATIVE)
+  sizes = EngineConfig(page_size=4, num_pages=40, max_num_seqs=4, max_model_len=64)
+
+  def engine_on(size: int) -> Engine:
+    pool = KVPool(KVPoolConfig(host_pages=8), DiskStore(tmp_path, max_bytes=10**8))
+    mesh = parallel.make_mesh(tensor_parallel_size=size)
+    return Engine(model, config=sizes, key=numerics_lib.key(5), mesh=mesh, kv_pool=pool)
+
+  engines = [engine_on(size) for size in (2, 2, 1, 4)]
+  heads = [jax.tree.leaves(engine.memory.pages)[0].shape[1] for engine in engines]
+  assert heads == [2, 2, 1, 4]
+  (request,) = asked(7, num_groups=1, members=1)
+  request = dataclasses.replace(request, sampling=SamplingParams(max_tokens=24))
+  (wanted,) = engine_on(1).generate([request])
+  kv = so_far = None
+  for engine in engines:
+    is_last = engine is engines[-1]
+    engine.add_request(request, resume_from=so_far, chunk_tokens=None if is_last else 5, kv=kv)
+    while not engine.chunks.poll_paused() and engine.num_unfinished:
+      engine.step()
+    if not is_last:
+      name = request.request_id
+      kv, so_far = engine.chunks.export_kv(name), engine.progress(name)
+      engine.abort_request(name)
+  (found,) = engines[-1].poll()
+  assert found.has_bits_of(wanted)
+  fates = [engine.counters.imports for engine in engines]
+  assert [one.adopted for one in fates] == [0, 1, 0, 0]
+  assert [one.stale for one in fates] == [0, 0, 1, 1]
 
 
 class Forging(Case):

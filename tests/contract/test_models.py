@@ -31,10 +31,11 @@ from seerjax.models.decoder import decide
 
 BLOCKS = 26  # Models of the long run.
 # First number of fresh cases, beyond the long run's.
-FRESH, ENVIRONMENT, TWINS, RULES, EXPERTS, WINDOWS, KINDS = (
-  (BLOCKS + place) * OF_A_MODEL for place in range(7)
+FRESH, ENVIRONMENT, TWINS, RULES, EXPERTS, WINDOWS, SHARED, KINDS = (
+  (BLOCKS + place) * OF_A_MODEL for place in range(8)
 )
 KIND_BLOCKS = 60  # Models of layer kinds drawn at random, in the long run.
+SHARED_BLOCKS = 8  # Models with more slabs than key/value heads, in the long run.
 WINDOW_BLOCKS = 20  # Models with short windows, in the long run.
 
 
@@ -59,6 +60,8 @@ def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
     (drawn_models.with_experts, EXPERTS, "native"),
     (drawn_models.with_short_windows, WINDOWS, "tiled"),
     (drawn_models.with_short_windows, WINDOWS, "native"),
+    (drawn_models.with_shared_heads, SHARED, "tiled"),
+    (drawn_models.with_shared_heads, SHARED, "native"),
   ],
   ids=[
     "windows",
@@ -67,6 +70,8 @@ def test_no_model_of_this_session_changes_a_bit(backend, seed, tell_events):
     "experts native",
     "short windows",
     "short windows native",
+    "shared heads",
+    "shared heads native",
   ],
 )
 def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, backend, seed, tell_events):
@@ -80,6 +85,8 @@ def test_no_model_of_other_kinds_of_layers_changes_a_bit(drawn, first, backend, 
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   if first == WINDOWS:
     expected += model_cases.OF_WINDOWS
+  if first == SHARED:
+    expected += ["key heads shared by slabs"]
   tell_events(f"a fresh model {drawn.__name__}, {backend}", events, expected)
 
 
@@ -112,6 +119,23 @@ def test_no_model_that_gives_pages_back_changes_a_bit(block, seed, tell_events):
   expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
   expected += [*model_cases.OF_WINDOWS, "side paths"]
   tell_events(f"windows, block {block}", events, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["tiled", "native"])
+@pytest.mark.parametrize("block", range(SHARED_BLOCKS))
+def test_no_model_of_shared_heads_changes_a_bit(block, backend, seed, tell_events):
+  """Key/value heads of several slabs, with rules or experts, on one device and on several."""
+  events = collections.Counter()
+  first = KINDS + OF_A_MODEL * (KIND_BLOCKS + WINDOW_BLOCKS + block)
+  drawn = [drawn_models.draw(seed, first + place) for place in range(OF_A_MODEL)]
+  cases = [drawn_models.with_shared_heads(case) for case in drawn]
+  other = drawn_models.with_rules if block % 2 else drawn_models.with_experts
+  for case in map(other, cases):
+    model_cases.run_case(drawn_models.implemented(case, backend), events)
+  expected = model_cases.expected_of(cases, ("chunks", "spilled", "drafted tokens", "comparisons"))
+  expected += ["key heads shared by slabs"]
+  tell_events(f"shared heads, block {block}, {backend}", events, expected)
 
 
 @pytest.mark.long

@@ -78,6 +78,21 @@ def test_every_mesh_learns_the_bits_of_one_device(backend, tell_events):
 
 
 @pytest.mark.thorough
+@BACKENDS
+@pytest.mark.parametrize("rank", [0, 2])
+def test_heads_that_slabs_share_learn_the_bits_of_one_device(rank, backend, seed, tell_events):
+  events = collections.Counter()
+  case = smallest(backend, is_tied=bool(seed % 2))
+  config = case.config.changed(num_heads=8, num_kv_heads=1 + seed % 2)
+  case = dataclasses.replace(case, config=config, rank=rank)
+  meshes = [mesh for mesh in mesh_cases.meshes_of(case) if mesh[1] > 1]
+  for mesh in (meshes[seed % len(meshes)], (1, 8)):
+    mesh_cases.compare(case, mesh, events)
+  expected = ("key heads shared by slabs", "key heads shared by devices")
+  tell_events(f"shared heads, rank {rank}, {backend}", events, expected)
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(not parallel.BARRIERS_HOLD, reason="every device adds the whole tree here")
 def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(seed, tell_events):
   events = collections.Counter()
@@ -98,12 +113,15 @@ def test_sums_whose_devices_add_a_share_each_learn_the_bits_of_one_device(seed, 
 def test_drawn_models_learn_the_bits_of_one_device_on_every_mesh(block, backend, seed, tell_events):
   rng = np.random.default_rng((seed, block))
   events = collections.Counter()
-  for _ in range(6):
+  for index in range(6):
     case = mesh_cases.draw(rng, backend)
+    while index == 5 and not mesh_cases.shares_heads(case):
+      case = mesh_cases.draw(rng, backend)
     for mesh in mesh_cases.meshes_of(case):
       mesh_cases.compare(case, mesh, events)
     events["models"] += 1
   expected = ("comparisons", "several instances", "one slab a device", "model axis of 2", "models")
+  expected += ("key heads shared by slabs", "key heads shared by devices")
   tell_events(f"block {block}, {backend}", events, expected)
 
 

@@ -23,17 +23,17 @@ TWO_HEADS = SHAPE.changed(num_heads=4, num_kv_heads=2)
 def test_what_is_left_open_is_decided_and_the_rest_is_kept():
   found = decide(TWO_HEADS, NumericsConfig(backend="tiled", compute_dtype="bfloat16"))
   assert found.numerics == NumericsConfig(
-    backend="tiled", row_tile=16, reduction_shards=2, compute_dtype="bfloat16"
+    backend="tiled", row_tile=16, reduction_shards=4, compute_dtype="bfloat16"
   )
   assert found.backend == Tiled(found.numerics)
   assert (found.shape, found.axis, found.is_plain) == (TWO_HEADS, None, False)
   assert decide(TWO_HEADS, found.numerics) == found
-  assert found.describe() == "bfloat16 by 'tiled', 2 slabs"
+  assert found.describe() == "bfloat16 by 'tiled', 4 slabs"
   assert found.fingerprint("layer") == numerics_lib.fingerprint(found.numerics, "layer")
 
 
 def test_slabs_that_do_not_divide_are_refused_with_both_numbers():
-  with pytest.raises(ValueError, match=r"got 8, expected a divisor of num_kv_heads=2; use .*=2"):
+  with pytest.raises(ValueError, match=r"got 8, expected a divisor of num_heads=4; use .*=4"):
     decide(TWO_HEADS, NUMERICS)
 
 

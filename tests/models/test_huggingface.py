@@ -280,7 +280,7 @@ def test_parameters_of_another_shape_are_refused(tmp_path, changes, message):
 
 @refusals.table(
   (lambda d: huggingface.load(d, dataclasses.replace(NUMERICS, reduction_shards=8)),
-   "got 8, expected a divisor of num_kv_heads=2"),
+   "got 8, expected a divisor of num_heads="),
   (lambda d: load_edited(d, lambda t: {name: t[name] for name in t if name != UP.format(1)}),
    "got no tensor model.layers.1.mlp.up_proj.weight, expected"),
   (lambda d: load_edited(d, lambda t: {name: t[name] for name in (NORM, FIRST_NORM)}),

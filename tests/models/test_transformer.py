@@ -452,13 +452,18 @@ def test_largest_shards_by_hand():
   assert model_config.largest_shards(QWEN3) == 8
   assert model_config.largest_shards(dataclasses.replace(QWEN3, vocab_size=44)) == 4
   assert model_config.largest_shards(QWEN3.changed(intermediate_size=6)) == 2
-  assert model_config.largest_shards(QWEN3.changed(num_kv_heads=1)) == 1
+  assert model_config.largest_shards(QWEN3.changed(num_kv_heads=1)) == 8
+  assert model_config.largest_shards(QWEN3.changed(num_heads=4, num_kv_heads=1)) == 4
+  # Seven heads for each key/value head: a slab of an eighth would have parts of two heads' groups.
+  assert model_config.largest_shards(QWEN3.changed(num_heads=28, num_kv_heads=4)) == 4
+  # Three slabs of eight, or one of eight, do not fit six key/value heads.
+  assert model_config.largest_shards(QWEN3.changed(num_heads=24, num_kv_heads=6)) == 2
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("kv_heads", "slabs"), [(2, 2), (4, 4), (8, 8)])
-def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
-  config = QWEN2.changed(num_kv_heads=kv_heads, num_heads=8)
+@pytest.mark.parametrize(("heads", "slabs"), [((2, 2), 2), ((4, 1), 4), ((8, 2), 8), ((8, 8), 8)])
+def test_a_model_chooses_its_slabs_where_that_is_left_to_it(heads, slabs):
+  config = QWEN2.changed(num_heads=heads[0], num_kv_heads=heads[1])
   left = dataclasses.replace(NUMERICS, reduction_shards=0)
   chosen = dataclasses.replace(NUMERICS, reduction_shards=slabs)
   assert decide(config, left).numerics == chosen
@@ -476,7 +481,14 @@ def test_a_model_chooses_its_slabs_where_that_is_left_to_it(kv_heads, slabs):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (dict(num_kv_heads=4), "got 8, expected a divisor of num_kv_heads=4; .*shards=4 .* or 0"),
+    (
+      dict(num_heads=4, num_kv_heads=4),
+      "got 8, expected a divisor of num_heads=4; .*shards=4 .* or 0",
+    ),
+    (
+      dict(num_heads=24, num_kv_heads=6),
+      "got 8, expected a divisor or a multiple of num_kv_heads=6; .*shards=2 .* or 0",
+    ),
     (dict(intermediate_size=36), "expected a divisor of intermediate_size=36"),
     (dict(vocab_size=50), "expected a divisor of vocab_size=50; use reduction_shards=2"),
   ],

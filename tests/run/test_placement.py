@@ -51,7 +51,7 @@ def test_what_is_decided_is_said():
       dict(data_parallel_size=8, tensor_parallel_size=4),
       "= 32 devices, expected at most 8, the available",
     ),
-    (dict(reduction_shards=16), "reduction_shards: got 16, expected a divisor of num_kv_heads=8"),
+    (dict(reduction_shards=16), "reduction_shards: got 16, expected a divisor of num_heads=8"),
   ],
 )
 @pytest.mark.usefixtures("unchecked_annotations")

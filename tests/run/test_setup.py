@@ -75,8 +75,8 @@ class Wordy(Vowels):
     (Vowels(), {}, dict(data_parallel_size=99),
      r"make_mesh: got data_parallel_size=99 x tensor_parallel_size=1 = 99"),
     # Refused by the engine, the last check.
-    (Vowels(), {}, dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=2)),
-     r"NumericsConfig.reduction_shards: got 2, expected a divisor of num_kv_heads=1"),
+    (Vowels(), {}, dict(numerics=dataclasses.replace(NUMERICS, reduction_shards=4)),
+     r"NumericsConfig.reduction_shards: got 4, expected a divisor of num_heads=2"),
     (Vowels(), {}, dict(lora_rank=17), r"lora rank: got 17, expected 1 <= rank <= 16"),
     (Vowels(), {"long": Wordy()}, {},
      r"wordy: got a prompt of \d+ tokens .* and max_tokens 6, expected a sum of at most 48"),

@@ -32,6 +32,7 @@ from seerjax.models import (
   loading,
   lora,
   parameters,
+  shared_heads,
   tokenizer as tokenizer_lib,
 )
 from seerjax.models.decoder import decide
@@ -170,7 +171,8 @@ class Case:
 
 def family_of(config: model_config.TransformerConfig) -> str:
   """Returns the family of a model, or what of it no family of ours has."""
-  return layer_support.beyond_dense(config) or families.of(config).model_type
+  different = layer_support.beyond_dense(config) or layer_kinds.difference(config.layers)
+  return different or families.of(config).model_type
 
 
 def has_experts(config: model_config.TransformerConfig) -> bool:
@@ -273,6 +275,47 @@ def with_rules(case: Case) -> Case:
   )
   model = dataclasses.replace(model, config=config)
   return dataclasses.replace(case, machine=dataclasses.replace(case.machine, model=model))
+
+
+def with_shared_heads(case: Case) -> Case:
+  """Returns the case with more slabs than key/value heads, and often more devices.
+
+  In some models with several layers, layers differ in their number of key/value heads. Sinks and
+  windows are drawn too, once per model.
+  """
+  rng = np.random.default_rng((case.seed, case.number // OF_A_MODEL, 11))
+  model, config = case.model, case.model.config
+  slabs = _pick(rng, 2, 4, 8, 8)
+  fewer = [count for count in (1, 1, 2, 4) if count < slabs]
+  group, heads = _pick(rng, 1, 1, 2, 3), _pick(rng, *fewer)
+  inner = slabs * int(rng.integers(max(1, 6 // slabs), 2 + 90 // slabs))
+  flags = dict(
+    has_sinks=rng.random() < 0.3, window=_pick(rng, None, None, int(rng.integers(1, MAX_TOKENS)))
+  )
+  are_mixed = rng.random() < 0.3
+  layers = tuple(
+    layer.changed(
+      num_heads=slabs * group,
+      num_kv_heads=_pick(rng, *fewer, slabs) if are_mixed and index else heads,
+      intermediate_size=inner,
+      **flags,
+    )
+    for index, layer in enumerate(config.layers)
+  )
+  config = dataclasses.replace(
+    config,
+    vocab_size=slabs * (1 + 2 * int(rng.integers(1 + 10 // slabs, 50 // slabs))),
+    layers=layers,
+  )
+  numerics = dataclasses.replace(model.numerics, reduction_shards=slabs)
+  smallest = min(config.hidden_size, slabs * group * layers[0].attention.head_dim, inner)
+  rank = min(model.rank, smallest)
+  model = dataclasses.replace(model, config=config, numerics=numerics, rank=rank)
+  of_machine = np.random.default_rng((case.seed, case.number // OF_A_MACHINE, 12))
+  shards = _pick(of_machine, *(count for count in (1, 2, 4, 8) if count <= slabs))
+  instances = min(case.machine.mesh[0], 8 // shards)
+  machine = dataclasses.replace(case.machine, model=model, mesh=(instances, shards))
+  return dataclasses.replace(case, machine=machine)
 
 
 def with_short_windows(case: Case) -> Case:
@@ -610,12 +653,14 @@ def params_of(model: Model) -> parameters.Params:
     return jnp.asarray((noise + (has_ones and "norm" in path[-1].key)).astype(np.float32))
 
   layout = parameters.shapes(model.config, model.numerics.reduction_shards)
-  master = jax.tree_util.tree_map_with_path(leaf, layout)
+  slabs = model.numerics.reduction_shards
+  own = lambda tree: shared_heads.filled(tree, model.config, slabs)
+  master = own(jax.tree_util.tree_map_with_path(leaf, layout))
   params = jax.tree.map(lambda leaf: leaf.astype(model.numerics.dtype), master)
   if not model.rank:
     return params
   shapes = lora.shapes(model.config, model.numerics, model.rank, model.targets)
-  adapter = jax.tree_util.tree_map_with_path(leaf, shapes)
+  adapter = own(jax.tree_util.tree_map_with_path(leaf, shapes))
   return lora.attach(params, adapter, model.alpha / model.rank)
 
 

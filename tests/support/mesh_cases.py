@@ -16,7 +16,7 @@ import trainers
 
 from seerjax import layer_kinds, numerics as numerics_lib, parallel, types
 from seerjax.layer_kinds import Gated, Grouped, LayerConfig
-from seerjax.models import config as model_config, lora, parameters
+from seerjax.models import config as model_config, lora, parameters, shared_heads
 from seerjax.models.decoder import decide
 from seerjax.ops import rotary, sampling
 from seerjax.trainer import losses, optimizer as optimizer_lib, packing, step
@@ -66,7 +66,7 @@ def draw(rng: np.random.Generator, backend: Any, *, max_layers: int = 2) -> Case
   """Returns a small model with any number of slabs; few widths are whole vectors."""
   pick = lambda *choices: choices[int(rng.integers(len(choices)))]
   slabs = pick(2, 4, 8, 8)
-  heads = slabs * pick(1, 1, 2)
+  heads = pick(slabs, slabs, 2 * slabs, slabs // 2, slabs // 2, max(1, slabs // 8))
   numerics = numerics_lib.NumericsConfig(
     backend=backend,
     row_tile=pick(2, 4, 8, 16),
@@ -83,7 +83,7 @@ def draw(rng: np.random.Generator, backend: Any, *, max_layers: int = 2) -> Case
     layers=layer_kinds.uniform(
       LayerConfig(
         attention=Grouped(
-          num_heads=heads * pick(1, 2, 3),
+          num_heads=max(heads, slabs) * pick(1, 2, 3),
           num_kv_heads=heads,
           head_dim=head_dim,
           has_qk_norms=bool(rng.integers(2)),
@@ -113,6 +113,11 @@ def draw(rng: np.random.Generator, backend: Any, *, max_layers: int = 2) -> Case
   )
 
 
+def shares_heads(case: Case) -> bool:
+  """Returns whether slabs share key/value heads."""
+  return case.config.layers[0].attention.num_kv_heads < case.numerics.reduction_shards
+
+
 def meshes_of(case: Case) -> list[tuple[int, int]]:
   """Returns (instance, model) of the meshes that divide the model's slabs evenly."""
   return [mesh for mesh in MESHES if case.numerics.reduction_shards % mesh[1] == 0]
@@ -138,12 +143,13 @@ def weights_of(case: Case) -> tuple[Any, parameters.Params]:
     return np.asarray(noise + ("norm" in path[-1].key), np.float32)
 
   shapes = parameters.shapes(case.config, case.numerics.reduction_shards)
-  master = jax.tree_util.tree_map_with_path(leaf, shapes)
+  own = lambda tree: shared_heads.filled(tree, case.config, case.numerics.reduction_shards)
+  master = own(jax.tree_util.tree_map_with_path(leaf, shapes))
   params = parameters.compute_params(master, case.numerics)
   if not case.rank:
     return master, params
   shapes = lora.shapes(case.config, case.numerics, case.rank)
-  adapter = jax.tree_util.tree_map_with_path(leaf, shapes)
+  adapter = own(jax.tree_util.tree_map_with_path(leaf, shapes))
   return adapter, lora.attach(params, adapter, 2.0)
 
 
@@ -192,6 +198,8 @@ def learn(case: Case, mesh: tuple[int, int] = (1, 1), *, updates: bool = True) -
     with jax.numpy_dtype_promotion("standard"):  # Optax needs it.
       state, norms = trainer.update(trainer.init(master), gradient)
     found |= {"weights": state.params, "moments": state.opt_state, "norms": norms}
+    slabs = case.numerics.reduction_shards
+    shared_heads.check(jax.device_get(state.params), case.config, slabs, what="after the step")
   leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(found))
   assert all(np.isfinite(leaf).all() for _, leaf in leaves)
   return Learnt({jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves})
@@ -206,6 +214,9 @@ def compare(case: Case, mesh: tuple[int, int], events: collections.Counter[str])
   events[f"model axis of {mesh[1]}"] += 1
   events["several instances"] += mesh[0] > 1
   events["one slab a device"] += mesh[1] == case.numerics.reduction_shards
+  heads = case.config.layers[0].attention.num_kv_heads
+  events["key heads shared by slabs"] += shares_heads(case)
+  events["key heads shared by devices"] += heads < mesh[1]
   events["adapters"] += case.rank > 0
   events["all weights"] += case.rank == 0
   events["tied"] += case.config.is_tied

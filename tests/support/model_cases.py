@@ -404,6 +404,9 @@ def count_case(case: Case, events: collections.Counter[str]) -> None:
   events["odd buckets"] += sum(bucket % 2 for bucket in case.machine.sizes.batch_size_buckets)
   events["several instances"] += case.machine.mesh[0] > 1
   events["model shards"] += case.machine.mesh[1] > 1
+  fewest = min(layer.attention.num_kv_heads for layer in case.model.config.layers)
+  events["key heads shared by slabs"] += fewest < case.model.numerics.reduction_shards
+  events["key heads shared by devices"] += fewest < case.machine.mesh[1]
 
 
 @functools.lru_cache(maxsize=4)

@@ -20,7 +20,7 @@ def write_model(directory: pathlib.Path) -> str:
     hidden_size=64,
     intermediate_size=128,
     num_heads=8,
-    num_kv_heads=2,  # As in small Qwen2.5 models; the default number of slabs is then 2.
+    num_kv_heads=2,  # As in small Qwen2.5 models; four of the eight slabs share each.
     max_model_len=512,
   )
   numerics = run_presets.main_job().numerics
