@@ -59,13 +59,11 @@ class LayerShape(NamedTuple):
     kind: kind of the layer, as its slabs compute it (`LayerConfig.in_slabs`).
     norm_eps: epsilon of its norms.
     norm_weights: what they multiply by.
-    sharers: number of consecutive slabs with the same key/value head, which is in each of them.
   """
 
   kind: LayerConfig
   norm_eps: float
   norm_weights: norms.Weights
-  sharers: int = 1
 
 
 class Stage(NamedTuple):

@@ -101,9 +101,8 @@ class TransformerConfig:
 
   def layer_shape(self, index: int, num_slabs: int = 1) -> LayerShape:
     """Returns what the stages of a layer need, for weights in `num_slabs` slabs."""
-    kind = self.layers[index]
-    sharers = kind.attention.copies(num_slabs)
-    return LayerShape(kind.in_slabs(num_slabs), self.norm_eps, self.norm_weights, sharers)
+    kind = self.layers[index].in_slabs(num_slabs)
+    return LayerShape(kind, self.norm_eps, self.norm_weights)
 
   def changed(self, *, num_layers: int | None = None, **changes: Any) -> TransformerConfig:
     """Returns the config with some fields changed; fields of a layer change in every layer.

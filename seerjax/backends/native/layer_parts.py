@@ -492,7 +492,7 @@ def input_operands(
     cos,
     sin,
     adapter_sizes(num_rows, layer, ("qkv",), chosen),
-    jnp.stack([jnp.float32(stage.shape.norm_eps), *scales, jnp.float32(stage.shape.sharers)]),
+    jnp.stack([jnp.float32(stage.shape.norm_eps), *scales]),
     weights["attention_norm"],
     qkv,
     weights["qkv_bias"] if "qkv_bias" in weights else jnp.zeros((qkv.shape[1], 0), x.dtype),

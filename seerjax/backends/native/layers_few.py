@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from numba import types
 import numpy as np
 
 from seerjax.array_typing import Array
@@ -177,24 +176,17 @@ def _attention_inputs(arguments, results, team, worker):
   threads.wait(team, _STAGES[0], pieces)
 
   own = heads // slabs
-  # The first of the slabs that share a key/value head computes it for all of them.
-  last = ffi.dimension(arguments, SCALARS, 0) - 1
-  sharers = min(types.int64(scalar(arguments, SCALARS, last)), slabs)
   some = _columns_of_piece(team, columns, c)
   of_slab = (columns + some - 1) // some
   pieces = slabs * of_slab
   piece = threads.claim(team, _STAGES[1], _NONE)
   while piece < pieces:
     slab, first = piece // of_slab, piece % of_slab * some
-    end = own * group * c if slab % sharers > 0 else columns
-    count = max(min(some, end - first), ZERO)
-    if count > 0:
-      product_of_columns(
-        arguments, QKV, layer, slab, normed, d, live, first, count, qkv, count, ZERO
-      )
-      add_low_to_columns(
-        arguments, SIZES, QKV_B, ZERO, slab, ZERO, low, live, first, count, qkv, count
-      )
+    count = min(some, columns - first)
+    product_of_columns(arguments, QKV, layer, slab, normed, d, live, first, count, qkv, count, ZERO)
+    add_low_to_columns(
+      arguments, SIZES, QKV_B, ZERO, slab, ZERO, low, live, first, count, qkv, count
+    )
     round_row(qkv, is_bf16, live * count)
     if has_bias:
       read_rows(arguments, BIAS, slab, ONE, columns, bias)
@@ -219,8 +211,7 @@ def _attention_inputs(arguments, results, team, worker):
           target = ffi.address(results, 1) + width * (index + head - own * group) * c
         else:
           target = ffi.address(results, 2) + width * (index + head - own * (group + 1)) * c
-        for copy in range(ONE if is_query else sharers):
-          write_row(at, target + width * copy * own * c, is_bf16, c)
+        write_row(at, target, is_bf16, c)
     threads.settle(team, _STAGES[1])
     piece = threads.claim(team, _STAGES[1], piece)
   if worker == 0:
