@@ -51,11 +51,11 @@ def params_of(slabs: int, config=CONFIG, seed: int = 3):
   return shared_heads.filled(drawn, config, slabs)
 
 
-def relaid(params, slabs: int):
+def relaid(params, slabs: int, config=CONFIG):
   """Returns the weights in another number of slabs, by their tensors in files."""
-  plan = huggingface_layout.plan(CONFIG)
+  plan = huggingface_layout.plan(config)
   tensors = dict(huggingface_layout.tensors(params, plan, np.dtype(np.float32)))
-  found = parameters.shapes(CONFIG, slabs)
+  found = parameters.shapes(config, slabs)
   for path, leaf in plan:
     *owners, last = path
     owner = functools.reduce(lambda at, key: at[key], owners, found)
@@ -192,6 +192,19 @@ def test_logits_and_gradient_are_those_of_one_slab_within_rounding(backend):
         sums = mine[..., 8:].reshape(2, 4, *mine.shape[1:-1], 16).sum(axis=1)
         mine = np.concatenate([mine[..., :8], np.repeat(sums, 4, axis=0)], axis=-1)
       np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=2e-3, err_msg=name)
+
+
+def test_native_slabs_of_heads_that_are_no_whole_vectors_have_the_logits_of_one():
+  config = CONFIG.changed(
+    num_heads=2, num_kv_heads=1, head_dim=10, rotary=rotary.RotaryConfig(head_dim=10)
+  )
+  tokens, params = tiny_model.random_tokens(config, 2, 9), params_of(1, config)
+  found = []
+  for slabs in (1, 2):
+    own = relaid(params, slabs, config)
+    numerics = dataclasses.replace(numerics_of(slabs), backend="native")
+    found.append(flax_module.logits_of(own, tokens, decoder=decide(config, numerics)))
+  np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.thorough
