@@ -119,8 +119,13 @@ def packed(arrays: Any, identity: Identity) -> bytes:
   # The body is aligned so that an array of any dtype may start there.
   header += b" " * (-(_HEAD.size + len(header)) % ALIGNMENT)
   body = b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(arrays))
-  crc = zlib.crc32(body, zlib.crc32(header))
+  crc = zlib.crc32(body, zlib.crc32(header, _start(len(header))))
   return b"".join((_HEAD.pack(MAGIC, len(header), crc), header, body))
+
+
+def _start(length: int) -> int:
+  """Returns where a checksum starts: it covers the header's length too."""
+  return zlib.crc32(str(length).encode())
 
 
 def unpacked(data: bytes, identity: Identity) -> Any:
@@ -129,7 +134,7 @@ def unpacked(data: bytes, identity: Identity) -> Any:
     return None
   magic, length, crc = _HEAD.unpack_from(data)
   rest = memoryview(data)[_HEAD.size :]
-  if magic != MAGIC or zlib.crc32(rest) != crc:
+  if magic != MAGIC or zlib.crc32(rest, _start(length)) != crc:
     return None
   header = json.loads(bytes(rest[:length]))
   theirs = (header["fingerprint"], header["weights"], header.get("namespace", ""))

@@ -213,6 +213,9 @@ def test_a_value_says_what_it_is():
   assert values.unpacked(data, identity._replace(fingerprint="g")) is None
   assert values.unpacked(data, identity._replace(weights="v")) is None
   assert values.unpacked(data, identity._replace(policy_version=8)) is not None
+  for place in range(len(data)):
+    damaged = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    assert values.unpacked(damaged, identity) is None, place
 
 
 def test_a_config_names_its_store(tmp_path):
