@@ -10,6 +10,7 @@ import numpy as np
 from seerjax import parallel
 from seerjax.engine import sizes
 from seerjax.models import parameters, presets
+from seerjax.models.config import TransformerConfig
 from seerjax.models.decoder import decide
 from seerjax.numerics import NumericsConfig
 from seerjax.trainer import optimizer as optimizer_lib, shards, state as state_lib
@@ -21,27 +22,36 @@ NUMERICS = NumericsConfig(compute_dtype="bfloat16", backend="tiled")
 
 def row_of(name: str) -> str:
   """Returns a row: weights and training state in GiB, keys and values of a token in KiB."""
-  decoder = decide(presets.get(name), NUMERICS)
-  slabs = decoder.numerics.reduction_shards
-  masters = parameters.shapes(decoder.shape, slabs)
-  weights = parameters.rounded_shapes(masters, decoder.numerics.dtype)
-  config = optimizer_lib.OptimizerConfig(learning_rate=1e-4)
-  optimizer = optimizer_lib.make_optimizer(config)
+  shape = presets.get(name)
+  slabs, period = decide(shape, NUMERICS).numerics.reduction_shards, shape.period
   columns: list[list[str]] = [[], [], []]
   for count in MESHES:
     if slabs % count:
       continue
-    mesh = parallel.make_mesh(tensor_parallel_size=count)
-    pages = sizes.page_bytes(decoder, page_size=PAGE_SIZE, tensor_parallel_size=count)
-    state = state_lib.abstract_state(masters, optimizer, mesh)
-    numbers = (
-      shards.bytes_of(weights, parameters.specs_of(weights), mesh) / GIB,
-      sum(map(_bytes, jax.tree.leaves(state))) / GIB,
-      pages / PAGE_SIZE / count / KIB,
-    )
-    for column, number in zip(columns, numbers, strict=True):
+    # Every further period of layers adds as much as the second one.
+    first = bytes_of(shape.changed(num_layers=period), count)
+    numbers, more = first, shape.num_layers // period - 1
+    if more:
+      numbers = first + more * (bytes_of(shape.changed(num_layers=2 * period), count) - first)
+    for column, number in zip(columns, numbers / (GIB, GIB, KIB), strict=True):
       column.append(f"{number:,.0f}" if number >= 100 else f"{number:.3g}")
   return f"| `{name}` | {slabs} | " + " | ".join(" / ".join(one) for one in columns) + " |"
+
+
+def bytes_of(shape: TransformerConfig, count: int) -> np.ndarray:
+  """Returns f64[3], bytes on one of `count` devices: weights, training state, a token's KV."""
+  decoder = decide(shape, NUMERICS)
+  masters = parameters.shapes(shape, decoder.numerics.reduction_shards)
+  weights = parameters.rounded_shapes(masters, decoder.numerics.dtype)
+  optimizer = optimizer_lib.make_optimizer(optimizer_lib.OptimizerConfig(learning_rate=1e-4))
+  mesh = parallel.make_mesh(tensor_parallel_size=count)
+  pages = sizes.page_bytes(decoder, page_size=PAGE_SIZE, tensor_parallel_size=count)
+  state = state_lib.abstract_state(masters, optimizer, mesh)
+  return np.asarray([
+    shards.bytes_of(weights, parameters.specs_of(weights), mesh),
+    sum(map(_bytes, jax.tree.leaves(state))),
+    pages / PAGE_SIZE / count,
+  ])  # fmt: skip
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
